@@ -19,8 +19,8 @@ from triton import JITFunction, knobs
 from penstock.kernels.cuda.accept_drafts import accept_variant
 from penstock.kernels.cuda.activation import gated_activation_variant
 from penstock.kernels.cuda.attention.paged import attention_variants
-from penstock.kernels.cuda.core.launch import TYPES, Variant
-from penstock.kernels.cuda.model_shapes import SHAPES, Shape
+from penstock.kernels.cuda.core.launch import TYPES, KernelVariant
+from penstock.kernels.cuda.model_shapes import SHAPES, ModelShape
 from penstock.kernels.cuda.moe.fused_moe import experts_variants
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm_variant, rms_norm_variant
@@ -46,7 +46,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 """Weights that a model may have quantised: what their layouts have in common."""
 
 
-def variants(shape: Shape) -> Iterator[Variant]:
+def variants(shape: ModelShape) -> Iterator[KernelVariant]:
     """All that a model of that shape launches, but for products of quantised weights."""
     yield from _norm_variants(shape)
     if shape.deterministic:
@@ -82,7 +82,7 @@ def variants(shape: Shape) -> Iterator[Variant]:
     yield commit_variant()
 
 
-def _norm_variants(shape: Shape) -> Iterator[Variant]:
+def _norm_variants(shape: ModelShape) -> Iterator[KernelVariant]:
     dtype, hidden, eps = shape.dtype, shape.hidden_size, shape.norm_eps
     if shape.norms_before:
         # What the first layer begins with.
@@ -97,7 +97,7 @@ def _norm_variants(shape: Shape) -> Iterator[Variant]:
             yield rms_norm_variant(dtype, heads * shape.head_dim, row, row, eps)
 
 
-def float_variants(shape: Shape) -> Iterator[Variant]:
+def float_variants(shape: ModelShape) -> Iterator[KernelVariant]:
     """Products of weights that are not quantised."""
     products = [*shape.products, (shape.num_logits or shape.vocab_size, shape.hidden_size, False)]
     if shape.experts is not None:
@@ -107,7 +107,7 @@ def float_variants(shape: Shape) -> Iterator[Variant]:
         yield from product_variants(layout, shape.dtype, shape.max_tokens, deterministic=True, is_biased=is_biased)
 
 
-def quantized_variants(shape: Shape, quantization: str) -> Iterator[Variant]:
+def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelVariant]:
     """Products of the weights of a layer, if they are so ``QUANTIZED``."""
     for rows, columns, is_biased in shape.products:
         layout = WeightLayout(rows=rows, columns=columns, **QUANTIZED[quantization])
@@ -118,7 +118,7 @@ def quantized_variants(shape: Shape, quantization: str) -> Iterator[Variant]:
 
 
 @dataclass(frozen=True)
-class Usage:
+class KernelResources:
     """What a program of a variant takes."""
 
     name: str
@@ -130,9 +130,9 @@ class Usage:
     """Of a thread: what is kept in local memory, for want of registers or because it is indexed."""
 
 
-def wanted(shapes: Iterable[Shape]) -> dict[str, Variant]:
+def wanted(shapes: Iterable[ModelShape]) -> dict[str, KernelVariant]:
     """All that those models launch, each once, by its description; also with fp8 KV, and where bits are kept."""
-    found: dict[str, Variant] = {}
+    found: dict[str, KernelVariant] = {}
     for shape in shapes:
         others = replace(shape, kv_dtype=torch.float8_e4m3fn), replace(shape, deterministic=True)
         for variant in chain.from_iterable(map(variants, (shape, *others))):
@@ -140,7 +140,7 @@ def wanted(shapes: Iterable[Shape]) -> dict[str, Variant]:
     return found
 
 
-def describe(variant: Variant) -> str:
+def describe(variant: KernelVariant) -> str:
     """A line that no other variant has. What dtypes are among its constants follows from those of its tensors."""
     types = dict.fromkeys(TYPES[kind] for kind in variant.arguments.values() if isinstance(kind, torch.dtype))
     constants = (f"{name}={value}" for name, value in variant.constants.items() if not isinstance(value, tl.dtype))
@@ -148,7 +148,7 @@ def describe(variant: Variant) -> str:
     return f"{variant.kernel.fn.__name__} {','.join(types)} {' '.join(constants)} {sizes}"
 
 
-def measure(variant: Variant, capability: int) -> Usage:
+def measure(variant: KernelVariant, capability: int) -> KernelResources:
     """Compiles it; the figures are those of the machine code."""
     compiled = variant.compile(capability)
     with tempfile.TemporaryDirectory() as folder:
@@ -158,10 +158,10 @@ def measure(variant: Variant, capability: int) -> Usage:
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     figures = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
     spilled = figures["STACK"] + figures["LOCAL"]
-    return Usage(describe(variant), int(compiled.metadata.shared), figures["REG"], spilled)
+    return KernelResources(describe(variant), int(compiled.metadata.shared), figures["REG"], spilled)
 
 
-def settle_keys(compiled: Iterable[Variant]) -> None:
+def settle_keys(compiled: Iterable[KernelVariant]) -> None:
     """The key by which Triton finds a compiled kernel on disk depends on what was asked for its key before it: so it
     is done in order, before threads compile in any order."""
     for variant in compiled:

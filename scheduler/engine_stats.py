@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from penstock.scheduler.request import Speculation
+from penstock.scheduler.request import SpeculationCounts
 
 
 class EngineState(Enum):
@@ -58,5 +58,5 @@ class EngineStats:
     """How long a step took, at the median of the last ones."""
     predicted_ttft_s: float | None = None
     """Of a short request that came now; None while nothing is known."""
-    speculation: Speculation = field(default_factory=Speculation)
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     """Its steps are those of each row."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from penstock.scheduler.plan import Pooling, SamplingParams, TokenLogprobs
 
 
-class FinishReason(Enum):
+class EngineFinishReason(Enum):
     """Why a choice or a request ended."""
 
     STOP = auto()
@@ -61,7 +61,7 @@ class Refused(Exception):
         self.retry_after_ms = retry_after_ms
 
 
-class Released(NamedTuple):
+class TextDelta(NamedTuple):
     """What a text state lets go after a token."""
 
     num_tokens: int
@@ -83,25 +83,25 @@ class Released(NamedTuple):
 class TextState(Protocol):
     """Turns one choice's tokens into text: whole characters, never a possible beginning of a stop string."""
 
-    def feed(self, token_id: int) -> Released:
+    def feed(self, token_id: int) -> TextDelta:
         """Takes one output token that is not a stopping token."""
         ...
 
-    def finish(self) -> Released:
+    def finish(self) -> TextDelta:
         """The choice ended for another reason than a stop string: releases all that is held."""
         ...
 
 
-class Matched(NamedTuple):
+class StopMatch(NamedTuple):
     """How a choice ended, and what was matched if it stopped."""
 
-    reason: FinishReason
+    reason: EngineFinishReason
     stop: str | None = None
     stop_token_id: int | None = None
 
 
 @dataclass(slots=True)
-class Accepted:
+class RequestAccepted:
     """The request is in the queue."""
 
     cached_tokens: int
@@ -111,7 +111,7 @@ class Accepted:
 
 
 @dataclass(slots=True)
-class PromptLogprobs:
+class PromptLogprobsChunk:
     """A part of the prompt's log-probabilities, in order and without gaps; ``start`` is a position in the prompt."""
 
     start: int
@@ -119,14 +119,14 @@ class PromptLogprobs:
 
 
 @dataclass(slots=True)
-class Delta:
+class SequenceDelta:
     """New output of one choice: exactly the tokens of ``text``, and with ``end`` those that ended it."""
 
     choice: int
     token_ids: list[int]
     text: str
     logprobs: TokenLogprobs | None = None
-    end: Matched | None = None
+    end: StopMatch | None = None
     text_lengths: list[int] | None = None
     """How many characters of the text begin in each token, where there are ``logprobs``."""
 
@@ -141,7 +141,7 @@ class Embedded:
 
 
 @dataclass(slots=True)
-class Usage:
+class TokenUsage:
     """Tokens used so far; stopping tokens and those of stop strings count as output."""
 
     prompt_tokens: int = 0
@@ -150,7 +150,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Timings:
+class RequestTimings:
     """Microseconds from arrival, as the proto has them."""
 
     queued_us: int = 0
@@ -163,7 +163,7 @@ class Timings:
 
 
 @dataclass(slots=True)
-class Speculation:
+class SpeculationCounts:
     """What became of a request's drafts."""
 
     steps: int = 0
@@ -191,9 +191,9 @@ class Speculation:
             for index in range(number):
                 counts[index] += 1
 
-    def copy(self) -> "Speculation":
+    def copy(self) -> "SpeculationCounts":
         """As it is now."""
-        return Speculation(self.steps, self.drafted_at.copy(), self.accepted_at.copy())
+        return SpeculationCounts(self.steps, self.drafted_at.copy(), self.accepted_at.copy())
 
 
 @dataclass(slots=True, frozen=True)
@@ -207,21 +207,21 @@ class Context:
 
 
 @dataclass(slots=True)
-class Finished:
+class RequestFinished:
     """The end of a request: exactly one, last."""
 
-    reason: FinishReason
-    usage: Usage
-    timings: Timings
+    reason: EngineFinishReason
+    usage: TokenUsage
+    timings: RequestTimings
     message: str = ""
     """What went wrong, fit for the caller's eyes; empty when nothing did."""
     context: Context | None = None
     """Of a request of one choice that began and then stopped, reached its length or was cancelled."""
-    speculation: Speculation | None = None
+    speculation: SpeculationCounts | None = None
     """None: it had no drafts."""
 
 
-Event = Accepted | PromptLogprobs | Delta | Embedded | Finished
+Event = RequestAccepted | PromptLogprobsChunk | SequenceDelta | Embedded | RequestFinished
 
 
 @dataclass(slots=True, frozen=True)

@@ -19,7 +19,7 @@ INTERLUDE_S = 0.1
 """Nor is what was waited for between two waits for one and the same thing, if it was shorter than this."""
 
 
-class Kind(Enum):
+class EntryKind(Enum):
     """What an entry tells."""
 
     ACCEPTED = auto()
@@ -50,10 +50,10 @@ class Cause(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class TimelineEntry:
     """What happened, or went on for a while. Times are by the register's clock."""
 
-    kind: Kind
+    kind: EntryKind
     at: float
     until: float | None
     """None: it goes on."""
@@ -82,14 +82,14 @@ class _Track:
 
     def __init__(self) -> None:
         self.cause: Cause | None = None
-        self.entry: Entry | None = None
+        self.entry: TimelineEntry | None = None
         """The one that goes on."""
         self.cause_before: Cause | None = None
-        self.wait_before: Entry | None = None
+        self.wait_before: TimelineEntry | None = None
         """What was waited for until ``entry`` began: it may go on yet."""
         self.num_output_tokens = 0
         """Of the stretches of decoding that are over."""
-        self.decoded: Entry | None = None
+        self.decoded: TimelineEntry | None = None
         """The last of them."""
         self.decodes_from: int | None = None
         """The step with the last chunk of its history, while that is not answered."""
@@ -98,7 +98,7 @@ class _Track:
         self.num_accepted = 0
         """Of these."""
 
-    def tell_drafts(self, entry: Entry) -> None:
+    def tell_drafts(self, entry: TimelineEntry) -> None:
         """Says in an entry of decoding what became of its drafts."""
         if self.num_drafted:
             entry.detail = f"{self.num_accepted} of {self.num_drafted} drafts accepted"
@@ -143,9 +143,9 @@ class Timeline:
         """The name of a ``FinishReason``; empty while it lives."""
         self._clock = clock
         self._tracks = [_Track() for _ in range(request.n)]
-        self._hold: Entry | None = None
-        self._start: list[Entry] = []
-        self._last: deque[Entry] | None = None
+        self._hold: TimelineEntry | None = None
+        self._start: list[TimelineEntry] = []
+        self._last: deque[TimelineEntry] | None = None
         """Once ``_start`` has its half of ``MAX_ENTRIES``."""
         self._num_entries = 0
 
@@ -156,7 +156,7 @@ class Timeline:
         """Entries that are no longer known: between entry ``MAX_ENTRIES // 2 - 1`` and the next one."""
         return self._num_entries - len(self._start) - len(self._last or ())
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TimelineEntry]:
         """In order of time, those that go on included."""
         pending = [entry for track in self._tracks for entry in (track.wait_before, track.entry) if entry is not None]
         if self._hold is not None:
@@ -169,7 +169,7 @@ class Timeline:
         """Before somebody reads: ``step`` is the first one that the choice is not in, and it has so many output tokens
         in all."""
         track = self._tracks[choice]
-        if track.entry is not None and track.entry.kind is Kind.DECODED:
+        if track.entry is not None and track.entry.kind is EntryKind.DECODED:
             track.entry.last_step = step - 1
             track.entry.num_tokens = num_output_tokens - track.num_output_tokens
             track.tell_drafts(track.entry)
@@ -180,7 +180,7 @@ class Timeline:
         """It entered the queue, behind ``position`` others; its first token is predicted so long from now."""
         if predicted_ttft_s is not None:
             self.predicted_ttft_s = self._clock() - self.arrival + predicted_ttft_s
-        self._tell(Kind.ACCEPTED, detail=f"position {position} in the queue")
+        self._tell(EntryKind.ACCEPTED, detail=f"position {position} in the queue")
         if position:
             self.waits(0, Cause.TURN, position)
         else:
@@ -192,7 +192,7 @@ class Timeline:
         track = self._tracks[choice]
         if track.cause is cause or self._hold is not None:
             return
-        kind = Kind.HELD if cause is Cause.SUSPECT else Kind.WAITED
+        kind = EntryKind.HELD if cause is Cause.SUSPECT else EntryKind.WAITED
         entry = self._open(kind, choice, detail=cause.value.format(*numbers))
         if track.cause is None or track.entry is None:
             self._go_on(track, entry)
@@ -212,7 +212,7 @@ class Timeline:
             for track in self._tracks:
                 if track.cause is not None:
                     self._go_on(track, None)
-            self._hold = self._open(Kind.HELD, 0, detail=Cause.UNREAD.value)
+            self._hold = self._open(EntryKind.HELD, 0, detail=Cause.UNREAD.value)
 
     def released(self) -> None:
         """It is held back no longer."""
@@ -225,19 +225,19 @@ class Timeline:
     def began(self, choice: int, step: int, num_cached_tokens: int) -> None:
         """It got a row, with so many tokens of its history from the prefix cache."""
         self._go_on(self._tracks[choice], None)
-        self._tell(Kind.BEGAN, choice, step, num_cached_tokens)
+        self._tell(EntryKind.BEGAN, choice, step, num_cached_tokens)
 
     def prefilled(self, choice: int, step: int, num_tokens: int) -> None:
         """So many tokens of its history are computed in this step."""
         track = self._tracks[choice]
         entry = track.entry
-        if entry is not None and entry.kind is Kind.PREFILLED and entry.last_step == step - 1:
+        if entry is not None and entry.kind is EntryKind.PREFILLED and entry.last_step == step - 1:
             assert entry.first_step is not None
             if entry.num_tokens == num_tokens * (step - entry.first_step):
                 entry.last_step = step
                 entry.num_tokens += num_tokens
                 return
-        self._go_on(track, self._open(Kind.PREFILLED, choice, step, num_tokens))
+        self._go_on(track, self._open(EntryKind.PREFILLED, choice, step, num_tokens))
 
     def will_decode(self, choice: int, step: int) -> None:
         """This step has the last chunk of its history, and chooses a token; after it the row goes on by itself."""
@@ -248,7 +248,7 @@ class Timeline:
         track = self._tracks[choice]
         track.decodes_from = None
         track.num_drafted = track.num_accepted = 0
-        self._go_on(track, self._open(Kind.DECODED, choice, step))
+        self._go_on(track, self._open(EntryKind.DECODED, choice, step))
 
     def drafted(self, choice: int, num_drafted: int, num_accepted: int) -> None:
         """In a step that was answered, so many drafts were computed and accepted."""
@@ -265,7 +265,7 @@ class Timeline:
         track = self._tracks[choice]
         if track.decodes_from is not None:
             self.decodes(choice, track.decodes_from)
-        if track.entry is not None and track.entry.kind is Kind.DECODED:
+        if track.entry is not None and track.entry.kind is EntryKind.DECODED:
             self.so_far(choice, step, num_output_tokens)
             track.decoded = track.entry
         elif track.decoded is not None:  # tokens of steps that were answered after it had left
@@ -276,12 +276,12 @@ class Timeline:
 
     def preempted(self, choice: int, step: int, why: str) -> None:
         """Its row was ended for another's sake, when this step was planned; it waits again."""
-        self._tell(Kind.PREEMPTED, choice, step, detail=why)
+        self._tell(EntryKind.PREEMPTED, choice, step, detail=why)
         self.waits(choice, Cause.NEXT_PLAN)
 
     def restarted(self, step: int) -> None:
         """The worker died before this step was planned, and with it all that was computed of the request."""
-        self._tell(Kind.RESTARTED, 0, step, detail="the worker died: all is computed again")
+        self._tell(EntryKind.RESTARTED, 0, step, detail="the worker died: all is computed again")
 
     # The request --------------------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class Timeline:
             changes.append(f"deadline in {change.deadline - self._clock():.1f} s")
         if change.max_tokens is not None:
             changes.append(f"at most {change.max_tokens} tokens")
-        self._tell(Kind.UPDATED, detail=", ".join(changes))
+        self._tell(EntryKind.UPDATED, detail=", ".join(changes))
 
     def ended(self, reason: str) -> None:
         """Nothing follows."""
@@ -304,11 +304,11 @@ class Timeline:
         self.released()
         self.ended_by = reason
         self.ended_at = self._clock()
-        self._tell(Kind.ENDED, detail=reason)
+        self._tell(EntryKind.ENDED, detail=reason)
 
     # Entries ------------------------------------------------------------------------------------------------------
 
-    def _go_on(self, track: _Track, entry: Entry | None) -> None:
+    def _go_on(self, track: _Track, entry: TimelineEntry | None) -> None:
         """What the choice was in is over; it is in ``entry`` now."""
         self._settle(track)
         if track.entry is not None:
@@ -322,21 +322,23 @@ class Timeline:
             self._close(track.wait_before, track.wait_before.until)
         track.wait_before = None
 
-    def _open(self, kind: Kind, choice: int, step: int | None = None, num_tokens: int = 0, detail: str = "") -> Entry:
-        return Entry(kind, self._clock(), None, choice, step, step, num_tokens, detail)
+    def _open(
+        self, kind: EntryKind, choice: int, step: int | None = None, num_tokens: int = 0, detail: str = ""
+    ) -> TimelineEntry:
+        return TimelineEntry(kind, self._clock(), None, choice, step, step, num_tokens, detail)
 
-    def _close(self, entry: Entry, now: float) -> None:
+    def _close(self, entry: TimelineEntry, now: float) -> None:
         entry.until = now
-        if entry.kind is not Kind.WAITED or now - entry.at >= MIN_WAIT_S:
+        if entry.kind is not EntryKind.WAITED or now - entry.at >= MIN_WAIT_S:
             self._add(entry)
 
     def _tell(
-        self, kind: Kind, choice: int = 0, step: int | None = None, num_tokens: int = 0, detail: str = ""
+        self, kind: EntryKind, choice: int = 0, step: int | None = None, num_tokens: int = 0, detail: str = ""
     ) -> None:
         now = self._clock()
-        self._add(Entry(kind, now, now, choice, step, step, num_tokens, detail))
+        self._add(TimelineEntry(kind, now, now, choice, step, step, num_tokens, detail))
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: TimelineEntry) -> None:
         self._num_entries += 1
         if len(self._start) < MAX_ENTRIES // 2:
             self._start.append(entry)
@@ -391,5 +393,5 @@ def made_room(request_id: str) -> str:
     return f"there was no room for {request_id}, which goes first"
 
 
-def _beginning(entry: Entry) -> float:
+def _beginning(entry: TimelineEntry) -> float:
     return entry.at

@@ -14,7 +14,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from penstock.scheduler.request import FinishReason, RefusalKind, Refused
+from penstock.scheduler.request import EngineFinishReason, RefusalKind, Refused
 
 DOMAIN = "penstock"
 """Of every ErrorInfo: with its reason it names the failure for programs."""
@@ -71,7 +71,7 @@ class Reason(Enum):
     INTERNAL = auto()
 
 
-class Entry(NamedTuple):
+class CatalogueEntry(NamedTuple):
     """What the catalogue says of a reason."""
 
     code: grpc.StatusCode
@@ -82,106 +82,120 @@ class Entry(NamedTuple):
 
 
 _Code = grpc.StatusCode
-CATALOGUE: Mapping[Reason, Entry] = {
-    Reason.INVALID_FIELD: Entry(_Code.INVALID_ARGUMENT, "a field is out of its bounds"),
-    Reason.CONTEXT_LENGTH: Entry(
+CATALOGUE: Mapping[Reason, CatalogueEntry] = {
+    Reason.INVALID_FIELD: CatalogueEntry(_Code.INVALID_ARGUMENT, "a field is out of its bounds"),
+    Reason.CONTEXT_LENGTH: CatalogueEntry(
         _Code.INVALID_ARGUMENT, "the request does not fit in the model's context; send or ask for fewer tokens"
     ),
-    Reason.MALFORMED_MESSAGE: Entry(
+    Reason.MALFORMED_MESSAGE: CatalogueEntry(
         _Code.INVALID_ARGUMENT, "the message is no valid protobuf of its type; generate the stubs anew"
     ),
     # What gRPC's guide to status codes has for a violation of a request's cardinality.
-    Reason.MESSAGE_COUNT: Entry(
+    Reason.MESSAGE_COUNT: CatalogueEntry(
         _Code.UNIMPLEMENTED, "this method takes exactly one message; send one, then half-close the call"
     ),
     # As gRPC itself refuses metadata of a client that has acknowledged its bound.
-    Reason.METADATA_TOO_LARGE: Entry(
+    Reason.METADATA_TOO_LARGE: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED, "a call has at most 16 KiB of metadata; send less", DONT_RETRY
     ),
-    Reason.DUPLICATE_REF: Entry(_Code.INVALID_ARGUMENT, "the ref is live on this stream already; choose another"),
-    Reason.TOO_LARGE: Entry(_Code.INVALID_ARGUMENT, "the request can never fit in the KV cache; send fewer tokens"),
-    Reason.TOO_EXPENSIVE: Entry(_Code.INVALID_ARGUMENT, "the request asks for too much in all"),
-    Reason.NO_CHAT_TEMPLATE: Entry(
+    Reason.DUPLICATE_REF: CatalogueEntry(
+        _Code.INVALID_ARGUMENT, "the ref is live on this stream already; choose another"
+    ),
+    Reason.TOO_LARGE: CatalogueEntry(
+        _Code.INVALID_ARGUMENT, "the request can never fit in the KV cache; send fewer tokens"
+    ),
+    Reason.TOO_EXPENSIVE: CatalogueEntry(_Code.INVALID_ARGUMENT, "the request asks for too much in all"),
+    Reason.NO_CHAT_TEMPLATE: CatalogueEntry(
         _Code.FAILED_PRECONDITION, "this model has no chat template; send text or token_ids instead of chat"
     ),
-    Reason.NO_TOOLS_IN_TEMPLATE: Entry(
+    Reason.NO_TOOLS_IN_TEMPLATE: CatalogueEntry(
         _Code.FAILED_PRECONDITION,
         "this model's chat template shows no tools; leave them out, or tell of them in a message",
     ),
-    Reason.CHAT_NOT_CONTINUABLE: Entry(
+    Reason.CHAT_NOT_CONTINUABLE: CatalogueEntry(
         _Code.FAILED_PRECONDITION,
         "this model's chat template does not show an answer as it is, so none can be followed; send the whole "
         "conversation without continue_from, or text or token_ids with it",
     ),
-    Reason.CONTEXT_NOT_FOUND: Entry(
+    Reason.CONTEXT_NOT_FOUND: CatalogueEntry(
         _Code.NOT_FOUND, "no context is kept of that request, or not any more; send the whole context instead"
     ),
-    Reason.REQUEST_UNKNOWN: Entry(_Code.NOT_FOUND, "nothing is known of a request of this id"),
-    Reason.UNKNOWN_SERVICE: Entry(_Code.NOT_FOUND, "no service of this name is served here"),
-    Reason.UNAUTHENTICATED: Entry(
+    Reason.REQUEST_UNKNOWN: CatalogueEntry(_Code.NOT_FOUND, "nothing is known of a request of this id"),
+    Reason.UNKNOWN_SERVICE: CatalogueEntry(_Code.NOT_FOUND, "no service of this name is served here"),
+    Reason.UNAUTHENTICATED: CatalogueEntry(
         _Code.UNAUTHENTICATED, "no valid API key or token; send the metadata 'authorization: Bearer <key>'"
     ),
-    Reason.METHOD_DENIED: Entry(_Code.PERMISSION_DENIED, "this method is not open to callers"),
-    Reason.TENANT_DENIED: Entry(
+    Reason.METHOD_DENIED: CatalogueEntry(_Code.PERMISSION_DENIED, "this method is not open to callers"),
+    Reason.TENANT_DENIED: CatalogueEntry(
         _Code.PERMISSION_DENIED, "this caller may not act for another tenant; leave start.tenant empty"
     ),
-    Reason.ADMIN_DENIED: Entry(
+    Reason.ADMIN_DENIED: CatalogueEntry(
         _Code.PERMISSION_DENIED,
         "this caller may not administer; add the word 'admin' to its key's line, or the right 'penstock:admin' to its "
         "token",
     ),
-    Reason.QUEUE_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "the queue is full; try again", 1000),
-    Reason.OVERLOADED: Entry(_Code.RESOURCE_EXHAUSTED, "the deadline could not be met; allow more time", 1000),
-    Reason.TENANT_BUSY: Entry(_Code.RESOURCE_EXHAUSTED, "the tenant has too many live requests; try again", 1000),
-    Reason.TENANT_RATE: Entry(
+    Reason.QUEUE_FULL: CatalogueEntry(_Code.RESOURCE_EXHAUSTED, "the queue is full; try again", 1000),
+    Reason.OVERLOADED: CatalogueEntry(_Code.RESOURCE_EXHAUSTED, "the deadline could not be met; allow more time", 1000),
+    Reason.TENANT_BUSY: CatalogueEntry(
+        _Code.RESOURCE_EXHAUSTED, "the tenant has too many live requests; try again", 1000
+    ),
+    Reason.TENANT_RATE: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED, "the tenant sends requests faster than it may; try again later", 1000
     ),
-    Reason.TENANT_TOKENS: Entry(
+    Reason.TENANT_TOKENS: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED, "the tenant has used the tokens that it may have for now; try again later", 1000
     ),
-    Reason.TENANT_CAP: Entry(_Code.INVALID_ARGUMENT, "the request asks for more than its tenant may; ask for less"),
-    Reason.PREPARATION_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "too many prompts wait to be tokenized; try again", 250),
-    Reason.MESSAGES_IN_FLIGHT: Entry(
+    Reason.TENANT_CAP: CatalogueEntry(
+        _Code.INVALID_ARGUMENT, "the request asks for more than its tenant may; ask for less"
+    ),
+    Reason.PREPARATION_FULL: CatalogueEntry(
+        _Code.RESOURCE_EXHAUSTED, "too many prompts wait to be tokenized; try again", 250
+    ),
+    Reason.MESSAGES_IN_FLIGHT: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED,
         "too many messages were in flight, and this one took the longest; try again, or send fewer at once",
         1000,
     ),
-    Reason.READER_TOO_SLOW: Entry(
+    Reason.READER_TOO_SLOW: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED, "the stream is not read as fast as it fills; read it, or use more streams", DONT_RETRY
     ),
-    Reason.NO_GRAMMARS: Entry(
+    Reason.NO_GRAMMARS: CatalogueEntry(
         _Code.FAILED_PRECONDITION,
         "output cannot be held to a grammar with this model's tokenizer; leave constraint out",
     ),
-    Reason.GRAMMAR: Entry(
+    Reason.GRAMMAR: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED,
         "what the output must match became too costly to follow: make the constraint simpler",
         DONT_RETRY,
     ),
-    Reason.DEAD_END: Entry(
+    Reason.DEAD_END: CatalogueEntry(
         _Code.INVALID_ARGUMENT,
         "the constraint allows a beginning of an output that nothing can follow; correct the constraint",
     ),
-    Reason.SLOW_CONSTRAINT: Entry(
+    Reason.SLOW_CONSTRAINT: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED,
         "the constraint takes too long to follow; make it smaller or less ambiguous",
         DONT_RETRY,
     ),
-    Reason.DEADLINE: Entry(_Code.DEADLINE_EXCEEDED, "the deadline passed"),
-    Reason.CANCELLED: Entry(_Code.CANCELLED, "cancelled by the client"),
-    Reason.DRAINING: Entry(_Code.UNAVAILABLE, "the service takes no new requests; try another", 1000),
-    Reason.SHUTDOWN: Entry(_Code.UNAVAILABLE, "the service went down before the request was done; try another", 1000),
-    Reason.GOING_DOWN: Entry(_Code.FAILED_PRECONDITION, "the service is going down for good; start another"),
-    Reason.WORKER_DOWN: Entry(
+    Reason.DEADLINE: CatalogueEntry(_Code.DEADLINE_EXCEEDED, "the deadline passed"),
+    Reason.CANCELLED: CatalogueEntry(_Code.CANCELLED, "cancelled by the client"),
+    Reason.DRAINING: CatalogueEntry(_Code.UNAVAILABLE, "the service takes no new requests; try another", 1000),
+    Reason.SHUTDOWN: CatalogueEntry(
+        _Code.UNAVAILABLE, "the service went down before the request was done; try another", 1000
+    ),
+    Reason.GOING_DOWN: CatalogueEntry(_Code.FAILED_PRECONDITION, "the service is going down for good; start another"),
+    Reason.WORKER_DOWN: CatalogueEntry(
         _Code.UNAVAILABLE, "the worker is being started; try another replica, or try again", 5000
     ),
-    Reason.WORKER_DIED: Entry(_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000),
-    Reason.KILLED_WORKER: Entry(
+    Reason.WORKER_DIED: CatalogueEntry(_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000),
+    Reason.KILLED_WORKER: CatalogueEntry(
         _Code.INTERNAL,
         "the request ended the worker twice while it ran alone; do not send it again, and report it to the service's "
         "operator with the request id",
     ),
-    Reason.INTERNAL: Entry(_Code.INTERNAL, "an error of the service; report it to its operator with the request id"),
+    Reason.INTERNAL: CatalogueEntry(
+        _Code.INTERNAL, "an error of the service; report it to its operator with the request id"
+    ),
 }
 
 _REFUSALS: Mapping[RefusalKind, Reason] = {
@@ -200,18 +214,18 @@ _REFUSALS: Mapping[RefusalKind, Reason] = {
 _QUEUED = (Reason.QUEUE_FULL, Reason.OVERLOADED, Reason.TENANT_BUSY)
 """What passes when others are done, unless the refusal says no time."""
 
-_ENDINGS: Mapping[FinishReason, Reason | None] = {
-    FinishReason.STOP: None,
-    FinishReason.LENGTH: None,
-    FinishReason.CANCELLED: Reason.CANCELLED,
-    FinishReason.DEADLINE: Reason.DEADLINE,
-    FinishReason.WORKER_DIED: Reason.WORKER_DIED,
-    FinishReason.KILLED_WORKER: Reason.KILLED_WORKER,
-    FinishReason.SHUTDOWN: Reason.SHUTDOWN,
-    FinishReason.GRAMMAR: Reason.GRAMMAR,
-    FinishReason.DEAD_END: Reason.DEAD_END,
-    FinishReason.SLOW_CONSTRAINT: Reason.SLOW_CONSTRAINT,
-    FinishReason.INTERNAL: Reason.INTERNAL,
+_ENDINGS: Mapping[EngineFinishReason, Reason | None] = {
+    EngineFinishReason.STOP: None,
+    EngineFinishReason.LENGTH: None,
+    EngineFinishReason.CANCELLED: Reason.CANCELLED,
+    EngineFinishReason.DEADLINE: Reason.DEADLINE,
+    EngineFinishReason.WORKER_DIED: Reason.WORKER_DIED,
+    EngineFinishReason.KILLED_WORKER: Reason.KILLED_WORKER,
+    EngineFinishReason.SHUTDOWN: Reason.SHUTDOWN,
+    EngineFinishReason.GRAMMAR: Reason.GRAMMAR,
+    EngineFinishReason.DEAD_END: Reason.DEAD_END,
+    EngineFinishReason.SLOW_CONSTRAINT: Reason.SLOW_CONSTRAINT,
+    EngineFinishReason.INTERNAL: Reason.INTERNAL,
 }
 
 
@@ -299,7 +313,7 @@ def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
     return status
 
 
-def ending_status(reason: FinishReason, message: str, request_id: str) -> status_pb2.Status:
+def ending_status(reason: EngineFinishReason, message: str, request_id: str) -> status_pb2.Status:
     """The status of a request that ended for ``reason``: OK where it ended as it should."""
     named = _ENDINGS[reason]
     if named is None:

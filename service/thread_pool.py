@@ -29,7 +29,7 @@ _Job = Callable[[], Any]
 @contextlib.contextmanager
 def giving_way() -> Iterator[None]:
     """Lets another job run while this one waits for another process. Outside of a lane this does nothing."""
-    lane: Lane | None = getattr(_current, "lane", None)
+    lane: FairThreadPool | None = getattr(_current, "lane", None)
     if lane is None:
         yield
         return
@@ -40,7 +40,7 @@ def giving_way() -> Iterator[None]:
         lane.resume(_current.tenant)
 
 
-class Lane:
+class FairThreadPool:
     """A few threads with a queue for each tenant, which refuse more than they can hold. ``run`` is for the event loop.
 
     A tenant may have as much as is still free: one alone fills half of the room, and leaves the other half to others.

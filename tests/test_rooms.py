@@ -94,3 +94,12 @@ def test_every_folder_says_what_it_is_for():
     folders = {file.parent for file in sources()}
     without = {folder for folder in folders if not (ROOT / folder / "__init__.py").exists()}
     assert {folder.as_posix() for folder in without} <= {"models/train_demo"}
+
+
+def test_every_class_has_a_name_of_its_own():
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    for file in sources():
+        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(file.as_posix())
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}

@@ -9,9 +9,9 @@ from typing import Self
 import grpc
 
 from penstock.clients.bench.target import OK, Record, context
-from penstock.clients.bench.workload import Request
+from penstock.clients.bench.workload import BenchRequest
 from penstock.clients.channel import call_metadata, open_channel
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.errors import InvalidOption, RequestFailed, failure_from_call
 from penstock.clients.events import Accepted, Delta, Event, Finished
 from penstock.clients.requests import build_start
@@ -32,7 +32,7 @@ class GrpcCaller:
 
     def __init__(
         self,
-        service: Connection,
+        service: ConnectionOptions,
         *,
         num_streams: int | None = 1,
         timeout_s: float | None = None,
@@ -60,7 +60,7 @@ class GrpcCaller:
     ) -> None:
         await self.close()
 
-    async def call(self, request: Request, past: Sequence[Record], record: Record) -> None:
+    async def call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
         """Sends a request and notes all that comes. Raises InvalidOption for a request that can't be sent at all."""
         start = self._start(request, past)
         receiver = _Receiver(record)
@@ -76,7 +76,7 @@ class GrpcCaller:
         await asyncio.gather(*(stream.close() for stream in self._streams if stream is not None))
         await self._channel.close()
 
-    def _start(self, request: Request, past: Sequence[Record]) -> pb.Start:
+    def _start(self, request: BenchRequest, past: Sequence[Record]) -> pb.Start:
         prompt = request.prompt_token_ids
         options = {**request.options, "max_tokens": request.max_tokens}
         if past and past[-1].may_continue and not self._resend_context:

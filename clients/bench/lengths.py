@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Lengths(Protocol):
+class LengthDistribution(Protocol):
     """A distribution of lengths in tokens, 1 and more."""
 
     @property
@@ -81,7 +81,7 @@ class LogNormal:
 _FORMS = "512, uniform:128-1024, normal:MEAN,DEVIATION or lognormal:MEAN,DEVIATION"
 
 
-def parse_lengths(text: str) -> Lengths:
+def parse_lengths(text: str) -> LengthDistribution:
     """A distribution as the command line has it. Raises ValueError, which says what is possible."""
     kind, colon, values = text.partition(":")
     try:

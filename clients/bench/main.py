@@ -21,11 +21,11 @@ from penstock.clients.bench.flags import arrivals, options, parse_arguments
 from penstock.clients.bench.grpc_target import GrpcCaller
 from penstock.clients.bench.plot import plot
 from penstock.clients.bench.report import Report
-from penstock.clients.bench.runner import Progress, run
+from penstock.clients.bench.runner import BenchProgress, run
 from penstock.clients.bench.table import table
-from penstock.clients.bench.target import Caller
+from penstock.clients.bench.target import BenchTarget
 from penstock.clients.bench.trace import TraceReader
-from penstock.clients.bench.workload import Load, RandomLoad, WarmUp
+from penstock.clients.bench.workload import RandomLoad, WarmUp, Workload
 from penstock.clients.cli.options import advised, connection, default_target
 from penstock.clients.client import AsyncClient
 from penstock.clients.errors import PenstockError
@@ -40,7 +40,7 @@ _INTERRUPTED = 130
 class _Service:
     """What is loaded."""
 
-    caller: Caller
+    caller: BenchTarget
     target: str
     model: str
     vocab_size: int
@@ -93,7 +93,7 @@ async def _bench(arguments: argparse.Namespace) -> tuple[Report | None, dict[str
     return report, about
 
 
-def _load(arguments: argparse.Namespace, service: _Service) -> Load:
+def _load(arguments: argparse.Namespace, service: _Service) -> Workload:
     if arguments.trace is not None:
         own_times = arguments.rate is None and arguments.concurrency is None
         reader = TraceReader(
@@ -152,7 +152,7 @@ async def _openai_service(arguments: argparse.Namespace, timeout_s: float | None
 
 
 @contextmanager
-def _progress(arguments: argparse.Namespace, load: Load) -> Iterator[Callable[[Progress], object]]:
+def _progress(arguments: argparse.Namespace, load: Workload) -> Iterator[Callable[[BenchProgress], object]]:
     """A bar on a terminal: of requests, or of seconds where there is no number of requests."""
     counts = load.num_requests is not None
     total = load.num_requests if counts else arguments.duration
@@ -167,7 +167,7 @@ def _progress(arguments: argparse.Namespace, load: Load) -> Iterator[Callable[[P
     )
     with bar:
 
-        def show(progress: Progress) -> None:
+        def show(progress: BenchProgress) -> None:
             elapsed = bar.format_dict["elapsed"]
             bar.n = progress.ended if counts else min(elapsed, arguments.duration)
             rate = progress.output_tokens / max(elapsed, 1e-3)

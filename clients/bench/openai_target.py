@@ -16,9 +16,9 @@ from typing import Any, Self
 import aiohttp
 
 from penstock.clients.bench.target import OK, Record, context
-from penstock.clients.bench.workload import Request
+from penstock.clients.bench.workload import BenchRequest
 from penstock.clients.channel import Tls
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.errors import PenstockError
 
 DEFAULT_ENDPOINT = "/v1/completions"
@@ -55,7 +55,7 @@ class OpenAiCaller:
 
     def __init__(
         self,
-        service: Connection,
+        service: ConnectionOptions,
         *,
         model: str = "",
         endpoint: str = DEFAULT_ENDPOINT,
@@ -100,7 +100,7 @@ class OpenAiCaller:
         most = models.get(self._model, {}).get("max_model_len")
         return OpenAiModel(self._model, most if isinstance(most, int) else None)
 
-    async def call(self, request: Request, past: Sequence[Record], record: Record) -> None:
+    async def call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
         """Sends a request and notes all that comes."""
         body = json.dumps(self._body(request, past)).encode()
         headers = {"Content-Type": "application/json"}
@@ -122,7 +122,7 @@ class OpenAiCaller:
         """Cancels what still runs and closes the connections."""
         await self._session.close()
 
-    def _body(self, request: Request, past: Sequence[Record]) -> dict[str, object]:
+    def _body(self, request: BenchRequest, past: Sequence[Record]) -> dict[str, object]:
         body = {**_BODY, "model": self._model, "max_tokens": request.max_tokens, **request.options}
         if self._is_chat:
             body["messages"] = _messages(request, past)
@@ -219,7 +219,7 @@ def _note_refusal(record: Record, response: aiohttp.ClientResponse, body: str) -
     record.fail(time.perf_counter(), f"HTTP {response.status}", body[:_MAX_SHOWN])
 
 
-def _messages(request: Request, past: Sequence[Record]) -> list[dict[str, str]]:
+def _messages(request: BenchRequest, past: Sequence[Record]) -> list[dict[str, str]]:
     messages: list[dict[str, str]] = []
     for record in past:
         messages.append({"role": "user", "content": _words(record.request.prompt_token_ids)})

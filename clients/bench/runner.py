@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.clients.bench.report import ClientLoad, Report
-from penstock.clients.bench.target import INTERRUPTED, NOT_SENT, Caller, Record
-from penstock.clients.bench.workload import Load, Request
+from penstock.clients.bench.target import INTERRUPTED, NOT_SENT, BenchTarget, Record
+from penstock.clients.bench.workload import BenchRequest, Workload
 
 MAX_OUTSTANDING = 4096
 """Conversations on their way at a time, unless ``run`` is told otherwise."""
@@ -23,7 +23,7 @@ _SAMPLE_S = 0.1
 
 
 @dataclass(slots=True)
-class Progress:
+class BenchProgress:
     """How far a run is: counts of requests."""
 
     running: int = 0
@@ -35,13 +35,13 @@ class Progress:
 
 
 async def run(
-    load: Load,
-    caller: Caller,
+    load: Workload,
+    caller: BenchTarget,
     *,
     duration_s: float | None = None,
     max_outstanding: int = MAX_OUTSTANDING,
     stop: asyncio.Event | None = None,
-    on_progress: Callable[[Progress], object] | None = None,
+    on_progress: Callable[[BenchProgress], object] | None = None,
 ) -> Report:
     """Sends everything and waits for the ends.
 
@@ -67,12 +67,12 @@ async def run(
 
 @dataclass
 class _Sender:
-    load: Load
-    caller: Caller
+    load: Workload
+    caller: BenchTarget
     duration_s: float | None
     max_outstanding: int
     records: list[Record] = field(default_factory=list)
-    progress: Progress = field(default_factory=Progress)
+    progress: BenchProgress = field(default_factory=BenchProgress)
     began_s: float = field(default_factory=time.perf_counter)
 
     async def send_all(self) -> None:
@@ -100,7 +100,7 @@ class _Sender:
     def _is_over(self, when_s: float) -> bool:
         return self.duration_s is not None and when_s - self.began_s >= self.duration_s
 
-    async def _send_in_turn(self, conversations: Iterator[Sequence[Request]]) -> None:
+    async def _send_in_turn(self, conversations: Iterator[Sequence[BenchRequest]]) -> None:
         """One place of a closed loop."""
         last: Record | None = None
         while not self._is_over(time.perf_counter()) and (conversation := next(conversations, None)) is not None:
@@ -108,7 +108,7 @@ class _Sender:
                 await asyncio.sleep(max(_PAUSE_AFTER_FAILURE_S, last.retry_after_s or 0))
             last = await self._converse(conversation)
 
-    async def _send_at_times(self, conversations: Iterator[Sequence[Request]], group: asyncio.TaskGroup) -> None:
+    async def _send_at_times(self, conversations: Iterator[Sequence[BenchRequest]], group: asyncio.TaskGroup) -> None:
         outstanding: set[asyncio.Task[Record | None]] = set()
         for conversation in conversations:
             due = self.began_s + (conversation[0].arrival_s or 0.0)
@@ -123,7 +123,7 @@ class _Sender:
             outstanding.add(task)
             task.add_done_callback(outstanding.discard)
 
-    async def _converse(self, conversation: Sequence[Request]) -> Record | None:
+    async def _converse(self, conversation: Sequence[BenchRequest]) -> Record | None:
         """One turn after another, while they succeed; returns the last one's record, None if the run was over first."""
         past: list[Record] = []
         for index, request in enumerate(conversation):
@@ -145,7 +145,7 @@ class _Sender:
                 break
         return past[-1] if past else None
 
-    async def _call(self, request: Request, past: Sequence[Record], record: Record) -> None:
+    async def _call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
         progress = self.progress
         progress.running += 1
         try:
@@ -159,7 +159,7 @@ class _Sender:
             progress.failed += not record.is_ok
             progress.output_tokens += record.output_tokens
 
-    def _not_sent(self, requests: Sequence[Request], why: str) -> None:
+    def _not_sent(self, requests: Sequence[BenchRequest], why: str) -> None:
         for request in requests:
             record = Record(request, now := time.perf_counter())
             record.fail(now, NOT_SENT, why)
@@ -171,7 +171,7 @@ async def _sleep_until(due_s: float) -> None:
         await asyncio.sleep(left)
 
 
-async def _measure(sender: _Sender, on_progress: Callable[[Progress], object] | None) -> ClientLoad:
+async def _measure(sender: _Sender, on_progress: Callable[[BenchProgress], object] | None) -> ClientLoad:
     """Notes what the client itself takes, until it is cancelled."""
     now, loop_cpu, all_cpu = time.perf_counter(), time.thread_time(), time.process_time()
     samples = [(now, loop_cpu)]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.clients.bench.workload import Request
+from penstock.clients.bench.workload import BenchRequest
 
 OK, INTERRUPTED, NOT_SENT = "OK", "INTERRUPTED", "NOT_SENT"
 """Outcomes besides the names of gRPC's codes and ``HTTP 429`` and its like."""
@@ -15,7 +15,7 @@ OK, INTERRUPTED, NOT_SENT = "OK", "INTERRUPTED", "NOT_SENT"
 class Record:
     """One request as its caller saw it. Times are of ``time.perf_counter``."""
 
-    request: Request
+    request: BenchRequest
     sent_s: float
     late_s: float = 0.0
     """How long after its time it was sent."""
@@ -96,15 +96,15 @@ class Record:
         return [later - earlier for earlier, later in zip(self.message_s, self.message_s[1:], strict=False)]
 
 
-class Caller(Protocol):
+class BenchTarget(Protocol):
     """A way to call a service."""
 
-    async def call(self, request: Request, past: Sequence[Record], record: Record) -> None:
+    async def call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
         """Sends a request, whose conversation had the turns ``past``, and notes all that comes. Returns when it has
         ended, well or not; what went wrong is in the record. When cancelled, it ends the request at the service too."""
 
 
-def context(request: Request, past: Sequence[Record]) -> list[int]:
+def context(request: BenchRequest, past: Sequence[Record]) -> list[int]:
     """The whole prompt of a turn: all that was said before, and what is new. In place of an answer whose token ids are
     unknown stands the prompt of its turn, repeated to the answer's length: as many tokens, but none that is cached."""
     ids: list[int] = []

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.clients.bench.workload import DEFAULT_OPTIONS, Arrivals, ClosedLoop, Request, arrival_times, random_ids
+from penstock.clients.bench.workload import (
+    DEFAULT_OPTIONS,
+    Arrivals,
+    BenchRequest,
+    ClosedLoop,
+    arrival_times,
+    random_ids,
+)
 from penstock.clients.errors import PenstockError
 
 MAX_TOKENS = 1 << 24
@@ -23,7 +30,7 @@ class BadTrace(PenstockError):
 class Trace:
     """The requests of a file. Those of one conversation follow each other, each not before the one before has ended."""
 
-    requests: Sequence[Request]
+    requests: Sequence[BenchRequest]
     arrivals: Arrivals | None = None
     """When they come instead of at their own times."""
     seed: int | str = 0
@@ -39,9 +46,9 @@ class Trace:
         """As the arrivals say; None for times of their own."""
         return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else None
 
-    def conversations(self) -> Iterator[Sequence[Request]]:
+    def conversations(self) -> Iterator[Sequence[BenchRequest]]:
         """In the order of their first requests' times, or of the file where those don't count."""
-        grouped: dict[str, list[Request]] = {}
+        grouped: dict[str, list[BenchRequest]] = {}
         for request in self.requests:
             grouped.setdefault(request.conversation or f"\0{request.number}", []).append(request)
         if self.arrivals is None:
@@ -77,8 +84,8 @@ class TraceReader:
             raise BadTrace(f"--trace: {path} has no requests")
         return Trace(requests, self.arrivals, self.seed, path.name)
 
-    def _requests(self, name: str, lines: Iterable[bytes]) -> list[Request]:
-        requests: list[Request] = []
+    def _requests(self, name: str, lines: Iterable[bytes]) -> list[BenchRequest]:
+        requests: list[BenchRequest] = []
         for number, line in enumerate(lines, 1):
             if len(requests) == self.max_requests:
                 break
@@ -86,7 +93,7 @@ class TraceReader:
                 requests.append(self._request(f"{name}, line {number}", line, len(requests)))
         return requests
 
-    def _request(self, where: str, line: bytes, number: int) -> Request:
+    def _request(self, where: str, line: bytes, number: int) -> BenchRequest:
         try:
             values = json.loads(line)
         except RecursionError:
@@ -101,7 +108,7 @@ class TraceReader:
         conversation = values.get("conversation")
         if conversation is not None and (isinstance(conversation, bool) or not isinstance(conversation, str | int)):
             raise fields.bad("conversation", "text or a number")
-        return Request(
+        return BenchRequest(
             number=number,
             prompt_token_ids=self._prompt(fields, number),
             max_tokens=fields.integer("max_tokens"),
@@ -147,6 +154,6 @@ class _Fields:
         return float(value)
 
 
-def _arrival(request: Request) -> float:
+def _arrival(request: BenchRequest) -> float:
     assert request.arrival_s is not None
     return request.arrival_s

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from penstock.clients.bench.lengths import Lengths, Uniform
+from penstock.clients.bench.lengths import LengthDistribution, Uniform
 from penstock.clients.errors import PenstockError
 
 DEFAULT_OPTIONS: Mapping[str, object] = {"temperature": 0, "repetition_penalty": 1, "ignore_eos": True}
@@ -18,7 +18,7 @@ work."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BenchRequest:
     """One request: a conversation's next turn, or all of it."""
 
     number: int
@@ -35,7 +35,7 @@ class Request:
     """Fields of the contract's ``Start`` and ``Sampling`` under their names, or of the body of an HTTP request."""
 
 
-class Load(Protocol):
+class Workload(Protocol):
     """What is asked for."""
 
     @property
@@ -46,7 +46,7 @@ class Load(Protocol):
     def num_requests(self) -> int | None:
         """How many there are in all; None: without end."""
 
-    def conversations(self) -> Iterator[Sequence[Request]]:
+    def conversations(self) -> Iterator[Sequence[BenchRequest]]:
         """From the beginning, in the order in which they start, each with its turns in order."""
 
 
@@ -91,9 +91,9 @@ class RandomLoad:
     """Ids are below it."""
     arrivals: Arrivals = field(default_factory=lambda: ClosedLoop(16))
     num_requests: int | None = 100
-    prompt_tokens: Lengths = field(default_factory=lambda: Uniform(512, 512))
+    prompt_tokens: LengthDistribution = field(default_factory=lambda: Uniform(512, 512))
     """Of each turn, without the shared prefix."""
-    output_tokens: Lengths = field(default_factory=lambda: Uniform(128, 128))
+    output_tokens: LengthDistribution = field(default_factory=lambda: Uniform(128, 128))
     prefix_tokens: int = 0
     """Tokens before the first turn that conversations share."""
     num_prefixes: int = 1
@@ -120,7 +120,7 @@ class RandomLoad:
         """As the arrivals say."""
         return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else None
 
-    def conversations(self) -> Iterator[Sequence[Request]]:
+    def conversations(self) -> Iterator[Sequence[BenchRequest]]:
         """One after another; the last one is cut short where ``num_requests`` says so."""
         left = self.num_requests
         number = 0
@@ -131,7 +131,7 @@ class RandomLoad:
             yield list(self._requests(index, number, turns, arrival))
             number += turns
 
-    def _requests(self, index: int, number: int, turns: int, arrival: float | None) -> Iterator[Request]:
+    def _requests(self, index: int, number: int, turns: int, arrival: float | None) -> Iterator[BenchRequest]:
         rng = random.Random(f"{self.seed}/{index}")
         prefix = self._prefix(rng.randrange(self.num_prefixes)) if self.prefix_tokens else []
         room = None if self.max_model_len is None else (self.max_model_len - self.prefix_tokens) // self.turns
@@ -141,7 +141,7 @@ class RandomLoad:
                 prompt_tokens = min(prompt_tokens, room - min(self.output_tokens.most or 1, room - 1))
                 output_tokens = min(output_tokens, room - prompt_tokens)
             prompt = random_ids(rng, prompt_tokens, self.vocab_size)
-            yield Request(
+            yield BenchRequest(
                 number=number + turn,
                 prompt_token_ids=prompt if turn else prefix + prompt,
                 max_tokens=output_tokens,
@@ -171,12 +171,12 @@ class WarmUp:
     """The first questions of a load, as long as they are there but about something else: nothing of the load itself is
     cached by them."""
 
-    load: Load
+    load: Workload
     num_requests: int
     vocab_size: int
     concurrency: int = 16
 
-    def conversations(self) -> Iterator[Sequence[Request]]:
+    def conversations(self) -> Iterator[Sequence[BenchRequest]]:
         """One turn each."""
         for number, turns in enumerate(itertools.islice(self.load.conversations(), self.num_requests)):
             ids = random_ids(random.Random(f"warm-up/{number}"), len(turns[0].prompt_token_ids), self.vocab_size)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import grpc
 
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.errors import PenstockError, RequestFailed
 
 _APP, _SETTINGS = "penstock.clients.gateway.server.app", "penstock.clients.gateway.settings"
@@ -39,7 +39,7 @@ class HttpRefused(RequestFailed):
 class BatchGateway:
     """The gateway in front of one service. It starts with the first request."""
 
-    def __init__(self, service: Connection) -> None:
+    def __init__(self, service: ConnectionOptions) -> None:
         self._service = service
         self._app: Any = None
         self._starting = asyncio.Lock()

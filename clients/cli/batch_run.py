@@ -39,7 +39,7 @@ class JobStopped(PenstockError):
 
 
 @dataclass
-class Batch:
+class BatchRun:
     """One run over the lines of a file."""
 
     client: AsyncClient

@@ -58,7 +58,7 @@ INTERRUPTED = 130
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """What is known of an answer while it comes, with times by this side's clock."""
 
     began: float = field(default_factory=time.monotonic)
@@ -87,7 +87,7 @@ class Answer:
         return f"first token after {waited:,.0f} ms, {self.num_tokens:,} tokens, {rate}, {self.ended_by}{prompt}"
 
 
-class Chat:
+class ChatSession:
     """One sitting: what was said, with which options, and how fast the answers came."""
 
     def __init__(self, client: Client, model: GetModelResponse, screen: Screen) -> None:
@@ -95,7 +95,7 @@ class Chat:
         self._context = model.max_model_len
         self._defaults = model.sampling_defaults
         self._screen = screen
-        self._answers: list[Answer] = []
+        self._answers: list[ChatAnswer] = []
         self._timeout: float | None = None
         self.conversation = Conversation(self._context, self._count_tokens)
         self.options: dict[str, object] = {"max_tokens": min(_USUAL_MAX_TOKENS, self._context // 2)}
@@ -104,7 +104,7 @@ class Chat:
         """Sends the user's message and shows the answer as it comes. Ctrl-C ends the answer; what came of it is kept,
         and False is returned. Raises RequestFailed and TooLong; a message that got no answer is forgotten."""
         self._tell_dropped(self.conversation.ask(text, self._room()))
-        answer = Answer()
+        answer = ChatAnswer()
         try:
             try:
                 self._receive(answer)
@@ -160,7 +160,7 @@ class Chat:
         total = f"{len(self._answers):,} answers, {num_tokens:,} tokens, {seconds:,.1f} s"
         return f"last: {self._answers[-1]}\nall: {total}; {self.conversation.num_turns:,} turns remembered"
 
-    def _receive(self, answer: Answer) -> None:
+    def _receive(self, answer: ChatAnswer) -> None:
         options: Options = {"retain_ms": _RETAIN_MS, **self.options}  # type: ignore[typeddict-item]  # checked before
         options["continue_from"] = self.conversation.continue_from or None
         with self._client.generate(self.conversation.unsent, timeout=self._timeout, **options) as request:
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     screen = Screen()
     with Client(service.target, api_key=service.api_key, tls=service.tls) as client:
         model = _describe(client)
-        chat = Chat(client, model, screen)
+        chat = ChatSession(client, model, screen)
         chat.conversation.system = arguments.system
         for name, value in [*arguments.settings, *constraint_settings(arguments)]:
             chat.set(name, value)
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
         return _talk(chat, screen)
 
 
-def _talk(chat: Chat, screen: Screen) -> int:
+def _talk(chat: ChatSession, screen: Screen) -> int:
     """Reads messages and commands until the end. The status is 0 for a person, who saw what failed; for a pipe it is 1
     if anything did."""
     read_line = line_reader()
@@ -235,7 +235,7 @@ def _talk(chat: Chat, screen: Screen) -> int:
             status = 0 if sys.stdin.isatty() else 1
 
 
-def _command(chat: Chat, screen: Screen, text: str) -> bool:
+def _command(chat: ChatSession, screen: Screen, text: str) -> bool:
     """Carries out a command; returns whether the chat goes on."""
     name, _, rest = text.partition(" ")
     rest = rest.strip()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.clients.cli.command_parser import CommandParser
-from penstock.clients.cli.options import Connection, add_connection_flags, connection
+from penstock.clients.cli.options import ConnectionOptions, add_connection_flags, connection
 from penstock.clients.cli.reachability import reach
 from penstock.clients.host.cpu_library import CpuLibrary, inspect_cpu_library
 from penstock.clients.host.machine import Machine, Package, has_gpu, inspect_machine
@@ -27,7 +27,7 @@ _DISPENSABLE = {
 _LOW_MEMORY = 2 << 30
 
 
-class Kind(Enum):
+class FindingKind(Enum):
     """What a finding means."""
 
     MISSING = "missing"
@@ -40,13 +40,13 @@ class Kind(Enum):
 class Finding:
     """Something to do."""
 
-    kind: Kind
+    kind: FindingKind
     what: str
     remedy: str
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """What ``penstock serve`` will compute with, if nothing else is asked of it."""
 
     backend: str | None
@@ -83,10 +83,10 @@ def main(argv: list[str]) -> int:
         print(json.dumps(report, indent=2))
     else:
         print("\n".join(describe(machine, library, choice, findings)))
-    return int(any(finding.kind is Kind.MISSING for finding in findings))
+    return int(any(finding.kind is FindingKind.MISSING for finding in findings))
 
 
-def _look_at(service: Connection, *, as_json: bool) -> int:
+def _look_at(service: ConnectionOptions, *, as_json: bool) -> int:
     """Tells how far one comes on the way to a service; returns the exit status."""
     reached = reach(service)
     if as_json:
@@ -103,16 +103,16 @@ def _is_needed(package: Package) -> bool:
     return package.extra not in _OPTIONAL and package.name not in _DISPENSABLE
 
 
-def choose(machine: Machine, library: CpuLibrary) -> Choice:
+def choose(machine: Machine, library: CpuLibrary) -> BackendChoice:
     """Which backend will run, and why."""
     if any(map(_is_needed, machine.missing())):
-        return Choice(None, None, "the packages that a server needs are not installed")
+        return BackendChoice(None, None, "the packages that a server needs are not installed")
     device, why = machine.default_device()
     if device == "cpu" and library.levels:
-        return Choice("cpu", device, f"the CPU library with {library.levels[0]}: {why}")
+        return BackendChoice("cpu", device, f"the CPU library with {library.levels[0]}: {why}")
     if device != "cpu":
-        return Choice("cuda", device, f"kernels in Triton on the GPU: {why}")
-    return Choice("reference", device, f"plain torch on the CPU: {why}")
+        return BackendChoice("cuda", device, f"kernels in Triton on the GPU: {why}")
+    return BackendChoice("reference", device, f"plain torch on the CPU: {why}")
 
 
 def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
@@ -120,46 +120,50 @@ def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
     version = tuple(map(int, machine.python.split(".")[:2]))
     if not (3, 11) <= version < (3, 14):
         yield Finding(
-            Kind.MISSING, f"Python {machine.python} is not supported", "make an environment with Python 3.11 to 3.13"
+            FindingKind.MISSING,
+            f"Python {machine.python} is not supported",
+            "make an environment with Python 3.11 to 3.13",
         )
     missing = machine.missing()
     needed = [package.name for package in missing if _is_needed(package)]
     if needed:
-        yield Finding(Kind.MISSING, f"not installed: {', '.join(needed)}", _INSTALL)
+        yield Finding(FindingKind.MISSING, f"not installed: {', '.join(needed)}", _INSTALL)
     else:
         for package in missing:
             if package.name in _DISPENSABLE and package.extra not in _OPTIONAL:
-                yield Finding(Kind.ADVICE, f"not installed: {package.name} ({_DISPENSABLE[package.name]})", _INSTALL)
+                yield Finding(
+                    FindingKind.ADVICE, f"not installed: {package.name} ({_DISPENSABLE[package.name]})", _INSTALL
+                )
     if not (library.levels or needed) and machine.default_device()[0] == "cpu":
         what = f"models run in plain torch, many times slower: {library.problem}"
-        yield Finding(Kind.ADVICE, what, library.remedy)
+        yield Finding(FindingKind.ADVICE, what, library.remedy)
     told = {package.name for package in missing if package.extra not in _OPTIONAL}  # some are in two extras
     for extra, purpose in _OPTIONAL.items():
         names = [package.name for package in missing if package.extra == extra and package.name not in told]
         if names:
             what = f"not installed: {', '.join(names)} ({purpose})"
-            yield Finding(Kind.ADVICE, what, f"pip install 'penstock[{extra}]'")
+            yield Finding(FindingKind.ADVICE, what, f"pip install 'penstock[{extra}]'")
     if machine.gpu_problem or (has_gpu() and not machine.gpus):
         yield Finding(
-            Kind.ADVICE,
+            FindingKind.ADVICE,
             f"the GPU cannot be used: {machine.gpu_problem}",
             "repair the driver until nvidia-smi lists the GPU",
         )
     if machine.gpus and not (machine.torch_has_cuda or needed):
         yield Finding(
-            Kind.ADVICE,
+            FindingKind.ADVICE,
             "this torch was built without CUDA, so the GPU stays idle",
             "install a build of torch with CUDA",
         )
     if machine.available_bytes < _LOW_MEMORY:
         yield Finding(
-            Kind.ADVICE,
+            FindingKind.ADVICE,
             f"only {_gib(machine.available_bytes)} of memory are available",
             "end other programs, or serve with a small --kv-cache-memory-bytes",
         )
 
 
-def describe(machine: Machine, library: CpuLibrary, choice: Choice, findings: list[Finding]) -> Iterator[str]:
+def describe(machine: Machine, library: CpuLibrary, choice: BackendChoice, findings: list[Finding]) -> Iterator[str]:
     """The report, line by line."""
     cores = f"{machine.num_usable_cores:g} of {machine.num_cores} usable"
     yield f"penstock  {machine.penstock}"

@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from penstock.clients.cli.batch_files import FileResults, Results, StreamResults
 from penstock.clients.cli.batch_gateway import BatchGateway
-from penstock.clients.cli.batch_run import Batch
+from penstock.clients.cli.batch_run import BatchRun
 from penstock.clients.cli.command_parser import CommandParser
-from penstock.clients.cli.options import Connection, add_connection_flags, add_setting_flag, advised, connection
+from penstock.clients.cli.options import ConnectionOptions, add_connection_flags, add_setting_flag, advised, connection
 from penstock.clients.client import AsyncClient
 from penstock.clients.constraints import add_constraint_flags, constraint_settings
 from penstock.clients.errors import PenstockError
@@ -101,7 +101,9 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, more:
             parser.error("--input and --output are the same file")
 
 
-async def _run(arguments: argparse.Namespace, service: Connection, source: BinaryIO, results: Results) -> Batch:
+async def _run(
+    arguments: argparse.Namespace, service: ConnectionOptions, source: BinaryIO, results: Results
+) -> BatchRun:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -115,12 +117,12 @@ async def _run(arguments: argparse.Namespace, service: Connection, source: Binar
         bar = tqdm(total=_num_lines(source), unit=" lines", file=sys.stderr, disable=None, dynamic_ncols=True)
         with bar as progress:
             defaults = dict([*arguments.settings, *constraint_settings(arguments)])
-            batch = Batch(client, gateway, results, defaults, arguments.concurrency, patience, progress)
+            batch = BatchRun(client, gateway, results, defaults, arguments.concurrency, patience, progress)
             await batch.run(_read_lines(source))
     return batch
 
 
-def _tell(batch: Batch, seconds: float) -> None:
+def _tell(batch: BatchRun, seconds: float) -> None:
     skipped = f"{batch.num_skipped:,} were there already, " if batch.num_skipped else ""
     print(
         f"{batch.num_done:,} lines done, {skipped}{batch.num_failed:,} failed in all; "
@@ -162,7 +164,9 @@ def _results(arguments: argparse.Namespace) -> Iterator[Results]:
 
 
 @contextmanager
-def _service(parser: CommandParser, arguments: argparse.Namespace, flags: dict[str, object]) -> Iterator[Connection]:
+def _service(
+    parser: CommandParser, arguments: argparse.Namespace, flags: dict[str, object]
+) -> Iterator[ConnectionOptions]:
     """The service that was named, or one of this process's own, for as long as it takes."""
     if arguments.target is not None:
         yield connection(arguments, arguments.target)
@@ -177,7 +181,7 @@ def _service(parser: CommandParser, arguments: argparse.Namespace, flags: dict[s
             if near:
                 raise PenstockError(f"{error}; or did you mean {' and '.join(near)}?") from None
             raise
-        yield Connection(target)
+        yield ConnectionOptions(target)
 
 
 def _serve_flags(parser: argparse.ArgumentParser, more: list[str]) -> dict[str, object]:

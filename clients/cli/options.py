@@ -24,7 +24,7 @@ DEFAULT_ADMIN = "127.0.0.1:50052"
 
 
 @dataclass(frozen=True)
-class Connection:
+class ConnectionOptions:
     """Where a service is and how to reach it: the arguments of a client."""
 
     target: str
@@ -52,12 +52,12 @@ def add_connection_flags(
     flags.add_argument("--tls-server-name", metavar="NAME", help="the name in the service's certificate")
 
 
-def connection(arguments: argparse.Namespace, target: str) -> Connection:
+def connection(arguments: argparse.Namespace, target: str) -> ConnectionOptions:
     """What the flags and the environment say. Raises PenstockError if one of the files cannot be used."""
     _check_tls_files(arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     uses_tls = any((arguments.tls, arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name))
     tls = Tls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name)
-    return Connection(target, _api_key(arguments.api_key_file), tls if uses_tls else None)
+    return ConnectionOptions(target, _api_key(arguments.api_key_file), tls if uses_tls else None)
 
 
 def _check_tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> None:
@@ -93,7 +93,7 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def admin_connection(arguments: argparse.Namespace) -> Connection:
+def admin_connection(arguments: argparse.Namespace) -> ConnectionOptions:
     """What the flags and the environment say of the administration's listener. Raises PenstockError."""
     return connection(arguments, arguments.admin or os.environ.get(ADMIN_VARIABLE) or DEFAULT_ADMIN)
 

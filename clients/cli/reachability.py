@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from penstock.clients.channel import Tls
-from penstock.clients.cli.options import KEY_VARIABLE, Connection
+from penstock.clients.cli.options import KEY_VARIABLE, ConnectionOptions
 from penstock.clients.client import AsyncClient
 from penstock.clients.errors import PenstockError, RequestFailed
 
@@ -31,12 +31,12 @@ class Reached:
     version: str = ""
 
 
-def reach(service: Connection) -> Reached:
+def reach(service: ConnectionOptions) -> Reached:
     """Goes as far as a call. Raises PenstockError if a file of TLS cannot be read."""
     return _connect(service) or asyncio.run(_call(service))
 
 
-def _connect(service: Connection) -> Reached | None:
+def _connect(service: ConnectionOptions) -> Reached | None:
     """Why there is no connection; None if there is one."""
     try:
         with _open(service.target) as plain:
@@ -89,7 +89,7 @@ def _refused(how: str) -> Reached:
     )
 
 
-async def _call(service: Connection) -> Reached:
+async def _call(service: ConnectionOptions) -> Reached:
     try:
         async with AsyncClient(service.target, api_key=service.api_key, tls=service.tls) as client:
             model = await asyncio.wait_for(client.model(), STEP_TIMEOUT_S)

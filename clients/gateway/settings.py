@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.clients.channel import DEFAULT_TARGET
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.host.allowed_hosts import AllowedHosts
 
 AUTO, NONE = "auto", "none"
@@ -15,7 +15,7 @@ AUTO, NONE = "auto", "none"
 class GatewaySettings:
     """All that the app depends on."""
 
-    service: Connection = field(default_factory=lambda: Connection(DEFAULT_TARGET))
+    service: ConnectionOptions = field(default_factory=lambda: ConnectionOptions(DEFAULT_TARGET))
     """Where the gRPC service is. With an ``api_key`` here every request is sent under that key, whatever its caller
     shows; without one each caller's own key is passed on."""
     api_key_file: Path | None = None

@@ -21,14 +21,14 @@ _BOUNDS_S = tuple(0.01 * 2**i for i in range(17))
 """From a probe's 10 ms to a long answer's 655 s."""
 
 
-class Exchanged:
+class RequestRecord:
     """One request, as far as it is counted."""
 
     status = GONE
     """Of the answer, as soon as that begins."""
 
 
-class Traffic:
+class GatewayMetrics:
     """Requests and connections. For the event loop's thread."""
 
     def __init__(self) -> None:
@@ -66,9 +66,9 @@ class Traffic:
         return len(self._connections) > self._max_connections
 
     @contextmanager
-    def request(self, scope: Scope) -> Iterator[Exchanged]:
+    def request(self, scope: Scope) -> Iterator[RequestRecord]:
         """Counts a request, for as long as the block takes."""
-        exchanged, began = Exchanged(), time.monotonic()
+        exchanged, began = RequestRecord(), time.monotonic()
         with self._live.track_inprogress():
             try:
                 yield exchanged

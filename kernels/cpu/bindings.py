@@ -47,7 +47,7 @@ class LibraryMissing(Exception):
         self.what, self.remedy = what, remedy
 
 
-class Format(IntEnum):
+class StorageFormat(IntEnum):
     """What a matrix or a page of KV holds."""
 
     F32 = 0
@@ -56,7 +56,7 @@ class Format(IntEnum):
     INT4 = 3
 
 
-class Gate(IntEnum):
+class GemmActivation(IntEnum):
     """The activation of a gated MLP."""
 
     SILU = 0
@@ -88,7 +88,7 @@ class Inputs(Structure):
     _fields_ = (("data", c_void_p), ("stride", c_int64), ("rows", c_int32))
 
 
-class Output(Structure):
+class GemmOutput(Structure):
     """Where a product writes."""
 
     _fields_ = (("data", c_void_p), ("stride", c_int64), ("mode", c_int32), ("activation", c_int32), ("alpha", c_float),
@@ -102,7 +102,7 @@ class KvLayout(Structure):
                 ("page_bytes", c_int64))  # fmt: skip
 
 
-class Attention(Structure):
+class PagedAttention(Structure):
     """One layer's attention over a batch."""
 
     _fields_ = (
@@ -165,7 +165,7 @@ class Kernels(Structure):
         ),
         ("unpack_row", CFUNCTYPE(None, POINTER(Matrix), _I, _P)),
         ("prepare", CFUNCTYPE(None, _I, _I, _I, _P, _P)),
-        ("product", CFUNCTYPE(None, POINTER(Matrix), POINTER(Inputs), _I, _I, POINTER(Output))),
+        ("product", CFUNCTYPE(None, POINTER(Matrix), POINTER(Inputs), _I, _I, POINTER(GemmOutput))),
         ("product_rows", CFUNCTYPE(_I, _I)),
         ("rms_norm", CFUNCTYPE(None, _P, _P, _I, c_float, _P)),
         ("add", CFUNCTYPE(None, _P, _P, _I)),
@@ -174,10 +174,10 @@ class Kernels(Structure):
         ("gated", CFUNCTYPE(None, _P, _P, _I, _I, _P)),
         ("rotate", CFUNCTYPE(None, _P, _P, _P, _I)),
         ("write_kv", CFUNCTYPE(None, POINTER(KvLayout), _P, _I, _P, _P)),
-        ("attention_scratch", CFUNCTYPE(_L, POINTER(Attention))),
-        ("partial_floats", CFUNCTYPE(_L, POINTER(Attention))),
-        ("attend", CFUNCTYPE(None, POINTER(Attention), POINTER(AttentionRow), POINTER(AttentionItem), _P, _P)),
-        ("merge", CFUNCTYPE(None, POINTER(Attention), POINTER(AttentionRow), POINTER(AttentionItem), _I, _P)),
+        ("attention_scratch", CFUNCTYPE(_L, POINTER(PagedAttention))),
+        ("partial_floats", CFUNCTYPE(_L, POINTER(PagedAttention))),
+        ("attend", CFUNCTYPE(None, POINTER(PagedAttention), POINTER(AttentionRow), POINTER(AttentionItem), _P, _P)),
+        ("merge", CFUNCTYPE(None, POINTER(PagedAttention), POINTER(AttentionRow), POINTER(AttentionItem), _I, _P)),
         ("sampling_scratch", CFUNCTYPE(_L, _I)),
         ("sample", CFUNCTYPE(None, _P, _I, POINTER(SamplingRow), _P, POINTER(SampledToken), _P, _P)),
         ("logprobs", CFUNCTYPE(None, _P, _I, _I, _I, _P, POINTER(c_float), _P, _P)),
@@ -239,7 +239,27 @@ def find_kernels(level: str | None = None, path: Path | None = None) -> Kernels 
 
 
 __all__ = [
-    "BUILD_IT", "LANES", "LEVELS", "LIBRARY", "QUERY_TILE", "SPLIT", "Attention", "AttentionItem", "AttentionRow",
-    "Format", "Gate", "Inputs", "Kernels", "KvLayout", "LibraryMissing", "Matrix", "Output", "OutputMode",
-    "SampledToken", "SamplingRow", "find_kernels", "library_path", "load_library",
+    "BUILD_IT",
+    "LANES",
+    "LEVELS",
+    "LIBRARY",
+    "QUERY_TILE",
+    "SPLIT",
+    "AttentionItem",
+    "AttentionRow",
+    "GemmActivation",
+    "GemmOutput",
+    "Inputs",
+    "Kernels",
+    "KvLayout",
+    "LibraryMissing",
+    "Matrix",
+    "OutputMode",
+    "PagedAttention",
+    "SampledToken",
+    "SamplingRow",
+    "StorageFormat",
+    "find_kernels",
+    "library_path",
+    "load_library",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ STAGES = (
 )  # fmt: skip
 
 
-class Source(IntEnum):
+class ElementType(IntEnum):
     """What the elements of a tensor on disk are."""
 
     F32 = 0
@@ -26,7 +26,7 @@ class Source(IntEnum):
     F64 = 3
 
 
-class QkNorm(IntEnum):
+class QkNormKind(IntEnum):
     """The norm of queries and keys."""
 
     NONE = 0
@@ -34,7 +34,7 @@ class QkNorm(IntEnum):
     ALL = 2
 
 
-class Linear(Structure):
+class LinearProgram(Structure):
     """One product, or several side by side."""
 
     _fields_ = (("num_parts", c_int32), ("parts", Matrix * 3))
@@ -49,21 +49,21 @@ class Rope(Structure):
 class Expert(Structure):
     """One expert."""
 
-    _fields_ = (("gate_up", Linear), ("down", Linear))
+    _fields_ = (("gate_up", LinearProgram), ("down", LinearProgram))
 
 
-class Layer(Structure):
+class LayerProgram(Structure):
     """One layer."""
 
     _fields_ = (
         ("attention_norm", c_void_p), ("attention_post_norm", c_void_p), ("mlp_norm", c_void_p),
         ("mlp_post_norm", c_void_p), ("hidden_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
-        ("sinks", c_void_p), ("window", c_int32), ("rope", c_int32), ("qkv", Linear), ("output", Linear),
-        ("gate_up", Linear), ("down", Linear), ("router", Linear), ("experts", c_void_p),
+        ("sinks", c_void_p), ("window", c_int32), ("rope", c_int32), ("qkv", LinearProgram), ("output", LinearProgram),
+        ("gate_up", LinearProgram), ("down", LinearProgram), ("router", LinearProgram), ("experts", c_void_p),
     )  # fmt: skip
 
 
-class Model(Structure):
+class ModelProgram(Structure):
     """A model."""
 
     _fields_ = (
@@ -76,7 +76,7 @@ class Model(Structure):
         ("attention_scale", c_float), ("attention_soft_cap", c_float), ("logit_soft_cap", c_float),
         ("gate_alpha", c_float), ("gate_limit", c_float),
         ("embedding_format", c_int32), ("embedding", c_void_p), ("packed_embedding", Matrix),
-        ("fc", Linear), ("head", Linear), ("norm", c_void_p),
+        ("fc", LinearProgram), ("head", LinearProgram), ("norm", c_void_p),
         ("layers", c_void_p), ("ropes", c_void_p), ("kv", KvLayout), ("pages", c_void_p), ("layer_bytes", c_int64),
     )  # fmt: skip
 
@@ -131,7 +131,7 @@ class Library:
         return Memory(self._c, num_bytes)
 
     def pack(
-        self, kernels: Kernels, matrix: Matrix, rows: NDArray[np.uint64], source: Source, stride: int
+        self, kernels: Kernels, matrix: Matrix, rows: NDArray[np.uint64], source: ElementType, stride: int
     ) -> tuple[float, float]:
         """Packs the rows at the addresses, 0 for a missing one, with ``stride`` bytes from column to column. Returns
         the sums of the squared errors and of the squared weights, both 0 where nothing is quantised."""
@@ -158,7 +158,7 @@ class Library:
         """No more is packed: ends the threads of loading."""
         self._end()
 
-    def program(self, model: Model) -> "Program":
+    def program(self, model: ModelProgram) -> "Program":
         """What runs the model's steps."""
         return Program(self._c, self._c.penstock_program(byref(model), self.num_threads, self._cores))
 
@@ -211,7 +211,7 @@ def typed_library(path: Path | None = None) -> ctypes.CDLL:
         "penstock_threads_end": (None, [address]),
         "penstock_pack": (None, [address, POINTER(Kernels), POINTER(Matrix), address, integer, long, address]),
         "penstock_pack_codes": (None, [address, POINTER(Kernels), POINTER(Matrix), address, address, address]),
-        "penstock_program": (address, [POINTER(Model), integer, address]),
+        "penstock_program": (address, [POINTER(ModelProgram), integer, address]),
         "penstock_program_end": (None, [address]),
         "penstock_step": (None, [address, POINTER(Step), integer]),
         "penstock_step_begin": (None, [address, POINTER(Step), integer]),

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.sampling.tensors import COUNTS, NUM_INTEGERS, SamplerRows, SamplerShape
 
 BLOCK = 32
@@ -62,10 +62,10 @@ def _accept(
 
 
 @cache
-def accept_variant(shape: SamplerShape) -> Variant:
+def accept_variant(shape: SamplerShape) -> KernelVariant:
     """The variant of ``accept``."""
     names = ("line_starts", "rows", "drafts", "token_ids")
-    return Variant(
+    return KernelVariant(
         _accept,
         {
             **dict.fromkeys(names, torch.int32),

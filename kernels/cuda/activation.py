@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check, load_wide, num_warps
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK = 2048
 """Columns of a program, at most."""
@@ -48,11 +48,11 @@ def _gated_activation(gate_up, out, WIDTH: tl.constexpr, ACTIVATION: tl.constexp
 
 
 @cache
-def gated_activation_variant(dtype: torch.dtype, width: int, activation: str) -> Variant:
+def gated_activation_variant(dtype: torch.dtype, width: int, activation: str) -> KernelVariant:
     """The variant of ``gated_activation`` for so many columns of its result."""
     block = min(BLOCK, triton.next_power_of_2(width))
     constants = {"WIDTH": width, "ACTIVATION": activation, "BLOCK": block}
-    return Variant(_gated_activation, {"gate_up": dtype, "out": dtype}, constants, num_warps=num_warps(block))
+    return KernelVariant(_gated_activation, {"gate_up": dtype, "out": dtype}, constants, num_warps=num_warps(block))
 
 
 def gated_activation(gate_up: Tensor, activation: str, out: Tensor) -> None:

@@ -28,7 +28,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ModelShape:
     """A model, and what serves it."""
 
     hidden_size: int
@@ -138,7 +138,7 @@ class Shape:
 
 
 SHAPES = {
-    "Qwen3-0.6B": Shape(
+    "Qwen3-0.6B": ModelShape(
         hidden_size=1024,
         intermediate_size=3072,
         num_heads=16,
@@ -150,7 +150,7 @@ SHAPES = {
         norms_heads=True,
         max_positions=40960,
     ),
-    "Llama-3.1-8B": Shape(
+    "Llama-3.1-8B": ModelShape(
         hidden_size=4096,
         intermediate_size=14336,
         num_heads=32,
@@ -161,7 +161,7 @@ SHAPES = {
         norm_eps=1e-5,
         max_positions=131072,
     ),
-    "Gemma-3-1B": Shape(
+    "Gemma-3-1B": ModelShape(
         hidden_size=1152,
         intermediate_size=6912,
         num_heads=4,
@@ -176,7 +176,7 @@ SHAPES = {
         windows=(512, None),
         max_positions=32768,
     ),
-    "Gemma-2-2B": Shape(
+    "Gemma-2-2B": ModelShape(
         hidden_size=2304,
         intermediate_size=9216,
         num_heads=8,
@@ -192,7 +192,7 @@ SHAPES = {
         logits_dtype=torch.float32,
         max_positions=8192,
     ),
-    "OLMo-2-1B": Shape(
+    "OLMo-2-1B": ModelShape(
         hidden_size=2048,
         intermediate_size=8192,
         num_heads=16,
@@ -206,7 +206,7 @@ SHAPES = {
         norms_queries=True,
         max_positions=4096,
     ),
-    "Phi-4-mini": Shape(
+    "Phi-4-mini": ModelShape(
         hidden_size=3072,
         intermediate_size=8192,
         num_heads=24,
@@ -217,7 +217,7 @@ SHAPES = {
         norm_eps=1e-5,
         max_positions=131072,
     ),
-    "gpt-oss-20b": Shape(
+    "gpt-oss-20b": ModelShape(
         hidden_size=2880,
         intermediate_size=None,
         num_heads=64,
@@ -234,7 +234,7 @@ SHAPES = {
         expert_size=2880,
         max_positions=131072,
     ),
-    "Qwen3-30B-A3B": Shape(
+    "Qwen3-30B-A3B": ModelShape(
         hidden_size=2048,
         intermediate_size=None,
         num_heads=32,
@@ -248,7 +248,7 @@ SHAPES = {
         expert_size=768,
         max_positions=40960,
     ),
-    "Mixtral-8x7B": Shape(
+    "Mixtral-8x7B": ModelShape(
         hidden_size=4096,
         intermediate_size=None,
         num_heads=32,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check, load_wide, num_warps, rounded
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 
 
 @triton.jit
@@ -54,10 +54,10 @@ def _add_rms_norm(x, delta, y, weight, delta_weight, WIDTH: tl.constexpr, EPS: t
 
 
 @cache
-def rms_norm_variant(dtype: torch.dtype, width: int, x_stride: int, y_stride: int, eps: float) -> Variant:
+def rms_norm_variant(dtype: torch.dtype, width: int, x_stride: int, y_stride: int, eps: float) -> KernelVariant:
     """The variant of ``rms_norm`` for rows that are so many elements apart."""
     block = triton.next_power_of_2(width)
-    return Variant(
+    return KernelVariant(
         _rms_norm,
         {"x": dtype, "weight": torch.float32, "y": dtype},
         {"X_STRIDE": x_stride, "Y_STRIDE": y_stride, "WIDTH": width, "EPS": eps, "BLOCK": block},
@@ -66,7 +66,9 @@ def rms_norm_variant(dtype: torch.dtype, width: int, x_stride: int, y_stride: in
 
 
 @cache
-def add_rms_norm_variant(dtype: torch.dtype, width: int, eps: float, *, norms_delta: bool, norms_sum: bool) -> Variant:
+def add_rms_norm_variant(
+    dtype: torch.dtype, width: int, eps: float, *, norms_delta: bool, norms_sum: bool
+) -> KernelVariant:
     """The variant of ``add_rms_norm`` with a ``delta_weight``, with a ``weight``, or with both."""
     block = triton.next_power_of_2(width)
     arguments: dict[str, torch.dtype | str] = {"x": dtype, "delta": dtype}
@@ -79,7 +81,7 @@ def add_rms_norm_variant(dtype: torch.dtype, width: int, eps: float, *, norms_de
             arguments |= names
         else:
             constants |= dict.fromkeys(names)
-    return Variant(_add_rms_norm, arguments, constants, num_warps=num_warps(block))
+    return KernelVariant(_add_rms_norm, arguments, constants, num_warps=num_warps(block))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, y: Tensor) -> None:

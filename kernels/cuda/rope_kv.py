@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check, load_wide, narrowed, num_warps, rounded
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK = 1024
 """Elements of the heads of a program."""
@@ -145,7 +145,7 @@ class RopeKv:
 
 
 @cache
-def rope_kv_variant(made: RopeKv) -> Variant:
+def rope_kv_variant(made: RopeKv) -> KernelVariant:
     """The variant of ``rope_kv`` for a model."""
     assert made.rotary_dim % 2 == 0, made.rotary_dim
     block_dim = triton.next_power_of_2(made.head_dim)
@@ -179,7 +179,7 @@ def rope_kv_variant(made: RopeKv) -> Variant:
             arguments |= dict.fromkeys(names, torch.float32)
         else:
             constants |= dict.fromkeys(names)
-    return Variant(_rope_kv, arguments, constants, num_warps=num_warps(block_heads * block_dim))
+    return KernelVariant(_rope_kv, arguments, constants, num_warps=num_warps(block_heads * block_dim))
 
 
 def rope_kv(

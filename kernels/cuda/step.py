@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check, num_warps
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 
 MIN_SEQUENCES = 256
 """Of a variant, so that nearly every step has the same."""
@@ -129,7 +129,7 @@ def _commit(rows, num_kept, sampled, lengths, next_tokens, num_sequences, BLOCK:
     tl.store(next_tokens + row, token, mask=moved & (token >= 0))
 
 
-def prepare_variant(num_sequences: int, max_pages: int, max_history: int, slots: int, vocab_size: int) -> Variant:
+def prepare_variant(num_sequences: int, max_pages: int, max_history: int, slots: int, vocab_size: int) -> KernelVariant:
     """The variant of ``prepare`` for so many sequences, histories of so many tokens, and tables of so many pages of so
     many slots. It is the same for all numbers of sequences up to ``MIN_SEQUENCES``, and up to each power of 2 above."""
     block_sequences = max(triton.next_power_of_2(num_sequences), MIN_SEQUENCES)
@@ -137,10 +137,12 @@ def prepare_variant(num_sequences: int, max_pages: int, max_history: int, slots:
 
 
 @cache
-def _prepare_variant(block_sequences: int, max_pages: int, max_history: int, slots: int, vocab_size: int) -> Variant:
+def _prepare_variant(
+    block_sequences: int, max_pages: int, max_history: int, slots: int, vocab_size: int
+) -> KernelVariant:
     block_tokens = max(BLOCK // block_sequences, 1)
     names = ("rows", "num_queries", "given", "tables", "lengths", "next_tokens", "histories", "token_ids", "positions")
-    return Variant(
+    return KernelVariant(
         _prepare,
         {
             **dict.fromkeys(names, torch.int32),
@@ -163,11 +165,11 @@ def _prepare_variant(block_sequences: int, max_pages: int, max_history: int, slo
 
 
 @cache
-def commit_variant() -> Variant:
+def commit_variant() -> KernelVariant:
     """The variant of ``commit``."""
     names = ("rows", "num_kept", "sampled", "lengths", "next_tokens")
     arguments: dict[str, torch.dtype | str] = {**dict.fromkeys(names, torch.int32), "num_sequences": "i32"}
-    return Variant(_commit, arguments, {"BLOCK": COMMIT_BLOCK}, num_warps=4)
+    return KernelVariant(_commit, arguments, {"BLOCK": COMMIT_BLOCK}, num_warps=4)
 
 
 def prepare(rows: DeviceRows, step: StepTensors, slots: int, vocab_size: int) -> None:

@@ -60,7 +60,7 @@ Finish = Callable[[], BatchResult]
 """Waits until a batch is computed. Called once for each, in their order; by another thread than ``begin``, perhaps."""
 
 
-class AtOnce(ABC):
+class SynchronousBackend(ABC):
     """Half of a backend that has computed a batch as soon as it began."""
 
     runs_ahead = False

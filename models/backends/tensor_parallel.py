@@ -46,7 +46,7 @@ class TensorParallel(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """The only rank: has the whole model, and nobody to speak with."""
 
     rank, size = 0, 1
@@ -64,7 +64,7 @@ class Alone:
         return number
 
 
-ALONE = Alone()
+ALONE = SingleRank()
 
 
 def share(total: int, parallel: TensorParallel) -> slice:

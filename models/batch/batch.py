@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.batch.lines import NO_DRAFTS, Line, Masks
+from penstock.models.batch.lines import NO_DRAFTS, GrammarBitmasks, SampledPosition
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.rows import Row, RowTable
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, TokenLogprobs
@@ -35,11 +35,11 @@ class Batch:
     """(T,)."""
     table: RowTable
     """Of the rows."""
-    lines: list[Line]
+    lines: list[SampledPosition]
     """Those that are sampled, in the order of the rows."""
     num_lines: list[int]
     """Of each row: 1 more than its drafts where its last token ends its history, else 0."""
-    masks: Masks | None = None
+    masks: GrammarBitmasks | None = None
     """None: no line has a grammar."""
     feature_layers: tuple[int, ...] = ()
     """Before these layers the hidden states of all tokens are wanted."""
@@ -157,7 +157,7 @@ def build_batch(
         spans.append((row, row.num_computed, end, drafted))
     # Decoding rows of like length are read together, so they must be neighbours.
     spans.sort(key=lambda span: (span[2] - span[1] > 1, -span[2]))
-    lines: list[Line] = []
+    lines: list[SampledPosition] = []
     num_lines: list[int] = []
     token_ids: list[int] = []
     for row, start, end, drafted in spans:
@@ -168,11 +168,11 @@ def build_batch(
         if known < len(row.history) or row.pooled is not None:
             num_lines.append(0)
             continue
-        lines.append(Line(row))
+        lines.append(SampledPosition(row))
         num_lines.append(1 + len(drafted))
         if drafted:
             token_ids += drafted
-            lines += [Line(row, drafted[:number]) for number in range(1, len(drafted) + 1)]
+            lines += [SampledPosition(row, drafted[:number]) for number in range(1, len(drafted) + 1)]
     rows = [row for row, *_ in spans]
     assert len({row.number for row in rows}) == len(rows), "a row is named twice in one plan"
     return Batch(

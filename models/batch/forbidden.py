@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.models.batch.lines import Line
+from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.rows import Ids
 
 
-def forbidden_ids(line: Line) -> Iterator[Ids]:
+def forbidden_ids(line: SampledPosition) -> Iterator[Ids]:
     """int64 arrays of ids, none of them where nothing is forbidden; an id may come twice."""
     sampling = line.sampling
     if line.num_output_tokens < sampling.min_tokens:

@@ -80,7 +80,7 @@ class CompiledGrammar:
         self._slow_at = now
 
 
-class RowMatcher:
+class GrammarMatcher:
     """Of one row. It looks at the row's history whenever it is asked, and so needs to be told of nothing: neither of
     tokens, nor of drafts that were not chosen, nor of a worker that begins anew.
 

@@ -13,7 +13,7 @@ from penstock.scheduler.plan import SamplingParams
 NO_DRAFTS: Sequence[int] = ()
 
 
-class Line:
+class SampledPosition:
     """The token that follows a row's history, as it was when the step began, and the first drafts after it. Whether
     these are right shows when the lines before it are chosen."""
 
@@ -63,7 +63,7 @@ class MaskWords(Protocol):
 
 
 @dataclass(frozen=True)
-class Masks:
+class GrammarBitmasks:
     """Which tokens grammars allow."""
 
     lines: list[int]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.batch.grammar_matcher import RowMatcher
+from penstock.models.batch.grammar_matcher import GrammarMatcher
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.token_counts import TokenCounts
 from penstock.models.batch.token_lists import TokenLists
@@ -36,7 +36,7 @@ class Row:
     """Of a row that gets a vector and no tokens."""
     max_drafts: int = 0
     tenant: str = ""
-    matcher: RowMatcher | None = None
+    matcher: GrammarMatcher | None = None
     """Of a row whose output must match a grammar."""
     is_dropped: bool = False
     """Whether a plan has dropped it; a step that began before that may still compute it."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.models.checkpoint.checkpoint import CONFIG, FLOAT_DTYPES, CheckpointInfo, read_entries, read_json
 from penstock.models.checkpoint.families import spec_from_config
-from penstock.models.checkpoint.files.hf_config import Fields
+from penstock.models.checkpoint.files.hf_config import HfConfigReader
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.spec import ModelSpec, NamedShape
@@ -30,7 +30,7 @@ UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output
 
 
 @dataclass(frozen=True)
-class HeadSpec(ModelSpec):
+class EagleSpec(ModelSpec):
     """``x = fc(features)``, then a layer whose queries, keys and values are made of the next token's embedding and x
     side by side, each after its norm. Logits are of a vocabulary of its own. Tensors have the names that they have in
     a model."""
@@ -71,18 +71,18 @@ class HeadSpec(ModelSpec):
 
 
 @dataclass(frozen=True)
-class HeadCheckpoint:
+class EagleCheckpoint:
     """The directory of a head that passed every check."""
 
     info: CheckpointInfo
-    spec: HeadSpec
+    spec: EagleSpec
     feature_layers: tuple[int, ...]
     """Of the model, ascending: what the head is told of a position are the hidden states before them."""
     target_ids: NDArray[np.int64]
     """(draft vocabulary,): the model's id of each token that can be drafted."""
 
 
-def check_head(path: Path, target: ModelSpec) -> HeadCheckpoint:
+def check_head(path: Path, target: ModelSpec) -> EagleCheckpoint:
     """Checks a head for a model. Reads no tensor but the map of ids. Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"--speculative-config: {path}: no such directory: give the directory of an EAGLE-3 head")
@@ -105,7 +105,7 @@ def check_head(path: Path, target: ModelSpec) -> HeadCheckpoint:
             "weights are of different heads"
         )
     info = CheckpointInfo(path, config, spec, tensors, None, {})
-    return HeadCheckpoint(info, spec, layers, _target_ids(entries, spec, path))
+    return EagleCheckpoint(info, spec, layers, _target_ids(entries, spec, path))
 
 
 def _published(name: str) -> str:
@@ -113,8 +113,8 @@ def _published(name: str) -> str:
     return name.replace("model.layers.0.", "midlayer.").removeprefix("model.")
 
 
-def _spec(config: Mapping[str, Any], target: ModelSpec, has_embedding: bool) -> HeadSpec:
-    described = Fields(config)
+def _spec(config: Mapping[str, Any], target: ModelSpec, has_embedding: bool) -> EagleSpec:
+    described = HfConfigReader(config)
     if not set(described.texts("architectures")) & set(ARCHITECTURES):
         raise described.wrong("architectures", f"must name {' or '.join(ARCHITECTURES)}: give an EAGLE-3 head")
     for name in UNSUPPORTED:
@@ -130,12 +130,12 @@ def _spec(config: Mapping[str, Any], target: ModelSpec, has_embedding: bool) -> 
             raise described.wrong(name, f"must be the model's, {getattr(target, name)}: give the head of this model")
     size = described.integer("draft_vocab_size", 1, spec.vocab_size, spec.vocab_size)
     values = {field.name: getattr(spec, field.name) for field in fields(ModelSpec)}
-    return HeadSpec(**values, draft_vocab_size=size, has_embedding=has_embedding)
+    return EagleSpec(**values, draft_vocab_size=size, has_embedding=has_embedding)
 
 
 def _feature_layers(config: Mapping[str, Any], target: ModelSpec) -> tuple[int, ...]:
     """Those that the config names, or else those that all heads take."""
-    described, last = Fields(config), target.num_layers - 1
+    described, last = HfConfigReader(config), target.num_layers - 1
     if LAYER_IDS not in described:
         described = described.part("eagle_config")
     named = described.integers(LAYER_IDS, 0, last)
@@ -164,7 +164,7 @@ def _checked(
     return entry
 
 
-def _target_ids(entries: Mapping[str, TensorEntry], spec: HeadSpec, path: Path) -> NDArray[np.int64]:
+def _target_ids(entries: Mapping[str, TensorEntry], spec: EagleSpec, path: Path) -> NDArray[np.int64]:
     ids: NDArray[np.int64] = np.arange(spec.draft_vocab_size)
     if DRAFT_TO_TARGET not in entries and spec.draft_vocab_size == spec.vocab_size:
         return ids

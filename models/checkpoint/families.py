@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from penstock.models.checkpoint.files.hf_config import Fields
+from penstock.models.checkpoint.files.hf_config import HfConfigReader
 from penstock.models.checkpoint.rope_config import (
     FULL,
     MAX_POSITIONS,
@@ -44,7 +44,7 @@ Windows = tuple[int | None, ...]
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """The decoder that a config.json describes. Raises ModelError naming the field, also for what is not supported."""
-    fields = Fields(config)
+    fields = HfConfigReader(config)
     for name in fields.texts("architectures"):
         # A base model without its head, as models for embeddings are.
         architecture = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
@@ -56,13 +56,13 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     return FAMILIES[architecture](fields, architecture)
 
 
-def _llama(fields: Fields, architecture: str) -> ModelSpec:
+def _llama(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Llama 1 to 3, and what calls itself Llama."""
     spec = _decoder(fields, architecture, _same_windows(fields, None), Defaults(max_positions=2048))
     return replace(_with_biases(spec, fields), mlp_bias=fields.flag("mlp_bias", False))
 
 
-def _mistral(fields: Fields, architecture: str) -> ModelSpec:
+def _mistral(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Mistral and Ministral: the layers that ``layer_types`` names have the window; without that field all of them
     have it, unless ``sliding_window`` is null."""
     window = _window(fields, 4096)
@@ -70,7 +70,7 @@ def _mistral(fields: Fields, architecture: str) -> ModelSpec:
     return _decoder(fields, architecture, windows, Defaults(max_positions=4096 * 32, kv_heads=8))
 
 
-def _mixtral(fields: Fields, architecture: str) -> ModelSpec:
+def _mixtral(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Mixtral: experts in every layer."""
     windows = _same_windows(fields, _window(fields, None))
     defaults = Defaults(
@@ -81,19 +81,19 @@ def _mixtral(fields: Fields, architecture: str) -> ModelSpec:
     return replace(spec, experts=experts)
 
 
-def _qwen2(fields: Fields, architecture: str) -> ModelSpec:
+def _qwen2(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Qwen2 and 2.5: biased queries, keys and values; windows only where ``use_sliding_window`` says so."""
     spec = _decoder(fields, architecture, _qwen_windows(fields), Defaults(max_positions=32768))
     return replace(spec, qkv_bias=True)
 
 
-def _qwen3(fields: Fields, architecture: str) -> ModelSpec:
+def _qwen3(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Qwen3: norms on queries and keys, and a head size of its own."""
     spec = _decoder(fields, architecture, _qwen_windows(fields), Defaults(max_positions=32768, head_dim=128))
     return replace(_with_biases(spec, fields), qk_norm=QkNorm.HEAD)
 
 
-def _qwen3_moe(fields: Fields, architecture: str) -> ModelSpec:
+def _qwen3_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Qwen3-MoE: every ``decoder_sparse_step``-th layer has experts, but not those of ``mlp_only_layers``."""
     window = _window(fields, 4096) if fields.flag("use_sliding_window", False) else None
     windows = _same_windows(fields, window)
@@ -111,7 +111,7 @@ def _qwen3_moe(fields: Fields, architecture: str) -> ModelSpec:
     return replace(_with_biases(spec, fields), qk_norm=QkNorm.HEAD, experts=experts)
 
 
-def _gemma2(fields: Fields, architecture: str) -> ModelSpec:
+def _gemma2(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Gemma 2: norms around both halves of a layer, soft caps, and a window in every other layer."""
     windows = _windows_by_type(fields, _window(fields, 4096), lambda layer: layer % 2 == 0)
     spec = _decoder(fields, architecture, windows, replace(GEMMA, max_positions=8192))
@@ -122,7 +122,7 @@ def _gemma2(fields: Fields, architecture: str) -> ModelSpec:
     )
 
 
-def _gemma3(fields: Fields, architecture: str) -> ModelSpec:
+def _gemma3(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Gemma 3's text model: Gemma 2 with norms on queries and keys in the place of the cap of scores."""
     if "attn_logit_softcapping" in fields:
         raise fields.wrong("attn_logit_softcapping", "must be null: scores have no cap in Gemma 3")
@@ -136,13 +136,13 @@ def _gemma3(fields: Fields, architecture: str) -> ModelSpec:
     )
 
 
-def _olmo2(fields: Fields, architecture: str) -> ModelSpec:
+def _olmo2(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """OLMo-2: norms after attention and MLP alone, and over all queries and all keys."""
     spec = _decoder(fields, architecture, _same_windows(fields, None), Defaults(max_positions=2048, norm_eps=1e-5))
     return replace(_with_biases(spec, fields), norm_placement=NormPlacement.POST, qk_norm=QkNorm.ALL)
 
 
-def _phi3(fields: Fields, architecture: str) -> ModelSpec:
+def _phi3(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Phi-3 to Phi-4: a part of each head is rotated."""
     windows = _same_windows(fields, _window(fields, None))
     return _decoder(
@@ -150,7 +150,7 @@ def _phi3(fields: Fields, architecture: str) -> ModelSpec:
     )
 
 
-def _gpt_oss(fields: Fields, architecture: str) -> ModelSpec:
+def _gpt_oss(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """gpt-oss: sinks, a window in every other layer, and biased experts with a gate of their own."""
     windows = _windows_by_type(fields, _window(fields, 128), lambda layer: layer % 2 == 0)
     defaults = Defaults(max_positions=131072, kv_heads=8, head_dim=64, norm_eps=1e-5, read_rope=read_yarn_by_default)
@@ -162,7 +162,7 @@ def _gpt_oss(fields: Fields, architecture: str) -> ModelSpec:
     return replace(_with_biases(spec, fields, default=True), sinks=True, experts=experts)
 
 
-FAMILIES: dict[str, Callable[[Fields, str], ModelSpec]] = {
+FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "GptOssForCausalLM": _gpt_oss,
@@ -204,7 +204,7 @@ GEMMA = Defaults(
 )
 
 
-def _decoder(fields: Fields, architecture: str, windows: Windows, defaults: Defaults) -> ModelSpec:
+def _decoder(fields: HfConfigReader, architecture: str, windows: Windows, defaults: Defaults) -> ModelSpec:
     """What all families share; what only some have is absent."""
     hidden_size = fields.integer("hidden_size", 1, MAX_SIZE)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
@@ -248,7 +248,7 @@ def _decoder(fields: Fields, architecture: str, windows: Windows, defaults: Defa
     )
 
 
-def _head_dim(fields: Fields, hidden_size: int, num_heads: int, defaults: Defaults) -> int:
+def _head_dim(fields: HfConfigReader, hidden_size: int, num_heads: int, defaults: Defaults) -> int:
     head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM, defaults.head_dim or max(1, hidden_size // num_heads))
     if head_dim % 2:
         raise fields.wrong("head_dim", f"must be even for rotary embedding, and comes to {head_dim}")
@@ -257,13 +257,13 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int, defaults: Defaul
     return head_dim
 
 
-def _with_biases(spec: ModelSpec, fields: Fields, default: bool = False) -> ModelSpec:
+def _with_biases(spec: ModelSpec, fields: HfConfigReader, default: bool = False) -> ModelSpec:
     """``attention_bias`` covers the output projection too."""
     biased = fields.flag("attention_bias", default)
     return replace(spec, qkv_bias=biased, output_bias=biased)
 
 
-def _with_gemmas_parts(spec: ModelSpec, fields: Fields) -> ModelSpec:
+def _with_gemmas_parts(spec: ModelSpec, fields: HfConfigReader) -> ModelSpec:
     """What Gemma 2 and 3 share."""
     if fields.flag("use_bidirectional_attention", False):
         raise fields.wrong("use_bidirectional_attention", "is not supported: only causal models generate text")
@@ -276,7 +276,9 @@ def _with_gemmas_parts(spec: ModelSpec, fields: Fields) -> ModelSpec:
     )
 
 
-def _experts(fields: Fields, name: str, default: int, default_per_token: int, intermediate_size: int) -> Experts:
+def _experts(
+    fields: HfConfigReader, name: str, default: int, default_per_token: int, intermediate_size: int
+) -> Experts:
     """Experts in every layer whose number is the field ``name``."""
     num_experts = fields.integer(name, 1, MAX_EXPERTS, default)
     return Experts(
@@ -290,39 +292,39 @@ def _experts(fields: Fields, name: str, default: int, default_per_token: int, in
     )
 
 
-def _soft_cap(fields: Fields, name: str, default: float | None) -> float | None:
+def _soft_cap(fields: HfConfigReader, name: str, default: float | None) -> float | None:
     """A cap, unless the field is null."""
     if fields.is_null(name) or (name not in fields and default is None):
         return None
     return fields.number(name, 1e-3, 1e6, default)
 
 
-def _num_layers(fields: Fields) -> int:
+def _num_layers(fields: HfConfigReader) -> int:
     return fields.integer("num_hidden_layers", 1, MAX_LAYERS)
 
 
-def _same_windows(fields: Fields, window: int | None) -> Windows:
+def _same_windows(fields: HfConfigReader, window: int | None) -> Windows:
     """The same for all layers. ``layer_types`` must be valid, but has no effect, as in transformers' classes of these
     families (see ``ignored_layer_types``)."""
     _layer_types(fields)
     return (window,) * _num_layers(fields)
 
 
-def _window(fields: Fields, default: int | None) -> int | None:
+def _window(fields: HfConfigReader, default: int | None) -> int | None:
     """``sliding_window``, unless it is null."""
     if fields.is_null("sliding_window") or ("sliding_window" not in fields and default is None):
         return None
     return fields.integer("sliding_window", 1, MAX_POSITIONS, default)
 
 
-def _qwen_windows(fields: Fields) -> Windows:
+def _qwen_windows(fields: HfConfigReader) -> Windows:
     """Without ``layer_types``, layers from ``max_window_layers`` on have the window."""
     window = _window(fields, 4096) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28)
     return _windows_by_type(fields, window, lambda layer: window is not None and layer >= first)
 
 
-def _windows_by_type(fields: Fields, window: int | None, default: Callable[[int], bool]) -> Windows:
+def _windows_by_type(fields: HfConfigReader, window: int | None, default: Callable[[int], bool]) -> Windows:
     """``layer_types`` decides where it is given; else ``default`` does, which says whether a layer has the window."""
     kinds = _layer_types(fields) or [SLIDING if default(layer) else FULL for layer in range(_num_layers(fields))]
     if window is None and SLIDING in kinds:
@@ -330,7 +332,7 @@ def _windows_by_type(fields: Fields, window: int | None, default: Callable[[int]
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def _layer_types(fields: Fields) -> list[str] | None:
+def _layer_types(fields: HfConfigReader) -> list[str] | None:
     """The kinds of attention that ``layer_types`` names, one for each layer; None where it is absent."""
     if "layer_types" not in fields:
         return None
@@ -346,7 +348,7 @@ def _layer_types(fields: Fields) -> list[str] | None:
 def ignored_layer_types(config: Mapping[str, Any], spec: ModelSpec) -> str | None:
     """A warning where ``layer_types`` contradicts what the family computes, which then ignores it; None where it does
     not."""
-    kinds = _layer_types(Fields(config))
+    kinds = _layer_types(HfConfigReader(config))
     if kinds is None or kinds == [FULL if window is None else SLIDING for window in spec.windows]:
         return None
     computed = "full attention" if spec.windows[0] is None else f"a window of {spec.windows[0]}"

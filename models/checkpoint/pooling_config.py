@@ -25,7 +25,7 @@ _FLAG_PREFIX = "pooling_mode_"
 
 
 @dataclass(frozen=True)
-class Embedding:
+class PoolingConfig:
     """How texts become vectors."""
 
     pooling: Pooling = Pooling.LAST
@@ -33,19 +33,19 @@ class Embedding:
     """Whether a vector is scaled to a length of 1 where a request doesn't say."""
 
 
-def read_embedding(path: Path, pooling: Pooling | None = None) -> Embedding:
+def read_embedding(path: Path, pooling: Pooling | None = None) -> PoolingConfig:
     """Of a model's directory; ``pooling`` goes before what its files say, and without either it is the last token's.
     Raises ModelError for files that ask for what cannot be done."""
     modules = _modules(path)
     # Without a list of modules nobody said that vectors are to keep their lengths.
     normalize = not modules or _NORMALIZE in modules
     if pooling is not None:
-        return Embedding(pooling, normalize)
+        return PoolingConfig(pooling, normalize)
     unknown = modules.keys() - {_TRANSFORMER, _POOLING, _NORMALIZE}
     if unknown:
         raise ModelError(f"{path / MODULES}: has the module {min(unknown)}, which is not supported: {REMEDY}")
     file = path / modules[_POOLING] / "config.json" if _POOLING in modules else path / POOLING
-    return Embedding(_pooling(file) if file.exists() else Pooling.LAST, normalize)
+    return PoolingConfig(_pooling(file) if file.exists() else Pooling.LAST, normalize)
 
 
 def _modules(path: Path) -> dict[str, str]:

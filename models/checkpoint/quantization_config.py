@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from penstock.models.checkpoint.files.hf_config import Fields
+from penstock.models.checkpoint.files.hf_config import HfConfigReader
 from penstock.models.checkpoint.module_patterns import MAX_CHARS, Patterns
 from penstock.models.errors import ModelError
 
@@ -24,7 +24,7 @@ too."""
 ANOTHER = "use another quantised checkpoint, or the unquantised one with --quantization int8 or int4"
 
 
-class Layout(Enum):
+class QuantLayout(Enum):
     """How a quantised matrix is stored."""
 
     GPTQ = auto()
@@ -42,10 +42,10 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True)
-class Scheme:
+class QuantScheme:
     """How the weights of some linears are quantised: ``W = (code - zero) * scale``."""
 
-    layout: Layout
+    layout: QuantLayout
     group: int
     """Columns that share a scale and a zero point; 0: all of a row."""
     has_zeros: bool
@@ -60,12 +60,12 @@ class Scheme:
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 8 if self.layout in (Layout.INT8, Layout.FP8) else 4
+        return 8 if self.layout in (QuantLayout.INT8, QuantLayout.FP8) else 4
 
     @property
     def is_float(self) -> bool:
         """Whether codes are floats themselves."""
-        return self.layout is Layout.FP8
+        return self.layout is QuantLayout.FP8
 
     def num_row_groups(self, rows: int) -> int:
         """Of a column; the last one may be short."""
@@ -76,7 +76,7 @@ class Scheme:
         return -(-columns // self.group) if self.group else 1
 
 
-class Names:
+class ModulePatterns:
     """Names of modules as compressed-tensors writes them: whole names, classes, and regular expressions after
     ``re:``."""
 
@@ -106,12 +106,12 @@ class Quantization:
 
     method: str
     """gptq, awq, compressed-tensors or fp8."""
-    schemes: tuple[tuple[Names, Scheme], ...]
+    schemes: tuple[tuple[ModulePatterns, QuantScheme], ...]
     """Of those whose names have a linear, the one that names it most precisely is that linear's."""
-    ignored: Names
+    ignored: ModulePatterns
     """These stay float."""
 
-    def scheme_of(self, module: str) -> Scheme | None:
+    def scheme_of(self, module: str) -> QuantScheme | None:
         """How the linear of this name is quantised, unless the quantiser skipped it, which it need not say; None: it
         stays float."""
         if module in self.ignored:
@@ -124,7 +124,7 @@ class Quantization:
 def quantization_from_config(config: Mapping[str, Any]) -> Quantization | None:
     """What a config.json says; None where the checkpoint is not quantised. Raises ModelError naming the field, also for
     what is not supported."""
-    fields = Fields(config)
+    fields = HfConfigReader(config)
     if CONFIG_FIELD not in fields:
         return None
     part = fields.part(CONFIG_FIELD)
@@ -161,11 +161,11 @@ def choose_quantization(requested: str, stored: Quantization | None) -> str:
     return stored.method
 
 
-def _gptq(fields: Fields) -> Quantization:
+def _gptq(fields: HfConfigReader) -> Quantization:
     """AutoGPTQ's and GPTQModel's. ``checkpoint_format`` was later called ``format``."""
     _check_bits(fields, "bits", 4)
     name = "checkpoint_format" if "checkpoint_format" in fields else "format"
-    layouts = {"gptq": Layout.GPTQ, "gptq_v2": Layout.GPTQ_V2}
+    layouts = {"gptq": QuantLayout.GPTQ, "gptq_v2": QuantLayout.GPTQ_V2}
     layout = fields.text(name, "gptq")
     if layout not in layouts:
         raise fields.wrong(name, f"must be gptq or gptq_v2: {ANOTHER}")
@@ -177,22 +177,22 @@ def _gptq(fields: Fields) -> Quantization:
         if not pattern.startswith("-:"):
             raise fields.wrong("dynamic", f"must not quantise some modules otherwise than the rest: {ANOTHER}")
     fields.flag("sym", True)  # zero points are stored either way
-    scheme = Scheme(layouts[layout], _group(fields), has_zeros=True, is_ordered=fields.flag("desc_act", False))
-    return Quantization("gptq", ((Names(("Linear",)), scheme),), _not_converted(fields))
+    scheme = QuantScheme(layouts[layout], _group(fields), has_zeros=True, is_ordered=fields.flag("desc_act", False))
+    return Quantization("gptq", ((ModulePatterns(("Linear",)), scheme),), _not_converted(fields))
 
 
-def _awq(fields: Fields) -> Quantization:
+def _awq(fields: HfConfigReader) -> Quantization:
     """AutoAWQ's. ``version`` is also called ``format``."""
     _check_bits(fields, "bits", 4)
     name = "version" if "version" in fields else "format"
     if fields.text(name, "gemm").lower() != "gemm":
         raise fields.wrong(name, f"must be gemm: {ANOTHER}")
     fields.flag("zero_point", True)  # zero points are stored either way
-    scheme = Scheme(Layout.AWQ, _group(fields), has_zeros=True, is_ordered=False)
-    return Quantization("awq", ((Names(("Linear",)), scheme),), _not_converted(fields))
+    scheme = QuantScheme(QuantLayout.AWQ, _group(fields), has_zeros=True, is_ordered=False)
+    return Quantization("awq", ((ModulePatterns(("Linear",)), scheme),), _not_converted(fields))
 
 
-def _fp8(fields: Fields) -> Quantization:
+def _fp8(fields: HfConfigReader) -> Quantization:
     """DeepSeek's, by blocks, and AutoFP8's, by tensors. Static scales of activations are not used."""
     for name, right in (("fmt", "e4m3"), ("scale_fmt", "float")):
         if fields.text(name, right) != right:
@@ -202,13 +202,13 @@ def _fp8(fields: Fields) -> Quantization:
     if "kv_cache_scheme" in fields:
         raise fields.wrong("kv_cache_scheme", f"must be null: {ANOTHER}")
     rows, columns = _block(fields, "weight_block_size") if "weight_block_size" in fields else (0, 0)
-    scheme = Scheme(Layout.FP8, columns, has_zeros=False, is_ordered=False, rows=rows, narrows_inputs=True)
+    scheme = QuantScheme(QuantLayout.FP8, columns, has_zeros=False, is_ordered=False, rows=rows, narrows_inputs=True)
     # Before transformers had the method, this was what it was called.
     skipped = "ignored_layers" if "ignored_layers" in fields else "modules_to_not_convert"
-    return Quantization("fp8", ((Names(("Linear",)), scheme),), _not_converted(fields, skipped))
+    return Quantization("fp8", ((ModulePatterns(("Linear",)), scheme),), _not_converted(fields, skipped))
 
 
-def _compressed_tensors(fields: Fields) -> Quantization:
+def _compressed_tensors(fields: HfConfigReader) -> Quantization:
     """llm-compressor's. Each of ``config_groups`` has targets and a scheme. ``quantization_status`` does not count: in
     published checkpoints it may be of any stage."""
     for name in ("kv_cache_scheme", "moe_sparsity_config", "transform_config"):
@@ -224,11 +224,11 @@ def _compressed_tensors(fields: Fields) -> Quantization:
         schemes.append((_names(group, "targets"), _group_scheme(group, storage)))
     if not schemes:
         raise fields.wrong("config_groups", "must hold at least one group: download the model's config.json again")
-    ignored = _names(fields, "ignore") if "ignore" in fields else Names(())
+    ignored = _names(fields, "ignore") if "ignore" in fields else ModulePatterns(())
     return Quantization("compressed-tensors", tuple(schemes), ignored)
 
 
-def _group_scheme(group: Fields, storage: Fields) -> Scheme:
+def _group_scheme(group: HfConfigReader, storage: HfConfigReader) -> QuantScheme:
     """The scheme of one of ``config_groups``; ``storage`` has its ``format``."""
     weights = group.part("weights")
     kind = weights.text("type", "int")
@@ -244,7 +244,7 @@ def _group_scheme(group: Fields, storage: Fields) -> Scheme:
     return formats[storage.text("format")](group, weights)
 
 
-def _packed_scheme(group: Fields, weights: Fields) -> Scheme:
+def _packed_scheme(group: HfConfigReader, weights: HfConfigReader) -> QuantScheme:
     _check_bits(weights, "num_bits", 4)
     if "input_activations" in group:
         raise group.wrong("input_activations", f"must be null for weights of 4 bits: {ANOTHER}")
@@ -252,17 +252,17 @@ def _packed_scheme(group: Fields, weights: Fields) -> Scheme:
     strategy = weights.text("strategy", _default_strategy(weights))
     if strategy not in ("group", "channel") or (strategy == "group") != (size > 0):
         raise weights.wrong("strategy", f"must be group with a group_size, or channel without one: {ANOTHER}")
-    return Scheme(Layout.PACKED, size, not weights.flag("symmetric", True), _is_ordered(weights))
+    return QuantScheme(QuantLayout.PACKED, size, not weights.flag("symmetric", True), _is_ordered(weights))
 
 
-def _default_strategy(weights: Fields) -> str:
+def _default_strategy(weights: HfConfigReader) -> str:
     """What an absent ``strategy`` means."""
     if "group_size" not in weights:
         return "tensor"
     return "group" if _group(weights) else "channel"
 
 
-def _is_ordered(weights: Fields) -> bool:
+def _is_ordered(weights: HfConfigReader) -> bool:
     """Whether ``actorder`` means that the columns say their groups; only the calibration knows of the other kind."""
     if weights.is_bool("actorder"):
         return weights.flag("actorder", False)
@@ -272,7 +272,7 @@ def _is_ordered(weights: Fields) -> bool:
     return order in ("group", "dynamic")
 
 
-def _int8_scheme(group: Fields, weights: Fields) -> Scheme:
+def _int8_scheme(group: HfConfigReader, weights: HfConfigReader) -> QuantScheme:
     _check_bits(weights, "num_bits", 8)
     if weights.text("strategy", _default_strategy(weights)) != "channel":
         raise weights.wrong("strategy", f"must be channel for weights of 8 bits: {ANOTHER}")
@@ -290,10 +290,10 @@ def _int8_scheme(group: Fields, weights: Fields) -> Scheme:
         raise activations.wrong("strategy", f"must be token: {ANOTHER}")
     if not activations.flag("symmetric", True):
         raise activations.wrong("symmetric", f"must be true for activations: {ANOTHER}")
-    return Scheme(Layout.INT8, 0, has_zeros=False, is_ordered=False, narrows_inputs=True)
+    return QuantScheme(QuantLayout.INT8, 0, has_zeros=False, is_ordered=False, narrows_inputs=True)
 
 
-def _fp8_scheme(group: Fields, weights: Fields) -> Scheme:
+def _fp8_scheme(group: HfConfigReader, weights: HfConfigReader) -> QuantScheme:
     _check_bits(weights, "num_bits", 8)
     if not weights.flag("symmetric", True):
         raise weights.wrong("symmetric", f"must be true for weights of 8 bits: {ANOTHER}")
@@ -315,24 +315,29 @@ def _fp8_scheme(group: Fields, weights: Fields) -> Scheme:
             raise activations.wrong("type", f"must be float as that of the weights is: {ANOTHER}")
         if not activations.flag("symmetric", True):
             raise activations.wrong("symmetric", f"must be true for activations: {ANOTHER}")
-    return Scheme(
-        Layout.FP8, columns, has_zeros=False, is_ordered=False, rows=rows, narrows_inputs="input_activations" in group
+    return QuantScheme(
+        QuantLayout.FP8,
+        columns,
+        has_zeros=False,
+        is_ordered=False,
+        rows=rows,
+        narrows_inputs="input_activations" in group,
     )
 
 
-FORMATS: dict[str, dict[str, Callable[[Fields, Fields], Scheme]]] = {
+FORMATS: dict[str, dict[str, Callable[[HfConfigReader, HfConfigReader], QuantScheme]]] = {
     "int": {"pack-quantized": _packed_scheme, "int-quantized": _int8_scheme, "naive-quantized": _int8_scheme},
     "float": {"float-quantized": _fp8_scheme, "naive-quantized": _fp8_scheme},
 }
 """compressed-tensors' types of weights, in which formats each is stored, and who reads what the group says."""
 
 
-def _check_bits(fields: Fields, name: str, bits: int) -> None:
+def _check_bits(fields: HfConfigReader, name: str, bits: int) -> None:
     if fields.integer(name, 1, 64) != bits:
         raise fields.wrong(name, f"must be {bits}: {ANOTHER}")
 
 
-def _group(fields: Fields, default: int | None = None) -> int:
+def _group(fields: HfConfigReader, default: int | None = None) -> int:
     """``group_size``, which is -1 where all of a row share a scale, as 0."""
     size = fields.integer("group_size", -1, MAX_GROUP, default)
     if size != -1 and (size <= 0 or size % GROUP_STEP):
@@ -340,7 +345,7 @@ def _group(fields: Fields, default: int | None = None) -> int:
     return max(size, 0)
 
 
-def _block(fields: Fields, name: str) -> tuple[int, int]:
+def _block(fields: HfConfigReader, name: str) -> tuple[int, int]:
     """Rows and columns that share a scale."""
     sizes = fields.integers(name, 1, MAX_GROUP)
     if len(sizes) != 2 or sizes[1] % GROUP_STEP:
@@ -348,22 +353,22 @@ def _block(fields: Fields, name: str) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _not_converted(fields: Fields, name: str = "modules_to_not_convert") -> Names:
+def _not_converted(fields: HfConfigReader, name: str = "modules_to_not_convert") -> ModulePatterns:
     """Names of modules, each of which is a part of dotted names."""
     parts = fields.texts(name) if name in fields else []
     if any(len(part) > MAX_CHARS // 4 for part in parts):
         raise fields.wrong(name, f"must name modules in at most {MAX_CHARS // 4} characters each")
-    return Names(f"re:(.*\\.)?{re.escape(part.strip('.'))}(\\.|$)" for part in parts)
+    return ModulePatterns(f"re:(.*\\.)?{re.escape(part.strip('.'))}(\\.|$)" for part in parts)
 
 
-def _names(fields: Fields, name: str) -> Names:
+def _names(fields: HfConfigReader, name: str) -> ModulePatterns:
     try:
-        return Names(fields.texts(name))
+        return ModulePatterns(fields.texts(name))
     except re.error as error:
         raise fields.wrong(name, f"has a regular expression that cannot be read ({error}): correct it") from error
 
 
-METHODS: dict[str, Callable[[Fields], Quantization]] = {
+METHODS: dict[str, Callable[[HfConfigReader], Quantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
@@ -374,10 +379,10 @@ METHODS: dict[str, Callable[[Fields], Quantization]] = {
 __all__ = [
     "AT_LOAD",
     "METHODS",
-    "Layout",
-    "Names",
+    "ModulePatterns",
+    "QuantLayout",
+    "QuantScheme",
     "Quantization",
-    "Scheme",
     "choose_quantization",
     "quantization_from_config",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
-from penstock.models.checkpoint.quantization_config import Layout, Quantization, Scheme
+from penstock.models.checkpoint.quantization_config import Quantization, QuantLayout, QuantScheme
 from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 
@@ -27,7 +27,7 @@ class QuantizedLinear:
 
     name: str
     """Of the module, such as ``model.layers.0.self_attn.q_proj``."""
-    scheme: Scheme
+    scheme: QuantScheme
     rows: int
     """Its outputs."""
     columns: int
@@ -37,7 +37,7 @@ class QuantizedLinear:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StoredTensor:
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
     is_needed: bool = True
@@ -60,7 +60,7 @@ def find_quantized(
             continue
         rows, columns = shape
         wanted = _wanted_parts(scheme, rows, columns)
-        if scheme.layout is Layout.FP8 and f"{name}.weight_scale" not in entries:
+        if scheme.layout is QuantLayout.FP8 and f"{name}.weight_scale" not in entries:
             wanted["weight_scale_inv"] = wanted.pop("weight_scale")  # as transformers calls it
         if f"{name}.bias" in shapes:
             wanted.pop("bias", None)
@@ -71,49 +71,49 @@ def find_quantized(
     return found
 
 
-def _wanted_parts(scheme: Scheme, rows: int, columns: int) -> dict[str, _Part]:
+def _wanted_parts(scheme: QuantScheme, rows: int, columns: int) -> dict[str, _StoredTensor]:
     groups = scheme.num_groups(columns)
     row_words, column_words = -(-rows // CODES_PER_WORD), -(-columns // CODES_PER_WORD)
     match scheme.layout:
-        case Layout.GPTQ | Layout.GPTQ_V2:
+        case QuantLayout.GPTQ | QuantLayout.GPTQ_V2:
             return {
-                "qweight": _Part((column_words, rows), INT32),
-                "qzeros": _Part((groups, row_words), INT32),
-                "scales": _Part((groups, rows), FLOATS),
-                "g_idx": _Part((columns,), INT32, scheme.is_ordered),
+                "qweight": _StoredTensor((column_words, rows), INT32),
+                "qzeros": _StoredTensor((groups, row_words), INT32),
+                "scales": _StoredTensor((groups, rows), FLOATS),
+                "g_idx": _StoredTensor((columns,), INT32, scheme.is_ordered),
                 # Old versions of AutoGPTQ wrote zeros for linears without a bias.
-                "bias": _Part((rows,), FLOATS, False),
+                "bias": _StoredTensor((rows,), FLOATS, False),
             }
-        case Layout.AWQ:
+        case QuantLayout.AWQ:
             return {
-                "qweight": _Part((columns, row_words), INT32),
-                "qzeros": _Part((groups, row_words), INT32),
-                "scales": _Part((groups, rows), FLOATS),
+                "qweight": _StoredTensor((columns, row_words), INT32),
+                "qzeros": _StoredTensor((groups, row_words), INT32),
+                "scales": _StoredTensor((groups, rows), FLOATS),
             }
-        case Layout.PACKED:
+        case QuantLayout.PACKED:
             parts = {
-                "weight_packed": _Part((rows, column_words), INT32),
-                "weight_scale": _Part((rows, groups), FLOATS),
-                "weight_shape": _Part((2,), ("I64", "I32")),
+                "weight_packed": _StoredTensor((rows, column_words), INT32),
+                "weight_scale": _StoredTensor((rows, groups), FLOATS),
+                "weight_shape": _StoredTensor((2,), ("I64", "I32")),
             }
             if scheme.has_zeros:
-                parts["weight_zero_point"] = _Part((row_words, groups), INT32)
+                parts["weight_zero_point"] = _StoredTensor((row_words, groups), INT32)
             if scheme.is_ordered:
-                parts["weight_g_idx"] = _Part((columns,), INT32)
+                parts["weight_g_idx"] = _StoredTensor((columns,), INT32)
             return parts
-        case Layout.INT8:
-            return {"weight": _Part((rows, columns), INT8), "weight_scale": _Part((rows, 1), FLOATS)}
-        case Layout.FP8:
+        case QuantLayout.INT8:
+            return {"weight": _StoredTensor((rows, columns), INT8), "weight_scale": _StoredTensor((rows, 1), FLOATS)}
+        case QuantLayout.FP8:
             return {
-                "weight": _Part((rows, columns), FP8),
-                "weight_scale": _Part((scheme.num_row_groups(rows), groups), FLOATS),
+                "weight": _StoredTensor((rows, columns), FP8),
+                "weight_scale": _StoredTensor((scheme.num_row_groups(rows), groups), FLOATS),
                 # Of activations, which here have scales of their own.
-                "input_scale": _Part((1, 1), FLOATS, False),
-                "activation_scale": _Part((1, 1), FLOATS, False),
+                "input_scale": _StoredTensor((1, 1), FLOATS, False),
+                "activation_scale": _StoredTensor((1, 1), FLOATS, False),
             }
 
 
-def _match(name: str, want: _Part, entries: Mapping[str, TensorEntry], path: Path) -> TensorEntry | None:
+def _match(name: str, want: _StoredTensor, entries: Mapping[str, TensorEntry], path: Path) -> TensorEntry | None:
     entry = entries.get(name)
     if entry is None:
         if want.is_needed:

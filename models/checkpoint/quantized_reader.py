@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
-from penstock.models.checkpoint.quantization_config import Layout
+from penstock.models.checkpoint.quantization_config import QuantLayout
 from penstock.models.checkpoint.quantized_layout import CODES_PER_WORD, QuantizedLinear
 from penstock.models.errors import ModelError
 
@@ -80,23 +80,23 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
     be."""
     scheme, parts = linear.scheme, linear.parts
     match scheme.layout:
-        case Layout.GPTQ | Layout.GPTQ_V2:
+        case QuantLayout.GPTQ | QuantLayout.GPTQ_V2:
             codes, scales, zeros = _read_gptq(linear)
-        case Layout.AWQ:
+        case QuantLayout.AWQ:
             codes = _unpack_awq(_read_words(parts["qweight"]))
             zeros = _floats(_unpack_awq(_read_words(parts["qzeros"])))
             scales = _read_floats(parts["scales"]).T
-        case Layout.PACKED:
+        case QuantLayout.PACKED:
             codes = _unpack(_read_words(parts["weight_packed"]))
             scales = _read_floats(parts["weight_scale"])
             zeros = np.full(scales.shape, MIDDLE, np.float32)
             if scheme.has_zeros:
                 zeros = _floats(_unpack(_read_words(parts["weight_zero_point"]).T).T)
-        case Layout.INT8:
+        case QuantLayout.INT8:
             codes = _read(parts["weight"])
             scales = _read_floats(parts["weight_scale"])
             zeros = np.zeros(scales.shape, np.float32)
-        case Layout.FP8:
+        case QuantLayout.FP8:
             codes = _read(parts["weight"])
             scales = _read_fp8_scales(linear)
             zeros = np.zeros(scales.shape, np.float32)
@@ -121,7 +121,7 @@ def _read_gptq(linear: QuantizedLinear) -> tuple[Bytes, Floats, Floats]:
             "bias: config and weights are of different models"
         )
     zero_words = _read_words(linear.parts["qzeros"])
-    if linear.scheme.layout is Layout.GPTQ:
+    if linear.scheme.layout is QuantLayout.GPTQ:
         # Stored less one. Whoever subtracted it did so from whole words, borrowing, so it is added to whole words.
         zero_words = zero_words + ONE_EACH
     codes = _unpack(_read_words(linear.parts["qweight"]).T)
@@ -155,7 +155,7 @@ def _unpack_awq(words: Words) -> Bytes:
 
 def _order(linear: QuantizedLinear) -> NDArray[np.int32] | None:
     """The columns group by group, from the group of each column; None where they stand so."""
-    name = "weight_g_idx" if linear.scheme.layout is Layout.PACKED else "g_idx"
+    name = "weight_g_idx" if linear.scheme.layout is QuantLayout.PACKED else "g_idx"
     entry = linear.parts.get(name)
     if entry is None or not linear.scheme.group:
         return None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.models.checkpoint.files.hf_config import Fields
+from penstock.models.checkpoint.files.hf_config import HfConfigReader
 from penstock.models.checkpoint.spec import DefaultRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from penstock.models.errors import ModelError
 
@@ -27,11 +27,11 @@ class RopeConfig:
     rotary_dim: int
 
 
-RopeReader = Callable[[Fields, int, int], RopeConfig]
+RopeReader = Callable[[HfConfigReader, int, int], RopeConfig]
 """Of a family: reads a config, given its head size and its max_position_embeddings."""
 
 
-def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: float = 10_000.0) -> RopeConfig:
+def read_rope(fields: HfConfigReader, head_dim: int, max_positions: int, default_theta: float = 10_000.0) -> RopeConfig:
     """One rope for all layers, over whole heads."""
     scaling = _scaling(fields)
     for holder in (fields, scaling):
@@ -41,13 +41,13 @@ def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: 
     return RopeConfig(rope, rope, max_positions, head_dim)
 
 
-def read_rope_by_layer_type(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
+def read_rope_by_layer_type(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
     """Gemma 3's: layers with a window have a rope of their own, and only the others' was ever scaled.
     ``max_position_embeddings`` has the scaling in it."""
     scaling = _scaling(fields)
     nested = FULL in scaling or SLIDING in scaling
     full = scaling.part(FULL) if nested else scaling
-    windowed = scaling.part(SLIDING) if nested else Fields({})
+    windowed = scaling.part(SLIDING) if nested else HfConfigReader({})
     return RopeConfig(
         full=_scaled(full, _theta(fields, full, "rope_theta", 1e6), max_positions)[0],
         windowed=_scaled(windowed, _theta(fields, windowed, "rope_local_base_freq", 1e4), max_positions)[0],
@@ -56,7 +56,7 @@ def read_rope_by_layer_type(fields: Fields, head_dim: int, max_positions: int) -
     )
 
 
-def read_partial_rope(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
+def read_partial_rope(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
     """Phi-3's: a part of each head is rotated, and ropes are plain or LongRoPE.
 
     LongRoPE has two sets of factors, and changes to the other as a sequence outgrows the original context. What was
@@ -84,17 +84,17 @@ def read_partial_rope(fields: Fields, head_dim: int, max_positions: int) -> Rope
     return RopeConfig(rope, rope, max_positions, rotary_dim)
 
 
-def read_yarn_by_default(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
+def read_yarn_by_default(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
     """gpt-oss's: an absent ``rope_parameters`` means the published models' YaRN."""
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
         default = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-        scaling = Fields(default)
+        scaling = HfConfigReader(default)
         rope, max_positions = _scaled(scaling, _theta(fields, scaling, "rope_theta", 150_000.0), max_positions)
         return RopeConfig(rope, rope, max_positions, head_dim)
     return read_rope(fields, head_dim, max_positions, 150_000.0)
 
 
-def _scaling(fields: Fields) -> Fields:
+def _scaling(fields: HfConfigReader) -> HfConfigReader:
     """The part that describes scaling.
 
     transformers 5 writes everything into ``rope_parameters``; older checkpoints have ``rope_scaling`` beside
@@ -103,7 +103,7 @@ def _scaling(fields: Fields) -> Fields:
     return fields.part("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
 
 
-def _scaled(scaling: Fields, theta: float, max_positions: int) -> tuple[Rope, int]:
+def _scaled(scaling: HfConfigReader, theta: float, max_positions: int) -> tuple[Rope, int]:
     """The rope of a part that describes scaling, and the positions that it makes usable."""
     match _kind(scaling):
         case "default":
@@ -119,21 +119,21 @@ def _scaled(scaling: Fields, theta: float, max_positions: int) -> tuple[Rope, in
     raise _wrong_kind(scaling, "default, linear, llama3 and yarn")
 
 
-def _kind(scaling: Fields) -> str:
+def _kind(scaling: HfConfigReader) -> str:
     return scaling.text("rope_type", scaling.text("type", "default"))
 
 
-def _wrong_kind(scaling: Fields, known: str) -> ModelError:
+def _wrong_kind(scaling: HfConfigReader, known: str) -> ModelError:
     name = "rope_type" if "rope_type" in scaling else "type"
     return scaling.wrong(name, f"must be one of {known}: other rope types are not supported")
 
 
-def _theta(fields: Fields, scaling: Fields, old_name: str, default: float) -> float:
+def _theta(fields: HfConfigReader, scaling: HfConfigReader, old_name: str, default: float) -> float:
     """transformers 5 has it in the part that describes scaling, older versions beside that part."""
     return scaling.number("rope_theta", 1.0, MAX_THETA, fields.number(old_name, 1.0, MAX_THETA, default))
 
 
-def _llama3_rope(scaling: Fields, theta: float, max_positions: int) -> Llama3Rope:
+def _llama3_rope(scaling: HfConfigReader, theta: float, max_positions: int) -> Llama3Rope:
     low = scaling.number("low_freq_factor", 1e-6, 1e6)
     high = scaling.number("high_freq_factor", 1e-6, 1e6)
     if high <= low:
@@ -147,7 +147,7 @@ def _llama3_rope(scaling: Fields, theta: float, max_positions: int) -> Llama3Rop
     )
 
 
-def _yarn_rope(scaling: Fields, theta: float, max_positions: int) -> YarnRope:
+def _yarn_rope(scaling: HfConfigReader, theta: float, max_positions: int) -> YarnRope:
     if theta <= 1.0:
         raise ModelError("config.json: rope_theta must be above 1 for yarn")
     original = scaling.integer("original_max_position_embeddings", 1, MAX_POSITIONS, max_positions)
@@ -163,7 +163,7 @@ def _yarn_rope(scaling: Fields, theta: float, max_positions: int) -> YarnRope:
     )
 
 
-def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
+def _yarn_attention_factor(scaling: HfConfigReader, factor: float) -> float:
     """``attention_factor`` where it is given; else 0.1 ln(factor) + 1, as the paper has it, or the quotient that
     ``mscale`` and ``mscale_all_dim`` ask for."""
     if "attention_factor" in scaling:

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.models.executor.process import WorkerProcess
 from penstock.models.executor.spawn import Spawned
-from penstock.models.executor.wire import Kind, encode_frame
+from penstock.models.executor.wire import FrameKind, encode_frame
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import StepPlan, StepResult, WorkerConfig, WorkerFacts
 
@@ -72,7 +72,7 @@ class WorkerGroup:
         """Hands a plan to every rank without waiting. Raises ExecutorError if one is known to be gone."""
         if self._lost is not None:
             raise self._lost
-        frame = encode_frame(Kind.PLAN, plan)
+        frame = encode_frame(FrameKind.PLAN, plan)
         for worker in self._workers:
             worker.submit_frame(frame)
 

@@ -12,7 +12,7 @@ STOPPED = "T"
 """The state of a process that SIGSTOP reached, in /proc/PID/stat."""
 
 
-class Silence:
+class Heartbeat:
     """How long nothing was heard, counting only time in which we were listening: if our own process was stopped, or
     kept from its cores, that says nothing about others."""
 

@@ -13,9 +13,9 @@ from typing import cast
 
 import msgspec
 
-from penstock.models.executor.liveness import MemoryKills, Silence, is_stopped
+from penstock.models.executor.liveness import Heartbeat, MemoryKills, is_stopped
 from penstock.models.executor.spawn import Spawned, spawn
-from penstock.models.executor.wire import FrameBuffer, Kind, WireError, encode_frame
+from penstock.models.executor.wire import FrameBuffer, FrameKind, WireError, encode_frame
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig, WorkerFacts
 
@@ -67,7 +67,7 @@ class WorkerProcess:
         link = await _Link.open(spawned or self._spawn())
         self._link = link
         try:
-            link.send(Kind.CONFIG, self._config)
+            link.send(FrameKind.CONFIG, self._config)
             facts = self._checked(await link.facts)
         except BaseException:
             await self.stop()
@@ -105,7 +105,7 @@ class WorkerProcess:
 
     def submit(self, plan: StepPlan) -> None:
         """Hands over a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
-        self.submit_frame(encode_frame(Kind.PLAN, plan))
+        self.submit_frame(encode_frame(FrameKind.PLAN, plan))
 
     def submit_frame(self, frame: bytes) -> None:
         """``submit`` of a plan that is encoded already."""
@@ -153,7 +153,7 @@ class _Link(asyncio.Protocol):
         self._failure: str | None = None
         self._verdict: ExecutorError | None = None
         self._memory_kills = MemoryKills.here()
-        self._silence = Silence(WATCH_INTERVAL_S, asyncio.get_running_loop().time())
+        self._silence = Heartbeat(WATCH_INTERVAL_S, asyncio.get_running_loop().time())
         self._watch: asyncio.TimerHandle | None = None
         self._closing = False
         self._transport: asyncio.Transport | None = None
@@ -177,7 +177,7 @@ class _Link(asyncio.Protocol):
         """Whether the socket takes nothing any more, though ``connection_lost`` may still be to come."""
         return self._transport is None or self._transport.is_closing()
 
-    def send(self, kind: Kind, body: object) -> None:
+    def send(self, kind: FrameKind, body: object) -> None:
         """Queues a frame; what the socket does not take now goes out by itself."""
         self.write(encode_frame(kind, body))
 
@@ -238,20 +238,20 @@ class _Link(asyncio.Protocol):
         if not self._closing:
             self._farewell = asyncio.get_running_loop().create_task(self._report())
 
-    def _take(self, kind: Kind, body: object) -> None:
+    def _take(self, kind: FrameKind, body: object) -> None:
         match kind, body:
-            case Kind.RESULT, StepResult():
+            case FrameKind.RESULT, StepResult():
                 if self._parts:
                     body.prompt_logprobs = self._parts + body.prompt_logprobs
                     self._parts = []
                 self.answers.put_nowait(body)
-            case Kind.PROMPT_LOGPROBS, list():
+            case FrameKind.PROMPT_LOGPROBS, list():
                 self._parts += body
-            case Kind.FACTS, WorkerFacts() if not self.facts.done():
+            case FrameKind.FACTS, WorkerFacts() if not self.facts.done():
                 self.facts.set_result(body)
-            case Kind.FAILED, str():
+            case FrameKind.FAILED, str():
                 self._failure = body
-            case Kind.ALIVE, None:
+            case FrameKind.ALIVE, None:
                 pass  # that it came is all it says
             case _:
                 raise WireError(f"a {kind.name} frame came from the worker")

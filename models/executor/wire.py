@@ -23,7 +23,7 @@ HEADER = struct.Struct("<IB")
 """Length of the body, kind."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame holds, and which way it goes."""
 
     CONFIG = 1
@@ -42,17 +42,17 @@ class Kind(IntEnum):
     """From it, last: what went wrong, a line of text."""
 
 
-BODIES: dict[Kind, Any] = {
-    Kind.CONFIG: WorkerConfig,
-    Kind.FACTS: WorkerFacts,
-    Kind.PLAN: StepPlan,
-    Kind.RESULT: StepResult,
-    Kind.PROMPT_LOGPROBS: list[PromptLogprobsPart],
-    Kind.ALIVE: None,
-    Kind.FAILED: str,
+BODIES: dict[FrameKind, Any] = {
+    FrameKind.CONFIG: WorkerConfig,
+    FrameKind.FACTS: WorkerFacts,
+    FrameKind.PLAN: StepPlan,
+    FrameKind.RESULT: StepResult,
+    FrameKind.PROMPT_LOGPROBS: list[PromptLogprobsPart],
+    FrameKind.ALIVE: None,
+    FrameKind.FAILED: str,
 }
 
-DECODERS: dict[Kind, "msgspec.msgpack.Decoder[Any]"] = {
+DECODERS: dict[FrameKind, "msgspec.msgpack.Decoder[Any]"] = {
     kind: msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()
 }
 
@@ -61,7 +61,7 @@ class WireError(Exception):
     """The stream of frames is broken: its length, kind or body is none that this version knows."""
 
 
-def encode_frame(kind: Kind, body: object) -> bytes:
+def encode_frame(kind: FrameKind, body: object) -> bytes:
     """A whole frame."""
     encoded = msgspec.msgpack.encode(body)
     if len(encoded) > MAX_FRAME_BYTES:
@@ -75,19 +75,19 @@ class FrameBuffer:
     def __init__(self) -> None:
         self._pending = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[tuple[Kind, Any]]:
+    def feed(self, data: bytes) -> Iterator[tuple[FrameKind, Any]]:
         """Yields the kind and decoded body of every frame that is now whole. Raises WireError."""
         self._pending += data
         begin = 0
         try:
             while len(self._pending) - begin >= HEADER.size:
                 length, number = HEADER.unpack_from(self._pending, begin)
-                if length > MAX_FRAME_BYTES or number not in Kind.__members__.values():
+                if length > MAX_FRAME_BYTES or number not in FrameKind.__members__.values():
                     raise WireError(f"a frame of kind {number} and {length} bytes is none of this protocol")
                 end = begin + HEADER.size + length
                 if len(self._pending) < end:
                     break
-                kind = Kind(number)
+                kind = FrameKind(number)
                 try:
                     body = DECODERS[kind].decode(bytes(self._pending[begin + HEADER.size : end]))
                 except msgspec.MsgspecError as error:
@@ -105,7 +105,7 @@ class Channel:
         self._connection = connection
         self._sending = threading.Lock()
 
-    def send(self, kind: Kind, body: object) -> None:
+    def send(self, kind: FrameKind, body: object) -> None:
         """Sends a whole frame. Raises OSError when the service is gone."""
         frame = encode_frame(kind, body)
         with self._sending:
@@ -117,7 +117,7 @@ class Channel:
         poll.register(self._connection, select.POLLRDHUP)
         poll.poll(1000 * timeout_s)
 
-    def frames(self) -> Iterator[tuple[Kind, Any]]:
+    def frames(self) -> Iterator[tuple[FrameKind, Any]]:
         """Frames until the service closes its end; for one thread alone. Raises WireError."""
         buffer = FrameBuffer()
         while data := self._receive():

@@ -16,7 +16,7 @@ ROW_WEIGHT = 1.0
 """Of the position before, beside what was seen at a position, in drafts that were expected to be right."""
 
 
-class ClassChances:
+class AcceptanceEstimate:
     """Of rows that are sampled alike: how often drafts of a confidence were right of late."""
 
     __slots__ = ("_right", "_seen")
@@ -37,7 +37,7 @@ class ClassChances:
         self._seen[at] = CLASS_MEMORY * self._seen[at] + 1.0
 
 
-class RowChances:
+class RowAcceptance:
     """Turns a drafter's confidences in drafts of a row into chances.
 
     A draft of confidence c is right, all rows taken together that are sampled alike, as often as those of its class
@@ -48,7 +48,7 @@ class RowChances:
 
     __slots__ = ("_classes", "_expected", "_right")
 
-    def __init__(self, max_drafts: int, classes: ClassChances) -> None:
+    def __init__(self, max_drafts: int, classes: AcceptanceEstimate) -> None:
         self._classes = classes
         self._right = [0.0] * max_drafts
         self._expected = [0.0] * max_drafts

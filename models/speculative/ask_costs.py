@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.cost_model import StepCost
 
 ASK_S = 1e-5
 """What asking for a row is taken to take, until it is known."""
@@ -13,7 +13,7 @@ MAX_SURPRISE = 4.0
 """A long prompt that is looked at for the first time tells nothing of later askings."""
 
 
-class AskCosts:
+class DraftCost:
     """seconds(rows, rounds, backlog) = scale * rounds * table[rows] + backlog * token_s.
 
     A drafter that is a model of its own takes a step for each draft, of all rows together; the first one reads what it
@@ -22,7 +22,7 @@ class AskCosts:
 
     def __init__(self, most: int) -> None:
         """``most``: tokens of a step."""
-        self._table = StepCosts(most, (ASK_S, 64 * ASK_S))
+        self._table = StepCost(most, (ASK_S, 64 * ASK_S))
         self._scale = 1.0
         self._token_s = ASK_S
 

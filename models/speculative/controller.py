@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from penstock.models.batch.batch import Batch, FeatureLines
 from penstock.models.batch.rows import Row, RowTable
-from penstock.models.speculative.acceptance import ClassChances, RowChances
-from penstock.models.speculative.ask_costs import AskCosts
-from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.acceptance import AcceptanceEstimate, RowAcceptance
+from penstock.models.speculative.ask_costs import DraftCost
+from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.draft_lengths import choose_lengths, choose_rounds
 from penstock.models.speculative.draft_rows import TRIAL, DraftedRows, RowRecord
 from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
@@ -56,7 +56,7 @@ class Drafted:
 NOTHING = Drafted()
 
 
-class Drafting:
+class SpeculationController:
     """Chooses for each step whom a drafter is asked for, and how many of its drafts are computed.
 
     That is by expected tokens a second: ``choose_lengths``, and before that ``choose_rounds`` where asking for more
@@ -74,7 +74,7 @@ class Drafting:
         self,
         drafter: Drafter,
         max_drafts: int,
-        costs: StepCosts,
+        costs: StepCost,
         runs_ahead: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,10 +83,10 @@ class Drafting:
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._costs = costs
-        self._ask_costs = AskCosts(costs.most)
+        self._ask_costs = DraftCost(costs.most)
         self._runs_ahead = runs_ahead
         self._clock = clock
-        self._greedy, self._drawn = ClassChances(), ClassChances()
+        self._greedy, self._drawn = AcceptanceEstimate(), AcceptanceEstimate()
         """Of rows at temperature 0, and of others: drafts are the likeliest token more often than one that is drawn."""
         self._usual = [USUAL] * max_drafts
         """Confidences, by a draft's place."""
@@ -151,7 +151,7 @@ class Drafting:
         """A row begins."""
         if row.max_drafts and row.pooled is None:
             most = min(row.max_drafts, self._max_drafts)
-            chances = RowChances(most, self._drawn if row.sampling.temperature else self._greedy)
+            chances = RowAcceptance(most, self._drawn if row.sampling.temperature else self._greedy)
             record = RowRecord(most, chances, self._typical_s)
             self._rows.add(row, record, self._may_try(self._to_ask_s))
 

@@ -24,7 +24,7 @@ MAX_SURPRISE = 2.0
 """A step that took longer than was expected by more than this counts as this: something else came between."""
 
 
-class StepCosts:
+class StepCost:
     """seconds(n) = scale * s(n), of a step of n tokens all of which are sampled; s is known at some sizes, and between
     them a straight line.
 

@@ -10,7 +10,7 @@ MIN_GAIN = 1.03
 """How many times as many tokens a second drafts must bring as none would: what is known of both is not exact."""
 
 
-class Lengths(NamedTuple):
+class DraftLengths(NamedTuple):
     """What was chosen."""
 
     counts: list[int]
@@ -19,7 +19,7 @@ class Lengths(NamedTuple):
     """Seconds for a token that the step then brings, as expected."""
 
 
-def choose_lengths(chances: Sequence[Sequence[float]], num_certain: int, seconds: Sequence[float]) -> Lengths:
+def choose_lengths(chances: Sequence[Sequence[float]], num_certain: int, seconds: Sequence[float]) -> DraftLengths:
     """Maximises (num_certain + sum of the chances of the drafts) / seconds[number of drafts], if that is ``MIN_GAIN``
     times what it is without drafts.
 
@@ -39,7 +39,7 @@ def choose_lengths(chances: Sequence[Sequence[float]], num_certain: int, seconds
             best, num_best = expected / step_s, number
     for _, index in candidates[:num_best]:
         counts[index] += 1
-    return Lengths(counts, 1.0 / best if num_best else seconds[0] / num_certain)
+    return DraftLengths(counts, 1.0 / best if num_best else seconds[0] / num_certain)
 
 
 class Rounds(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.models.backends.base import Backend, load_backend
 from penstock.models.batch.batch import Batch
-from penstock.models.batch.lines import Line
+from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.rows import Row, RowTable
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
@@ -86,7 +86,7 @@ class _Draft:
     num_computed: int
 
 
-class _Span(NamedTuple):
+class _DraftSpan(NamedTuple):
     """What a step of the draft model computes of a row."""
 
     draft: _Draft
@@ -140,17 +140,17 @@ class DraftModelDrafter(Drafter):
         assert table is not None
         drafts = [self._stand(table, row) for row, _ in wanted]
         room = self._max_tokens
-        spans: list[_Span] = []
+        spans: list[_DraftSpan] = []
         for draft, (_, most) in zip(drafts, wanted, strict=True):
             num_tokens = min(draft.num_known - draft.num_computed, room)
             room -= num_tokens
             most = min(most, self._max_len - draft.num_known)
             if num_tokens and most > 0:
                 end = draft.num_computed + num_tokens
-                spans.append(_Span(draft, end, most if end == draft.num_known else 0))
+                spans.append(_DraftSpan(draft, end, most if end == draft.num_known else 0))
         while spans:
             self._run(table, spans)
-            spans = [_Span(draft, end + 1, most) for draft, end, most in spans if len(draft.drafted) < most]
+            spans = [_DraftSpan(draft, end + 1, most) for draft, end, most in spans if len(draft.drafted) < most]
         return [Proposal(draft.drafted.copy(), [CONFIDENCE] * len(draft.drafted)) for draft in drafts]
 
     def _stand(self, table: RowTable, row: Row) -> _Draft:
@@ -181,7 +181,7 @@ class DraftModelDrafter(Drafter):
         self._drafts[row] = _Draft(own, len(row.history), [], num_computed)
         return self._drafts[row]
 
-    def _run(self, table: RowTable, spans: list[_Span]) -> None:
+    def _run(self, table: RowTable, spans: list[_DraftSpan]) -> None:
         """Computes these, and has the next token chosen of each that has all its history computed."""
         spans.sort(key=lambda span: (span.end - span.draft.num_computed > 1, -span.end))
         drafts = [span.draft for span in spans]
@@ -200,7 +200,7 @@ class DraftModelDrafter(Drafter):
                 token_starts=np.cumsum([0, *(end - start for start, end in zip(starts, ends, strict=True))]),
                 token_ids=np.array(token_ids, dtype=np.int64),
                 table=table,
-                lines=[Line(draft.row, draft.drafted.copy()) for draft in sampling],
+                lines=[SampledPosition(draft.row, draft.drafted.copy()) for draft in sampling],
                 num_lines=[int(span.most > 0) for span in spans],
             )
         )()

@@ -1,7 +1,7 @@
 """The rows that may be drafted for, and which of them a drafter follows."""
 
 from penstock.models.batch.rows import Row
-from penstock.models.speculative.acceptance import RowChances
+from penstock.models.speculative.acceptance import RowAcceptance
 from penstock.models.speculative.drafter import Drafter
 
 TRIAL = 4
@@ -13,7 +13,7 @@ class RowRecord:
 
     __slots__ = ("asked_at", "chances", "is_followed", "max_drafts", "trials_left", "tried_at", "worth_s")
 
-    def __init__(self, max_drafts: int, chances: RowChances, worth_s: float) -> None:
+    def __init__(self, max_drafts: int, chances: RowAcceptance, worth_s: float) -> None:
         self.max_drafts = max_drafts
         self.chances = chances
         self.worth_s = worth_s

@@ -17,8 +17,8 @@ from functools import partial
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from penstock.models.batch.grammar_matcher import CompiledGrammar, RowMatcher
-from penstock.models.batch.lines import Line, Masks
+from penstock.models.batch.grammar_matcher import CompiledGrammar, GrammarMatcher
+from penstock.models.batch.lines import GrammarBitmasks, SampledPosition
 from penstock.models.batch.rows import Row
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.structured_output.compiler import compile_grammar, forces_tokens, read_tokenizer
@@ -36,7 +36,7 @@ METERED_S = 0.002
 """Time for forced tokens that is charged to rows."""
 
 
-class Grammars:
+class StructuredOutputManager:
     """Makes the matchers of rows, and the masks of batches.
 
     All but ``is_ready`` is called by one thread.
@@ -72,7 +72,7 @@ class Grammars:
         num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         return MaskTools(self._tokenizer.result(), num_threads, self._vocab_size, ends_slow_rows=self._ends_slow_rows)
 
-    def matcher(self, grammar: str, num_prompt_tokens: int, tenant: str = "") -> RowMatcher:
+    def matcher(self, grammar: str, num_prompt_tokens: int, tenant: str = "") -> GrammarMatcher:
         """That of a new row. The grammar is compiled meanwhile, unless it was of late."""
         key = tenant, grammar
         compiled = self._compiled.get(key)
@@ -85,7 +85,7 @@ class Grammars:
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
-        return RowMatcher(compiled, num_prompt_tokens, self._vocab_size)
+        return GrammarMatcher(compiled, num_prompt_tokens, self._vocab_size)
 
     def _compile(self, grammar: str) -> LLMatcher:
         return compile_grammar(self._tokenizer.result(), grammar)
@@ -155,7 +155,7 @@ class Grammars:
             meter.charge(matcher)
         return matcher.kept(end)[:at_most]
 
-    def begin(self, lines: list[Line], known: threading.Event) -> Masks | None:
+    def begin(self, lines: list[SampledPosition], known: threading.Event) -> GrammarBitmasks | None:
         """Has the masks of a batch's lines found out; None where no row of them has a grammar. ``known`` is set when
         the newest tokens of the rows are."""
         indices = [index for index, line in enumerate(lines) if line.row.matcher is not None]
@@ -178,7 +178,7 @@ class Grammars:
         added = [self._add(work, masks) for work in works]
         if any(added):
             masks.begin()
-        return Masks(indices, masks, masks.late)
+        return GrammarBitmasks(indices, masks, masks.late)
 
     def _add(self, work: RowWork, masks: MaskRound) -> bool:
         """Whether the masks of a row are left to compute, and the step waits for them."""
@@ -205,7 +205,7 @@ class _Meter:
     def __init__(self) -> None:
         self._began_s, self._began_at = time.thread_time(), time.monotonic()
 
-    def charge(self, matcher: RowMatcher) -> None:
+    def charge(self, matcher: GrammarMatcher) -> None:
         """The time since the last charge, if it is worth it."""
         if time.monotonic() - self._began_at > METERED_S:
             now_s = time.thread_time()
@@ -213,7 +213,7 @@ class _Meter:
             self._began_s, self._began_at = now_s, time.monotonic()
 
 
-def grammars_of(config: WorkerConfig) -> Grammars | None:
+def grammars_of(config: WorkerConfig) -> StructuredOutputManager | None:
     """Those of a worker; None where its model has no tokenizer. To be called before the model is loaded, which takes as
     long as reading the tokenizer."""
     if config.tokenizer is None:
@@ -223,7 +223,7 @@ def grammars_of(config: WorkerConfig) -> Grammars | None:
     num_ids = config.tokenizer_num_ids or vocab_size
     arguments = (config.tokenizer, config.special_tokens, num_ids, config.eos_token_ids, config.added_tokens)
     # Ranks that share a model compute the same steps, and each of them compiles by its own clock.
-    return Grammars(
+    return StructuredOutputManager(
         partial(read_tokenizer, *arguments),
         vocab_size,
         puts_off=config.tensor_parallel_size == 1,

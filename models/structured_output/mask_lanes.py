@@ -69,7 +69,7 @@ def cpu_time_s(thread: threading.Thread) -> float:
 
 
 @dataclass(frozen=True)
-class Job:
+class MaskJob:
     """Work that a step waits for."""
 
     tenant: str
@@ -84,11 +84,11 @@ class StepLane:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[MaskJob] = deque()
         self._stuck: list[_JobThread] = []
         self._current = self._start()
 
-    def add(self, jobs: Iterable[Job]) -> None:
+    def add(self, jobs: Iterable[MaskJob]) -> None:
         """Queues jobs."""
         with self._changed:
             self._jobs += jobs
@@ -146,7 +146,7 @@ class _JobThread:
         """Elapsed and CPU time at the job's beginning; None between jobs."""
         self._is_slow = False
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: MaskJob) -> None:
         self.tenant = job.tenant
         self._began = time.monotonic(), time.thread_time()
 

@@ -10,7 +10,7 @@ from functools import partial
 from time import monotonic, thread_time
 
 from penstock.models.batch.grammar_matcher import CompiledGrammar, Words
-from penstock.models.structured_output.mask_lanes import RECHECK_S, BackgroundLane, Job, StepLane
+from penstock.models.structured_output.mask_lanes import RECHECK_S, BackgroundLane, MaskJob, StepLane
 from penstock.models.structured_output.mask_work import TRUSTED_S, MaskTools, RowWork, compute, failing
 
 STEP_BUDGET_S = 0.01
@@ -68,9 +68,9 @@ class MaskRound:
         for work in self._works:
             if work.matcher.is_trusted:
                 together[work.tenant].append(work)
-        jobs = [Job(tenant, self._known, partial(self._run_together, works)) for tenant, works in together.items()]
+        jobs = [MaskJob(tenant, self._known, partial(self._run_together, works)) for tenant, works in together.items()]
         alone = [work for work in self._works if not work.matcher.is_trusted]
-        self._lane.add(jobs + [Job(work.tenant, self._known, partial(self._run_alone, work)) for work in alone])
+        self._lane.add(jobs + [MaskJob(work.tenant, self._known, partial(self._run_alone, work)) for work in alone])
 
     def finish(self, works: Sequence[RowWork]) -> None:
         """The masks of rows are there."""

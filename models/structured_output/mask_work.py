@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from penstock.models.batch.grammar_matcher import CONSUMED_TOGETHER, RowMatcher, Words
+from penstock.models.batch.grammar_matcher import CONSUMED_TOGETHER, GrammarMatcher, Words
 from penstock.models.batch.rows import Row
 from penstock.scheduler.plan import RowFailure
 
@@ -97,7 +97,7 @@ class RowWork:
         calls ``end_wait``."""
         assert row.matcher is not None, "the row has a grammar"
         self.row = row
-        self.matcher: RowMatcher = row.matcher
+        self.matcher: GrammarMatcher = row.matcher
         self.end = end
         self.drafts: list[int] = []
         self.first = 0

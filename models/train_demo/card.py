@@ -19,7 +19,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from penstock.models.train_demo import chat
-from penstock.models.train_demo.evaluate import Tally, measure, windows
+from penstock.models.train_demo.evaluate import EvaluationSums, measure, windows
 from penstock.models.train_demo.export import read_model
 from penstock.models.train_demo.network import Decoder, rotary_tables
 from penstock.models.train_demo.prepare import DEFAULT_WORK
@@ -88,7 +88,7 @@ def samples_section(model: Decoder, tokenizer: Tokenizer) -> str:
     return "\n".join(parts)
 
 
-def heldout_section(tallies: dict[str, Tally]) -> str:
+def heldout_section(tallies: dict[str, EvaluationSums]) -> str:
     """A table of bits per byte by domain, the whole in the last line."""
     lines = ["| domain | bytes | tokens | bits per byte |", "|---|---:|---:|---:|"]
     for name, tally in sorted(tallies.items(), key=lambda item: (item[0] == "all", item[0])):

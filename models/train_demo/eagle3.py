@@ -17,9 +17,9 @@ from torch.nn import functional
 from penstock.models.train_demo.network import (
     MLP,
     Decoder,
+    DecoderShape,
     Network,
     RMSNorm,
-    Shape,
     init_weights,
     rotary_tables,
     rotate,
@@ -30,7 +30,7 @@ Past = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class HeadShape(Shape):
+class HeadShape(DecoderShape):
     """The sizes of a head. Head size and rotary base are the target's, so that one table serves both."""
 
     intermediate_size: int = 192

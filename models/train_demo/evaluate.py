@@ -32,7 +32,7 @@ BATCH_TOKENS = 2048
 
 
 @dataclass
-class Tally:
+class EvaluationSums:
     """Sums over documents: information in nats, bytes of text, tokens."""
 
     nats: float = 0.0
@@ -74,9 +74,9 @@ def windows(path: Path, tokenizer: Tokenizer, length: int, max_documents: int) -
 
 
 @torch.inference_mode()
-def measure(model: Decoder, parts: list[Window], device: str, quiet: bool = False) -> dict[str, Tally]:
+def measure(model: Decoder, parts: list[Window], device: str, quiet: bool = False) -> dict[str, EvaluationSums]:
     """Tallies by domain, and "all"."""
-    tallies: defaultdict[str, Tally] = defaultdict(Tally)
+    tallies: defaultdict[str, EvaluationSums] = defaultdict(EvaluationSums)
     ordered = sorted(parts, key=lambda part: len(part.ids))
     length = len(ordered[-1].ids)
     cos, sin = (table.to(device) for table in rotary_tables(model.shape, length))

@@ -38,7 +38,7 @@ ASSISTANT = "<|im_start|>assistant\n"
 
 
 @dataclass
-class Output:
+class WrittenText:
     """What the demo model wrote after a prompt, and how."""
 
     kind: str
@@ -62,7 +62,7 @@ class Output:
         return noise
 
 
-Drafter = Callable[[Output], Tensor]
+Drafter = Callable[[WrittenText], Tensor]
 """Row m and column s of what it gives, (length, MAX_DRAFTS): whether draft s after m tokens is right if those before
 are."""
 
@@ -80,7 +80,7 @@ def prompts(path: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str,
 def model_drafter(model: Decoder) -> Drafter:
     """Of a model with the demo model's tokenizer. A draft is right if its choice after the right prefix is."""
 
-    def right(output: Output) -> Tensor:
+    def right(output: WrittenText) -> Tensor:
         length = len(output.ids)
         logits = model(output.ids[None], *rotary_tables(model.shape, length))[0]
         chosen = (logits + output.noise[1 : length + 1]).argmax(-1)
@@ -94,7 +94,7 @@ def model_drafter(model: Decoder) -> Drafter:
 def head_drafter(head: Head, target: Decoder) -> Drafter:
     """Of an EAGLE-3 head."""
 
-    def right(output: Output) -> Tensor:
+    def right(output: WrittenText) -> Tensor:
         length = len(output.ids)
         padded = torch.full((length + MAX_DRAFTS + 2,), -1)
         padded[:length] = output.ids
@@ -140,7 +140,7 @@ class Steps:
             self.number[k] += steps
 
 
-def outputs(args: argparse.Namespace) -> list[Output]:
+def outputs(args: argparse.Namespace) -> list[WrittenText]:
     """What the demo model answers, greedily and sampled."""
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     asked = list(prompts(args.work / "heldout.jsonl", tokenizer, args.prompts))
@@ -152,7 +152,7 @@ def outputs(args: argparse.Namespace) -> list[Output]:
     ]
     answers = answer(args.model, requests, args.work, "drafts")
     return [
-        Output(kind, torch.tensor(ids + more), len(ids), None if seed is None else number)
+        WrittenText(kind, torch.tensor(ids + more), len(ids), None if seed is None else number)
         for number, ((kind, ids, seed), more) in enumerate(zip(cases, answers, strict=True))
         if more
     ]

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from penstock.models.train_demo.eagle3 import Head, HeadShape
-from penstock.models.train_demo.network import Decoder, Shape
+from penstock.models.train_demo.network import Decoder, DecoderShape
 from penstock.models.train_demo.tokenize_corpus import END_OF_TEXT, IM_END, special_id
 
 
-def common_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, object]:
+def common_config(shape: DecoderShape, tokenizer: Tokenizer) -> dict[str, object]:
     """What config.json says of every decoder."""
     return {
         "vocab_size": shape.vocab_size,
@@ -44,7 +44,7 @@ def common_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
-def write_config(shape: Shape, tokenizer: Tokenizer, out: Path) -> None:
+def write_config(shape: DecoderShape, tokenizer: Tokenizer, out: Path) -> None:
     """Writes config.json and generation_config.json."""
     end_of_text, end_of_turn = special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, IM_END)
     config = {
@@ -94,7 +94,7 @@ def write_weights(state: Mapping[str, Tensor], out: Path) -> int:
 
 
 def read_shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that config.json states, as `Shape` names them."""
+    """The sizes that config.json states, as ``DecoderShape`` names them."""
     return {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
@@ -117,7 +117,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def read_model(folder: Path) -> Decoder:
     """The model of a folder."""
-    model = Decoder(Shape(**read_shape(json.loads((folder / "config.json").read_text()))))
+    model = Decoder(DecoderShape(**read_shape(json.loads((folder / "config.json").read_text()))))
     model.load_state_dict(read_weights(folder))
     return model
 

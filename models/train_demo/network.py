@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """The sizes of a decoder. Defaults are the demo model's: 5.8 million parameters, embeddings tied."""
 
     vocab_size: int = 4096
@@ -30,7 +30,7 @@ class Shape:
 class Network(nn.Module):
     """What can be trained: a module that knows its sizes."""
 
-    shape: Shape
+    shape: DecoderShape
 
 
 class RMSNorm(nn.Module):
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
         return (wide * scale * self.weight).to(x.dtype)
 
 
-def rotary_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(shape: DecoderShape, length: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of rotary embedding: each `(length, head_dim)` in fp32, both halves of a row equal."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-exponents)
@@ -76,10 +76,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view_as(q)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal grouped-query attention with a norm on each head's queries and keys."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
         query_size = shape.num_heads * shape.head_dim
@@ -106,7 +106,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
@@ -117,13 +117,13 @@ class MLP(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Attention, then the MLP; each reads a normed stream and adds to it."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = SelfAttention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
@@ -136,10 +136,10 @@ class Layer(nn.Module):
 class Trunk(nn.Module):
     """Token ids `(batch, length)` to the final normed stream `(batch, length, hidden_size)`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(TransformerLayer(shape) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def init_weights(network: nn.Module) -> None:
 class Decoder(Network):
     """The trunk and its head, which is the embedding matrix itself."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
         self.model = Trunk(shape)

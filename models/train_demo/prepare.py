@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from penstock.models.train_demo import chat
 from penstock.models.train_demo.extract import READERS, read_bytes
-from penstock.models.train_demo.sources import SOURCES, Reader, Source
+from penstock.models.train_demo.sources import SOURCES, CorpusSource, Reader
 
 DEFAULT_WORK = Path("~/.cache/penstock/demo-train").expanduser()
 OFFENSIVE = re.compile(r"\b(slurs?|offensive|derogatory|disparag\w*|obscen\w*|vulgar|sexual\w*|genital\w*|porn\w*)\b")
@@ -89,7 +89,7 @@ def without_common_lead(pages: list[str]) -> list[str]:
     return cleaned
 
 
-def read_pages(source: Source, folder: Path) -> Iterator[tuple[str, str]]:
+def read_pages(source: CorpusSource, folder: Path) -> Iterator[tuple[str, str]]:
     """Yields (name relative to the package, text) for a source of pages."""
     paths = sorted(path for path in folder.glob(source.pattern) if path.is_file())
     names = [str(path.relative_to(folder)) for path in paths]
@@ -102,7 +102,7 @@ def read_pages(source: Source, folder: Path) -> Iterator[tuple[str, str]]:
         yield name, text[:MAX_DOCUMENT]
 
 
-def page_documents(source: Source, folder: Path, seen: Seen, rng: random.Random) -> Iterator[Document]:
+def page_documents(source: CorpusSource, folder: Path, seen: Seen, rng: random.Random) -> Iterator[Document]:
     """The pages of a package; manual pages and help pages in chat format too."""
     for name, text in read_pages(source, folder):
         text = seen.fresh(text)

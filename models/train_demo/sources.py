@@ -19,7 +19,7 @@ class Reader(Enum):
 
 
 @dataclass(frozen=True)
-class Source:
+class CorpusSource:
     """Files of one package: those that match `pattern`, a glob below the unpacked package, and not `without`."""
 
     package: str
@@ -33,20 +33,20 @@ class Source:
 _MAN = "usr/share/man/man[1-8]/*.gz"
 _DOC = "usr/share/doc"
 
-SOURCES: tuple[Source, ...] = (
-    Source("manpages", "manuals", "GPL-2+, MIT, BSD, Linux-man-pages-copyleft", Reader.MAN, _MAN),
-    Source("manpages-dev", "manuals", "GPL-2+, MIT, BSD, Linux-man-pages-copyleft", Reader.MAN, _MAN),
-    Source("coreutils", "manuals", "GPL-3+", Reader.MAN, _MAN),
-    Source("util-linux", "manuals", "GPL-2+, BSD, public domain", Reader.MAN, _MAN),
-    Source("systemd", "manuals", "LGPL-2.1+", Reader.MAN, _MAN),
-    Source("git-man", "manuals", "GPL-2", Reader.MAN, _MAN),
-    Source("git-doc", "manuals", "GPL-2", Reader.PLAIN, f"{_DOC}/git-doc/[ht]*/*.txt"),
-    Source("perl-doc", "perl", "Artistic or GPL-1+", Reader.MAN, "usr/share/man/man[1-8]/*.gz"),
-    Source(
+SOURCES: tuple[CorpusSource, ...] = (
+    CorpusSource("manpages", "manuals", "GPL-2+, MIT, BSD, Linux-man-pages-copyleft", Reader.MAN, _MAN),
+    CorpusSource("manpages-dev", "manuals", "GPL-2+, MIT, BSD, Linux-man-pages-copyleft", Reader.MAN, _MAN),
+    CorpusSource("coreutils", "manuals", "GPL-3+", Reader.MAN, _MAN),
+    CorpusSource("util-linux", "manuals", "GPL-2+, BSD, public domain", Reader.MAN, _MAN),
+    CorpusSource("systemd", "manuals", "LGPL-2.1+", Reader.MAN, _MAN),
+    CorpusSource("git-man", "manuals", "GPL-2", Reader.MAN, _MAN),
+    CorpusSource("git-doc", "manuals", "GPL-2", Reader.PLAIN, f"{_DOC}/git-doc/[ht]*/*.txt"),
+    CorpusSource("perl-doc", "perl", "Artistic or GPL-1+", Reader.MAN, "usr/share/man/man[1-8]/*.gz"),
+    CorpusSource(
         "debian-handbook", "debian", "GPL-2+ or CC-BY-SA-3.0", Reader.HTML, f"{_DOC}/debian-handbook/html/en-US/*.html"
     ),
-    Source("debian-reference-en", "debian", "GPL-2+", Reader.HTML, "usr/share/debian-reference/*.en.html"),
-    Source(
+    CorpusSource("debian-reference-en", "debian", "GPL-2+", Reader.HTML, "usr/share/debian-reference/*.en.html"),
+    CorpusSource(
         "debian-policy",
         "debian",
         "GPL-2+",
@@ -54,17 +54,19 @@ SOURCES: tuple[Source, ...] = (
         f"{_DOC}/debian-policy/policy.html/*.html",
         ("genindex", "search"),
     ),
-    Source("developers-reference", "debian", "GPL-2+", Reader.HTML, "usr/share/developers-reference/*.html"),
-    Source("maint-guide", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/maint-guide/html/*.html"),
-    Source("debian-faq", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/debian/FAQ/*.html"),
-    Source("installation-guide-amd64", "debian", "GPL-2", Reader.HTML, f"{_DOC}/installation-guide-amd64/en/*.html"),
-    Source("harden-doc", "debian", "GPL-2", Reader.HTML, f"{_DOC}/harden-doc/html/en-US/*.html"),
-    Source("aptitude-doc-en", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/aptitude/html/en/*.html"),
-    Source("debian-kernel-handbook", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/debian-kernel-handbook/**/*.html"),
-    Source(
+    CorpusSource("developers-reference", "debian", "GPL-2+", Reader.HTML, "usr/share/developers-reference/*.html"),
+    CorpusSource("maint-guide", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/maint-guide/html/*.html"),
+    CorpusSource("debian-faq", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/debian/FAQ/*.html"),
+    CorpusSource(
+        "installation-guide-amd64", "debian", "GPL-2", Reader.HTML, f"{_DOC}/installation-guide-amd64/en/*.html"
+    ),
+    CorpusSource("harden-doc", "debian", "GPL-2", Reader.HTML, f"{_DOC}/harden-doc/html/en-US/*.html"),
+    CorpusSource("aptitude-doc-en", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/aptitude/html/en/*.html"),
+    CorpusSource("debian-kernel-handbook", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/debian-kernel-handbook/**/*.html"),
+    CorpusSource(
         "python3.11-doc", "python", "PSF-2.0", Reader.HTML, f"{_DOC}/python3.11/html/*/*.html", ("_modules", "whatsnew")
     ),
-    Source(
+    CorpusSource(
         "python-django-doc",
         "python",
         "BSD-3-Clause",
@@ -72,10 +74,10 @@ SOURCES: tuple[Source, ...] = (
         f"{_DOC}/python-django-doc/html/*/**/*.html",
         ("_modules", "releases"),
     ),
-    Source(
+    CorpusSource(
         "python-sqlalchemy-doc", "python", "MIT", Reader.PLAIN, f"{_DOC}/python-sqlalchemy-doc/**/*.rst", ("changelog",)
     ),
-    Source(
+    CorpusSource(
         "postgresql-doc-15",
         "databases",
         "PostgreSQL",
@@ -83,10 +85,10 @@ SOURCES: tuple[Source, ...] = (
         f"{_DOC}/postgresql-doc-15/html/*.html",
         ("release", "bookindex", "features"),
     ),
-    Source(
+    CorpusSource(
         "sqlite3-doc", "databases", "public domain", Reader.HTML, f"{_DOC}/sqlite3/*.html", ("changes", "keyword_index")
     ),
-    Source(
+    CorpusSource(
         "linux-doc-6.1",
         "kernel",
         "GPL-2",
@@ -94,9 +96,9 @@ SOURCES: tuple[Source, ...] = (
         f"{_DOC}/linux-doc-6.1/html/_sources/**/*.rst.txt",
         ("translations", "/media/", "features"),
     ),
-    Source("apache2-doc", "servers", "Apache-2.0", Reader.HTML, f"{_DOC}/apache2-doc/manual/en/**/*.html"),
-    Source("exim4-doc-html", "servers", "GPL-2+", Reader.HTML, f"{_DOC}/exim4-doc-html/spec_html/ch-*.html"),
-    Source(
+    CorpusSource("apache2-doc", "servers", "Apache-2.0", Reader.HTML, f"{_DOC}/apache2-doc/manual/en/**/*.html"),
+    CorpusSource("exim4-doc-html", "servers", "GPL-2+", Reader.HTML, f"{_DOC}/exim4-doc-html/spec_html/ch-*.html"),
+    CorpusSource(
         "rust-doc",
         "rust",
         "MIT or Apache-2.0",
@@ -104,10 +106,10 @@ SOURCES: tuple[Source, ...] = (
         f"{_DOC}/rust-doc/html/[benrcu]*/**/*.html",
         ("/core/", "print.html", "/book/first-edition", "/book/second-edition", "/book/2018-edition", "rustdoc"),
     ),
-    Source("vim-runtime", "editors", "Vim", Reader.PLAIN, "usr/share/vim/vim90/doc/*.txt", ("version", "todo")),
-    Source("gnome-user-docs", "desktop", "CC-BY-SA-3.0", Reader.MALLARD, "usr/share/help/C/**/*.page"),
-    Source(
+    CorpusSource("vim-runtime", "editors", "Vim", Reader.PLAIN, "usr/share/vim/vim90/doc/*.txt", ("version", "todo")),
+    CorpusSource("gnome-user-docs", "desktop", "CC-BY-SA-3.0", Reader.MALLARD, "usr/share/help/C/**/*.page"),
+    CorpusSource(
         "libreoffice-help-en-us", "desktop", "MPL-2.0", Reader.HTML, "usr/share/libreoffice/help/en-US/text/**/*.html"
     ),
-    Source("wordnet-base", "dictionary", "WordNet-3.0", Reader.WORDNET, "usr/share/wordnet/data.*"),
+    CorpusSource("wordnet-base", "dictionary", "WordNet-3.0", Reader.WORDNET, "usr/share/wordnet/data.*"),
 )

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from penstock.models.train_demo.evaluate import measure, windows
 from penstock.models.train_demo.export import write_config, write_weights
-from penstock.models.train_demo.network import Decoder, Shape
+from penstock.models.train_demo.network import Decoder, DecoderShape
 from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER
 from penstock.models.train_demo.trainer import Trainer, read_tokens, train, training_parser, use_cores
 
@@ -34,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     use_cores()
     tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
-    trainer = Trainer(partial(Decoder, Shape()), Decoder.loss, STAGES, args)
+    trainer = Trainer(partial(Decoder, DecoderShape()), Decoder.loss, STAGES, args)
     if not args.export_only:
         sample = list(windows(args.work / "heldout.jsonl", tokenizer, 1024, 120))
 

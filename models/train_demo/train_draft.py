@@ -21,11 +21,11 @@ from torch.nn import functional
 from penstock.models.train_demo.drafters import drafter_parser, heldout_ids, read_frozen
 from penstock.models.train_demo.export import write_config, write_weights
 from penstock.models.train_demo.gradients import Loss
-from penstock.models.train_demo.network import Decoder, Shape, rotary_tables
+from penstock.models.train_demo.network import Decoder, DecoderShape, rotary_tables
 from penstock.models.train_demo.trainer import Trainer, read_tokens, train, use_cores
 
 STAGES = ((0.0, 256), (0.6, 512), (0.9, 1024))
-SHAPE = Shape(hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=1)
+SHAPE = DecoderShape(hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=1)
 
 
 def new_sibling(teacher: Decoder) -> Decoder:

@@ -34,7 +34,7 @@ DECAY_FROM = 0.75
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """What a checkpoint says of the run so far; `block` counts the blocks read at the present length."""
 
     step: int = 0
@@ -101,7 +101,7 @@ class Trainer(Generic[Trained]):
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (*matrices, others)
         self.peaks = (args.matrix_rate, args.matrix_rate, args.rate)
         self.gradients = Gradients(self.model, make, loss, args)
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.path: Path = args.work / f"{args.run}.safetensors"
         if self.path.exists():
             self.load()
@@ -123,7 +123,7 @@ class Trainer(Generic[Trained]):
     def load(self) -> None:
         """Goes on from the checkpoint."""
         with safe_open(self.path, framework="pt", device=self.args.device) as saved:
-            self.progress = Progress(**json.loads(saved.metadata()["progress"]))
+            self.progress = TrainingProgress(**json.loads(saved.metadata()["progress"]))
             tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
         self.model.load_state_dict(
             {name: value for name, value in tensors.items() if not name.startswith("optimizer.")}
@@ -170,7 +170,7 @@ class Trainer(Generic[Trained]):
             yield loss
 
 
-def progress_bar(progress: Progress, minutes: float) -> "tqdm[NoReturn]":
+def progress_bar(progress: TrainingProgress, minutes: float) -> "tqdm[NoReturn]":
     """A bar that counts minutes of the budget, those of earlier runs too."""
     return tqdm(total=minutes, initial=round(progress.seconds / 60, 2), unit="min")
 

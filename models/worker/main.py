@@ -27,13 +27,13 @@ from penstock.models.backends.tensor_parallel import PeerLost
 from penstock.models.errors import ModelError
 from penstock.models.executor.child_process import WORKER, prepare_child
 from penstock.models.executor.log_format import set_up_logging
-from penstock.models.executor.wire import Channel, Kind, WireError
+from penstock.models.executor.wire import Channel, FrameKind, WireError
 from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_drafting
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
 
 if TYPE_CHECKING:  # its library is not needed by a worker whose model has no tokenizer
-    from penstock.models.structured_output.manager import Grammars
+    from penstock.models.structured_output.manager import StructuredOutputManager
 
 logger = logging.getLogger(__name__)
 
@@ -84,29 +84,29 @@ def serve(channel: Channel) -> int:
             measured = tuple(runner.measure_steps()) if config.measures_steps else ()
             backend.take_memory()
             gc.freeze()
-            channel.send(Kind.FACTS, msgspec.structs.replace(backend.facts, measured_steps=measured))
+            channel.send(FrameKind.FACTS, msgspec.structs.replace(backend.facts, measured_steps=measured))
             _run_plans(channel, runner, frames, is_heard=config.tensor_parallel_rank == 0)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the service is gone
     except ModelError as error:
         with contextlib.suppress(OSError):
-            channel.send(Kind.FAILED, str(error))
+            channel.send(FrameKind.FAILED, str(error))
         return 1
     except PeerLost as error:
         # Why is the other one's to tell; what is said here would only come before it.
         channel.wait_closed(PEER_LOST_S)
         with contextlib.suppress(OSError):
-            channel.send(Kind.FAILED, f"another rank is lost: {error}")
+            channel.send(FrameKind.FAILED, f"another rank is lost: {error}")
         return 1
     except Exception as error:
         logger.critical("the worker failed", exc_info=True)
         with contextlib.suppress(OSError):
-            channel.send(Kind.FAILED, _summary(error))
+            channel.send(FrameKind.FAILED, _summary(error))
         return 1
     return 0
 
 
-def _grammars(config: WorkerConfig) -> "Grammars | None":
+def _grammars(config: WorkerConfig) -> "StructuredOutputManager | None":
     if config.tokenizer is None:
         return None
     from penstock.models.structured_output.manager import grammars_of
@@ -114,7 +114,9 @@ def _grammars(config: WorkerConfig) -> "Grammars | None":
     return grammars_of(config)
 
 
-def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, object]], is_heard: bool = True) -> None:
+def _run_plans(
+    channel: Channel, runner: Runner, frames: Iterator[tuple[FrameKind, object]], is_heard: bool = True
+) -> None:
     """Has plans computed until there are no more. The next one is read and decoded while one computes; it also begins
     then, where the backend computes without this thread. Without ``is_heard`` no result is sent."""
     plans: SimpleQueue[StepPlan | Exception | None] = SimpleQueue()
@@ -170,7 +172,7 @@ class _Answers:
             self._plans.put(error)
 
 
-def _read_plans(frames: Iterator[tuple[Kind, object]], plans: "SimpleQueue[StepPlan | Exception | None]") -> None:
+def _read_plans(frames: Iterator[tuple[FrameKind, object]], plans: "SimpleQueue[StepPlan | Exception | None]") -> None:
     try:
         for kind, plan in frames:
             if not isinstance(plan, StepPlan):
@@ -192,12 +194,12 @@ def _send_result(channel: Channel, result: StepResult) -> None:
     size = 0
     for part in _bounded(result.prompt_logprobs):
         if pending and size + _part_bytes(part) > MAX_PARTS_BYTES:
-            channel.send(Kind.PROMPT_LOGPROBS, pending)
+            channel.send(FrameKind.PROMPT_LOGPROBS, pending)
             pending, size = [], 0
         pending.append(part)
         size += _part_bytes(part)
     result.prompt_logprobs = pending
-    channel.send(Kind.RESULT, result)
+    channel.send(FrameKind.RESULT, result)
 
 
 def _part_bytes(part: PromptLogprobsPart) -> int:
@@ -228,7 +230,7 @@ def _alive(channel: Channel) -> Iterator[None]:
     def tell() -> None:
         with contextlib.suppress(OSError):
             while not over.wait(ALIVE_INTERVAL_S):
-                channel.send(Kind.ALIVE, None)
+                channel.send(FrameKind.ALIVE, None)
 
     teller = threading.Thread(target=tell, name="alive", daemon=True)
     teller.start()

@@ -13,7 +13,7 @@ import msgspec
 from penstock.models.backends.base import Backend
 from penstock.models.batch.batch import Batch, Sampled, build_batch
 from penstock.models.batch.rows import Row, RowTable
-from penstock.models.speculative.controller import NOTHING, Drafted, Drafting
+from penstock.models.speculative.controller import NOTHING, Drafted, SpeculationController
 from penstock.models.speculative.cost_model import SIZES
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.structured_output.put_off import without_late
@@ -30,7 +30,7 @@ from penstock.scheduler.plan import (
 )
 
 if TYPE_CHECKING:  # its library is not needed by a worker whose model has no tokenizer
-    from penstock.models.structured_output.manager import Grammars
+    from penstock.models.structured_output.manager import StructuredOutputManager
 
 MEASURED_CHUNKS, MEASURED_DECODES = ((0, 128), (128, 144)), (1, 16)
 """Chunks of one history, and rows that are continued, of the steps that are measured at the start: half a second for a
@@ -51,8 +51,8 @@ class Runner:
     def __init__(
         self,
         backend: Backend,
-        drafting: Drafting | None = None,
-        grammars: "Grammars | None" = None,
+        drafting: SpeculationController | None = None,
+        grammars: "StructuredOutputManager | None" = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._backend = backend
@@ -141,7 +141,7 @@ class Runner:
         self._compute(plan, Drafted({0: [0] * (num_tokens - 1)}), self._clock())()
         self._rows.apply(StepPlan(0, [0], [], [], [], []))
 
-    def _measure_asking(self, drafting: Drafting) -> None:
+    def _measure_asking(self, drafting: SpeculationController) -> None:
         """Asks for drafts of rows of two tokens."""
         if rows := self._begin_short_rows(max(SIZES))[0]:
             drafting.measure_asking([self._rows[row] for row in rows])

@@ -6,8 +6,8 @@ from importlib import import_module
 from penstock.models.backends.base import Backend
 from penstock.models.errors import ModelError
 from penstock.models.speculative import draft_model
-from penstock.models.speculative.controller import Drafting
-from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.controller import SpeculationController
+from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter
 from penstock.models.speculative.eagle import drafter as eagle
 from penstock.scheduler.plan import DraftMethod, WorkerConfig
@@ -47,10 +47,12 @@ def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
     return factory(config, backend)
 
 
-def make_drafting(config: WorkerConfig, backend: Backend) -> Drafting | None:
+def make_drafting(config: WorkerConfig, backend: Backend) -> SpeculationController | None:
     """What drafts for the rows of a loaded model, as the config, which was checked, asks; None: nothing does."""
     speculation, facts = config.speculation, backend.facts
     if speculation is None:
         return None
-    costs = StepCosts(max(facts.max_num_batched_tokens, facts.max_num_seqs))
-    return Drafting(make_drafter(config, backend), speculation.num_speculative_tokens, costs, backend.runs_ahead)
+    costs = StepCost(max(facts.max_num_batched_tokens, facts.max_num_seqs))
+    return SpeculationController(
+        make_drafter(config, backend), speculation.num_speculative_tokens, costs, backend.runs_ahead
+    )

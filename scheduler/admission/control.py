@@ -4,7 +4,7 @@ import math
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.planning.allowance import Allowance, Rated
+from penstock.scheduler.planning.allowance import Rated, TenantRateLimit
 from penstock.scheduler.planning.queues import Queued
 from penstock.scheduler.request import RefusalKind, Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
@@ -16,7 +16,7 @@ MAX_QUEUED_POOLED = 1 << 16
 """Prompts to embed that may wait, unless one request brings more: each is a choice of its own, however short."""
 
 
-class Admission:
+class AdmissionControl:
     """Bounds the queue and what a tenant may have, and refuses at once what could never run or would be too late."""
 
     def __init__(self, config: SchedulerConfig, facts: WorkerFacts) -> None:
@@ -38,7 +38,7 @@ class Admission:
         queue_share: float,
         num_pooled: int,
         num_tenant_live: int,
-        allowance: Allowance,
+        allowance: TenantRateLimit,
         prediction: Prediction | None,
         alone_s: float | None,
         now: float,
@@ -128,7 +128,7 @@ _TOO_FAST = {
 }
 
 
-def check_rate(kind: Rated, allowance: Allowance, now: float) -> None:
+def check_rate(kind: Rated, allowance: TenantRateLimit, now: float) -> None:
     """Raises Refused if the rate is used up, with the time after which one more is allowed if no other comes first."""
     wait_s = allowance.wait_s(kind, now)
     if wait_s > 0:
@@ -139,7 +139,7 @@ def check_rate(kind: Rated, allowance: Allowance, now: float) -> None:
         )
 
 
-def check_tokens(num_prompt_tokens: int, allowance: Allowance, now: float) -> None:
+def check_tokens(num_prompt_tokens: int, allowance: TenantRateLimit, now: float) -> None:
     """Raises Refused if the tenant has too few tokens left, with the time after which it has enough if it uses none."""
     wait_s = allowance.token_wait_s(num_prompt_tokens, now)
     if wait_s > 0:

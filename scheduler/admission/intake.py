@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.admission.control import Admission, check_rate, check_tokens
-from penstock.scheduler.admission.latency_predictor import Outlook
+from penstock.scheduler.admission.control import AdmissionControl, check_rate, check_tokens
+from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.planning.allowance import Rated
 from penstock.scheduler.planning.planner import Planner
-from penstock.scheduler.planning.sequence import Choice, ChoiceState
-from penstock.scheduler.planning.tenants import Tenants
+from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
+from penstock.scheduler.planning.tenants import TenantAccounting
 from penstock.scheduler.policy import Policy, Rank, rank_of
 from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
@@ -50,7 +50,7 @@ def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedW
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class AdmissionDecision:
     """How a request enters the queue."""
 
     rank: Rank
@@ -64,15 +64,15 @@ class Entry:
     prediction: Prediction | None
 
 
-class Intake:
+class RequestIntake:
     """Examines requests. For what it looks at see the planner and the tenants, whose owner this is not."""
 
     def __init__(
         self,
         kv: KVCacheManager,
         planner: Planner,
-        outlook: Outlook,
-        tenants: Tenants,
+        outlook: LatencyPredictor,
+        tenants: TenantAccounting,
         facts: WorkerFacts,
         config: SchedulerConfig,
         clock: Callable[[], float],
@@ -88,7 +88,7 @@ class Intake:
     def configure(self, config: SchedulerConfig) -> None:
         """For the requests that come from now on."""
         self._policy = config.policy
-        self.admission = Admission(config, self._facts)
+        self.admission = AdmissionControl(config, self._facts)
 
     def rank(self, request: Request, number: int, choice: int, work: QueuedWork) -> Rank:
         """The rank of one choice of the request that arrived as number ``number``, and needs so much ``work``."""
@@ -106,7 +106,7 @@ class Intake:
             self._planner.counters.refused += 1
             raise
 
-    def examine(self, request: Request, number: int, *, is_first: bool) -> Entry:
+    def examine(self, request: Request, number: int, *, is_first: bool) -> AdmissionDecision:
         """How it enters as number ``number``; ``is_first``: there is no other request. Raises Refused."""
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
@@ -117,7 +117,7 @@ class Intake:
         # While nobody is there, trying again later cannot help, and nothing would be learned.
         self._admit(request, cached_work, None if is_first or self._outlook.needs_test else prediction)
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
-        return Entry(rank, num_cached, work, position, prediction)
+        return AdmissionDecision(rank, num_cached, work, position, prediction)
 
     def _find(self, request: Request, index: int) -> "_Found":
         """What of a prompt is cached."""
@@ -135,9 +135,9 @@ class Intake:
         """What is left to compute once those ahead have computed what they share with it."""
 
         def is_ahead(other: Hashable) -> bool:
-            choice = cast(Choice, other)
+            choice = cast(SequenceState, other)
             # A choice does not wait for what a running one of a higher rank computes: see ``Beginnings``.
-            return choice.rank < rank if choice.state is ChoiceState.WAITING else choice.rank[0] <= rank[0]
+            return choice.rank < rank if choice.state is SequenceStatus.WAITING else choice.rank[0] <= rank[0]
 
         left: list[_Found] = []
         of_siblings: set[bytes] = set()

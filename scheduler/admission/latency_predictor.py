@@ -8,12 +8,12 @@ from statistics import median
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import StepResult
 from penstock.scheduler.planning.planner import Planner
-from penstock.scheduler.planning.sequence import LiveRequest
+from penstock.scheduler.planning.sequence import RequestState
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.request import FinishReason, Request
-from penstock.scheduler.timing.queue_time import Forecast, Load, Prediction
+from penstock.scheduler.request import EngineFinishReason, Request
+from penstock.scheduler.timing.queue_time import Prediction, QueueLoad, QueueTimeModel
 from penstock.scheduler.timing.queued_work import NO_WORK, QueuedWork, fork_work, sequence_work
-from penstock.scheduler.timing.step_time import StepModel, StepWork
+from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 NUM_RECENT_STEPS = 128
 MIN_MARGIN_S, MARGIN = 0.003, 0.25
@@ -24,11 +24,16 @@ UNTESTED_S = 30.0
 """What nothing has put to the test for so long refuses nobody any more: it might be why there was nothing."""
 
 
-class Outlook:
+class LatencyPredictor:
     """Predicts, from what steps and requests took so far."""
 
     def __init__(
-        self, planner: Planner, model: StepModel, block_size: int, config: SchedulerConfig, clock: Callable[[], float]
+        self,
+        planner: Planner,
+        model: StepTimeModel,
+        block_size: int,
+        config: SchedulerConfig,
+        clock: Callable[[], float],
     ) -> None:
         self._planner = planner
         self._model = model
@@ -37,7 +42,7 @@ class Outlook:
         self._in_flight: deque[StepWork] = deque()
         self._answered_at = clock()
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
-        self._forecast = Forecast(model, planner.budget, config.target_itl_s)
+        self._forecast = QueueTimeModel(model, planner.budget, config.target_itl_s)
         self._learned_at = self._prompts_at = clock()
         """When a request told last what predictions are worth, and a step with prompts what these take."""
 
@@ -91,26 +96,26 @@ class Outlook:
 
     # Requests -------------------------------------------------------------------------------------------------------
 
-    def began(self, live: LiveRequest, now: float) -> None:
+    def began(self, live: RequestState, now: float) -> None:
         """A request has its first token, by itself."""
         if live.expected_s is not None and live.expected_ttft_s is not None:
             self._forecast.learn_ttft(live.work, live.expected_ttft_s, now - live.entered_at)
 
-    def ended(self, live: LiveRequest, reason: FinishReason) -> None:
+    def ended(self, live: RequestState, reason: EngineFinishReason) -> None:
         """A request is over: its output tells how long others' may be, and its time what predictions are worth."""
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason in (EngineFinishReason.STOP, EngineFinishReason.LENGTH):
             for choice in live.choices:
                 if not choice.is_pooled:
                     self._forecast.learn(choice.delivery.num_tokens, choice.delivery.max_tokens)
             if live.expected_s is not None:
                 self._learn_total(live, live.expected_s, self._clock() - live.entered_at)
-        elif reason is FinishReason.DEADLINE and live.expected_s is not None:
+        elif reason is EngineFinishReason.DEADLINE and live.expected_s is not None:
             deadline = live.request.deadline
             # Nobody knows when it would have ended: too late, which tells something if it was expected in time.
             if deadline is not None and live.entered_at + live.expected_s <= deadline:
                 self._learn_total(live, live.expected_s, math.inf)
 
-    def _learn_total(self, live: LiveRequest, expected_s: float, took_s: float) -> None:
+    def _learn_total(self, live: RequestState, expected_s: float, took_s: float) -> None:
         self._forecast.learn_total(live.work, expected_s, took_s)
         self._learned_at = self._clock()
 
@@ -153,7 +158,7 @@ class Outlook:
         """How long a request with so much work takes with no other beside it; None while too little is known."""
         return self._forecast.alone_s(work, request.max_tokens)
 
-    def is_late(self, live: LiveRequest) -> bool:
+    def is_late(self, live: RequestState) -> bool:
         """Whether a request that has not begun can no longer meet its deadline, though it could have when it came.
 
         One that could not meet it in any case runs until its deadline: its caller gets what there is by then.
@@ -168,7 +173,7 @@ class Outlook:
             return False
         return self._clock() + service_s > request.deadline and request.arrival + alone_s <= request.deadline
 
-    def _load(self, ahead: QueuedWork) -> Load:
+    def _load(self, ahead: QueuedWork) -> QueueLoad:
         planner = self._planner
         running, pool = planner.running, planner.kv.pool
         in_flight_s = sum(self._model.predict(work) or 0.0 for work in self._in_flight)
@@ -176,7 +181,7 @@ class Outlook:
             if not choice.live.forked:  # its other choices come as soon as its prompt is computed
                 num_forks = choice.live.request.n - 1
                 ahead = ahead.plus(fork_work(choice.num_prompt_tokens, num_forks, self._block_size))
-        return Load(
+        return QueueLoad(
             in_flight_s=max(0.0, in_flight_s - (self._clock() - self._answered_at)) if self._in_flight else 0.0,
             decodes=len(running.decoding),
             decode_kv=planner.decode_kv,

@@ -21,9 +21,9 @@ from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.planning.allowance import Rated
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.recovery.restarts import FIRST_DELAY_S
-from penstock.scheduler.recovery.supervisor import Workers
+from penstock.scheduler.recovery.supervisor import WorkerSupervisor
 from penstock.scheduler.recovery.watchdog import StepWatchdog
-from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused, Request
+from penstock.scheduler.request import Change, EngineFinishReason, RefusalKind, Refused, Request
 from penstock.scheduler.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Engine:
         self._num_finished = 0
         self._num_refused = 0
         self._is_draining = False
-        self._workers = Workers(executor, restart_delay_s)
+        self._workers = WorkerSupervisor(executor, restart_delay_s)
         self._watchdog = StepWatchdog(step_limit_s, self._predicted_step_s, self._on_step_expired)
 
     @property
@@ -112,7 +112,7 @@ class Engine:
         if self._scheduler is not None:
             self._scheduler.charge(tenant, kind)
 
-    def abort(self, request_id: str, reason: FinishReason, message: str = "") -> bool:
+    def abort(self, request_id: str, reason: EngineFinishReason, message: str = "") -> bool:
         """Ends a request early; its sink has ``Finished`` when this returns. False if it is not alive."""
         if self._scheduler is None:
             return False
@@ -190,7 +190,9 @@ class Engine:
         # Both clocks are CLOCK_MONOTONIC, but a loop may round its own.
         delay = max(0.0, deadline - time.monotonic())
         loop = asyncio.get_running_loop()
-        return loop.call_later(delay, self.abort, request_id, FinishReason.DEADLINE, "the request's deadline passed")
+        return loop.call_later(
+            delay, self.abort, request_id, EngineFinishReason.DEADLINE, "the request's deadline passed"
+        )
 
     def _on_finished(self, request: Request) -> None:
         self._num_finished += 1
@@ -243,7 +245,7 @@ class Engine:
                 goes_on = await self._replace_worker(await self._apply_results())
         except Exception:
             logger.exception("the scheduler failed")
-            self._fail(FinishReason.INTERNAL, "the scheduler failed")
+            self._fail(EngineFinishReason.INTERNAL, "the scheduler failed")
 
     async def _apply_results(self) -> ExecutorError:
         """Until the worker is gone; returns how it ended."""
@@ -274,10 +276,10 @@ class Engine:
             raise
         except Exception:
             logger.exception("the scheduler failed")
-            self._fail(FinishReason.INTERNAL, "the scheduler failed")
+            self._fail(EngineFinishReason.INTERNAL, "the scheduler failed")
             raise
 
-    def _fail(self, reason: FinishReason, message: str) -> None:
+    def _fail(self, reason: EngineFinishReason, message: str) -> None:
         if self.state in (EngineState.FAILED, EngineState.STOPPED):
             return
         logger.error("the engine failed: %s", message)
@@ -300,7 +302,7 @@ class Engine:
         began = time.monotonic()
         failure = await self._workers.replace(error)
         if failure is not None:
-            self._fail(FinishReason.WORKER_DIED, str(failure))
+            self._fail(EngineFinishReason.WORKER_DIED, str(failure))
             return False
         duration = time.monotonic() - began
         logger.warning("another worker runs after %.1f s; %d requests go on", duration, self._scheduler.num_requests)
@@ -339,7 +341,7 @@ class Engine:
     async def _stop(self) -> None:
         self._set_state(EngineState.STOPPED)
         if self._scheduler is not None:
-            self._scheduler.abandon(FinishReason.SHUTDOWN, "the service is shutting down")
+            self._scheduler.abandon(EngineFinishReason.SHUTDOWN, "the service is shutting down")
         self._watchdog.stop()
         if self._pump_timer is not None:
             self._pump_timer.cancel()

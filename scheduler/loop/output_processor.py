@@ -6,30 +6,30 @@ Knows no plan. A request that ends by an answer is ended by the scheduler, which
 import logging
 from collections.abc import Callable
 
-from penstock.scheduler.admission.latency_predictor import Outlook
+from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.plan import RowFailure, RowResult, TokenLogprobs
 from penstock.scheduler.planning.planner import Planner
-from penstock.scheduler.planning.sequence import Choice, ChoiceState, LiveRequest
-from penstock.scheduler.request import Delta, Embedded, FinishReason
+from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
+from penstock.scheduler.request import Embedded, EngineFinishReason, SequenceDelta
 
 _REASONS = {
-    RowFailure.COSTLY: FinishReason.GRAMMAR,
-    RowFailure.DEAD_END: FinishReason.DEAD_END,
-    RowFailure.SLOW: FinishReason.SLOW_CONSTRAINT,
+    RowFailure.COSTLY: EngineFinishReason.GRAMMAR,
+    RowFailure.DEAD_END: EngineFinishReason.DEAD_END,
+    RowFailure.SLOW: EngineFinishReason.SLOW_CONSTRAINT,
 }
 
 logger = logging.getLogger(__name__)
 
 
-class Answers:
+class OutputProcessor:
     """Of rows, each for its choice. Rows are the planner's, and predictions the outlook's, whose owner this is not."""
 
     def __init__(
         self,
         planner: Planner,
-        outlook: Outlook,
+        outlook: LatencyPredictor,
         clock: Callable[[], float],
-        finish: Callable[[LiveRequest, FinishReason, str], None],
+        finish: Callable[[RequestState, EngineFinishReason, str], None],
     ) -> None:
         """``finish`` ends a request, with a message."""
         self._planner = planner
@@ -41,7 +41,7 @@ class Answers:
         """Commits the answer for one row of a step."""
         choice = self._planner.rows.holder(row.row, row.epoch)
         max_tokens = choice.in_flight.popleft()
-        if choice.state is ChoiceState.ENDED:
+        if choice.state is SequenceStatus.ENDED:
             return
         token_ids = row.token_ids
         num_tokens = len(token_ids)
@@ -71,11 +71,11 @@ class Answers:
         assert is_embedded == (row.vector is not None), f"row {row.row} has a vector too soon, or has none in the end"
         if row.vector is not None:
             choice.live.request.sink(Embedded(choice.index, row.vector))
-            self._end(choice, FinishReason.STOP)
+            self._end(choice, EngineFinishReason.STOP)
         if row.failure:
             self._break_off(choice, _REASONS[row.failure_kind], row.failure)
 
-    def limit(self, choice: Choice, max_tokens: int) -> None:
+    def limit(self, choice: SequenceState, max_tokens: int) -> None:
         """Output ends after so many tokens: at once, if there are as many."""
         choice.limit(max_tokens)
         if choice.delivery.num_tokens < max_tokens or choice.delivery.end is not None:
@@ -87,12 +87,12 @@ class Answers:
         else:
             self._tell(choice, delta)
 
-    def _count_drafts(self, choice: Choice, num_drafted: int, num_accepted: int) -> None:
+    def _count_drafts(self, choice: SequenceState, num_drafted: int, num_accepted: int) -> None:
         choice.live.speculation.add(num_drafted, num_accepted)
         choice.live.timeline.drafted(choice.index, num_drafted, num_accepted)
         self._planner.counters.speculation.add(num_drafted, num_accepted)
 
-    def _deliver(self, choice: Choice, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
+    def _deliver(self, choice: SequenceState, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
         live = choice.live
         if live.first_token_at is None:
             live.first_token_at = self._clock()
@@ -106,26 +106,26 @@ class Answers:
         if delta is not None:
             self._tell(choice, delta)
 
-    def _tell(self, choice: Choice, delta: Delta) -> None:
+    def _tell(self, choice: SequenceState, delta: SequenceDelta) -> None:
         choice.live.request.sink(delta)
         if delta.end is not None:
             self._end(choice, delta.end.reason)
 
-    def _break_off(self, choice: Choice, reason: FinishReason, why: str) -> None:
+    def _break_off(self, choice: SequenceState, reason: EngineFinishReason, why: str) -> None:
         """The worker cannot go on with it; and a request goes on with all of its choices, or with none."""
-        if choice.state is not ChoiceState.ENDED:
+        if choice.state is not SequenceStatus.ENDED:
             self._finish(choice.live, reason, why)
 
-    def _give_up(self, live: LiveRequest, error: Exception) -> None:
+    def _give_up(self, live: RequestState, error: Exception) -> None:
         """A text state failed. It is not ours, and what it cannot do must not end the other requests."""
         request_id = live.request.request_id
         logger.error("request %s: its tokens could not be turned into text", request_id, exc_info=error)
-        self._finish(live, FinishReason.INTERNAL, "the output could not be turned into text")
+        self._finish(live, EngineFinishReason.INTERNAL, "the output could not be turned into text")
 
-    def _end(self, choice: Choice, reason: FinishReason) -> None:
+    def _end(self, choice: SequenceState, reason: EngineFinishReason) -> None:
         """A choice ended, and its caller was told; who may have aborted the request."""
         live = choice.live
-        if choice.state is not ChoiceState.ENDED:
+        if choice.state is not SequenceStatus.ENDED:
             self._planner.retire(choice)
             live.num_ended += 1
             if live.num_ended == live.request.n:

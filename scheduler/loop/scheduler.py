@@ -19,20 +19,20 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
-from penstock.scheduler.admission.intake import Intake
-from penstock.scheduler.admission.latency_predictor import Outlook
+from penstock.scheduler.admission.intake import RequestIntake
+from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.loop.output_processor import Answers
+from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
 from penstock.scheduler.planning.allowance import Rated
 from penstock.scheduler.planning.planner import Counters, Planned, Planner
-from penstock.scheduler.planning.sequence import Choice, ChoiceState, LiveRequest
-from penstock.scheduler.planning.tenants import Tenants
+from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
+from penstock.scheduler.planning.tenants import TenantAccounting
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.recovery.crash_bisector import Suspects
-from penstock.scheduler.request import Accepted, Change, Context, FinishReason, Request
+from penstock.scheduler.recovery.crash_bisector import CrashBisector
+from penstock.scheduler.request import Change, Context, EngineFinishReason, Request, RequestAccepted
 from penstock.scheduler.timeline import Cause, Timeline, Timelines
-from penstock.scheduler.timing.step_time import StepModel, StepWork
+from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 logger = logging.getLogger(__name__)
 
@@ -49,22 +49,22 @@ class Scheduler:
     ) -> None:
         hashing = ChainedHashing(facts.block_size) if config.enable_prefix_caching else NoHashing()
         self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing, facts.num_host_blocks)
-        self.tenants = Tenants(config, clock)
+        self.tenants = TenantAccounting(config, clock)
         self.timelines = Timelines(config.explain_requests, clock)
-        self._suspects = Suspects()
-        model = StepModel(facts.copy_us_per_block * 1e-6)
+        self._suspects = CrashBisector()
+        model = StepTimeModel(facts.copy_us_per_block * 1e-6)
         for measured in facts.measured_steps:
             model.observe(StepWork.measured(measured), measured.computed_us * 1e-6)
         self._planner = Planner(self.kv, facts, config, self.tenants, model, self._suspects, clock)
-        self.outlook = Outlook(self._planner, model, facts.block_size, config, clock)
+        self.outlook = LatencyPredictor(self._planner, model, facts.block_size, config, clock)
         self._planner.beginnings.is_late = self.outlook.is_late
         self._facts = facts
-        self._intake = Intake(self.kv, self._planner, self.outlook, self.tenants, facts, config, clock)
-        self._answers = Answers(self._planner, self.outlook, clock, self._finish)
+        self._intake = RequestIntake(self.kv, self._planner, self.outlook, self.tenants, facts, config, clock)
+        self._answers = OutputProcessor(self._planner, self.outlook, clock, self._finish)
         self._config = config
         self._clock = clock
         self._on_finished = on_finished
-        self._requests: dict[str, LiveRequest] = {}
+        self._requests: dict[str, RequestState] = {}
         self._num_arrived = 0
         self._in_flight: deque[StepPlan] = deque()
 
@@ -116,7 +116,7 @@ class Scheduler:
         entry = self._intake.examine(request, self._num_arrived, is_first=not self._requests)
         texts = [request.make_text() for _ in range(request.n)]  # which may fail: nothing has changed yet
         tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), self.timelines.open(request)
-        live = LiveRequest(request, self._num_arrived, texts, tenant, timeline)
+        live = RequestState(request, self._num_arrived, texts, tenant, timeline)
         live.entered_at, live.work = self._clock(), entry.work
         self._num_arrived += 1
         self._requests[request.request_id] = live
@@ -127,7 +127,7 @@ class Scheduler:
             ttft_s, live.expected_s = entry.prediction.ttft_s, entry.prediction.total_s
             live.expected_ttft_s = entry.prediction.modelled_ttft_s
         timeline.accepted(entry.position, ttft_s)
-        request.sink(Accepted(entry.num_cached_tokens, entry.position, ttft_s))
+        request.sink(RequestAccepted(entry.num_cached_tokens, entry.position, ttft_s))
 
     def update_request(self, request_id: str, change: Change) -> bool:
         """Changes a live request from the next plan on; False if it is not alive. Raises Refused, and then nothing has
@@ -142,7 +142,7 @@ class Scheduler:
         live.request = request
         live.timeline.updated(change)
         for choice in list(live.choices):
-            if choice.state is not ChoiceState.ENDED:
+            if choice.state is not SequenceStatus.ENDED:
                 self._planner.change_rank(choice, self._intake.rank(request, live.number, choice.index, live.work))
                 if change.max_tokens is not None:
                     self._answers.limit(choice, self._intake.admission.max_tokens(request))
@@ -169,11 +169,11 @@ class Scheduler:
         self._tell_so_far(live)
         return live.timeline
 
-    def _tell_so_far(self, live: LiveRequest) -> None:
+    def _tell_so_far(self, live: RequestState) -> None:
         for choice in live.choices:
             live.timeline.so_far(choice.index, self._planner.end_of(choice), choice.delivery.num_tokens)
 
-    def abort(self, request_id: str, reason: FinishReason, message: str = "") -> bool:
+    def abort(self, request_id: str, reason: EngineFinishReason, message: str = "") -> bool:
         """Ends a request early; False if it is not alive."""
         live = self._requests.get(request_id)
         if live is None:
@@ -181,7 +181,7 @@ class Scheduler:
         self._finish(live, reason, message)
         return True
 
-    def abandon(self, reason: FinishReason, message: str) -> None:
+    def abandon(self, reason: EngineFinishReason, message: str) -> None:
         """Ends every request without touching rows and blocks, which may be in any state. Nothing may follow."""
         lives = list(self._requests.values())
         self._requests.clear()
@@ -197,16 +197,16 @@ class Scheduler:
             except Exception:
                 logger.exception("request %s: nobody could be told of its end", request_id)
 
-    def _new_choice(self, live: LiveRequest, index: int, rank: Rank, pinned: list[int]) -> Choice:
+    def _new_choice(self, live: RequestState, index: int, rank: Rank, pinned: list[int]) -> SequenceState:
         request = live.request
         hashes = self.kv.hashing.first(request.prompt(index).block_hashes)
         # What holds for the first choice holds for all, though its tenant's cap may be another one now.
         max_tokens = live.choices[0].delivery.max_tokens if live.choices else self._intake.admission.max_tokens(request)
-        choice = Choice(live, index, rank, hashes, max_tokens, pinned)
+        choice = SequenceState(live, index, rank, hashes, max_tokens, pinned)
         live.choices.append(choice)
         return choice
 
-    def _fork(self, live: LiveRequest) -> None:
+    def _fork(self, live: RequestState) -> None:
         """The prompt is computed, in a plan or before it: the other choices share its full blocks."""
         live.forked = True
         first = live.choices[0]
@@ -215,10 +215,10 @@ class Scheduler:
             rank = self._intake.rank(live.request, live.number, index, live.work)
             self._planner.enter(self._new_choice(live, index, rank, shared.copy()))
 
-    def _finish(self, live: LiveRequest, reason: FinishReason, message: str) -> None:
+    def _finish(self, live: RequestState, reason: EngineFinishReason, message: str) -> None:
         # Should our own bookkeeping fail here, the request is still known, and told of its end by ``abandon``.
         for choice in live.choices:
-            if choice.state is not ChoiceState.ENDED:
+            if choice.state is not SequenceStatus.ENDED:
                 self._planner.retire(choice)
         self._suspects.forget(live.request.request_id)
         self.outlook.ended(live, reason)
@@ -226,7 +226,7 @@ class Scheduler:
         del self._requests[live.request.request_id]
         self._report_finished(live, reason, message, context)
 
-    def _close(self, live: LiveRequest, reason: FinishReason) -> Context | None:
+    def _close(self, live: RequestState, reason: EngineFinishReason) -> Context | None:
         """Ends all accounts of a request; returns what those that continue it begin with."""
         request = live.request
         self.tenants.leave(live.tenant)
@@ -237,7 +237,9 @@ class Scheduler:
             self.kv.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant)
         return context
 
-    def _report_finished(self, live: LiveRequest, reason: FinishReason, message: str, context: Context | None) -> None:
+    def _report_finished(
+        self, live: RequestState, reason: EngineFinishReason, message: str, context: Context | None
+    ) -> None:
         try:
             live.request.sink(live.finished(reason, message, context, self._clock()))
         finally:
@@ -258,7 +260,7 @@ class Scheduler:
                 # It may have ended, since it may be found twice; or be in time after all, once room was made for it.
                 if live.started_at is None:
                     message = "the deadline could no longer be met when its turn came"
-                    self.abort(live.request.request_id, FinishReason.DEADLINE, message)
+                    self.abort(live.request.request_id, EngineFinishReason.DEADLINE, message)
             if plan is not None or not late:  # otherwise somebody behind it may begin
                 return plan
 
@@ -311,7 +313,7 @@ class Scheduler:
             choice.live.timeline.waits(choice.index, Cause.WORKER)
         for request_id in self._suspects.crashed(fatal) if fatal else []:
             logger.error("request %s ended the worker twice while it ran alone; it is refused", request_id)
-            self.abort(request_id, FinishReason.KILLED_WORKER)
+            self.abort(request_id, EngineFinishReason.KILLED_WORKER)
         for request_id in fatal.keys() - self._requests.keys():
             self._suspects.forget(request_id)
 

@@ -25,7 +25,7 @@ class Rated(Enum):
     count twice."""
 
 
-class Bucket:
+class TokenBucket:
     """Full at first."""
 
     __slots__ = ("_at", "_level", "capacity", "per_s")
@@ -56,14 +56,14 @@ class Bucket:
         self.capacity, self.per_s = capacity, per_s
 
 
-class Allowance:
+class TenantRateLimit:
     """A tenant's buckets, where its limits ask for them."""
 
     __slots__ = ("_rates", "_tokens")
 
     def __init__(self, limits: TenantLimits, now: float) -> None:
-        self._rates: dict[Rated, Bucket | None] = dict.fromkeys(Rated)
-        self._tokens: Bucket | None = None
+        self._rates: dict[Rated, TokenBucket | None] = dict.fromkeys(Rated)
+        self._tokens: TokenBucket | None = None
         self.reconfigure(limits, now)
 
     def reconfigure(self, limits: TenantLimits, now: float) -> None:
@@ -99,10 +99,10 @@ class Allowance:
         return all(bucket is None or bucket.level(now) >= bucket.capacity for bucket in buckets)
 
 
-def _sized(bucket: Bucket | None, capacity: float | None, per_s: float | None, now: float) -> Bucket | None:
+def _sized(bucket: TokenBucket | None, capacity: float | None, per_s: float | None, now: float) -> TokenBucket | None:
     if capacity is None or per_s is None:
         return None
     if bucket is None:
-        return Bucket(capacity, per_s, now)
+        return TokenBucket(capacity, per_s, now)
     bucket.resize(capacity, per_s, now)
     return bucket

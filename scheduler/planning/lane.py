@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from penstock.scheduler.planning.sequence import Choice
+from penstock.scheduler.planning.sequence import SequenceState
 from penstock.scheduler.timing.queued_work import NO_WORK, QueuedWork, total_work
 
 _PART = 64
 """Choices in a part of a lane: at most twice as many, and their work is summed for the whole part."""
 
 
-class Lane:
+class OrderedQueue:
     """Choices in the order of a key, which is unique and stands still while they are here."""
 
-    def __init__(self, key: Callable[[Choice], Any], choices: Iterable[Choice] = ()) -> None:
+    def __init__(self, key: Callable[[SequenceState], Any], choices: Iterable[SequenceState] = ()) -> None:
         self._key = key
         ordered = sorted(choices, key=key)
         self._parts = [ordered[start : start + _PART] for start in range(0, len(ordered), _PART)]
@@ -27,19 +27,19 @@ class Lane:
     def __len__(self) -> int:
         return self._num_choices
 
-    def __iter__(self) -> Iterator[Choice]:
+    def __iter__(self) -> Iterator[SequenceState]:
         return chain.from_iterable(self._parts)
 
-    def snapshot(self) -> Iterator[Choice]:
+    def snapshot(self) -> Iterator[SequenceState]:
         """Those that are here now, whatever comes and goes while they are looked at."""
         return chain.from_iterable([tuple(part) for part in self._parts])
 
     @property
-    def first(self) -> Choice:
+    def first(self) -> SequenceState:
         """The first one; there must be one."""
         return self._parts[0][0]
 
-    def insert(self, choice: Choice) -> None:
+    def insert(self, choice: SequenceState) -> None:
         """Puts a choice in its place."""
         index = min(self._part_of(self._key(choice)), len(self._parts) - 1)
         if index < 0:
@@ -55,7 +55,7 @@ class Lane:
             self._parts[index : index + 1] = halves
             self._works[index : index + 1] = [total_work(choice.work for choice in half) for half in halves]
 
-    def remove(self, choice: Choice) -> None:
+    def remove(self, choice: SequenceState) -> None:
         """Takes a choice out."""
         value = self._key(choice)
         index = self._part_of(value)
@@ -70,7 +70,7 @@ class Lane:
             del self._parts[index], self._works[index]
             self.work = self.work.minus(choice.work) if self._parts else NO_WORK
 
-    def change_work(self, choice: Choice, change: QueuedWork) -> None:
+    def change_work(self, choice: SequenceState, change: QueuedWork) -> None:
         """The work of a choice in the lane has changed by so much."""
         self._add(self._part_of(self._key(choice)), change)
 

@@ -3,35 +3,35 @@
 from collections.abc import Callable
 
 from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.planning.sequence import Choice
+from penstock.scheduler.planning.sequence import SequenceState
 
 
-class Pins:
+class PinnedPrefixes:
     """Who keeps blocks."""
 
-    def __init__(self, kv: KVCacheManager, on_taken: Callable[[Choice], None]) -> None:
+    def __init__(self, kv: KVCacheManager, on_taken: Callable[[SequenceState], None]) -> None:
         """``on_taken`` is called with each choice that waits on without its blocks."""
         self._kv = kv
         self._on_taken = on_taken
-        self._choices: list[Choice] = []
+        self._choices: list[SequenceState] = []
 
     def __bool__(self) -> bool:
         return bool(self._choices)
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: SequenceState) -> None:
         """A forked choice waits, with the blocks that it shares with the first one."""
         if choice.pinned:
             self._kv.share(choice.pinned)
             self._choices.append(choice)
 
-    def remove(self, choice: Choice) -> None:
+    def remove(self, choice: SequenceState) -> None:
         """It waits no longer; nothing if it keeps no blocks."""
         if choice.pinned:
             self._kv.free(choice.pinned)
             choice.pinned = []
             self._choices.remove(choice)
 
-    def remove_all(self, but: Choice | None = None) -> bool:
+    def remove_all(self, but: SequenceState | None = None) -> bool:
         """Those that wait give up their blocks, to find them cached or compute them; False if none has any."""
         victims = [choice for choice in self._choices if choice is not but]
         for choice in victims:

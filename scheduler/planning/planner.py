@@ -14,19 +14,19 @@ from typing import NamedTuple
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts, num_row_numbers
-from penstock.scheduler.planning.pins import Pins
-from penstock.scheduler.planning.preemption import GivingWay
-from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN, Beginnings, Round
-from penstock.scheduler.planning.queues import RunningRows, WaitingQueue
-from penstock.scheduler.planning.restoring import Restoring
-from penstock.scheduler.planning.rows import RowTable
-from penstock.scheduler.planning.sequence import Choice, ChoiceState, LiveRequest
-from penstock.scheduler.planning.tenants import Tenants
+from penstock.scheduler.planning.pins import PinnedPrefixes
+from penstock.scheduler.planning.preemption import PreemptionPolicy
+from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN, PrefillAdder, PrefillRound
+from penstock.scheduler.planning.queues import RunningQueue, WaitingQueue
+from penstock.scheduler.planning.restoring import HostTierRestorePolicy
+from penstock.scheduler.planning.rows import RowIdAllocator
+from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
+from penstock.scheduler.planning.tenants import TenantAccounting
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.recovery.crash_bisector import Suspects
-from penstock.scheduler.request import Speculation
+from penstock.scheduler.recovery.crash_bisector import CrashBisector
+from penstock.scheduler.request import SpeculationCounts
 from penstock.scheduler.timeline import Cause, lacked_blocks, made_room
-from penstock.scheduler.timing.step_time import StepModel, StepWork
+from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Counters:
     """Tokens chosen, those that are never shown included."""
     refused: int = 0
     """Requests that were not admitted."""
-    speculation: Speculation = field(default_factory=Speculation)
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
 class Planned(NamedTuple):
@@ -61,16 +61,16 @@ class Planner:
         kv: KVCacheManager,
         facts: WorkerFacts,
         config: SchedulerConfig,
-        tenants: Tenants,
-        model: StepModel,
-        suspects: Suspects,
+        tenants: TenantAccounting,
+        model: StepTimeModel,
+        suspects: CrashBisector,
         clock: Callable[[], float],
     ) -> None:
         self.kv = kv
         self.counters = Counters()
-        self.running = RunningRows()
+        self.running = RunningQueue()
         self.waiting = WaitingQueue(config.policy, kv.wanted, kv.block_size)
-        self.rows: RowTable[Choice] = RowTable(num_row_numbers(facts.max_num_seqs))
+        self.rows: RowIdAllocator[SequenceState] = RowIdAllocator(num_row_numbers(facts.max_num_seqs))
         self.max_rows = 0
         self.budget = 0
         self.decode_kv = 0
@@ -80,9 +80,9 @@ class Planner:
         self._model = model
         self._suspects = suspects
         self._clock = clock
-        self._pins = Pins(kv, self.waiting.update_work)
-        self.restoring = Restoring(kv, model, facts)
-        self.beginnings = Beginnings(
+        self._pins = PinnedPrefixes(kv, self.waiting.update_work)
+        self.restoring = HostTierRestorePolicy(kv, model, facts)
+        self.beginnings = PrefillAdder(
             kv, self.waiting, self.running, self.rows, self._pins, suspects, self.restoring, clock
         )
         self.configure(config)
@@ -94,7 +94,7 @@ class Planner:
         # Every row that runs can decode in every step, so that none starves.
         assert 0 < self.max_rows <= self.budget
         self._target_itl_s = config.target_itl_s
-        self._giving_way = GivingWay(config.policy, self.running, self.kv, self._tenants)
+        self._giving_way = PreemptionPolicy(config.policy, self.running, self.kv, self._tenants)
         self.waiting.arrange(config.policy)
         self.running.arrange()
         while len(self.running) > self.max_rows:
@@ -121,7 +121,7 @@ class Planner:
         plan = StepPlan(self.counters.steps, [], [], [], [], [])
         drafting = self._plan_decodes(plan)
         budget = self.budget - len(plan.decodes)
-        chunked: list[Choice] = []
+        chunked: list[SequenceState] = []
         if self.running.prefilling or len(self.waiting):
             chunked = self._plan_chunks(plan, self._prefill_budget(plan, budget))
         if drafting:
@@ -131,24 +131,24 @@ class Planner:
 
     # What comes and goes --------------------------------------------------------------------------------------------
 
-    def enter(self, choice: Choice) -> None:
+    def enter(self, choice: SequenceState) -> None:
         """Puts a new choice into the queue; a forked one keeps its blocks of the prompt while it waits."""
         self._pins.add(choice)
         self.waiting.put(choice)
 
-    def retire(self, choice: Choice) -> None:
+    def retire(self, choice: SequenceState) -> None:
         """Ends a choice, wherever it is. Its blocks are free for the next plan, which drops its row."""
-        if choice.state is ChoiceState.WAITING:
+        if choice.state is SequenceStatus.WAITING:
             self.waiting.remove(choice)
             self._pins.remove(choice)
             self._say_left(choice)
         else:
             self._leave(choice)
-        choice.state = ChoiceState.ENDED
+        choice.state = SequenceStatus.ENDED
 
-    def change_rank(self, choice: Choice, rank: Rank) -> None:
+    def change_rank(self, choice: SequenceState, rank: Rank) -> None:
         """Moves a choice, wherever it is."""
-        if choice.state is ChoiceState.WAITING:
+        if choice.state is SequenceStatus.WAITING:
             self.waiting.remove(choice)
             choice.rank = rank
             self.waiting.put(choice)
@@ -156,18 +156,18 @@ class Planner:
             choice.rank = rank
             self.running.arrange()
 
-    def hold(self, live: LiveRequest, held: bool) -> None:
+    def hold(self, live: RequestState, held: bool) -> None:
         """Keeps a request out of the plans, or no longer; its rows keep their blocks until others want them."""
         for choice in live.choices:
-            if choice.state not in (ChoiceState.PREFILLING, ChoiceState.DECODING):
+            if choice.state not in (SequenceStatus.PREFILLING, SequenceStatus.DECODING):
                 continue
             self.running.hold(choice, held)
-            if choice.state is ChoiceState.PREFILLING:
+            if choice.state is SequenceStatus.PREFILLING:
                 # Nobody need wait for a prefix that is not being computed.
                 (self.kv.retract if held else self.kv.announce)(choice, choice.hashes[choice.num_published :])
             if held:
                 self._say_left(choice)
-            elif choice.state is ChoiceState.DECODING and not choice.is_pooled:
+            elif choice.state is SequenceStatus.DECODING and not choice.is_pooled:
                 live.timeline.decodes(choice.index, self.counters.steps)
         live.held = held
 
@@ -187,11 +187,11 @@ class Planner:
         self.rows.clear()
         self.decode_kv = 0
 
-    def end_of(self, choice: Choice) -> int:
+    def end_of(self, choice: SequenceState) -> int:
         """The first step that a choice is not in."""
         return self.counters.steps if choice.complete_from is None else choice.complete_from
 
-    def _say_left(self, choice: Choice) -> None:
+    def _say_left(self, choice: SequenceState) -> None:
         choice.live.timeline.left(choice.index, self.end_of(choice), choice.delivery.num_tokens)
 
     def _leave_alone_those_on_trial(self) -> None:
@@ -199,7 +199,7 @@ class Planner:
         for choice in [choice for choice in self.running if not self.beginnings.may_run(choice.live)]:
             self._preempt(choice, "others are tried alone, to find out who ended the worker")
 
-    def publish_confirmed(self, choice: Choice) -> None:
+    def publish_confirmed(self, choice: SequenceState) -> None:
         """An answer confirmed the row's KV up to ``num_computed``."""
         num_full = choice.num_computed // self.kv.block_size
         if num_full > choice.num_published:
@@ -207,13 +207,13 @@ class Planner:
 
     # Rows that decode -----------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, plan: StepPlan) -> list[tuple[int, Choice]]:
+    def _plan_decodes(self, plan: StepPlan) -> list[tuple[int, SequenceState]]:
         """A token for each row; returns those that may have drafts, with their places in the plan."""
         rows = self._giving_way.rows_to_plan()  # a copy, since rows may give way meanwhile
-        drafting: list[tuple[int, Choice]] = []
+        drafting: list[tuple[int, SequenceState]] = []
         decode_kv = 0
         for index, choice in enumerate(rows):
-            if choice.state is not ChoiceState.DECODING:
+            if choice.state is not SequenceStatus.DECODING:
                 continue  # it gave way
             # The worst case: every token in flight is accepted, and each of them is computed now.
             num_slots = choice.length_bound
@@ -231,7 +231,7 @@ class Planner:
         self.decode_kv = decode_kv
         return drafting
 
-    def _plan_drafts(self, plan: StepPlan, drafting: list[tuple[int, Choice]], room: int) -> None:
+    def _plan_drafts(self, plan: StepPlan, drafting: list[tuple[int, SequenceState]], room: int) -> None:
         """Lets rows of the plan have drafts: those of all together have ``room``, and each has blocks for its own."""
         num_wanted = 0
         for index, choice in drafting:
@@ -246,7 +246,7 @@ class Planner:
                 num_wanted += num_drafts
         plan.max_drafts = min(num_wanted, room)
 
-    def _hold_drafts(self, plan: StepPlan, choice: Choice, num_drafts: int) -> int:
+    def _hold_drafts(self, plan: StepPlan, choice: SequenceState, num_drafts: int) -> int:
         """How many of these drafts the row's blocks hold beside the next plan's token, with new ones where there are
         plenty: tokens that are sure to come need some too, and would have to take them from somebody."""
         num_slots = choice.length_bound + num_drafts
@@ -257,7 +257,9 @@ class Planner:
             return num_drafts
         return choice.capacity - choice.length_bound
 
-    def _grow(self, plan: StepPlan, choice: Choice, num_slots: int, not_planned: Sequence[Choice]) -> bool:
+    def _grow(
+        self, plan: StepPlan, choice: SequenceState, num_slots: int, not_planned: Sequence[SequenceState]
+    ) -> bool:
         """Gives a row the blocks that it needs, taking them from rows that give way; False if it was the last and gave
         way itself. ``not_planned``: the decoding rows that are not in the plan yet."""
         num_blocks = self.kv.num_blocks_for(num_slots)
@@ -273,16 +275,16 @@ class Planner:
         plan.blocks.append(RowBlocks(choice.row, new))
         return True
 
-    def _preempt(self, choice: Choice, why: str) -> None:
+    def _preempt(self, choice: SequenceState, why: str) -> None:
         live = choice.live
         self._leave(choice)
-        choice.state = ChoiceState.WAITING
+        choice.state = SequenceStatus.WAITING
         live.timings.preemptions += 1
         live.timeline.preempted(choice.index, self.counters.steps, why)
         self.counters.preemptions += 1
         self.waiting.put(choice)
 
-    def _leave(self, choice: Choice) -> None:
+    def _leave(self, choice: SequenceState) -> None:
         self._say_left(choice)
         self.running.remove(choice)
         self.kv.retract(choice, choice.hashes[choice.num_published :])
@@ -299,16 +301,16 @@ class Planner:
         context = self.running.prefilling[0].num_planned if self.running.prefilling else 0
         return self._model.max_prefill(len(plan.decodes), self.decode_kv, context, self._target_itl_s, budget)
 
-    def _plan_chunks(self, plan: StepPlan, budget: int) -> list[Choice]:
+    def _plan_chunks(self, plan: StepPlan, budget: int) -> list[SequenceState]:
         """Computes what is behind its history, in order; returns what got a chunk."""
-        chunked: list[Choice] = []
+        chunked: list[SequenceState] = []
         if not budget:
             self._say_spent()
             return chunked
-        this_round, behind = Round(), self._behind()
+        this_round, behind = PrefillRound(), self._behind()
         beginners = self.beginnings.candidates(this_round)
         for choice in merge(behind, beginners, key=self.waiting.order) if len(self.waiting) else behind:
-            if choice.state is ChoiceState.WAITING:
+            if choice.state is SequenceStatus.WAITING:
                 if not self.beginnings.begin(plan, choice, this_round):
                     continue
                 self._tenants.began(choice.live.tenant)
@@ -325,12 +327,12 @@ class Planner:
         if first is not None:
             first.live.timeline.waits(first.index, Cause.BUDGET, self.budget)
 
-    def _behind(self) -> list[Choice]:
+    def _behind(self) -> list[SequenceState]:
         """Rows that have begun."""
         prefilling = self.running.prefilling
         return sorted(prefilling, key=self.waiting.order) if self.waiting.by_turns else prefilling.copy()
 
-    def _plan_chunk(self, plan: StepPlan, choice: Choice, budget: int) -> int:
+    def _plan_chunk(self, plan: StepPlan, choice: SequenceState, budget: int) -> int:
         start = choice.num_planned
         end = min(start + budget, choice.prefill_end)
         plan.chunks.append(Chunk(choice.row, start, end))
@@ -343,7 +345,7 @@ class Planner:
         self.counters.prefill_tokens += end - start
         return end - start
 
-    def _close(self, plan: StepPlan, chunked: list[Choice]) -> None:
+    def _close(self, plan: StepPlan, chunked: list[SequenceState]) -> None:
         """The plan is whole. What follows it may read the KV that its chunks compute, but the plan itself may not."""
         for choice in chunked:
             self._publish(choice, choice.num_planned // self.kv.block_size)
@@ -354,12 +356,12 @@ class Planner:
         plan.copies_out, plan.copies_in = self.kv.take_copies()
         assert not plan.is_empty or not plan.copies_out + plan.copies_in, "an empty plan gives no blocks out"
 
-    def _publish(self, choice: Choice, num_full: int) -> None:
+    def _publish(self, choice: SequenceState, num_full: int) -> None:
         kv = self.kv
         kv.hashing.extend(choice.hashes, choice.token_ids, num_full, choice.live.request.hash_salt)
         start, choice.num_published = choice.num_published, num_full
         kv.publish(choice.block_ids, choice.hashes, start, num_full, choice.token_ids)
-        if choice.state is ChoiceState.PREFILLING:
+        if choice.state is SequenceStatus.PREFILLING:
             kv.retract(choice, choice.hashes[start:num_full])
 
     def would_make_room(self, tenant: str, rank: Rank) -> bool:

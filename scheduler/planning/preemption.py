@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.planning.queues import RunningRows
-from penstock.scheduler.planning.sequence import Choice, ChoiceState
-from penstock.scheduler.planning.tenants import Tenants, TenantUse
+from penstock.scheduler.planning.queues import RunningQueue
+from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
+from penstock.scheduler.planning.tenants import TenantAccounting, TenantUse
 from penstock.scheduler.policy import Policy, Rank
 
 
-class GivingWay:
+class PreemptionPolicy:
     """Chooses the row."""
 
-    def __init__(self, policy: Policy, running: RunningRows, kv: KVCacheManager, tenants: Tenants) -> None:
+    def __init__(self, policy: Policy, running: RunningQueue, kv: KVCacheManager, tenants: TenantAccounting) -> None:
         self._policy = policy
         self._running = running
         self._kv = kv
@@ -27,7 +27,7 @@ class GivingWay:
         """The tenants' dominant shares when the plan began. They stay until the next plan: otherwise two rows could
         give way to each other."""
 
-    def rows_to_plan(self) -> list[Choice]:
+    def rows_to_plan(self) -> list[SequenceState]:
         """Returns the decoding rows in the order in which the plan continues them. Under ``fair``, rows of the tenant
         with the smallest share come first, so that rows of one with a large share are still there to give way."""
         decoding = self._running.decoding
@@ -36,10 +36,10 @@ class GivingWay:
         self._shares = self._dominant_shares()
         return sorted(decoding, key=self._order)
 
-    def _order(self, choice: Choice) -> tuple[float, Rank]:
+    def _order(self, choice: SequenceState) -> tuple[float, Rank]:
         return (self._share(choice), choice.rank)
 
-    def _share(self, choice: Choice) -> float:
+    def _share(self, choice: SequenceState) -> float:
         return self._shares.get(choice.live.tenant, 0.0)
 
     def _dominant_shares(self) -> dict[TenantUse, float]:
@@ -57,7 +57,7 @@ class GivingWay:
             held[choice.live.tenant] += len(choice.block_ids)
         return held
 
-    def for_row(self, needy: Choice, not_planned: Sequence[Choice]) -> Choice:
+    def for_row(self, needy: SequenceState, not_planned: Sequence[SequenceState]) -> SequenceState:
         """Returns the row whose blocks a decoding row takes: itself, if no row comes after it. ``not_planned``: the
         decoding rows that were not in the plan yet, some of which may have given way since; rows in the plan never
         do."""
@@ -65,7 +65,7 @@ class GivingWay:
         if running.held:
             return self._cheapest(running.held)
         own = self._order(needy)
-        unplanned = chain(running.prefilling, (row for row in not_planned if row.state is ChoiceState.DECODING))
+        unplanned = chain(running.prefilling, (row for row in not_planned if row.state is SequenceStatus.DECODING))
         later = [choice for choice in unplanned if self._order(choice) > own]
         return self._cheapest(self._last(later)) if later else needy
 
@@ -87,7 +87,7 @@ class GivingWay:
             use.num_rows > 1 and use.num_rows - 1 >= num_rows * tenants.share_beside(use, tenant) for use in tenants
         )
 
-    def for_waiting(self, choice: Choice, num_blocks: int, max_rows: int) -> Choice | None:
+    def for_waiting(self, choice: SequenceState, num_blocks: int, max_rows: int) -> SequenceState | None:
         """Who gives way to a choice that waits for ``num_blocks`` or for one of ``max_rows``; None if nobody has to, or
         if it would not be enough."""
         if self._running.held:
@@ -98,7 +98,7 @@ class GivingWay:
             return None
         return self._cheapest(self._last(inferior))
 
-    def _after(self, waiting: Choice, num_blocks: int, max_rows: int) -> list[Choice]:
+    def _after(self, waiting: SequenceState, num_blocks: int, max_rows: int) -> list[SequenceState]:
         """Returns the rows that come after a choice that waits for ``num_blocks`` or for a row."""
         if self._policy is Policy.PRIORITY:
             return [choice for choice in self._running if choice.rank[0] > waiting.rank[0]]
@@ -119,7 +119,7 @@ class GivingWay:
         self._shares = self._dominant_shares()
         return [choice for choice in self._running if choice.live.tenant in rich]
 
-    def _last(self, choices: Iterable[Choice]) -> list[Choice]:
+    def _last(self, choices: Iterable[SequenceState]) -> list[SequenceState]:
         """Returns those that give way first."""
         match self._policy:
             case Policy.PRIORITY:
@@ -131,6 +131,6 @@ class GivingWay:
         highest = max(value for value, _ in placed)
         return [choice for value, choice in placed if value == highest]
 
-    def _cheapest(self, choices: Iterable[Choice]) -> Choice:
+    def _cheapest(self, choices: Iterable[SequenceState]) -> SequenceState:
         """The one that shares the most of its blocks, or has the fewest, has the least to compute again."""
         return min(choices, key=lambda choice: (self._kv.num_unshared(choice.block_ids), -choice.rank[1]))

@@ -8,12 +8,12 @@ from msgspec.structs import replace
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
-from penstock.scheduler.planning.pins import Pins
-from penstock.scheduler.planning.queues import RunningRows, WaitingQueue
-from penstock.scheduler.planning.restoring import Restoring
-from penstock.scheduler.planning.rows import RowTable
-from penstock.scheduler.planning.sequence import Choice, LiveRequest
-from penstock.scheduler.recovery.crash_bisector import Suspects
+from penstock.scheduler.planning.pins import PinnedPrefixes
+from penstock.scheduler.planning.queues import RunningQueue, WaitingQueue
+from penstock.scheduler.planning.restoring import HostTierRestorePolicy
+from penstock.scheduler.planning.rows import RowIdAllocator
+from penstock.scheduler.planning.sequence import RequestState, SequenceState
+from penstock.scheduler.recovery.crash_bisector import CrashBisector
 from penstock.scheduler.timeline import Cause
 
 MAX_ADDED_TOKENS = 1 << 18
@@ -25,32 +25,32 @@ MAX_PASSED_OVER = 8
 
 
 @dataclass(slots=True)
-class Round:
+class PrefillRound:
     """What one plan has found out about those that wait."""
 
-    passed_over: list[Choice] = field(default_factory=list)
+    passed_over: list[SequenceState] = field(default_factory=list)
     """Those for which too few blocks are free."""
     num_added_tokens: int = 0
     is_over: bool = False
     """Nobody else begins in this plan."""
 
 
-class Beginnings:
+class PrefillAdder:
     """The way from the queue to a row."""
 
     def __init__(
         self,
         kv: KVCacheManager,
         waiting: WaitingQueue,
-        running: RunningRows,
-        rows: RowTable[Choice],
-        pins: Pins,
-        suspects: Suspects,
-        restoring: Restoring,
+        running: RunningQueue,
+        rows: RowIdAllocator[SequenceState],
+        pins: PinnedPrefixes,
+        suspects: CrashBisector,
+        restoring: HostTierRestorePolicy,
         clock: Callable[[], float],
     ) -> None:
         self.max_rows = 0
-        self.is_late: Callable[[LiveRequest], bool] = lambda live: False
+        self.is_late: Callable[[RequestState], bool] = lambda live: False
         """Whether a request that has not begun can no longer meet its deadline."""
         self.num_cached_tokens = 0
         """Positions that the prefix cache saved, since the start."""
@@ -64,14 +64,14 @@ class Beginnings:
         self._clock = clock
         # A row that begins leaves so many blocks to those that run, or it would often be preempted at once.
         self._reserved_blocks = kv.pool.num_blocks // 100
-        self._late: list[LiveRequest] = []
+        self._late: list[RequestState] = []
 
-    def take_late(self) -> list[LiveRequest]:
+    def take_late(self) -> list[RequestState]:
         """Requests that were found too late to begin, for the caller to end."""
         late, self._late = self._late, []
         return late
 
-    def candidates(self, this_round: Round) -> Iterator[Choice]:
+    def candidates(self, this_round: PrefillRound) -> Iterator[SequenceState]:
         """Those that may begin if there is room, in order. May be read one ahead of what is planned."""
         for choice in self._waiting.in_order():
             if this_round.is_over:
@@ -82,7 +82,7 @@ class Beginnings:
             if not self._is_kept_back(choice):
                 yield choice
 
-    def begin(self, plan: StepPlan, choice: Choice, this_round: Round) -> bool:
+    def begin(self, plan: StepPlan, choice: SequenceState, this_round: PrefillRound) -> bool:
         """Begins a row, if there is room for it."""
         if this_round.is_over or len(self._running) >= self.max_rows:
             return False
@@ -112,7 +112,7 @@ class Beginnings:
             this_round.is_over = True
         return False
 
-    def first_without_room(self) -> Choice | None:
+    def first_without_room(self) -> SequenceState | None:
         """Whoever would begin next, if rows or blocks are all that it lacks."""
         choice = next((choice for choice in self._waiting.in_order() if not self._is_kept_back(choice)), None)
         if choice is None or choice.in_flight:
@@ -120,18 +120,18 @@ class Beginnings:
         has_room = len(self._running) < self.max_rows and not self._lacks_blocks(choice)
         return None if has_room else choice
 
-    def num_blocks_for(self, choice: Choice) -> int:
+    def num_blocks_for(self, choice: SequenceState) -> int:
         """Blocks that must be free for a choice of which nothing is cached."""
         return self._kv.num_blocks_for(len(choice.token_ids)) + self._reserved_blocks
 
-    def num_missing_for(self, choice: Choice) -> int:
+    def num_missing_for(self, choice: SequenceState) -> int:
         """Blocks that must be free for a choice, beside those that it shares with rows that run."""
         if not choice.reads_cache:
             return self.num_blocks_for(choice)
         prefix = choice.pinned or self._kv.find_prefix(choice.hashes, len(choice.token_ids))
         return self.num_blocks_for(choice) - sum(map(self._kv.pool.is_held, prefix))
 
-    def _is_kept_back(self, choice: Choice) -> bool:
+    def _is_kept_back(self, choice: SequenceState) -> bool:
         """Whether something else than room keeps it from beginning; whoever is behind need not wait for that."""
         live = choice.live
         if live.held:
@@ -150,15 +150,15 @@ class Beginnings:
                 return True
         return False
 
-    def may_run(self, live: LiveRequest) -> bool:
+    def may_run(self, live: RequestState) -> bool:
         """Whether a request may be in a step now, with those on trial that ended a worker."""
         return not self._suspects or self._suspects.may_run(live.request.request_id)
 
-    def _lacks_blocks(self, choice: Choice) -> bool:
+    def _lacks_blocks(self, choice: SequenceState) -> bool:
         """Whether it was tried with as many free blocks as there are now."""
         return len(self._running) > 0 and self._kv.pool.num_free <= choice.num_free_at_last_try
 
-    def _prefix(self, choice: Choice) -> tuple[list[int], Sequence[bytes]] | None:
+    def _prefix(self, choice: SequenceState) -> tuple[list[int], Sequence[bytes]] | None:
         """Blocks with KV of the history's beginning, and hashes of those after them that are to be copied back; None if
         it is better to wait for more."""
         if choice.pinned:
@@ -174,7 +174,7 @@ class Beginnings:
         awaited = kv.last_pending(choice.hashes, num_found, num_tokens)
         if awaited is not None:
             leader = kv.leader(awaited)
-            assert isinstance(leader, Choice)
+            assert isinstance(leader, SequenceState)
             if leader.rank[0] > choice.rank[0]:
                 # It might wait long for the other's turn, so it computes the same by itself; others wait for it then.
                 kv.retract(leader, choice.hashes[num_found:])
@@ -182,7 +182,7 @@ class Beginnings:
         choice.awaited_hash = awaited
         return None if awaited is not None else (prefix, restored)
 
-    def _allocate(self, choice: Choice, prefix: list[int], restored: Sequence[bytes]) -> list[int] | None:
+    def _allocate(self, choice: SequenceState, prefix: list[int], restored: Sequence[bytes]) -> list[int] | None:
         num_tokens = len(choice.token_ids)
         reserve = self._reserved_blocks if len(self._running) else 0
         block_ids = self._kv.allocate(prefix, num_tokens, reserve, restored)
@@ -193,7 +193,7 @@ class Beginnings:
         assert block_ids is not None, "a request that fits alone finds no room although nothing runs"
         return block_ids
 
-    def _begin(self, plan: StepPlan, choice: Choice, block_ids: list[int], num_cached_blocks: int) -> None:
+    def _begin(self, plan: StepPlan, choice: SequenceState, block_ids: list[int], num_cached_blocks: int) -> None:
         live = choice.live
         self._waiting.remove(choice)
         self._pins.remove(choice)
@@ -225,7 +225,7 @@ class Beginnings:
         )
 
 
-def _sampling_of_row(choice: Choice, live: LiveRequest) -> SamplingParams:
+def _sampling_of_row(choice: SequenceState, live: RequestState) -> SamplingParams:
     """What was reported of the prompt's log-probabilities is not computed again."""
     if choice.sampling.prompt_logprobs is not None and not live.wants_prompt_logprobs:
         return replace(choice.sampling, prompt_logprobs=None)

@@ -11,8 +11,8 @@ from itertools import chain
 from typing import NamedTuple, cast
 
 from penstock.kv.wanted import WantedBlocks
-from penstock.scheduler.planning.lane import Lane
-from penstock.scheduler.planning.sequence import Choice, ChoiceState
+from penstock.scheduler.planning.lane import OrderedQueue
+from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
 from penstock.scheduler.policy import Policy, Rank
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
 
@@ -20,11 +20,11 @@ Order = tuple[float, Rank]
 """(the tenant's turn, or 0 where tenants take none; the rank)."""
 
 
-def _rank(choice: Choice) -> Rank:
+def _rank(choice: SequenceState) -> Rank:
     return choice.rank
 
 
-def _due(choice: Choice) -> tuple[float, Rank]:
+def _due(choice: SequenceState) -> tuple[float, Rank]:
     assert choice.due is not None
     return choice.due
 
@@ -56,9 +56,9 @@ class WaitingQueue:
         self._num_choices = 0
         self._own: dict[str, Queued] = {}
         """Of each tenant that has any: counted as they come and go, since there may be many."""
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, OrderedQueue] = {}
         """One for each tenant, or one for all; none is empty."""
-        self._due: Lane | None = None
+        self._due: OrderedQueue | None = None
         """Those with a deadline, by it; only under the policy ``deadline``."""
         wanted.on_charged = self._charge
         self.arrange(policy)
@@ -66,7 +66,7 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._num_choices
 
-    def __iter__(self) -> Iterator[Choice]:
+    def __iter__(self) -> Iterator[SequenceState]:
         """In any order."""
         return chain.from_iterable(self._lanes.values())
 
@@ -79,7 +79,7 @@ class WaitingQueue:
         """Of a tenant."""
         return self._own.get(tenant, _NOTHING)
 
-    def order(self, choice: Choice) -> Order:
+    def order(self, choice: SequenceState) -> Order:
         """What a choice is ordered by now."""
         return (choice.live.tenant.turn if self.by_turns else 0.0, choice.rank)
 
@@ -87,23 +87,23 @@ class WaitingQueue:
         """Ranks have changed, or the policy that orders the queue."""
         choices = list(self)
         self.by_turns = policy is Policy.FAIR
-        by_lane: dict[str, list[Choice]] = {}
+        by_lane: dict[str, list[SequenceState]] = {}
         for choice in choices:
             by_lane.setdefault(self._lane(choice), []).append(choice)
-        self._lanes = {name: Lane(_rank, lane) for name, lane in by_lane.items()}
+        self._lanes = {name: OrderedQueue(_rank, lane) for name, lane in by_lane.items()}
         self._due = None
         if policy is Policy.DEADLINE:
             for choice in choices:
                 choice.due = _due_of(choice)
-            self._due = Lane(_due, [choice for choice in choices if choice.due])
+            self._due = OrderedQueue(_due, [choice for choice in choices if choice.due])
 
-    def put(self, choice: Choice) -> None:
+    def put(self, choice: SequenceState) -> None:
         """Enters a choice."""
         self._want(choice)
         name = self._lane(choice)
         lane = self._lanes.get(name)
         if lane is None:
-            lane = self._lanes[name] = Lane(_rank)
+            lane = self._lanes[name] = OrderedQueue(_rank)
         lane.insert(choice)
         if self._due is not None:
             choice.due = _due_of(choice)
@@ -111,7 +111,7 @@ class WaitingQueue:
                 self._due.insert(choice)
         self._count(choice, 1)
 
-    def remove(self, choice: Choice) -> None:
+    def remove(self, choice: SequenceState) -> None:
         """Takes a choice out, while it is still as new as it was."""
         name = self._lane(choice)
         lane = self._lanes[name]
@@ -125,7 +125,7 @@ class WaitingQueue:
         self._wanted.remove(choice, choice.hashes[: choice.num_wanted])
         choice.num_missing = choice.num_evicted = 0
 
-    def _want(self, choice: Choice) -> None:
+    def _want(self, choice: SequenceState) -> None:
         """Finds out what the choice lacks; from then on ``_charge`` keeps it right."""
         choice.num_wanted = choice.num_missing = choice.num_evicted = 0
         num_shared = 0
@@ -133,19 +133,19 @@ class WaitingQueue:
             num_tokens = len(choice.token_ids)
             choice.num_wanted = min(len(choice.hashes), (num_tokens - 1) // self._block_size)
             hashes = choice.hashes[: choice.num_wanted]
-            num_shared = self._wanted.add(choice, hashes, lambda other: cast(Choice, other).rank > choice.rank)
+            num_shared = self._wanted.add(choice, hashes, lambda other: cast(SequenceState, other).rank > choice.rank)
         choice.num_shared = num_shared
         choice.work = self._work(choice)
         choice.is_queued = True
 
     def _charge(self, owner: object, num_missing: int, num_evicted: int) -> None:
-        choice = cast(Choice, owner)
+        choice = cast(SequenceState, owner)
         choice.num_missing += num_missing
         choice.num_evicted += num_evicted
         if choice.is_queued:
             self.update_work(choice)
 
-    def update_work(self, choice: Choice) -> None:
+    def update_work(self, choice: SequenceState) -> None:
         """What a choice lacks has changed while it waits: blocks have moved, or those that it kept were taken."""
         before, choice.work = choice.work, self._work(choice)
         change = choice.work.minus(before)
@@ -153,7 +153,7 @@ class WaitingQueue:
         if self._due is not None and choice.due:
             self._due.change_work(choice, change)
 
-    def _work(self, choice: Choice) -> QueuedWork:
+    def _work(self, choice: SequenceState) -> QueuedWork:
         live, num_tokens, size = choice.live, len(choice.token_ids), self._block_size
         num_at_hand = choice.num_wanted - choice.num_missing if choice.num_wanted else len(choice.pinned)
         return sequence_work(
@@ -166,7 +166,7 @@ class WaitingQueue:
             num_shared=max(choice.num_shared, len(choice.pinned)),
         )
 
-    def _count(self, choice: Choice, sign: int) -> None:
+    def _count(self, choice: SequenceState, sign: int) -> None:
         new_tokens = sign * choice.num_prompt_tokens if choice.is_new else 0
         self._num_choices += sign
         choice.live.tenant.num_waiting += sign
@@ -208,7 +208,7 @@ class WaitingQueue:
                 ahead = [(self._due, num_due)]
         return total_work([lane.work_of_first(num_choices) for lane, num_choices in ahead]).plus(self._unowned)
 
-    def _ahead(self, tenant: str, rank: Rank) -> list[tuple[Lane, int]]:
+    def _ahead(self, tenant: str, rank: Rank) -> list[tuple[OrderedQueue, int]]:
         """The lanes, and how many of the first choices of each."""
         own = self._lanes.get(tenant if self.by_turns else "")
         num_own = 0 if own is None else own.num_before(rank)
@@ -219,7 +219,7 @@ class WaitingQueue:
         """Blocks that have to be computed for those that wait, by whichever comes first."""
         return QueuedWork(tokens=self._wanted.num_missing * self._block_size)
 
-    def in_order(self) -> Iterator[Choice]:
+    def in_order(self) -> Iterator[SequenceState]:
         """All of them. Choices may be put and removed meanwhile: those that enter are not seen."""
         if len(self._lanes) <= 1:
             for lane in list(self._lanes.values()):
@@ -238,47 +238,47 @@ class WaitingQueue:
             else:
                 heapq.heapreplace(heap, (self.order(following), following, choices))
 
-    def _lane(self, choice: Choice) -> str:
+    def _lane(self, choice: SequenceState) -> str:
         return choice.live.tenant.name if self.by_turns else ""
 
 
-def _due_of(choice: Choice) -> tuple[float, Rank] | None:
+def _due_of(choice: SequenceState) -> tuple[float, Rank] | None:
     deadline = choice.live.request.deadline
     return None if deadline is None else (deadline, choice.rank)
 
 
-class RunningRows:
+class RunningQueue:
     """Choices with a row."""
 
     def __init__(self) -> None:
-        self.prefilling: list[Choice] = []
-        self.decoding: list[Choice] = []
-        self.held: list[Choice] = []
+        self.prefilling: list[SequenceState] = []
+        self.decoding: list[SequenceState] = []
+        self.held: list[SequenceState] = []
         """Of requests whose output nobody reads: in no plan until they are released."""
 
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.held)
 
-    def __iter__(self) -> Iterator[Choice]:
+    def __iter__(self) -> Iterator[SequenceState]:
         return chain(self.prefilling, self.decoding, self.held)
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: SequenceState) -> None:
         """Enters a choice whose row begins."""
         insort(self.prefilling, choice, key=_rank)
         choice.live.tenant.num_rows += 1
 
-    def promote(self, choice: Choice) -> None:
+    def promote(self, choice: SequenceState) -> None:
         """All of its history is planned."""
         self.prefilling.remove(choice)
         insort(self.decoding, choice, key=_rank)
-        choice.state = ChoiceState.DECODING
+        choice.state = SequenceStatus.DECODING
 
-    def remove(self, choice: Choice) -> None:
+    def remove(self, choice: SequenceState) -> None:
         """Takes a choice out."""
         self._line(choice).remove(choice)
         choice.live.tenant.num_rows -= 1
 
-    def hold(self, choice: Choice, held: bool) -> None:
+    def hold(self, choice: SequenceState, held: bool) -> None:
         """Takes a row out of the plans, or puts it back; its request says the same from now on."""
         (self._moving(choice) if held else self.held).remove(choice)
         insort(self.held if held else self._moving(choice), choice, key=_rank)
@@ -288,8 +288,8 @@ class RunningRows:
         for line in (self.prefilling, self.decoding, self.held):
             line.sort(key=_rank)
 
-    def _line(self, choice: Choice) -> list[Choice]:
+    def _line(self, choice: SequenceState) -> list[SequenceState]:
         return self.held if choice.live.held else self._moving(choice)
 
-    def _moving(self, choice: Choice) -> list[Choice]:
-        return self.prefilling if choice.state is ChoiceState.PREFILLING else self.decoding
+    def _moving(self, choice: SequenceState) -> list[SequenceState]:
+        return self.prefilling if choice.state is SequenceStatus.PREFILLING else self.decoding

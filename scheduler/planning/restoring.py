@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.timing.step_time import StepModel, StepWork
+from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 
-class Restoring:
+class HostTierRestorePolicy:
     """What a sequence may find in the host tier."""
 
-    def __init__(self, kv: KVCacheManager, model: StepModel, facts: WorkerFacts) -> None:
+    def __init__(self, kv: KVCacheManager, model: StepTimeModel, facts: WorkerFacts) -> None:
         self._kv = kv
         self._model = model
         self._copy_s = facts.copy_us_per_block * 1e-6

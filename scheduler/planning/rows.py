@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 Holder = TypeVar("Holder")
 
 
-class RowTable(Generic[Holder]):
+class RowIdAllocator(Generic[Holder]):
     """Who holds which row number."""
 
     def __init__(self, num_rows: int) -> None:

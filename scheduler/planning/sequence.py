@@ -17,27 +17,27 @@ from enum import Enum, auto
 import msgspec
 
 from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams, TokenLogprobs
-from penstock.scheduler.planning.stop_checker import Delivery
+from penstock.scheduler.planning.stop_checker import OutputBuffer
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import (
     Context,
-    Finished,
-    FinishReason,
-    PromptLogprobs,
+    EngineFinishReason,
+    PromptLogprobsChunk,
     Request,
-    Speculation,
+    RequestFinished,
+    RequestTimings,
+    SpeculationCounts,
     TextState,
-    Timings,
-    Usage,
+    TokenUsage,
 )
 from penstock.scheduler.timeline import Timeline
 from penstock.scheduler.timing.queued_work import NO_WORK, QueuedWork
 
-_CONTINUABLE = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED})
+_CONTINUABLE = frozenset({EngineFinishReason.STOP, EngineFinishReason.LENGTH, EngineFinishReason.CANCELLED})
 
 
-class ChoiceState(Enum):
+class SequenceStatus(Enum):
     """Where a choice is."""
 
     WAITING = auto()
@@ -49,8 +49,8 @@ class ChoiceState(Enum):
     ENDED = auto()
 
 
-class LiveRequest:
-    """A request from admission to its one ``Finished``."""
+class RequestState:
+    """A request from admission to its one ``RequestFinished``."""
 
     __slots__ = (
         "choices",
@@ -85,7 +85,7 @@ class LiveRequest:
         self.timeline = timeline
         self.held = False
         """Nobody reads its output, so nothing of it is planned."""
-        self.choices: list[Choice] = []
+        self.choices: list[SequenceState] = []
         """Choice 0 alone, until the prompt is computed."""
         self.texts = texts
         """Of the choices: made at admission, where a failure is the request's alone."""
@@ -103,9 +103,9 @@ class LiveRequest:
         """Positions of the prompt whose log-probabilities are reported; the first token has none."""
         self.started_at: float | None = None
         self.first_token_at: float | None = None
-        self.usage = Usage(prompt_tokens=request.num_prompt_tokens)
-        self.timings = Timings()
-        self.speculation = Speculation()
+        self.usage = TokenUsage(prompt_tokens=request.num_prompt_tokens)
+        self.timings = RequestTimings()
+        self.speculation = SpeculationCounts()
 
     @property
     def progress(self) -> int:
@@ -121,7 +121,7 @@ class LiveRequest:
             self.request.prompt_token_ids
         )
 
-    def new_prompt_logprobs(self, part: PromptLogprobsPart) -> PromptLogprobs | None:
+    def new_prompt_logprobs(self, part: PromptLogprobsPart) -> PromptLogprobsChunk | None:
         """What a part has that its caller was not told, who is told it now; a row that began again computes again what
         was reported before."""
         start = self.num_prompt_logprobs
@@ -138,9 +138,11 @@ class LiveRequest:
             logprobs.top[num_entries:],
         )
         self.num_prompt_logprobs += len(new.chosen)
-        return PromptLogprobs(start, new)
+        return PromptLogprobsChunk(start, new)
 
-    def finished(self, reason: FinishReason, message: str, context: Context | None, now: float) -> Finished:
+    def finished(
+        self, reason: EngineFinishReason, message: str, context: Context | None, now: float
+    ) -> RequestFinished:
         """The request's last event."""
         arrival = self.request.arrival
         timings = self.timings
@@ -151,9 +153,9 @@ class LiveRequest:
             timings.first_token_us = _microseconds(self.first_token_at - arrival)
         self.usage.output_tokens = sum(choice.delivery.num_tokens for choice in self.choices)
         speculation = self.speculation if self.speculation.steps else None
-        return Finished(reason, self.usage, timings, message, context, speculation)
+        return RequestFinished(reason, self.usage, timings, message, context, speculation)
 
-    def context(self, reason: FinishReason, block_size: int) -> Context | None:
+    def context(self, reason: EngineFinishReason, block_size: int) -> Context | None:
         """What those that continue it begin with; None if nobody may."""
         request = self.request
         if reason not in _CONTINUABLE or request.n > 1 or request.pooling is not None or self.started_at is None:
@@ -163,7 +165,7 @@ class LiveRequest:
         return Context(token_ids, choice.hashes[: len(token_ids) // block_size])
 
 
-class Choice:
+class SequenceState:
     """One of a request's n sequences."""
 
     __slots__ = (
@@ -205,13 +207,13 @@ class Choice:
     )
 
     def __init__(
-        self, live: LiveRequest, index: int, rank: Rank, hashes: list[bytes], max_tokens: int, pinned: list[int]
+        self, live: RequestState, index: int, rank: Rank, hashes: list[bytes], max_tokens: int, pinned: list[int]
     ) -> None:
         request = live.request
         self.live = live
         self.rank = rank
         self.sampling = sampling_of_choice(request.sampling, index)
-        self.state = ChoiceState.WAITING
+        self.state = SequenceStatus.WAITING
         self.token_ids = list(request.prompt(index).token_ids)
         """Prompt and accepted output; only what the worker confirmed."""
         self.num_prompt_tokens = len(self.token_ids)
@@ -219,7 +221,7 @@ class Choice:
         """It ends with the answer that brings its vector, and has no output: its row never decodes."""
         self.is_new = index == 0 or self.is_pooled
         """Nothing of its prompt was ever computed for it, or for the choice that it was forked from."""
-        self.delivery = Delivery(
+        self.delivery = OutputBuffer(
             index,
             live.texts[index],
             request.sampling.stop_token_ids,
@@ -293,10 +295,10 @@ class Choice:
 
     def begin(self, row: int, epoch: int, block_ids: list[int], num_cached_blocks: int, block_size: int) -> None:
         """A row's life starts, with KV in its first blocks."""
-        assert self.state is ChoiceState.WAITING
+        assert self.state is SequenceStatus.WAITING
         assert not self.in_flight, "a row begins again before its newest plan is answered"
         assert self.length_bound == len(self.token_ids)
-        self.state = ChoiceState.PREFILLING
+        self.state = SequenceStatus.PREFILLING
         self.is_new = False
         self.row, self.epoch = row, epoch
         self.decode = Decode(row, 1)
@@ -329,7 +331,7 @@ class Choice:
         self.num_free_at_last_try = -1
         self.pinned = []
         self.leave_row()
-        self.state = ChoiceState.WAITING
+        self.state = SequenceStatus.WAITING
 
     def leave_row(self) -> None:
         """The row's life is over, and its blocks are given up; what is in flight still counts."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.request import Delta, FinishReason, Matched, Released, TextState
+from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch, TextDelta, TextState
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class HeldLogprobs:
         return released
 
 
-class Delivery:
+class OutputBuffer:
     """Turns accepted tokens into what the caller sees of them."""
 
     __slots__ = (
@@ -72,7 +72,7 @@ class Delivery:
         """Tokens chosen so far."""
         self.num_in_text = 0
         """Those of them that were let go with text: not the ones that ended the choice."""
-        self.end: Matched | None = None
+        self.end: StopMatch | None = None
         self._text = text
         self._stop_token_ids = frozenset(stop_token_ids)
         self._end_token_ids = end_token_ids
@@ -82,7 +82,7 @@ class Delivery:
         self._lengths: list[int] = []
         """Characters of the text that begin in the oldest tokens of ``_held``, as far as that is known."""
 
-    def take(self, token_ids: Sequence[int], logprobs: TokenLogprobs | None) -> Delta | None:
+    def take(self, token_ids: Sequence[int], logprobs: TokenLogprobs | None) -> SequenceDelta | None:
         """What a step's tokens let go, or None. If one of them ends the choice, ``end`` is set; the rest is ignored."""
         assert self.end is None
         num_released = 0
@@ -90,31 +90,31 @@ class Delivery:
         for index, token_id in enumerate(token_ids):
             is_early, is_stop = self.num_tokens < self._min_tokens, token_id in self._stop_token_ids
             if is_early and is_stop and token_id in self._end_token_ids:
-                released = self._end(Matched(FinishReason.STOP))
+                released = self._end(StopMatch(EngineFinishReason.STOP))
             else:
                 self._hold(token_id, logprobs, index)
                 if is_stop and not is_early:
-                    released = self._end(Matched(FinishReason.STOP, stop_token_id=token_id))
+                    released = self._end(StopMatch(EngineFinishReason.STOP, stop_token_id=token_id))
                 else:
                     released = self._note(self._text.feed(token_id))
             num_released += released.num_tokens
             text += released.text
             if self.num_tokens >= self.max_tokens and released.stop is None and self.end is None:
-                released = self._end(Matched(FinishReason.LENGTH))
+                released = self._end(StopMatch(EngineFinishReason.LENGTH))
                 num_released += released.num_tokens
                 text += released.text
             if released.stop is not None:  # also one that was complete only at the end
-                self.end = Matched(FinishReason.STOP, stop=released.stop)
+                self.end = StopMatch(EngineFinishReason.STOP, stop=released.stop)
             if self.end is not None:
                 break
         return self._release(num_released, text)
 
-    def cut(self) -> Delta:
+    def cut(self) -> SequenceDelta:
         """Ends the choice, which has as many tokens as it may have, and lets go what is held back."""
         assert self.end is None
-        released = self._end(Matched(FinishReason.LENGTH))
+        released = self._end(StopMatch(EngineFinishReason.LENGTH))
         if released.stop is not None:
-            self.end = Matched(FinishReason.STOP, stop=released.stop)
+            self.end = StopMatch(EngineFinishReason.STOP, stop=released.stop)
         delta = self._release(released.num_tokens, released.text)
         assert delta is not None
         return delta
@@ -126,16 +126,16 @@ class Delivery:
             assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
             self._held_logprobs.add(logprobs, index)
 
-    def _end(self, end: Matched) -> Released:
+    def _end(self, end: StopMatch) -> TextDelta:
         self.end = end
         return self._note(self._text.finish())
 
-    def _note(self, released: Released) -> Released:
+    def _note(self, released: TextDelta) -> TextDelta:
         if self._held_logprobs is not None:
             self._lengths += released.text_lengths()
         return released
 
-    def _release(self, num_released: int, text: str) -> Delta | None:
+    def _release(self, num_released: int, text: str) -> SequenceDelta | None:
         if not (num_released or text or self.end):
             return None
         held = self._held
@@ -147,7 +147,7 @@ class Delivery:
         else:
             shown, self._held = held[:num_released], held[num_released:]
         if self._held_logprobs is None:
-            return Delta(self.index, shown, text, None, self.end)
+            return SequenceDelta(self.index, shown, text, None, self.end)
         lengths, self._lengths = self._lengths[:num_released], self._lengths[num_released:]
         lengths += [0] * (num_released - len(lengths))
-        return Delta(self.index, shown, text, self._held_logprobs.release(num_released), self.end, lengths)
+        return SequenceDelta(self.index, shown, text, self._held_logprobs.release(num_released), self.end, lengths)

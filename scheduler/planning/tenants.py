@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.planning.allowance import Allowance, Rated
+from penstock.scheduler.planning.allowance import Rated, TenantRateLimit
 
 MAX_REMEMBERED = 4096
 """Tenants without a live request whose turn is still remembered."""
@@ -29,7 +29,7 @@ class TenantUse:
     def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
         self.name = name
         self.limits = limits
-        self.allowance = Allowance(limits, now)
+        self.allowance = TenantRateLimit(limits, now)
         self.num_live = 0
         """Requests that have not finished."""
         self.num_rows = 0
@@ -55,7 +55,7 @@ class TenantUse:
             self.num_new = 0
 
 
-class Tenants:
+class TenantAccounting:
     """Those that have live requests, and those whose turn is remembered."""
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,10 +77,10 @@ class Tenants:
         use = self._busy.get(name)
         return 0 if use is None else use.num_live
 
-    def allowance(self, name: str) -> Allowance:
+    def allowance(self, name: str) -> TenantRateLimit:
         """What is left of a tenant's rates; only to be looked at."""
         use = self._uses.get(name)
-        return Allowance(self._config.tenant(name), self._clock()) if use is None else use.allowance
+        return TenantRateLimit(self._config.tenant(name), self._clock()) if use is None else use.allowance
 
     def charge(self, name: str, kind: Rated) -> None:
         """Counts a request or call against a tenant's rate, whatever becomes of it."""

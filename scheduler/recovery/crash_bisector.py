@@ -35,7 +35,7 @@ class _Record:
         return min(1 << self.num_cleared, MAX_PROBATION)
 
 
-class Suspects:
+class CrashBisector:
     """Who may run after a crash that a step is to blame for."""
 
     def __init__(self) -> None:

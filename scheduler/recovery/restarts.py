@@ -10,7 +10,7 @@ LONG_LIFE_S = 60.0
 """A worker that lived for so long was a good one, though it had nothing to do."""
 
 
-class Failure(Enum):
+class WorkerFailure(Enum):
     """Why a worker is gone that did no work, or never came up."""
 
     BY_ITSELF = auto()
@@ -20,11 +20,15 @@ class Failure(Enum):
     """By somebody else."""
 
 
-MAX_IN_A_ROW: Mapping[Failure, int] = {Failure.BY_ITSELF: 5, Failure.IN_A_STEP: 16, Failure.KILLED: 32}
+MAX_IN_A_ROW: Mapping[WorkerFailure, int] = {
+    WorkerFailure.BY_ITSELF: 5,
+    WorkerFailure.IN_A_STEP: 16,
+    WorkerFailure.KILLED: 32,
+}
 """Without a step that was answered. It takes fewer fatal steps to find one killer among a thousand requests."""
 
 
-class Restarts:
+class RestartBudget:
     """Counts what went wrong since the last step that was answered."""
 
     def __init__(self, first_delay_s: float = FIRST_DELAY_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,20 +39,20 @@ class Restarts:
         self._started_at = clock()
         self._is_good = False
         """Whether the worker has answered a step."""
-        self._failures: Counter[Failure] = Counter()
+        self._failures: Counter[WorkerFailure] = Counter()
 
     def answered(self) -> None:
         """The worker has answered a step."""
         self._is_good = True
 
-    def died(self, failure: Failure) -> None:
+    def died(self, failure: WorkerFailure) -> None:
         """A worker that had started is gone. That it is replaced is no failure if it has done work."""
         if self._is_good or self._clock() - self._started_at > LONG_LIFE_S:
             self._failures.clear()
         else:
             self._failures[failure] += 1
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: WorkerFailure) -> None:
         """A worker did not start."""
         self._failures[failure] += 1
 
@@ -66,6 +70,6 @@ class Restarts:
     @property
     def delay_s(self) -> float:
         """Before the next worker is started: none after a good one; twice as long after each that failed by itself."""
-        if self._failures[Failure.BY_ITSELF]:
-            return self._first_delay_s * (1 << self._failures[Failure.BY_ITSELF] - 1)
-        return self._first_delay_s if self._failures[Failure.KILLED] else 0.0
+        if self._failures[WorkerFailure.BY_ITSELF]:
+            return self._first_delay_s * (1 << self._failures[WorkerFailure.BY_ITSELF] - 1)
+        return self._first_delay_s if self._failures[WorkerFailure.KILLED] else 0.0

@@ -6,19 +6,19 @@ import time
 
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.recovery.restarts import Failure, Restarts
+from penstock.scheduler.recovery.restarts import RestartBudget, WorkerFailure
 
 logger = logging.getLogger(__name__)
 
 MIN_RETRY_MS = 1000
 
 
-class Workers:
+class WorkerSupervisor:
     """Starts a worker, and others in its place."""
 
     def __init__(self, executor: Executor, first_delay_s: float) -> None:
         self._executor = executor
-        self._restarts = Restarts(first_delay_s)
+        self._restarts = RestartBudget(first_delay_s)
         self._load_s = 0.0
         """What the last worker took to start."""
         self._died_at = 0.0
@@ -48,7 +48,7 @@ class Workers:
     def died(self, error: ExecutorError, *, in_a_step: bool) -> None:
         """The worker is gone."""
         self._died_at = time.monotonic()
-        self._restarts.died(Failure.IN_A_STEP if in_a_step else _failure(error))
+        self._restarts.died(WorkerFailure.IN_A_STEP if in_a_step else _failure(error))
 
     async def replace(self, error: ExecutorError) -> ExecutorError | None:
         """Starts another one in the place of one that died by ``error``; returns the last error if none can be had."""
@@ -67,5 +67,5 @@ class Workers:
         return error
 
 
-def _failure(error: ExecutorError) -> Failure:
-    return Failure.BY_ITSELF if error.blames_step else Failure.KILLED
+def _failure(error: ExecutorError) -> WorkerFailure:
+    return WorkerFailure.BY_ITSELF if error.blames_step else WorkerFailure.KILLED

@@ -15,7 +15,16 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, WorkerFacts
-from penstock.scheduler.request import Accepted, Delta, Event, Finished, FinishReason, Refused, Released, Request
+from penstock.scheduler.request import (
+    EngineFinishReason,
+    Event,
+    Refused,
+    Request,
+    RequestAccepted,
+    RequestFinished,
+    SequenceDelta,
+    TextDelta,
+)
 from penstock.scheduler.testing.fake_worker import FakeWorker, Slots, UncheckedSlots
 from penstock.scheduler.timing.step_time import StepWork
 
@@ -42,9 +51,9 @@ class Outcome:
 
     request: Request
     refused: Refused | None = None
-    accepted: Accepted | None = None
+    accepted: RequestAccepted | None = None
     first_token_at: float | None = None
-    finished: Finished | None = None
+    finished: RequestFinished | None = None
     ended_at: float | None = None
     num_tokens: int = 0
     num_computed: int = 0
@@ -53,7 +62,7 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         """Whether it was answered whole, and in time if it had a deadline."""
-        if self.finished is None or self.finished.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if self.finished is None or self.finished.reason not in (EngineFinishReason.STOP, EngineFinishReason.LENGTH):
             return False
         assert self.ended_at is not None
         return self.request.deadline is None or self.ended_at <= self.request.deadline
@@ -117,7 +126,7 @@ class Simulation:
             sampling=SamplingParams(),
             max_tokens=max_tokens,
             sink=lambda event: self._note(outcome, event),
-            make_text=lambda: _Text(stops_after),
+            make_text=lambda: _StopAfter(stops_after),
             tenant=tenant,
             priority=priority,
             deadline=None if within_s is None else when + within_s,
@@ -146,7 +155,7 @@ class Simulation:
             outcome.refused, outcome.ended_at = refused, self.now
             return
         if request.deadline is not None:
-            self.at(request.deadline, lambda: self.scheduler.abort(request.request_id, FinishReason.DEADLINE))
+            self.at(request.deadline, lambda: self.scheduler.abort(request.request_id, EngineFinishReason.DEADLINE))
 
     def _pump(self) -> None:
         """Plans as soon as there may be more, which the engine puts off; and one is always computed."""
@@ -167,29 +176,29 @@ class Simulation:
         self.scheduler.update(result)
 
     def _note(self, outcome: Outcome, event: Event) -> None:
-        if isinstance(event, Accepted):
+        if isinstance(event, RequestAccepted):
             outcome.accepted = event
-        elif isinstance(event, Delta):
+        elif isinstance(event, SequenceDelta):
             outcome.num_tokens += len(event.token_ids)
             if outcome.first_token_at is None:
                 outcome.first_token_at = self.now
-        elif isinstance(event, Finished):
+        elif isinstance(event, RequestFinished):
             outcome.finished, outcome.ended_at = event, self.now
 
 
-class _Text:
+class _StopAfter:
     """Ends the output after so many tokens, as a stop string does."""
 
     def __init__(self, stops_after: int | None) -> None:
         self._left = stops_after
 
-    def feed(self, token_id: int) -> Released:
+    def feed(self, token_id: int) -> TextDelta:
         if self._left is not None:
             self._left -= 1
-        return Released(1, "", stop="" if self._left == 0 else None)
+        return TextDelta(1, "", stop="" if self._left == 0 else None)
 
-    def finish(self) -> Released:
-        return Released(0, "")
+    def finish(self) -> TextDelta:
+        return TextDelta(0, "")
 
 
 class _TimedWorker(FakeWorker):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.scheduler.timing.queued_work import NO_WORK, QueuedWork
-from penstock.scheduler.timing.step_time import StepModel, StepWork
+from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 _PRUDENCE = 0.05
 """A request's own output is assumed to be longer than all but this share of the known outputs."""
@@ -44,7 +44,7 @@ _LEAST_S = 1e-6
 
 
 @dataclass(slots=True)
-class Load:
+class QueueLoad:
     """What there is to do when a request arrives."""
 
     in_flight_s: float
@@ -83,10 +83,10 @@ class Prediction(NamedTuple):
     """To the first token, before the correction by earlier predictions' errors."""
 
 
-class Forecast:
+class QueueTimeModel:
     """Predicts times, and learns how long outputs are: often they are shorter than ``max_tokens``."""
 
-    def __init__(self, model: StepModel, budget: int, target_itl_s: float | None) -> None:
+    def __init__(self, model: StepTimeModel, budget: int, target_itl_s: float | None) -> None:
         self._model = model
         self._budget = budget
         self._target_itl_s = target_itl_s
@@ -148,7 +148,9 @@ class Forecast:
         """Discards what was learned about the times of whole requests."""
         self._lateness.clear()
 
-    def predict(self, load: Load, own: QueuedWork, max_tokens: int, forks: QueuedWork = NO_WORK) -> Prediction | None:
+    def predict(
+        self, load: QueueLoad, own: QueuedWork, max_tokens: int, forks: QueuedWork = NO_WORK
+    ) -> Prediction | None:
         """For a request that arrives now, with so much work of its own, and ``forks`` after its first token; None while
         too little is known."""
         ahead, num_rows = load.ahead, len(load.remaining)
@@ -207,7 +209,7 @@ class Forecast:
         kv = decodes * (own.length + output / 2)
         return self._model.predict(_own_work(own, chunks, decodes, kv), chunks + steps)
 
-    def _prefill(self, load: Load, num_tokens: float, kv_each: float, length: float) -> "_Prefill":
+    def _prefill(self, load: QueueLoad, num_tokens: float, kv_each: float, length: float) -> "_Prefill":
         """Returns the steps until all these prompt tokens are computed and the rows ahead decode."""
         # Rows that begin in the next step do not slow it down.
         chunk = self._chunk(load.decodes, load.decode_kv, length)
@@ -238,7 +240,7 @@ class Forecast:
         context = int(length) // 2
         return self._model.max_prefill(int(decodes), int(decode_kv), context, self._target_itl_s, budget)
 
-    def _steps_to_row(self, load: Load, own: QueuedWork) -> int:
+    def _steps_to_row(self, load: QueueLoad, own: QueuedWork) -> int:
         """Returns the steps until enough running rows have ended for the request, behind others, to begin."""
         num_ahead = int(load.ahead.rows)
         # Requests ahead that get a row at once run as well.

@@ -112,7 +112,7 @@ class _Moments:
                     self.products[index] = [value + term * other for value, other in zip(row, terms, strict=True)]
 
 
-class StepModel:
+class StepTimeModel:
     """Predicts the time of a step from those of earlier ones.
 
     Errors are relative, so a step that took far too long for once hardly counts, the first one included.

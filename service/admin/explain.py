@@ -6,12 +6,12 @@ from typing import Any
 import grpc
 
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.timeline import Entry, Kind, Timeline
+from penstock.scheduler.timeline import EntryKind, Timeline, TimelineEntry
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.streaming.messages import milliseconds
 from penstock.v1 import admin_pb2 as pb
 
-_KINDS = {kind: pb.TimelineKind.Value(f"TIMELINE_KIND_{kind.name}") for kind in Kind}
+_KINDS = {kind: pb.TimelineKind.Value(f"TIMELINE_KIND_{kind.name}") for kind in EntryKind}
 
 
 class Explainer:
@@ -58,7 +58,7 @@ def _explained(timeline: Timeline, now: float, unix_now: float) -> pb.ExplainRes
     return told
 
 
-def _entry(entry: Entry, arrival: float, now: float) -> pb.TimelineEntry:
+def _entry(entry: TimelineEntry, arrival: float, now: float) -> pb.TimelineEntry:
     until = now if entry.until is None else entry.until
     at_us = _microseconds(entry.at - arrival)
     return pb.TimelineEntry(

@@ -39,11 +39,11 @@ from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, SpeculationConfig, WorkerConfig, WorkerFacts
 from penstock.service.app.gateway_process import GatewayFailed, HttpGateway, check_installed
 from penstock.service.app.server import Server, ServerConfig
-from penstock.service.app.usage_examples import Administration, Calls, HttpCalls, Transport, metrics_call
-from penstock.service.auth.identity import Everyone
+from penstock.service.app.usage_examples import Administration, HttpCalls, Transport, UsageExamples, metrics_call
+from penstock.service.auth.identity import AllowAll
 from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.auth.reloaded_files import FileError
-from penstock.service.auth.tenant_limits import Tenants
+from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.config.addresses import (
     ADMIN_FLAG,
     Address,
@@ -157,7 +157,7 @@ def prepare(config: ServeConfig) -> Prepared:
         check_installed(machine)
     warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=config.needs_certificates)
     files = OperatorFiles.load(config)
-    tenants = Tenants() if files.tenants is None else files.tenants.value
+    tenants = TenantLimitsFile() if files.tenants is None else files.tenants.value
     has_weights = config.load_format != "dummy"
     path = resolve_model(config.model, has_weights, config.revision)
     checkpoint = check_checkpoint(path, has_weights)
@@ -343,11 +343,11 @@ class _Life:
     def _greet(self, bound: str) -> None:
         config, facts = self._prepared.server, self._engine.facts
         has_chat_template = self._server.tokenizer.has_chat_template
-        wants_key = not isinstance(config.authenticator, Everyone)
+        wants_key = not isinstance(config.authenticator, AllowAll)
         transport = Transport.PLAIN
         if config.tls is not None:
             transport = Transport.MUTUAL_TLS if config.tls.is_mutual else Transport.TLS
-        calls = str(Calls(Address.parse(bound), has_chat_template, wants_key, transport))
+        calls = str(UsageExamples(Address.parse(bound), has_chat_template, wants_key, transport))
         if self._server.http_target is not None:
             http = Address.parse(self._server.http_target)
             has_tls = transport is not Transport.PLAIN

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.clients.host.event_loop import MemoryWatch, calm_collector
-from penstock.models.checkpoint.pooling_config import Embedding
+from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
@@ -25,18 +25,18 @@ from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
 from penstock.service.admin.listener import ADMIN_SERVICE, AdminListener
 from penstock.service.admin.operations import AdminService
 from penstock.service.app.gateway_process import HttpGateway
-from penstock.service.auth.identity import Authenticator, Everyone, IdentityInterceptor
+from penstock.service.auth.identity import AllowAll, Authenticator, IdentityInterceptor
 from penstock.service.auth.reloaded_files import LOOK_INTERVAL_S, FileWatch, Watched, WatchedFiles
-from penstock.service.auth.tenant_limits import Tenants
+from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.auth.tls import ServerTls
 from penstock.service.config.addresses import ADMIN_FLAG, METRICS_FLAG, Address
 from penstock.service.config.limits import MAX_CONNECTIONS, ModelLimits, Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
-from penstock.service.requests.contexts import Conversations
+from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.embed import EmbedConverter
-from penstock.service.requests.generate import Converter
+from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
-from penstock.service.requests.lifecycle import Surroundings
+from penstock.service.requests.lifecycle import RequestContext
 from penstock.service.rpc.embedding import EmbeddingService
 from penstock.service.rpc.generation import GenerationService
 from penstock.service.rpc.health import Health
@@ -105,15 +105,15 @@ class ServerConfig:
     """The engine's: its limits are told to clients, and bound the streams of a connection."""
     max_connections: int = MAX_CONNECTIONS
     """Connections on the callers' listener, or fewer if the limit of open files is too low."""
-    authenticator: Authenticator = field(default_factory=Everyone)
+    authenticator: Authenticator = field(default_factory=AllowAll)
     tls: ServerTls | None = None
     """Of ``listen``, and of ``admin_listen`` where other machines can reach it."""
-    tenants: WatchedFiles[Tenants] | None = None
+    tenants: WatchedFiles[TenantLimitsFile] | None = None
     """Where their limits stand; those that ``scheduler`` begins with are the same."""
     watched: Sequence[Watched] = ()
     """All files that are read again when they change."""
     look_interval_s: float = LOOK_INTERVAL_S
-    embedding: Embedding = field(default_factory=Embedding)
+    embedding: PoolingConfig = field(default_factory=PoolingConfig)
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speculation: SpeculationConfig | None = None
     """How the worker drafts; None is not at all."""
@@ -154,7 +154,7 @@ class Server:
         self._http = http
         self._address = Address.parse(config.listen)
         self._admin_address = None if config.admin_listen is None else Address.parse(config.admin_listen, ADMIN_FLAG)
-        if self._admin_address is not None and isinstance(config.authenticator, Everyone):
+        if self._admin_address is not None and isinstance(config.authenticator, AllowAll):
             assert self._admin_address.is_local, "anyone could administer the service"
         self._health = Health(SERVICES if self._admin_address is None else (*SERVICES, ADMIN_SERVICE))
         self._stats_log = StatsLog(engine.stats, config.stats_interval_s)
@@ -289,7 +289,7 @@ class Server:
         running.close()
         _log.info("stopped")
 
-    def _take_tenants(self, tenants: Tenants) -> None:
+    def _take_tenants(self, tenants: TenantLimitsFile) -> None:
         config = replace(self._engine.config, default_tenant=tenants.default, tenants=tenants.named)
         self._engine.reconfigure(config)
 
@@ -333,9 +333,9 @@ class _Running:
         telemetry = Telemetry(config.model_name, self._metrics)
         self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
-        conversations = Conversations(config.conversation_ttl_s, config.conversation_tokens)
+        conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
         speculation, defaults = config.speculation, config.sampling_defaults
-        converter = Converter(
+        converter = RequestBuilder(
             validator,
             self.pool,
             config.model_name,
@@ -345,7 +345,7 @@ class _Running:
             grammars=self.grammars,
             defaults=defaults,
         )
-        surroundings = Surroundings(engine, converter, telemetry, conversations)
+        surroundings = RequestContext(engine, converter, telemetry, conversations)
         self.generation = GenerationService(surroundings, validator, config.heartbeat_s)
         embed_converter = EmbedConverter(validator, self.pool, config.model_name, config.embedding, facts.hidden_size)
         self.embedding = EmbeddingService(engine, embed_converter, telemetry)

@@ -42,7 +42,7 @@ class Transport(Enum):
 
 
 @dataclass(frozen=True)
-class Calls:
+class UsageExamples:
     """One request, in four ways, each a line for a shell."""
 
     address: Address

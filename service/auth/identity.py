@@ -34,7 +34,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class Principal:
     """Who made a call."""
 
     tenant: str
@@ -56,18 +56,18 @@ class Caller:
 class Authenticator(Protocol):
     """Finds out who calls, from a call's metadata alone."""
 
-    def authenticate(self, metadata: Metadata) -> Caller:
+    def authenticate(self, metadata: Metadata) -> Principal:
         """Raises ServiceError UNAUTHENTICATED."""
         ...
 
 
-class Everyone:
+class AllowAll:
     """Without keys or tokens everyone is one tenant, and nobody acts for another. Who reaches the listener of the
     administration may administer: it is then this machine's alone."""
 
-    _CALLER = Caller(DEFAULT_TENANT, may_administer=True)
+    _CALLER = Principal(DEFAULT_TENANT, may_administer=True)
 
-    def authenticate(self, metadata: Metadata) -> Caller:
+    def authenticate(self, metadata: Metadata) -> Principal:
         """Never fails."""
         return self._CALLER
 
@@ -75,18 +75,18 @@ class Everyone:
 class ApiKeys:
     """Keys known by their hashes."""
 
-    def __init__(self, callers: Mapping[bytes, Caller]) -> None:
+    def __init__(self, callers: Mapping[bytes, Principal]) -> None:
         """``callers`` has the sha256 digest of each key."""
         # Looked up by a keyed hash of the digest, under a secret of this process: how long a look-up takes then tells
         # nothing about the digests, and the one comparison that follows takes the same time for every key.
         self._secret = secrets.token_bytes(32)
         self._callers = {self._blind(digest): (digest, caller) for digest, caller in callers.items()}
-        self._nobody = (bytes(32), Caller(DEFAULT_TENANT))
+        self._nobody = (bytes(32), Principal(DEFAULT_TENANT))
 
     @classmethod
     def parse(cls, file: NamedFile, content: bytes) -> "ApiKeys":
         """Reads what a key file holds. Raises FileError, which names the line and never a key."""
-        callers: dict[bytes, Caller] = {}
+        callers: dict[bytes, Principal] = {}
         for number, line in enumerate(file.text(content).splitlines(), start=1):
             words = line.partition("#")[0].split()
             if not words:
@@ -99,7 +99,7 @@ class ApiKeys:
             raise FileError(f"{file}: holds no key; leave the flag out, or add a line: {_REMEDY}")
         return cls(callers)
 
-    def caller_of(self, credential: str) -> Caller | None:
+    def caller_of(self, credential: str) -> Principal | None:
         """See ``Credentials``."""
         if len(credential) > _MAX_KEY_BYTES:
             return None
@@ -114,20 +114,20 @@ class ApiKeys:
 class Credentials(Protocol):
     """One kind of what may stand after ``Bearer``."""
 
-    def caller_of(self, credential: str) -> Caller | None:
+    def caller_of(self, credential: str) -> Principal | None:
         """Whose it is; None where it is not one of these. Raises ServiceError UNAUTHENTICATED where it is one, and no
         good."""
         ...
 
 
-class Bearers:
+class BearerAuthenticator:
     """Several kinds of credentials, each as it is at the moment."""
 
     def __init__(self, kinds: Sequence[Callable[[], Credentials]]) -> None:
         """``kinds`` are asked in order, anew for each call."""
         self._kinds = kinds
 
-    def authenticate(self, metadata: Metadata) -> Caller:
+    def authenticate(self, metadata: Metadata) -> Principal:
         """Wants ``authorization: Bearer <key or token>``, once."""
         credential = bearer_of(metadata)
         for kind in self._kinds:
@@ -183,7 +183,7 @@ ACCESS: Mapping[str, Access] = {
 }
 """Every method that is served. One that is not here is denied to everyone."""
 
-current_caller: ContextVar[Caller] = ContextVar("current_caller")
+current_caller: ContextVar[Principal] = ContextVar("current_caller")
 """Who made the call that this task answers."""
 
 
@@ -223,7 +223,7 @@ def _denial(error: ServiceError) -> Handler:
     return grpc.stream_stream_rpc_method_handler(deny)
 
 
-def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Caller]:
+def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Principal]:
     hashed, *rest = words
     match = _HASHED.fullmatch(hashed)
     if match is None:
@@ -233,7 +233,7 @@ def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Caller]:
     tenant, *rights = rest
     if len(set(rights)) < len(rights) or not set(rights) <= {ACT_FOR_OTHERS, ADMIN}:
         raise FileError(f"{where}: after the tenant only '{ACT_FOR_OTHERS}' and '{ADMIN}' may follow, each once")
-    return bytes.fromhex(match[1]), Caller(tenant, ACT_FOR_OTHERS in rights, ADMIN in rights)
+    return bytes.fromhex(match[1]), Principal(tenant, ACT_FOR_OTHERS in rights, ADMIN in rights)
 
 
 def _digest(key: str) -> bytes:

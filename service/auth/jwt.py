@@ -11,7 +11,7 @@ from typing import Any
 
 import jwt
 
-from penstock.service.auth.identity import ACT_FOR_OTHERS, ADMIN, Caller
+from penstock.service.auth.identity import ACT_FOR_OTHERS, ADMIN, Principal
 from penstock.service.auth.reloaded_files import FileError, NamedFile
 from penstock.service.config.limits import TENANT_NAME
 from penstock.service.errors import Reason, ServiceError
@@ -84,7 +84,7 @@ class TokenKeys:
             raise FileError(f"{file}: holds no key that signs tokens; RS256, ES256 and EdDSA (Ed25519) do")
         return cls(keys, rules)
 
-    def caller_of(self, credential: str) -> Caller | None:
+    def caller_of(self, credential: str) -> Principal | None:
         """See ``Credentials``."""
         if credential.count(".") != 2 or len(credential) > _MAX_TOKEN_BYTES:
             return None
@@ -107,7 +107,7 @@ class TokenKeys:
             raise ServiceError(Reason.UNAUTHENTICATED) from None
         return self._caller(claims)
 
-    def _caller(self, claims: Mapping[str, Any]) -> Caller:
+    def _caller(self, claims: Mapping[str, Any]) -> Principal:
         tenant, rights = claims.get(self._rules.tenant_claim), claims.get(self._rules.rights_claim, "")
         if not isinstance(tenant, str) or not TENANT_NAME.fullmatch(tenant):
             raise ServiceError(
@@ -115,7 +115,7 @@ class TokenKeys:
                 "the token names no tenant, 1 to 64 characters of [A-Za-z0-9_.-]; its issuer must add that claim",
             )
         words = rights.split() if isinstance(rights, str) else rights if isinstance(rights, list) else []
-        return Caller(tenant, RIGHT_PREFIX + ACT_FOR_OTHERS in words, RIGHT_PREFIX + ADMIN in words)
+        return Principal(tenant, RIGHT_PREFIX + ACT_FOR_OTHERS in words, RIGHT_PREFIX + ADMIN in words)
 
 
 def _signs(entry: Mapping[str, Any], where: str) -> bool:

@@ -3,10 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.service.auth.identity import API_KEYS_FLAG, ApiKeys, Authenticator, Bearers, Credentials, Everyone
+from penstock.service.auth.identity import (
+    API_KEYS_FLAG,
+    AllowAll,
+    ApiKeys,
+    Authenticator,
+    BearerAuthenticator,
+    Credentials,
+)
 from penstock.service.auth.jwt import JWKS_FLAG, TokenKeys, TokenRules
 from penstock.service.auth.reloaded_files import NamedFile, Watched, WatchedFiles
-from penstock.service.auth.tenant_limits import TENANTS_FLAG, Tenants, parse_tenants
+from penstock.service.auth.tenant_limits import TENANTS_FLAG, TenantLimitsFile, parse_tenants
 from penstock.service.auth.tls import ServerTls
 from penstock.service.config.serve_config import ServeConfig
 
@@ -17,7 +24,7 @@ class OperatorFiles:
 
     authenticator: Authenticator
     tls: ServerTls | None
-    tenants: WatchedFiles[Tenants] | None
+    tenants: WatchedFiles[TenantLimitsFile] | None
     watched: tuple[Watched, ...]
     """All of them."""
 
@@ -45,7 +52,7 @@ class OperatorFiles:
             file = NamedFile(TENANTS_FLAG, config.tenants_file)
             tenants = WatchedFiles([file], lambda content: parse_tenants(file, content))
             watched.append(tenants)
-        return cls(Bearers(kinds) if kinds else Everyone(), tls, tenants, tuple(watched))
+        return cls(BearerAuthenticator(kinds) if kinds else AllowAll(), tls, tenants, tuple(watched))
 
 
 def _token_rules(config: ServeConfig) -> TokenRules:

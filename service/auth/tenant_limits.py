@@ -26,14 +26,14 @@ _DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Tenants:
+class TenantLimitsFile:
     """What holds for whom."""
 
     default: TenantLimits = field(default_factory=TenantLimits)
     named: Mapping[str, TenantLimits] = field(default_factory=dict)
 
 
-class _Key(NamedTuple):
+class _LimitKey(NamedTuple):
     name: str
     parse: Callable[[str], float]
     wanted: str
@@ -41,17 +41,17 @@ class _Key(NamedTuple):
     high: float
 
 
-_KEYS: Mapping[str, _Key] = {
-    "weight": _Key("weight", float, "a number", MIN_WEIGHT, MAX_WEIGHT),
-    "max-prompt-tokens": _Key("max_prompt_tokens", int, "a whole number", 1, MAX_TOKENS_CAP),
-    "max-tokens": _Key("max_tokens", int, "a whole number", 1, MAX_TOKENS_CAP),
-    "max-live-requests": _Key("max_live_requests", int, "a whole number", 1, MAX_LIVE_REQUESTS_CAP),
-    "requests-per-second": _Key("requests_per_second", float, "a number", MIN_REQUEST_RATE, MAX_REQUEST_RATE),
-    "tokens-per-minute": _Key("tokens_per_minute", int, "a whole number", 1, MAX_TOKEN_BUDGET),
+_KEYS: Mapping[str, _LimitKey] = {
+    "weight": _LimitKey("weight", float, "a number", MIN_WEIGHT, MAX_WEIGHT),
+    "max-prompt-tokens": _LimitKey("max_prompt_tokens", int, "a whole number", 1, MAX_TOKENS_CAP),
+    "max-tokens": _LimitKey("max_tokens", int, "a whole number", 1, MAX_TOKENS_CAP),
+    "max-live-requests": _LimitKey("max_live_requests", int, "a whole number", 1, MAX_LIVE_REQUESTS_CAP),
+    "requests-per-second": _LimitKey("requests_per_second", float, "a number", MIN_REQUEST_RATE, MAX_REQUEST_RATE),
+    "tokens-per-minute": _LimitKey("tokens_per_minute", int, "a whole number", 1, MAX_TOKEN_BUDGET),
 }
 
 
-def parse_tenants(file: NamedFile, content: bytes) -> Tenants:
+def parse_tenants(file: NamedFile, content: bytes) -> TenantLimitsFile:
     """Reads what a tenants file holds. Raises FileError, which names the tenant and the key."""
     where = str(file)
     try:
@@ -68,7 +68,7 @@ def parse_tenants(file: NamedFile, content: bytes) -> Tenants:
             _fail(f"{where}: {name!r}", "is no tenant's name; use 1 to 64 characters of [A-Za-z0-9_.-]")
     if len(limits) > MAX_NAMED_TENANTS:
         _fail(where, f"names {len(limits):,} tenants; at most {MAX_NAMED_TENANTS:,} are possible, so group some")
-    return Tenants(default, limits)
+    return TenantLimitsFile(default, limits)
 
 
 def _limits(node: yaml.Node, where: str) -> TenantLimits:
@@ -83,7 +83,7 @@ def _limits(node: yaml.Node, where: str) -> TenantLimits:
     return TenantLimits(**given)  # type: ignore[arg-type]  # each was parsed as its field wants it
 
 
-def _value(key: _Key, node: yaml.Node, where: str) -> float:
+def _value(key: _LimitKey, node: yaml.Node, where: str) -> float:
     text = node.value if isinstance(node, yaml.ScalarNode) else ""
     try:
         value = key.parse(text)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class ToolCall(NamedTuple):
+class TemplateToolCall(NamedTuple):
     """A call that an answer of the assistant's made."""
 
     id: str
@@ -14,22 +14,22 @@ class ToolCall(NamedTuple):
     """As the model wrote them, where that is not the JSON text of an object."""
 
 
-class Message(NamedTuple):
+class TemplateMessage(NamedTuple):
     """One message of a conversation."""
 
     role: str
     content: str | None
-    tool_calls: Sequence[ToolCall] = ()
+    tool_calls: Sequence[TemplateToolCall] = ()
     tool_call_id: str = ""
     name: str = ""
     reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class TemplateInput:
     """A conversation, and what else its template is to see. ``tools`` and ``variables`` are plain data of JSON."""
 
-    messages: Sequence[Message]
+    messages: Sequence[TemplateMessage]
     add_generation_prompt: bool = True
     tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] | None = None

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from penstock.service.chat_templates.chat_message import Chat, Message, ToolCall
-from penstock.service.chat_templates.frames import Compiled, Failure
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
+from penstock.service.chat_templates.frames import Compiled, TemplateFailure
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S, Renderers, TemplateBusy, TemplateLimit
 from penstock.service.chat_templates.text import with_marks
 from penstock.service.errors import Reason, ServiceError, invalid
 
-__all__ = ["Chat", "ChatTemplate", "Message", "TemplateError", "ToolCall", "compile_templates"]
+__all__ = ["ChatTemplate", "TemplateError", "TemplateInput", "TemplateMessage", "TemplateToolCall", "compile_templates"]
 
 _NOT_CONTINUABLE = (
     "chat.continue_final_message: this model's chat template does not show the last message as it is; leave it out, or "
@@ -59,16 +59,16 @@ class ChatTemplate:
         self.roles = compiled.roles
         """The roles that messages may have."""
 
-    def render(self, chat: Chat) -> str:
+    def render(self, chat: TemplateInput) -> str:
         """The prompt. Raises ServiceError where the template refuses the messages, or cannot cope with them."""
         return self._rendered(chat, after_answer=False)
 
-    def render_after_answer(self, chat: Chat) -> str:
+    def render_after_answer(self, chat: TemplateInput) -> str:
         """What follows an answer of the assistant's that stands in a prompt as it was given: the end of its turn, then
         the messages. Raises ServiceError as ``render`` does, and where the template shows answers otherwise."""
         return self._rendered(chat, after_answer=True)
 
-    def _rendered(self, chat: Chat, after_answer: bool) -> str:
+    def _rendered(self, chat: TemplateInput, after_answer: bool) -> str:
         try:
             rendered = self._renderers.render(self._name, chat, after_answer)
         except TemplateLimit as error:
@@ -79,10 +79,10 @@ class ChatTemplate:
         match rendered.failure:
             case None:
                 return with_marks(rendered.text, rendered.marks)
-            case Failure.REFUSED:
+            case TemplateFailure.REFUSED:
                 raise invalid("chat", rendered.problem)
-            case Failure.NOT_CONTINUABLE:
+            case TemplateFailure.NOT_CONTINUABLE:
                 field = "chat.continue_final_message"
                 raise ServiceError(Reason.CHAT_NOT_CONTINUABLE, _NOT_CONTINUABLE, field=field)
-            case Failure.ANSWER_NOT_SHOWN:
+            case TemplateFailure.ANSWER_NOT_SHOWN:
                 raise ServiceError(Reason.CHAT_NOT_CONTINUABLE, field="chat")

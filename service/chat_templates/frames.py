@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.service.chat_templates.chat_message import Chat
+from penstock.service.chat_templates.chat_message import TemplateInput
 
 MEMORY_BYTES = 64 << 20
 """For rendering a conversation, besides what a renderer has and ``MEMORY_PER_BYTE``."""
@@ -30,7 +30,7 @@ _WIDE = 0
 """The type of an integer that has more than 64 bits, as decimal text."""
 
 
-class Failure(Enum):
+class TemplateFailure(Enum):
     """Why a template does not render a conversation."""
 
     REFUSED = "refused"
@@ -70,7 +70,7 @@ class Render(msgspec.Struct, array_like=True):
     """A conversation for a template."""
 
     name: str
-    chat: Chat
+    chat: TemplateInput
     after_answer: bool = False
     """Whether only what follows an answer of the assistant's is wanted."""
 
@@ -81,7 +81,7 @@ class Rendered(msgspec.Struct, array_like=True):
     text: str = ""
     marks: str = ""
     """Of the text's characters, as in ``template_text``."""
-    failure: Failure | None = None
+    failure: TemplateFailure | None = None
     problem: str = ""
 
 

@@ -23,7 +23,7 @@ import jinja2.debug  # noqa: F401
 import msgspec
 
 from penstock.models.executor.child_process import FED_BY_STRANGERS, prepare_child
-from penstock.service.chat_templates.chat_message import Chat, Message
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.chat_templates.frames import (
     COMPILE_MEMORY_BYTES,
     COMPILE_S,
@@ -34,18 +34,18 @@ from penstock.service.chat_templates.frames import (
     MEMORY_BYTES,
     MEMORY_PER_BYTE,
     Compiled,
-    Failure,
     Ready,
     Render,
     Rendered,
     Setup,
+    TemplateFailure,
     encode,
     read_wide,
 )
 from penstock.service.chat_templates.rendering import CompiledTemplate, RenderError, TemplateSyntaxError
 from penstock.service.chat_templates.text import marks_of
 
-_GREETING = Chat([Message("user", "hi")])
+_GREETING = TemplateInput([TemplateMessage("user", "hi")])
 _CODECS = ("ascii", "latin_1", "raw_unicode_escape", "unicode_escape", "utf_8", "utf_16", "utf_32", "cp1252")
 
 # The launcher --------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class _Renderer:
                 f"the model's chat template makes {len(text):,} characters of it; at most {max_chars:,} are allowed: "
                 "shorten the conversation"
             )
-            return Rendered(failure=Failure.REFUSED, problem=problem)
+            return Rendered(failure=TemplateFailure.REFUSED, problem=problem)
         return Rendered(str.__str__(text), marks_of(text))
 
     def _read(self) -> bytes:
@@ -179,7 +179,7 @@ class _Renderer:
             content = encode(answer)
         except UnicodeEncodeError:  # half of a surrogate pair, which a template may write as an escape
             problem = "the model's chat template renders invalid text"
-            content = encode(Rendered(failure=Failure.REFUSED, problem=problem))
+            content = encode(Rendered(failure=TemplateFailure.REFUSED, problem=problem))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         self._connection.sendall(len(content).to_bytes(LENGTH_BYTES, "little") + content)
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.models.executor.child_process import child_environment
-from penstock.service.chat_templates.chat_message import Chat
+from penstock.service.chat_templates.chat_message import TemplateInput
 from penstock.service.chat_templates.frames import (
     COMPILE_MEMORY_BYTES,
     COMPILE_S,
@@ -78,7 +78,7 @@ class Renderers:
         connection, self.ready = self._start(_START_WALL_S)
         self._idle.append(connection)
 
-    def render(self, name: str, chat: Chat, after_answer: bool = False) -> Rendered:
+    def render(self, name: str, chat: TemplateInput, after_answer: bool = False) -> Rendered:
         """What a template makes of a conversation. Raises TemplateLimit and TemplateBusy."""
         frame = encode(Render(name, chat, after_answer))
         most = _BYTES_PER_CHAR * (MAX_GROWTH * len(frame) + FREE_GROWTH_CHARS) + 1024

@@ -11,10 +11,10 @@ from typing import Any
 
 import jinja2
 
-from penstock.service.chat_templates.chat_message import Chat, Message, ToolCall
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
 from penstock.service.chat_templates.environment import TemplateEnvironment, TemplateRefusal
 from penstock.service.chat_templates.facts import TemplateFacts
-from penstock.service.chat_templates.frames import Failure
+from penstock.service.chat_templates.frames import TemplateFailure
 from penstock.service.chat_templates.text import own_text
 
 _MAX_REASON = 200
@@ -25,7 +25,7 @@ _ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
 class RenderError(Exception):
     """A conversation that a template does not render."""
 
-    def __init__(self, failure: Failure, problem: str = "") -> None:
+    def __init__(self, failure: TemplateFailure, problem: str = "") -> None:
         super().__init__(problem)
         self.failure = failure
         self.problem = problem
@@ -63,7 +63,7 @@ class CompiledTemplate:
         self.roles = _ROLES | facts.roles
         """The roles that messages may have."""
 
-    def render(self, chat: Chat) -> str:
+    def render(self, chat: TemplateInput) -> str:
         """The prompt. Raises RenderError where the template refuses the messages, or cannot cope with them."""
         if not chat.continue_final_message:
             return self._render(chat)
@@ -73,20 +73,20 @@ class CompiledTemplate:
         messages = [*chat.messages[:-1], last._replace(content=f"{last.content}{end} ")]
         before, _, after = self._render(replace(chat, messages=messages)).rpartition(end)
         if not before or end in before:
-            raise RenderError(Failure.NOT_CONTINUABLE)
+            raise RenderError(TemplateFailure.NOT_CONTINUABLE)
         return before if after.startswith(" ") else before.rstrip()
 
-    def render_after_answer(self, chat: Chat) -> str:
+    def render_after_answer(self, chat: TemplateInput) -> str:
         """What follows an answer of the assistant's that stands in a prompt as it was given: the end of its turn, then
         the messages. Raises RenderError as ``render`` does, and where the template shows answers otherwise."""
         answer = f"answer{secrets.token_hex(16)}"
-        turn = [Message("user", "question"), Message("assistant", answer)]
+        turn = [TemplateMessage("user", "question"), TemplateMessage("assistant", answer)]
         before, _, after = self.render(replace(chat, messages=[*turn, *chat.messages])).rpartition(answer)
         if not before or answer in before:
-            raise RenderError(Failure.ANSWER_NOT_SHOWN)
+            raise RenderError(TemplateFailure.ANSWER_NOT_SHOWN)
         return after
 
-    def _render(self, chat: Chat) -> str:
+    def _render(self, chat: TemplateInput) -> str:
         try:
             return self._render_messages(chat, chat.messages)
         except RenderError as error:
@@ -99,7 +99,7 @@ class CompiledTemplate:
         except RenderError:
             raise first from first.__cause__
 
-    def _render_messages(self, chat: Chat, messages: Iterable[Message]) -> str:
+    def _render_messages(self, chat: TemplateInput, messages: Iterable[TemplateMessage]) -> str:
         variables = {**self._variables, **(chat.variables or {})}
         if chat.tools:
             variables["tools"] = list(chat.tools)
@@ -108,13 +108,15 @@ class CompiledTemplate:
         try:
             return self._template.render(variables)
         except TemplateRefusal as refusal:
-            raise RenderError(Failure.REFUSED, f"the model's chat template refuses it{self._reason(refusal)}") from None
+            raise RenderError(
+                TemplateFailure.REFUSED, f"the model's chat template refuses it{self._reason(refusal)}"
+            ) from None
         except MemoryError:
             raise
         except Exception as error:
             # Whatever a template does with a caller's messages is a fault of this one request.
             raise RenderError(
-                Failure.REFUSED, f"the model's chat template fails on it ({type(error).__name__})"
+                TemplateFailure.REFUSED, f"the model's chat template fails on it ({type(error).__name__})"
             ) from error
 
     def _reason(self, refusal: TemplateRefusal) -> str:
@@ -123,7 +125,7 @@ class CompiledTemplate:
         said = str(refusal)
         return f": {said[:_MAX_REASON]}" if said in self._facts.words else ""
 
-    def _turn(self, message: Message) -> dict[str, Any]:
+    def _turn(self, message: TemplateMessage) -> dict[str, Any]:
         """A message as templates are written for it: what it lacks is not there at all."""
         turn: dict[str, Any] = {"role": self._role(message.role)}
         if message.content is not None or self._facts.tests_content_for_none:
@@ -148,13 +150,13 @@ class CompiledTemplate:
         return own_text(role) if role in self.roles else role
 
 
-def _as_call(call: ToolCall) -> dict[str, Any]:
+def _as_call(call: TemplateToolCall) -> dict[str, Any]:
     arguments = call.arguments if isinstance(call.arguments, str) else dict(call.arguments)
     function = {"name": call.name, "arguments": arguments}
     return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}
 
 
-def _simplified(message: Message) -> Message:
+def _simplified(message: TemplateMessage) -> TemplateMessage:
     """A message for a template that fails on what few templates know."""
     calls = [
         call._replace(arguments={"arguments": call.arguments}) if isinstance(call.arguments, str) else call

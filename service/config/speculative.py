@@ -19,7 +19,7 @@ _DRAFTS = {DraftMethod.NGRAM: 8, DraftMethod.SUFFIX: 16, DraftMethod.DRAFT_MODEL
 _WITH_MODEL = (DraftMethod.DRAFT_MODEL, DraftMethod.EAGLE3)
 
 
-class _Key(NamedTuple):
+class _ConfigKey(NamedTuple):
     """A key of the JSON, and what it may be."""
 
     methods: tuple[DraftMethod, ...]
@@ -29,15 +29,15 @@ class _Key(NamedTuple):
     """Of numbers."""
 
 
-_KEYS: Mapping[str, _Key] = {
-    "num_speculative_tokens": _Key(tuple(DraftMethod), 1, MAX_DRAFTS),
-    "model": _Key(_WITH_MODEL),
-    "prompt_lookup_max": _Key((DraftMethod.NGRAM,), 1, 64),
-    "prompt_lookup_min": _Key((DraftMethod.NGRAM,), 1, 64),
-    "suffix_decoding_max_tree_depth": _Key((DraftMethod.SUFFIX,), 2, 256),
-    "suffix_decoding_max_cached_requests": _Key((DraftMethod.SUFFIX,), 0, 100_000),
-    "suffix_decoding_max_spec_factor": _Key((DraftMethod.SUFFIX,), 0.01, 100),
-    "suffix_decoding_min_token_prob": _Key((DraftMethod.SUFFIX,), 0, 1),
+_KEYS: Mapping[str, _ConfigKey] = {
+    "num_speculative_tokens": _ConfigKey(tuple(DraftMethod), 1, MAX_DRAFTS),
+    "model": _ConfigKey(_WITH_MODEL),
+    "prompt_lookup_max": _ConfigKey((DraftMethod.NGRAM,), 1, 64),
+    "prompt_lookup_min": _ConfigKey((DraftMethod.NGRAM,), 1, 64),
+    "suffix_decoding_max_tree_depth": _ConfigKey((DraftMethod.SUFFIX,), 2, 256),
+    "suffix_decoding_max_cached_requests": _ConfigKey((DraftMethod.SUFFIX,), 0, 100_000),
+    "suffix_decoding_max_spec_factor": _ConfigKey((DraftMethod.SUFFIX,), 0.01, 100),
+    "suffix_decoding_min_token_prob": _ConfigKey((DraftMethod.SUFFIX,), 0, 1),
 }
 
 

@@ -1,11 +1,11 @@
-"""From the contract's ``Chat`` to what a template takes: what bounds alone cannot say, and texts of JSON."""
+"""From the contract's ``TemplateInput`` to what a template takes: what bounds alone cannot say, and texts of JSON."""
 
 import json
 import json.scanner
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
-from penstock.service.chat_templates.chat_template import Chat, ChatTemplate, Message, ToolCall
+from penstock.service.chat_templates.chat_template import ChatTemplate, TemplateInput, TemplateMessage, TemplateToolCall
 from penstock.service.config.limits import chat_bytes
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
@@ -39,13 +39,13 @@ def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
         raise invalid(field, "the last message must be the assistant's, with content and without tool_calls")
 
 
-def parse_chat(chat: pb.Chat) -> Chat:
+def parse_chat(chat: pb.Chat) -> TemplateInput:
     """``chat`` as the template takes it; it has passed ``check_chat``. Slow for long texts. Raises ServiceError."""
     messages = [
-        Message(
+        TemplateMessage(
             message.role,
             message.content if message.HasField("content") or not message.tool_calls else None,
-            [ToolCall(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls],
+            [TemplateToolCall(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls],
             message.tool_call_id,
             message.name,
             message.reasoning_content if message.HasField("reasoning_content") else None,
@@ -53,7 +53,7 @@ def parse_chat(chat: pb.Chat) -> Chat:
         for message in chat.messages
     ]
     opens_turn = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    return Chat(
+    return TemplateInput(
         messages,
         add_generation_prompt=opens_turn and not chat.continue_final_message,
         tools=[_object(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)],

@@ -21,7 +21,7 @@ MAX_IN_ALL = 65_536
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class StoredContext:
     """One context, packed."""
 
     tenant: str
@@ -36,19 +36,19 @@ class Kept:
         return Context(self.token_ids.tolist(), hashes)
 
 
-class Shelf:
+class TenantContexts:
     """One tenant's contexts, in the order in which they go when there are too many: first those that nobody is
     expected to continue, then the others; in each group the least recently used goes first."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._ordinary: OrderedDict[str, Kept] = OrderedDict()
-        self._wanted: OrderedDict[str, Kept] = OrderedDict()
+        self._ordinary: OrderedDict[str, StoredContext] = OrderedDict()
+        self._wanted: OrderedDict[str, StoredContext] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._ordinary) + len(self._wanted)
 
-    def put(self, request_id: str, kept: Kept, wanted: bool) -> None:
+    def put(self, request_id: str, kept: StoredContext, wanted: bool) -> None:
         """Adds a context."""
         (self._wanted if wanted else self._ordinary)[request_id] = kept
         self.num_tokens += len(kept.token_ids)
@@ -74,7 +74,7 @@ class Shelf:
         return next(iter(self._ordinary or self._wanted))
 
 
-class Conversations:
+class ContextStore:
     """Bounded in time, and in tokens and contexts for each tenant and for all of them: memory stays constant."""
 
     def __init__(self, ttl_s: float, tokens_per_tenant: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -82,9 +82,9 @@ class Conversations:
         self.ttl_s = ttl_s
         self._tokens_per_tenant = tokens_per_tenant
         self._clock = clock
-        self._by_age: OrderedDict[str, Kept] = OrderedDict()
+        self._by_age: OrderedDict[str, StoredContext] = OrderedDict()
         """All of them, by their requests' ids; the oldest first."""
-        self._shelves: OrderedDict[str, Shelf] = OrderedDict()
+        self._shelves: OrderedDict[str, TenantContexts] = OrderedDict()
         """By tenant, without empty ones; the one that was quiet for longest first."""
         self.num_tokens = 0
 
@@ -103,14 +103,14 @@ class Conversations:
         if continues and tenant in self._shelves:
             self._shelves[tenant].supersede(continues)
         self._make_room(tenant, num_tokens)
-        kept = Kept(tenant, array("I", context.token_ids), b"".join(context.block_hashes), self._clock())
-        self._shelves.setdefault(tenant, Shelf()).put(request_id, kept, wanted)
+        kept = StoredContext(tenant, array("I", context.token_ids), b"".join(context.block_hashes), self._clock())
+        self._shelves.setdefault(tenant, TenantContexts()).put(request_id, kept, wanted)
         self._shelves.move_to_end(tenant)
         self._by_age[request_id] = kept
         self.num_tokens += num_tokens
         return True
 
-    def find(self, request_id: str, tenant: str) -> Kept | None:
+    def find(self, request_id: str, tenant: str) -> StoredContext | None:
         """The context of a request of this tenant; None if it is not, or no longer, here. Another tenant's is as if it
         were not."""
         self._expire()

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from penstock.kv.block_hash import tenant_salt
-from penstock.models.checkpoint.pooling_config import Embedding
+from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Event, Prompt, Request
 from penstock.service.config.limits import Limit, Validator
@@ -31,7 +31,7 @@ class EmbedConverter:
     """Makes requests for one served model."""
 
     def __init__(
-        self, validator: Validator, pool: TokenizerPool, model_name: str, embedding: Embedding, hidden_size: int
+        self, validator: Validator, pool: TokenizerPool, model_name: str, embedding: PoolingConfig, hidden_size: int
     ) -> None:
         self._validator = validator
         self._pool = pool

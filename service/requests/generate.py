@@ -18,7 +18,7 @@ from penstock.service.config.limits import Limit, Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.requests.chat import check_chat, parse_chat
-from penstock.service.requests.contexts import Kept
+from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
@@ -57,7 +57,7 @@ class Origin:
     deadline: float | None = None
 
 
-class Answer(Enum):
+class ResponseMode(Enum):
     """How the output is carried: it decides how much a request may ask for."""
 
     STREAMED = auto()
@@ -70,7 +70,7 @@ def output_form(start: pb.Start) -> OutputForm:
     return _FORMS[start.output.format]
 
 
-class Converter:
+class RequestBuilder:
     """Makes requests for one served model."""
 
     def __init__(
@@ -135,8 +135,8 @@ class Converter:
         start: pb.Start,
         origin: Origin,
         sink: Callable[[Event], None],
-        answer: Answer = Answer.STREAMED,
-        context: Kept | None = None,
+        answer: ResponseMode = ResponseMode.STREAMED,
+        context: StoredContext | None = None,
     ) -> Request:
         """The request, ready for the queue. ``start`` has passed ``check``; ``context`` is that of the request which it
         continues. Raises ServiceError."""
@@ -151,14 +151,14 @@ class Converter:
         start: pb.Start,
         origin: Origin,
         sink: Callable[[Event], None],
-        answer: Answer,
-        context: Kept | None,
+        answer: ResponseMode,
+        context: StoredContext | None,
         grammar: str,
     ) -> Request:
         salt = tenant_salt(self._model_name, origin.tenant)
         prompt = self._prompt(start, salt) if context is None else self._continued(start, salt, context)
         max_tokens = self._max_tokens(start, len(prompt.token_ids))
-        if answer is Answer.WHOLE:
+        if answer is ResponseMode.WHOLE:
             max_tokens = self._fit_whole(start, len(prompt.token_ids), max_tokens)
         _check_cost(_Cost.of(start), len(prompt.token_ids), max_tokens)
         return Request(
@@ -211,7 +211,7 @@ class Converter:
             self._validator.check_ids(token_ids, limit.field)
         return self._pool.prompt(token_ids if truncation is None else truncation.cut(token_ids), salt, limit)
 
-    def _continued(self, start: pb.Start, salt: bytes, kept: Kept) -> Prompt:
+    def _continued(self, start: pb.Start, salt: bytes, kept: StoredContext) -> Prompt:
         kind = start.WhichOneof("prompt")
         field: str = "token_ids.ids" if kind == "token_ids" else kind or "continue_from"
         context, truncation = kept.unpacked(), self._truncation(start)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from penstock.models.executor.child_process import child_environment
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.service.thread_pool import Lane
+from penstock.service.thread_pool import FairThreadPool
 from penstock.v1 import constraint_pb2
 
 CHECKER = "from penstock.models.structured_output.check_process import main; main()"
@@ -54,7 +54,7 @@ class GrammarChecks:
                 "closes_objects": closes_objects,
             },
         }
-        self._lane = Lane("grammars", 1, MAX_WAITING_BYTES)
+        self._lane = FairThreadPool("grammars", 1, MAX_WAITING_BYTES)
         self._process: subprocess.Popen[bytes] | None = None
         """The lane's thread's, and after ``close`` nobody's."""
         self._warming: asyncio.Task[None] | None = None

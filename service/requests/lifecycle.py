@@ -17,20 +17,20 @@ from penstock.clients.host.error_frames import release_frames
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.planning.allowance import Rated
 from penstock.scheduler.request import (
-    Accepted,
     Change,
     Context,
-    Delta,
+    EngineFinishReason,
     Event,
-    Finished,
-    FinishReason,
-    PromptLogprobs,
+    PromptLogprobsChunk,
     Refused,
     Request,
-    Timings,
-    Usage,
+    RequestAccepted,
+    RequestFinished,
+    RequestTimings,
+    SequenceDelta,
+    TokenUsage,
 )
-from penstock.service.auth.identity import Caller
+from penstock.service.auth.identity import Principal
 from penstock.service.errors import (
     Reason,
     ServiceError,
@@ -40,10 +40,10 @@ from penstock.service.errors import (
     status_code,
     to_status,
 )
-from penstock.service.requests.contexts import Conversations, Kept
-from penstock.service.requests.generate import Answer, Converter, Origin, output_form
+from penstock.service.requests.contexts import ContextStore, StoredContext
+from penstock.service.requests.generate import Origin, RequestBuilder, ResponseMode, output_form
 from penstock.service.streaming.messages import finished_message, milliseconds
-from penstock.service.streaming.outbox import Receiver
+from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
 from penstock.service.telemetry.tracing import Telemetry
@@ -60,28 +60,28 @@ Refuse = Callable[[ServiceError], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class RequestContext:
     """What every request needs of the service."""
 
     engine: Engine
-    converter: Converter
+    converter: RequestBuilder
     telemetry: Telemetry
-    conversations: Conversations
+    conversations: ContextStore
 
 
-class LiveRequest:
+class RequestLifecycle:
     """Begins with ``begin``; then ``receiver.finished`` is called exactly once, last, and ``on_end`` after it."""
 
     def __init__(
         self,
-        surroundings: Surroundings,
+        surroundings: RequestContext,
         start: pb.Start,
         *,
         request_id: str,
-        caller: Caller,
-        receiver: Receiver,
-        on_end: Callable[["LiveRequest"], None],
-        answer: Answer = Answer.STREAMED,
+        caller: Principal,
+        receiver: RequestReceiver,
+        on_end: Callable[["RequestLifecycle"], None],
+        answer: ResponseMode = ResponseMode.STREAMED,
         time_left_s: float | None = None,
     ) -> None:
         """``start`` is what ``begin`` will be given. ``time_left_s``: the deadline where it has none of its own."""
@@ -138,7 +138,7 @@ class LiveRequest:
         except Exception as error:
             self._refuse(error)
 
-    def cancel(self, reason: FinishReason = FinishReason.CANCELLED, message: str = "") -> None:
+    def cancel(self, reason: EngineFinishReason = EngineFinishReason.CANCELLED, message: str = "") -> None:
         """Ends the request, wherever it is; nothing if it has ended."""
         if self._done or (self._request is not None and self._abort(reason, message)):
             return
@@ -169,7 +169,7 @@ class LiveRequest:
         if self._is_queued:
             self._surroundings.engine.hold(self.request_id, held)
 
-    def _context(self) -> Kept | None:
+    def _context(self) -> StoredContext | None:
         if not self._continues:
             return None
         kept = self._surroundings.conversations.find(self._continues, self._tenant)
@@ -178,7 +178,7 @@ class LiveRequest:
         return kept
 
     async def _enter(
-        self, start: pb.Start, context: Kept | None, origin: Origin, after: "asyncio.Task[None] | None"
+        self, start: pb.Start, context: StoredContext | None, origin: Origin, after: "asyncio.Task[None] | None"
     ) -> None:
         try:
             request = await self._prepared(start, context, origin)
@@ -193,7 +193,7 @@ class LiveRequest:
             # A cancel of ours has ended the request already; any other one must not leave it without an end.
             self._refuse(error)
 
-    async def _prepared(self, start: pb.Start, context: Kept | None, origin: Origin) -> Request:
+    async def _prepared(self, start: pb.Start, context: StoredContext | None, origin: Origin) -> Request:
         converter = self._surroundings.converter
         left = None if self._deadline is None else self._deadline - time.monotonic()
         try:
@@ -240,7 +240,7 @@ class LiveRequest:
         if self._done:
             return
         try:
-            if isinstance(event, Delta):
+            if isinstance(event, SequenceDelta):
                 self._meter.delta(event.choice)
                 self._receiver.delta(self.ref, event, self._form, not self._had_output)
                 self._had_output = True
@@ -250,14 +250,14 @@ class LiveRequest:
             self._refuse(error)
 
     def _deliver(self, event: Event) -> None:
-        if isinstance(event, Finished):
+        if isinstance(event, RequestFinished):
             self._finish(event)
-        elif isinstance(event, PromptLogprobs):
+        elif isinstance(event, PromptLogprobsChunk):
             self._receiver.prompt_logprobs(self.ref, event)
-        elif isinstance(event, Accepted):
+        elif isinstance(event, RequestAccepted):
             self._accept(event)
 
-    def _accept(self, event: Accepted) -> None:
+    def _accept(self, event: RequestAccepted) -> None:
         assert self._request is not None
         self.was_accepted = True
         self._receiver.accepted(
@@ -286,7 +286,7 @@ class LiveRequest:
             _log.error("request %s: an error of our own", self.request_id, exc_info=error)
             known = ServiceError(Reason.INTERNAL)
         self._refusal = known
-        reason = FinishReason.DEADLINE if known.reason is Reason.DEADLINE else FinishReason.INTERNAL
+        reason = EngineFinishReason.DEADLINE if known.reason is Reason.DEADLINE else EngineFinishReason.INTERNAL
         was_prepared = self._request is not None
         self._finish(self._unqueued(reason), to_status(known, self.request_id))
         if known is error or isinstance(error, Refused):  # else the log may not have written it yet
@@ -295,10 +295,10 @@ class LiveRequest:
         if was_prepared:
             asyncio.get_running_loop().call_soon(self._abort, reason, "")
 
-    def _abort(self, reason: FinishReason, message: str) -> bool:
+    def _abort(self, reason: EngineFinishReason, message: str) -> bool:
         return self._surroundings.engine.abort(self.request_id, reason, message)
 
-    def _finish(self, finished: Finished, status: status_pb2.Status | None = None) -> None:
+    def _finish(self, finished: RequestFinished, status: status_pb2.Status | None = None) -> None:
         """The one way out."""
         if self._done:
             return
@@ -327,7 +327,7 @@ class LiveRequest:
             continues=self._continues,
         )
 
-    def _report(self, finished: Finished) -> None:
+    def _report(self, finished: RequestFinished) -> None:
         end = End(
             request_id=self.request_id,
             client_request_id=self._client_request_id,
@@ -340,8 +340,10 @@ class LiveRequest:
         )
         report_end(self._span, self._surroundings.telemetry.metrics, end)
 
-    def _unqueued(self, reason: FinishReason, message: str = "") -> Finished:
+    def _unqueued(self, reason: EngineFinishReason, message: str = "") -> RequestFinished:
         """The end of a request of which the engine knows nothing."""
         prompt_tokens = len(self._request.prompt_token_ids) if self._request is not None else 0
         total_us = int((time.monotonic() - self._arrival) * 1e6)
-        return Finished(reason, Usage(prompt_tokens=prompt_tokens), Timings(total_us=total_us), message)
+        return RequestFinished(
+            reason, TokenUsage(prompt_tokens=prompt_tokens), RequestTimings(total_us=total_us), message
+        )

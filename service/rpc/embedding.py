@@ -10,8 +10,16 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.planning.allowance import Rated
-from penstock.scheduler.request import Embedded, Event, Finished, FinishReason, Request, Timings, Usage
-from penstock.service.auth.identity import Caller, current_caller
+from penstock.scheduler.request import (
+    Embedded,
+    EngineFinishReason,
+    Event,
+    Request,
+    RequestFinished,
+    RequestTimings,
+    TokenUsage,
+)
+from penstock.service.auth.identity import Principal, current_caller
 from penstock.service.errors import Reason, ServiceError, StatusError, code_of, ending_status, from_exception
 from penstock.service.requests.embed import EmbedConverter
 from penstock.service.requests.generate import Origin
@@ -52,13 +60,13 @@ class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
     def shut_down(self) -> None:
         """Ends every request that is queued or runs; one that is still prepared is refused when it gets there."""
         for live in list(self._live):
-            live.abort(FinishReason.SHUTDOWN)
+            live.abort(EngineFinishReason.SHUTDOWN)
 
 
 class _LiveEmbedding:
     """One request."""
 
-    def __init__(self, engine: Engine, converter: EmbedConverter, caller: Caller, time_left_s: float | None) -> None:
+    def __init__(self, engine: Engine, converter: EmbedConverter, caller: Principal, time_left_s: float | None) -> None:
         self._engine = engine
         self._converter = converter
         self._caller = caller
@@ -71,7 +79,7 @@ class _LiveEmbedding:
         self._vectors: dict[int, bytes] = {}
         self._vector_bytes = 0
         """What of each is asked for: the rest is not kept until the last one is there."""
-        self._finished: Finished | None = None
+        self._finished: RequestFinished | None = None
         self._end = asyncio.Event()
 
     async def answer(self, request: pb.EmbedRequest, telemetry: Telemetry) -> pb.EmbedResponse:
@@ -83,11 +91,11 @@ class _LiveEmbedding:
             failure = error
             raise
         finally:
-            self.abort(FinishReason.CANCELLED)
+            self.abort(EngineFinishReason.CANCELLED)
             self._report(failure, request.client_request_id, telemetry)
             del failure  # or this frame and its traceback would be a circle
 
-    def abort(self, reason: FinishReason) -> None:
+    def abort(self, reason: EngineFinishReason) -> None:
         """Ends the request where it is queued or runs."""
         if self._request is not None:
             self._engine.abort(self._request_id, reason)
@@ -132,7 +140,7 @@ class _LiveEmbedding:
         """The request's sink: never raises."""
         if isinstance(event, Embedded):
             self._vectors[event.choice] = event.vector[: self._vector_bytes]
-        elif isinstance(event, Finished):
+        elif isinstance(event, RequestFinished):
             self._finished = event
             self._end.set()
 
@@ -141,8 +149,12 @@ class _LiveEmbedding:
         if finished is None:  # the engine knows nothing of it
             num_tokens = 0 if self._request is None else self._request.num_prompt_tokens
             total_us = round((time.monotonic() - self._arrival) * 1e6)
-            reason = FinishReason.CANCELLED if isinstance(failure, asyncio.CancelledError) else FinishReason.INTERNAL
-            finished = Finished(reason, Usage(prompt_tokens=num_tokens), Timings(total_us=total_us))
+            reason = (
+                EngineFinishReason.CANCELLED
+                if isinstance(failure, asyncio.CancelledError)
+                else EngineFinishReason.INTERNAL
+            )
+            finished = RequestFinished(reason, TokenUsage(prompt_tokens=num_tokens), RequestTimings(total_us=total_us))
         known = None if failure is None else from_exception(failure)
         code = grpc.StatusCode.OK if failure is None else code_of(failure)
         end = End(

@@ -12,14 +12,14 @@ from typing import Any
 import grpc
 
 from penstock.scheduler.engine_stats import EngineState
-from penstock.scheduler.request import Delta, FinishReason, PromptLogprobs
-from penstock.service.auth.identity import Caller, current_caller
+from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta
+from penstock.service.auth.identity import Principal, current_caller
 from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError, StatusError, invalid, to_status, with_finished
-from penstock.service.requests.generate import Answer
-from penstock.service.requests.lifecycle import LiveRequest, Surroundings
+from penstock.service.requests.generate import ResponseMode
+from penstock.service.requests.lifecycle import RequestContext, RequestLifecycle
 from penstock.service.rpc.interceptor import current_request_id
-from penstock.service.streaming.backlog import Backlog, Pacer
+from penstock.service.streaming.backlog import BufferBudget, WritePacer
 from penstock.service.streaming.messages import fill_delta, fill_logprobs, single_message, stream_message
 from penstock.service.streaming.outbox import HEARTBEAT_S, Outbox
 from penstock.service.streaming.pending_message import OutputForm
@@ -46,13 +46,13 @@ StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse
 class GenerationService(pb_grpc.GenerationServiceServicer):
     """The servicer, and the register of what is alive."""
 
-    def __init__(self, surroundings: Surroundings, validator: Validator, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, surroundings: RequestContext, validator: Validator, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._surroundings = surroundings
         self._validator = validator
         self._heartbeat_s = heartbeat_s
-        self._pacer = Pacer()
-        self._backlog = Backlog()
-        self._live: set[LiveRequest] = set()
+        self._pacer = WritePacer()
+        self._backlog = BufferBudget()
+        self._live: set[RequestLifecycle] = set()
         """Those on every kind of call."""
         self._outboxes: set[Outbox] = set()
         """Those of the multiplexed streams."""
@@ -98,7 +98,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
         outbox = self._new_outbox(write, single_message, lambda held: live.hold(held))  # noqa: PLW0108
 
-        def on_end(live: LiveRequest) -> None:
+        def on_end(live: RequestLifecycle) -> None:
             error = StatusError(live.status) if live.status.code else None
             if error is not None and not live.was_accepted:
                 outbox.fail(error)
@@ -120,7 +120,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """One request, answered whole."""
         answer = _WholeAnswer()
         start = _required(request)
-        live = self.new_request(start, answer, current_caller.get(), lambda live: None, context, Answer.WHOLE)
+        live = self.new_request(start, answer, current_caller.get(), lambda live: None, context, ResponseMode.WHOLE)
         live.begin(start)
         try:
             response = await answer.whole
@@ -135,19 +135,19 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self,
         start: pb.Start,
         receiver: "Outbox | _WholeAnswer",
-        caller: Caller,
-        on_end: Callable[[LiveRequest], None],
+        caller: Principal,
+        on_end: Callable[[RequestLifecycle], None],
         call: "grpc.aio.ServicerContext[Any, Any] | None" = None,
-        answer: Answer = Answer.STREAMED,
-    ) -> LiveRequest:
+        answer: ResponseMode = ResponseMode.STREAMED,
+    ) -> RequestLifecycle:
         """A request that is in the register until it ends. ``call``: the one that carries it alone, whose id and
         deadline are the request's."""
 
-        def unregister(live: LiveRequest) -> None:
+        def unregister(live: RequestLifecycle) -> None:
             self._live.discard(live)
             on_end(live)
 
-        live = LiveRequest(
+        live = RequestLifecycle(
             self._surroundings,
             start,
             request_id=new_request_id() if call is None else current_request_id.get(),
@@ -170,7 +170,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         written."""
         unfinished = [outbox for outbox in self._outboxes if not outbox.is_closed]
         for live in list(self._live):
-            live.cancel(FinishReason.SHUTDOWN)
+            live.cancel(EngineFinishReason.SHUTDOWN)
         for outbox in unfinished:
             outbox.close(ServiceError(Reason.DRAINING))
 
@@ -184,12 +184,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 class _Stream:
     """The requests of one multiplexed stream."""
 
-    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator, caller: Caller) -> None:
+    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator, caller: Principal) -> None:
         self._service = service
         self._outbox = outbox
         self._validator = validator
         self._caller = caller
-        self._live: dict[int, LiveRequest] = {}
+        self._live: dict[int, RequestLifecycle] = {}
         self._last: asyncio.Task[None] | None = None
         self._half_closed = False
         self._num_refused = 0
@@ -271,7 +271,7 @@ class _Stream:
         else:
             live.update(update, refuse)
 
-    def _on_end(self, live: LiveRequest) -> None:
+    def _on_end(self, live: RequestLifecycle) -> None:
         del self._live[live.ref]
         self._close_if_done()
 
@@ -293,7 +293,7 @@ class _WholeAnswer:
     def accepted(self, accepted: pb.Accepted) -> None:
         """Says nothing that the end does not."""
 
-    def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
+    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
         """Parts come in order and without gaps."""
         whole = self._response.prompt_logprobs
         if not self._response.HasField("prompt_logprobs"):
@@ -301,7 +301,7 @@ class _WholeAnswer:
             whole.start = part.start
         fill_logprobs(whole.logprobs, part.logprobs)
 
-    def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
+    def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
         """Appended to its choice."""
         while len(self._texts) <= delta.choice:
             self._response.choices.add(index=len(self._texts))

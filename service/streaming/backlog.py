@@ -11,7 +11,7 @@ MIN_STREAM_BYTES = 64 << 10
 """One message. However many readers are slow, a stream that is read is not stopped for what a step brings."""
 
 
-class Backlog:
+class BufferBudget:
     """What waits on all streams. Each may have as much as is still free, so the fullest streams are stopped first, and
     the more of them there are the less each may have: n of them keep the n-th part of n/(n+1) of the whole."""
 
@@ -24,7 +24,7 @@ class Backlog:
         return min(MAX_STREAM_BYTES, max(MIN_STREAM_BYTES, MAX_TOTAL_BYTES - self.num_bytes))
 
 
-class Pacer:
+class WritePacer:
     """How long a stream waits between two messages: in proportion to the streams that have live requests."""
 
     def __init__(self, write_cost_s: float = WRITE_COST_S) -> None:

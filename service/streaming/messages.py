@@ -5,27 +5,27 @@ from collections.abc import Mapping, Sequence
 from google.rpc import status_pb2
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.request import Delta, Finished, FinishReason, Matched, Speculation
+from penstock.scheduler.request import EngineFinishReason, RequestFinished, SequenceDelta, SpeculationCounts, StopMatch
 from penstock.service.config.limits import UINT32_MAX
-from penstock.service.streaming.pending_message import Batch, OutputForm
+from penstock.service.streaming.pending_message import OutputForm, PendingMessage
 from penstock.v1 import generation_pb2 as pb
 
-_REASONS: Mapping[FinishReason, "pb.FinishReason.ValueType"] = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
-    FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
-    FinishReason.WORKER_DIED: pb.FINISH_REASON_ERROR,
-    FinishReason.SHUTDOWN: pb.FINISH_REASON_ERROR,
-    FinishReason.KILLED_WORKER: pb.FINISH_REASON_ERROR,
-    FinishReason.GRAMMAR: pb.FINISH_REASON_ERROR,
-    FinishReason.DEAD_END: pb.FINISH_REASON_ERROR,
-    FinishReason.SLOW_CONSTRAINT: pb.FINISH_REASON_ERROR,
-    FinishReason.INTERNAL: pb.FINISH_REASON_ERROR,
+_REASONS: Mapping[EngineFinishReason, "pb.FinishReason.ValueType"] = {
+    EngineFinishReason.STOP: pb.FINISH_REASON_STOP,
+    EngineFinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    EngineFinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    EngineFinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
+    EngineFinishReason.WORKER_DIED: pb.FINISH_REASON_ERROR,
+    EngineFinishReason.SHUTDOWN: pb.FINISH_REASON_ERROR,
+    EngineFinishReason.KILLED_WORKER: pb.FINISH_REASON_ERROR,
+    EngineFinishReason.GRAMMAR: pb.FINISH_REASON_ERROR,
+    EngineFinishReason.DEAD_END: pb.FINISH_REASON_ERROR,
+    EngineFinishReason.SLOW_CONSTRAINT: pb.FINISH_REASON_ERROR,
+    EngineFinishReason.INTERNAL: pb.FINISH_REASON_ERROR,
 }
 
 
-def stream_message(batch: Batch) -> pb.GenerateResponse:
+def stream_message(batch: PendingMessage) -> pb.GenerateResponse:
     """A message of Generate."""
     message = pb.GenerateResponse()
     _fill(message, batch)
@@ -39,7 +39,7 @@ def stream_message(batch: Batch) -> pb.GenerateResponse:
     return message
 
 
-def single_message(batch: Batch) -> pb.GenerateOneResponse:
+def single_message(batch: PendingMessage) -> pb.GenerateOneResponse:
     """A message of GenerateOne, whose stream carries one request."""
     message = pb.GenerateOneResponse()
     _fill(message, batch)
@@ -51,7 +51,12 @@ def single_message(batch: Batch) -> pb.GenerateOneResponse:
 
 
 def finished_message(
-    ref: int, request_id: str, finished: Finished, status: status_pb2.Status, seed: int | None, may_continue: bool
+    ref: int,
+    request_id: str,
+    finished: RequestFinished,
+    status: status_pb2.Status,
+    seed: int | None,
+    may_continue: bool,
 ) -> pb.Finished:
     """The end of a request; ``seed`` is None for one that was not admitted."""
     usage, timings = finished.usage, finished.timings
@@ -77,7 +82,7 @@ def finished_message(
     )
 
 
-def _speculation(speculation: Speculation) -> pb.Speculation:
+def _speculation(speculation: SpeculationCounts) -> pb.Speculation:
     return pb.Speculation(
         drafted_tokens=speculation.drafted,
         accepted_tokens=speculation.accepted,
@@ -100,7 +105,7 @@ def fill_logprobs(out: pb.Logprobs, logprobs: TokenLogprobs) -> None:
     out.top.extend(logprobs.top)
 
 
-def fill_end(out: pb.ChoiceEnd, end: Matched) -> None:
+def fill_end(out: pb.ChoiceEnd, end: StopMatch) -> None:
     """How a choice ended."""
     out.reason = _REASONS[end.reason]
     if end.stop is not None:
@@ -109,7 +114,7 @@ def fill_end(out: pb.ChoiceEnd, end: Matched) -> None:
         out.stop_token_id = end.stop_token_id
 
 
-def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[Delta]) -> None:
+def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[SequenceDelta]) -> None:
     """Joins consecutive deltas of one choice."""
     if form.text:
         out.text = deltas[0].text if len(deltas) == 1 else "".join([delta.text for delta in deltas])
@@ -124,7 +129,7 @@ def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[Del
             fill_end(out.end, delta.end)
 
 
-def _fill(message: pb.GenerateResponse | pb.GenerateOneResponse, batch: Batch) -> None:
+def _fill(message: pb.GenerateResponse | pb.GenerateOneResponse, batch: PendingMessage) -> None:
     for ref, part in batch.prompt_logprobs:
         fill_logprobs(message.prompt_logprobs.add(ref=ref, start=part.start).logprobs, part.logprobs)
     add = message.deltas.add

@@ -13,15 +13,15 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-from penstock.scheduler.request import Delta, PromptLogprobs
+from penstock.scheduler.request import PromptLogprobsChunk, SequenceDelta
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.streaming.backlog import Backlog, Pacer
-from penstock.service.streaming.pacing import AT_ONCE, NEVER, Alarm
+from penstock.service.streaming.backlog import BufferBudget, WritePacer
+from penstock.service.streaming.pacing import AT_ONCE, NEVER, WriteTimer
 from penstock.service.streaming.pending_message import (
     MAX_PART_BYTES,
     PART_BYTES,
-    Batch,
     OutputForm,
+    PendingMessage,
     delta_bytes,
     logprobs_bytes,
     split,
@@ -46,18 +46,18 @@ HELD_UP_PART_BYTES = 8 << 10
 one that is gone."""
 
 
-class Receiver(Protocol):
+class RequestReceiver(Protocol):
     """Takes what one request brings, synchronously and in order."""
 
     def accepted(self, accepted: pb.Accepted) -> None:
         """The request is in the queue."""
         ...
 
-    def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
+    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
         """A part of the prompt's log-probabilities."""
         ...
 
-    def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
+    def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
         """New output; ``at_once`` for a first token."""
         ...
 
@@ -76,9 +76,9 @@ class Outbox:
     def __init__(
         self,
         write: Callable[[bytes], Awaitable[None]],
-        encode: Callable[[Batch], Message],
-        pacer: Pacer,
-        backlog: Backlog,
+        encode: Callable[[PendingMessage], Message],
+        pacer: WritePacer,
+        backlog: BufferBudget,
         state: Callable[[], "pb.ServiceState.ValueType"],
         on_stall: Callable[[bool], None],
         heartbeat_s: float = HEARTBEAT_S,
@@ -96,11 +96,11 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
         self._ready: deque[bytes] = deque()
         """Messages that are full, as the wire has them: a tenth of the memory that their parts took."""
-        self._batch: Batch | None = None
+        self._batch: PendingMessage | None = None
         """What comes next joins it."""
         self._pending_bytes = 0
         """Of both, and of the message that is being written."""
-        self._alarm = Alarm()
+        self._alarm = WriteTimer()
         """Rings when the next message leaves: what hurries most decides."""
         self._num_live = 0
         self._is_active = False  # as the pacer knows it
@@ -131,13 +131,13 @@ class Outbox:
         self._room(PART_BYTES + accepted.ByteSize()).accepted.append(accepted)
         self._alarm.set(max(self._last_write + self._pacer.interval, self._loop.time() + ACCEPTED_WAIT_S))
 
-    def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
+    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
         """In several parts, where one message can't hold it."""
         for piece in split(part):
             self._room(PART_BYTES + logprobs_bytes(piece.logprobs)).prompt_logprobs.append((ref, piece))
         self._alarm.set(self._last_write + self._pacer.interval)
 
-    def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
+    def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
         """Joins what waits of the same choice, if anything does. In several parts, where one message can't hold it."""
         num_bytes = delta_bytes(delta, form)
         if not num_bytes:
@@ -149,7 +149,7 @@ class Outbox:
                 self._put_delta(ref, part, form, delta_bytes(part, form))
         self._alarm.set(AT_ONCE if at_once else self._last_write + self._pacer.interval)
 
-    def _put_delta(self, ref: int, delta: Delta, form: OutputForm, num_bytes: int) -> None:
+    def _put_delta(self, ref: int, delta: SequenceDelta, form: OutputForm, num_bytes: int) -> None:
         deltas = self._room(num_bytes).deltas
         key = (ref, delta.choice)
         waiting = deltas.get(key)
@@ -255,10 +255,10 @@ class Outbox:
     def _has_more(self) -> bool:
         return bool(self._ready) or self._batch is not None
 
-    def _room(self, num_bytes: int) -> Batch:
+    def _room(self, num_bytes: int) -> PendingMessage:
         """The batch that takes a part of so many bytes."""
         if self._failure is not None or self._closed:
-            return Batch()  # nobody will read it
+            return PendingMessage()  # nobody will read it
         self._pending_bytes += num_bytes
         self._backlog.num_bytes += num_bytes
         # Both are rare: what a step brings is less, and is written before the next one comes.
@@ -266,7 +266,7 @@ class Outbox:
             self._keep_bounds(num_bytes)
         batch = self._batch
         if batch is None:
-            batch = self._batch = Batch()
+            batch = self._batch = PendingMessage()
         batch.num_bytes += num_bytes
         return batch
 

@@ -11,7 +11,7 @@ AT_ONCE = -math.inf
 NEVER = math.inf
 
 
-class Alarm:
+class WriteTimer:
     """Set to a time by the loop's clock, at first to never; one task at a time may wait for it. All of it belongs to
     the event loop."""
 

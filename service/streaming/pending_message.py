@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.request import Delta, PromptLogprobs
+from penstock.scheduler.request import PromptLogprobsChunk, SequenceDelta
 from penstock.service.config.text_size import utf8_bytes
 from penstock.v1 import generation_pb2 as pb
 
@@ -28,15 +28,15 @@ class OutputForm(NamedTuple):
     token_ids: bool
 
 
-class Batch:
+class PendingMessage:
     """What one message will hold, in the order in which it came; the deltas of a choice become one."""
 
     __slots__ = ("accepted", "deltas", "finished", "heartbeat", "num_bytes", "prompt_logprobs", "update_refused")
 
     def __init__(self) -> None:
         self.accepted: list[pb.Accepted] = []
-        self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
-        self.deltas: dict[tuple[int, int], tuple[OutputForm, list[Delta]]] = {}
+        self.prompt_logprobs: list[tuple[int, PromptLogprobsChunk]] = []
+        self.deltas: dict[tuple[int, int], tuple[OutputForm, list[SequenceDelta]]] = {}
         """By ref and choice."""
         self.finished: list[pb.Finished] = []
         self.update_refused: list[pb.UpdateRefused] = []
@@ -49,7 +49,7 @@ class Batch:
         return self.num_bytes + num_bytes <= most
 
 
-def delta_bytes(delta: Delta, form: OutputForm) -> int:
+def delta_bytes(delta: SequenceDelta, form: OutputForm) -> int:
     """What a delta takes at most; 0 if there is nothing in it that its request wants."""
     num_bytes = 0
     if form.text and delta.text:
@@ -68,7 +68,7 @@ def logprobs_bytes(logprobs: TokenLogprobs) -> int:
     return _FLOAT_BYTES * len(logprobs.chosen) + (_ID_BYTES + _FLOAT_BYTES) * len(logprobs.top)
 
 
-def split(part: PromptLogprobs) -> list[PromptLogprobs]:
+def split(part: PromptLogprobsChunk) -> list[PromptLogprobsChunk]:
     """The same in parts, of which two go into a message."""
     num_top = part.logprobs.num_top
     most = (MAX_PART_BYTES // 2 - PART_BYTES) // (_FLOAT_BYTES + num_top * (_ID_BYTES + _FLOAT_BYTES))
@@ -76,7 +76,7 @@ def split(part: PromptLogprobs) -> list[PromptLogprobs]:
     if num_tokens <= most:
         return [part]
     return [
-        PromptLogprobs(
+        PromptLogprobsChunk(
             start=part.start + first,
             logprobs=_entries(part.logprobs, first, first + most),
         )
@@ -84,7 +84,7 @@ def split(part: PromptLogprobs) -> list[PromptLogprobs]:
     ]
 
 
-def split_delta(delta: Delta, form: OutputForm) -> list[Delta]:
+def split_delta(delta: SequenceDelta, form: OutputForm) -> list[SequenceDelta]:
     """The same in parts, none above ``MAX_PART_BYTES``: its tokens, in order, and with the last of them the text. A
     long text goes on in parts of its own; the last part has the end."""
     most_bytes = MAX_PART_BYTES // 3
@@ -93,7 +93,7 @@ def split_delta(delta: Delta, form: OutputForm) -> list[Delta]:
         token_bytes += _LENGTH_BYTES + _FLOAT_BYTES + delta.logprobs.num_top * (_ID_BYTES + _FLOAT_BYTES)
     most = most_bytes // token_bytes if token_bytes else max(len(delta.token_ids), 1)
     parts = [
-        Delta(
+        SequenceDelta(
             delta.choice,
             delta.token_ids[first : first + most],
             "",
@@ -106,7 +106,7 @@ def split_delta(delta: Delta, form: OutputForm) -> list[Delta]:
         num_chars = most_bytes // _CHAR_BYTES
         parts[-1].text = delta.text[:num_chars]
         parts += [
-            Delta(delta.choice, [], delta.text[first : first + num_chars])
+            SequenceDelta(delta.choice, [], delta.text[first : first + num_chars])
             for first in range(num_chars, len(delta.text), num_chars)
         ]
     parts[-1].end = delta.end

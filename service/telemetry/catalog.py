@@ -12,7 +12,7 @@ from penstock.service.telemetry.histogram import merged, one_two_five
 _SUFFIXES = {"s": "_seconds", "1": "_ratio", "By": "_bytes"}
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """What a metric's values are."""
 
     COUNTER = auto()
@@ -26,7 +26,7 @@ class Instrument:
     """One metric."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     unit: str
     """By UCUM: s, 1 for a share, {token} for a count of tokens; empty for what is always 1."""
     meaning: str
@@ -46,7 +46,7 @@ class Instrument:
         """As its page has it."""
         if self.is_for_prometheus_alone:
             return self.name
-        suffix = "_total" if self.kind is Kind.COUNTER else ""
+        suffix = "_total" if self.kind is MetricKind.COUNTER else ""
         return self.name.replace(".", "_") + _SUFFIXES.get(self.unit, "") + suffix
 
 
@@ -80,15 +80,15 @@ TOKEN_BOUNDS = one_two_five(MAX_TOKENS_BOUND)
 
 
 def _gauge(name: str, unit: str, meaning: str, labels: tuple[str, ...] = ()) -> Instrument:
-    return Instrument(name, Kind.GAUGE, unit, meaning, labels)
+    return Instrument(name, MetricKind.GAUGE, unit, meaning, labels)
 
 
 def _counter(name: str, unit: str, meaning: str, labels: tuple[str, ...] = ()) -> Instrument:
-    return Instrument(name, Kind.COUNTER, unit, meaning, labels)
+    return Instrument(name, MetricKind.COUNTER, unit, meaning, labels)
 
 
 def _histogram(name: str, unit: str, meaning: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> Instrument:
-    return Instrument(name, Kind.HISTOGRAM, unit, meaning, labels, bounds)
+    return Instrument(name, MetricKind.HISTOGRAM, unit, meaning, labels, bounds)
 
 
 # The engine, now ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from penstock.scheduler.request import Finished
+from penstock.scheduler.request import RequestFinished
 from penstock.service.auth.identity import ACCESS
 from penstock.service.errors import ServiceError
 from penstock.service.telemetry.catalog import FIRST_TOKEN_BOUNDS, OUTPUT_TOKEN_BOUNDS, REQUEST_BOUNDS, TOKEN_BOUNDS
@@ -109,7 +109,7 @@ class Metrics:
         self.output_tokens.observe(usage.output_tokens)
         self._time(finished, times if is_ok else None)
 
-    def _time(self, finished: Finished, successes: OperationTimes | None) -> None:
+    def _time(self, finished: RequestFinished, successes: OperationTimes | None) -> None:
         timings = finished.timings
         total_s, queued_s, first_s = timings.total_us * 1e-6, timings.queued_us * 1e-6, timings.first_token_us * 1e-6
         self.duration.observe(total_s)
@@ -139,7 +139,7 @@ class End:
     tenant: str
     operation: str
     """chat, text_completion or embeddings, as OpenTelemetry's conventions name it."""
-    finished: Finished
+    finished: RequestFinished
     refusal: ServiceError | None
     """Why, where it was not the engine that ended it. Its message may repeat a value, so nobody tells that."""
     code: grpc.StatusCode

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.service.telemetry.catalog import Kind
+from penstock.service.telemetry.catalog import MetricKind
 from penstock.service.telemetry.collector import LoopReader, Point, Reading
 from penstock.service.telemetry.histogram import Distribution
 from penstock.service.telemetry.tracing import CLOSE_S
@@ -120,9 +120,9 @@ def to_otlp(readings: Sequence[Reading], began_ns: int, now_ns: int) -> "list[Me
         total = AggregationTemporality.CUMULATIVE
         points = [_point(instrument.labels, point, began_ns, now_ns) for point in reading.points]
         data: Gauge | Histogram | Sum
-        if instrument.kind is Kind.HISTOGRAM:
+        if instrument.kind is MetricKind.HISTOGRAM:
             data = Histogram(points, total)
-        elif instrument.kind is Kind.COUNTER:
+        elif instrument.kind is MetricKind.COUNTER:
             data = Sum(points, total, is_monotonic=True)
         else:
             data = Gauge(points)

@@ -25,7 +25,7 @@ from prometheus_client.utils import floatToGoString
 
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.service.config.addresses import METRICS_PATH, Address, ListenError
-from penstock.service.telemetry.catalog import Instrument, Kind, instruments
+from penstock.service.telemetry.catalog import Instrument, MetricKind, instruments
 from penstock.service.telemetry.collector import LoopReader, Reading
 from penstock.service.telemetry.histogram import Distribution
 
@@ -110,7 +110,11 @@ class _Bridge(Collector):
 
 
 def _family(instrument: Instrument) -> Any:
-    make = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily, Kind.HISTOGRAM: HistogramMetricFamily}
+    make = {
+        MetricKind.COUNTER: CounterMetricFamily,
+        MetricKind.GAUGE: GaugeMetricFamily,
+        MetricKind.HISTOGRAM: HistogramMetricFamily,
+    }
     labels = [label.replace(".", "_") for label in instrument.labels]
     return make[instrument.kind](instrument.prometheus_name, instrument.meaning, labels=labels)
 

@@ -5,7 +5,7 @@ import logging
 
 from opentelemetry.trace import Span, format_trace_id
 
-from penstock.scheduler.request import Speculation
+from penstock.scheduler.request import SpeculationCounts
 from penstock.service.telemetry.metrics import End, Metrics
 from penstock.service.telemetry.tracing import end_request
 
@@ -20,7 +20,7 @@ def report_end(span: Span, metrics: Metrics, end: End) -> None:
     if not _log.isEnabledFor(logging.INFO):
         return
     usage, timings, client_request_id = finished.usage, finished.timings, end.client_request_id[:128]
-    speculation = finished.speculation or Speculation()
+    speculation = finished.speculation or SpeculationCounts()
     field = "" if end.refusal is None else end.refusal.field
     data: dict[str, object] = {
         "request_id": end.request_id,

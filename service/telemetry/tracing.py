@@ -13,7 +13,7 @@ from opentelemetry import context as otel_context, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from penstock.scheduler.request import Finished
+from penstock.scheduler.request import RequestFinished
 from penstock.service.errors import code_of
 from penstock.service.telemetry.metrics import Metrics
 
@@ -80,7 +80,7 @@ def _end_call(span: Span, code: grpc.StatusCode) -> None:
         span.set_status(Status(StatusCode.ERROR, code.name))
 
 
-def end_request(span: Span, finished: Finished, ended: str, code: grpc.StatusCode) -> None:
+def end_request(span: Span, finished: RequestFinished, ended: str, code: grpc.StatusCode) -> None:
     """Notes how a request ended and what it used, and ends its span. ``ended``: the name of why."""
     if span.is_recording():
         span.set_attributes(

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from penstock.scheduler.request import Released, TextState
+from penstock.scheduler.request import TextDelta, TextState
 from penstock.service.text.stop_strings import StopStrings
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.utf8 import ByteRun, Join, Utf8
 
-_NOTHING = Released(0, "")
-_ONE_TOKEN = Released(1, "")
+_NOTHING = TextDelta(0, "")
+_ONE_TOKEN = TextDelta(1, "")
 _NO_TOKENS: Mapping[int, str] = {}
 
 Lengths = tuple[int, ...]
@@ -29,22 +29,22 @@ def text_states(
     count from the end of the first ``min_tokens`` tokens on."""
     shared = StopStrings(stops)
     named = {} if include_special_tokens or not stops else tokenizer.special_tokens_in("\0".join(stops))
-    return lambda: IncrementalText(tokenizer, shared, include_special_tokens, min_tokens, named)
+    return lambda: IncrementalDetokenizer(tokenizer, shared, include_special_tokens, min_tokens, named)
 
 
 class IdsOnly:
     """For a request that wants token ids alone and has no stop strings: nothing is held, and no text is made."""
 
-    def feed(self, token_id: int) -> Released:
+    def feed(self, token_id: int) -> TextDelta:
         """The token itself."""
         return _ONE_TOKEN
 
-    def finish(self) -> Released:
+    def finish(self) -> TextDelta:
         """Nothing is left."""
         return _NOTHING
 
 
-class IncrementalText:
+class IncrementalDetokenizer:
     """The text of one choice. A stop string ends it: the one that is complete first, and the longest of those that are
     complete with the same character."""
 
@@ -79,7 +79,7 @@ class IncrementalText:
         self._is_plain = not self._opens and not self._num_to_strip
         """Whether the next token's text follows from that token alone, if it has one."""
 
-    def feed(self, token_id: int) -> Released:
+    def feed(self, token_id: int) -> TextDelta:
         """Takes an output token; releases any number of tokens, the oldest first."""
         if self._num_early >= 0:
             self._num_early -= 1
@@ -89,17 +89,17 @@ class IncrementalText:
         if text is None or not self._is_plain:
             return self._feed_joined(token_id)
         if not self._num_held_chars and self._starts.isdisjoint(text):
-            return Released(1, text)
+            return TextDelta(1, text)
         return self._match((len(text),), text)
 
-    def finish(self) -> Released:
+    def finish(self) -> TextDelta:
         """Releases all that is held. A stop string that is complete only now still ends the text before it."""
         released = _NOTHING
         if self._joining:
             released = self._match_joined(self._join.end())
         return released if released.stop is not None else _sum(released, self._release(0))
 
-    def _feed_named(self, token_id: int) -> Released:
+    def _feed_named(self, token_id: int) -> TextDelta:
         """A special token that the text lacks and a stop string names. It counts as before a character that is still
         incomplete, of which nothing is text yet."""
         lengths: Lengths = (0,)
@@ -108,7 +108,7 @@ class IncrementalText:
             lengths = ()
         return self._match(lengths, self._named[token_id], is_shown=False)
 
-    def _feed_joined(self, token_id: int) -> Released:
+    def _feed_joined(self, token_id: int) -> TextDelta:
         """A token at the beginning of a text, or one that begins, continues or follows the bytes of a character."""
         released = _NOTHING
         if token_id in self._passed_over:
@@ -132,11 +132,11 @@ class IncrementalText:
         self._is_plain = not (self._joining or self._opens or self._num_to_strip)
         return released
 
-    def _match_joined(self, text: str) -> Released:
+    def _match_joined(self, text: str) -> TextDelta:
         pieces, self._joining = self._joining, []
         return self._match(_lengths(pieces, text), text)
 
-    def _match(self, lengths: Lengths, text: str, is_shown: bool = True) -> Released:
+    def _match(self, lengths: Lengths, text: str, is_shown: bool = True) -> TextDelta:
         """Takes the text of some tokens, and releases what can be no part of a stop string any more."""
         if self._num_to_strip and is_shown:
             stripped = self._strip(text)
@@ -159,7 +159,7 @@ class IncrementalText:
                 self._num_to_strip = 0
         return text
 
-    def _release(self, num_kept: int) -> Released:
+    def _release(self, num_kept: int) -> TextDelta:
         """Lets go of the oldest tokens: as many as leave at least ``num_kept`` characters."""
         lengths: list[int] = []
         texts = []
@@ -171,9 +171,9 @@ class IncrementalText:
             if is_shown:
                 texts.append(text)
         self._num_held_chars = num_kept + num_spare
-        return Released(len(lengths), "".join(texts), lengths=tuple(lengths) if len(lengths) > 1 else None)
+        return TextDelta(len(lengths), "".join(texts), lengths=tuple(lengths) if len(lengths) > 1 else None)
 
-    def _cut(self, begin: int, stop: str) -> Released:
+    def _cut(self, begin: int, stop: str) -> TextDelta:
         """Lets go of the held text before ``begin``, where a stop string begins, and of the tokens that it is of."""
         num_tokens, num_chars = 0, 0
         lengths: list[int] = []
@@ -184,12 +184,12 @@ class IncrementalText:
                 num_tokens += len(some)
                 texts += [text[: begin - num_chars]] * is_shown
             num_chars += len(text)
-        return Released(num_tokens, "".join(texts), stop, tuple(lengths))
+        return TextDelta(num_tokens, "".join(texts), stop, tuple(lengths))
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], include_special_tokens: bool = False) -> list[int]:
     """Where each token begins in the text that they are together."""
-    state = IncrementalText(tokenizer, include_special_tokens=include_special_tokens)
+    state = IncrementalDetokenizer(tokenizer, include_special_tokens=include_special_tokens)
     lengths = [length for token_id in token_ids for length in state.feed(token_id).text_lengths()]
     return list(accumulate([*lengths, *state.finish().text_lengths()], initial=0))[:-1]
 
@@ -222,8 +222,8 @@ def _without_first(lengths: Lengths, num_chars: int) -> Lengths:
     return tuple(left)
 
 
-def _sum(first: Released, second: Released) -> Released:
+def _sum(first: TextDelta, second: TextDelta) -> TextDelta:
     if not first.num_tokens:
         return second
     lengths = first.text_lengths() + second.text_lengths()
-    return Released(first.num_tokens + second.num_tokens, first.text + second.text, second.stop, lengths)
+    return TextDelta(first.num_tokens + second.num_tokens, first.text + second.text, second.stop, lengths)

@@ -23,7 +23,7 @@ _ESTIMATE_SLACK = 1024
 a window's ends change a few tokens."""
 
 
-class Specials:
+class SpecialTokenGuard:
     """Tells a caller's text from the template's, whatever the template does with it.
 
     The library is set to read special tokens as text. Where the template has one, an alias stands for it: an added

@@ -15,7 +15,7 @@ class UnsupportedDecoder(Exception):
     """A decoder that cannot be turned into tables; the text names it."""
 
 
-class Pieces:
+class TokenTextTable:
     """The tables. A token's text is whole, or it is bytes that make a character with the tokens around it."""
 
     def __init__(

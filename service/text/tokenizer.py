@@ -12,22 +12,22 @@ import tokenizers
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.scheduler.request import Context, Prompt
-from penstock.service.auth.identity import DEFAULT_TENANT, Caller, current_caller
-from penstock.service.chat_templates.chat_template import Chat, ChatTemplate, Message
+from penstock.service.auth.identity import DEFAULT_TENANT, Principal, current_caller
+from penstock.service.chat_templates.chat_template import ChatTemplate, TemplateInput, TemplateMessage
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.text.longest_token import longest_token_bytes
 from penstock.service.text.prompt_limit import PromptLimit
 from penstock.service.text.reasoning import REASONING_MARKS, Reasoning
-from penstock.service.text.special_tokens import Specials
-from penstock.service.text.token_table import Pieces, UnsupportedDecoder
+from penstock.service.text.special_tokens import SpecialTokenGuard
+from penstock.service.text.token_table import TokenTextTable, UnsupportedDecoder
 from penstock.service.text.tokenizer_config import TokenizerError
 from penstock.service.text.tokenizer_files import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerFiles, read_tokenizer
 from penstock.service.text.truncation import Truncation
-from penstock.service.thread_pool import Lane
+from penstock.service.thread_pool import FairThreadPool
 
-__all__ = ["Chat", "Message", "Prompt", "Tokenizer", "TokenizerError", "TokenizerPool"]
+__all__ = ["Prompt", "TemplateInput", "TemplateMessage", "Tokenizer", "TokenizerError", "TokenizerPool"]
 
 _LONG_BYTES = 64 << 10
 """What has more takes so long, up to seconds, that nothing short should wait for it."""
@@ -36,7 +36,7 @@ _NUM_RENDERING, _NUM_RENDERING_LONG = 7, 3
 ones."""
 _LONG_THREADS = 4
 """Threads for long texts. A tenant uses one of them at a time, so this many tenants do not wait for each other."""
-_NOBODY = Caller(DEFAULT_TENANT)
+_NOBODY = Principal(DEFAULT_TENANT)
 """Outside of a call."""
 
 T = TypeVar("T")
@@ -62,14 +62,14 @@ class Tokenizer:
         self.spells_with_foreign = any(token_id not in specials for token_id in range(facts.vocab_size, facts.num_ids))
         """Whether it may make tokens of a text that the model does not have."""
         try:
-            self.pieces = Pieces(library, self.vocab_size, self.special_ids, files.decoder)
+            self.pieces = TokenTextTable(library, self.vocab_size, self.special_ids, files.decoder)
             """What each token adds to a text."""
         except UnsupportedDecoder as error:
             raise TokenizerError(f"{files.path}: decoder {error} is not supported: use another model") from error
         self.longest_token_bytes = longest_token_bytes(library, files.vocabulary.keys(), specials)
         """The most bytes of a caller's text that one token stands for, where that is known."""
         try:
-            self._specials = Specials(library, specials)
+            self._specials = SpecialTokenGuard(library, specials)
         except (RecursionError, OverflowError) as error:
             raise TokenizerError(
                 f"{files.path}: too many special tokens begin with one another: use another model"
@@ -137,7 +137,7 @@ class Tokenizer:
             return truncation.cut(token_ids)
         return truncation.cut_inside(token_ids, self._specials.encode(text, False))
 
-    def encode_chat(self, chat: Chat, limit: PromptLimit | None = None) -> list[int]:
+    def encode_chat(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
         """A conversation: special tokens where the template has them, none where a text of the caller's does.
 
         Raises ServiceError, also where there are more tokens than ``limit`` allows.
@@ -152,7 +152,7 @@ class Tokenizer:
         _check_size((text,), "text")
         return self._specials.encode(text, False, follows=True, limit=limit)
 
-    def encode_chat_after(self, chat: Chat, limit: PromptLimit | None = None) -> list[int]:
+    def encode_chat_after(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
         """New messages of a conversation whose tokens end with an answer of the assistant's: the end of that turn, and
         the messages. Raises ServiceError as ``encode_chat`` does."""
         rendered = self._template_of(chat).render_after_answer(chat)
@@ -164,13 +164,13 @@ class Tokenizer:
         if limit is not None and self._longest_rendered is not None:
             limit.check_at_least(-(-len(rendered) // self._longest_rendered))
 
-    def render_chat(self, chat: Chat) -> str:
+    def render_chat(self, chat: TemplateInput) -> str:
         """A conversation as the text that the template makes of it. Raises ServiceError."""
         return str.__str__(self._template_of(chat).render(chat))
 
     def decode(self, token_ids: Sequence[int], include_special_tokens: bool = False) -> str:
         """The text of ids below ``vocab_size``; what is no character becomes U+FFFD."""
-        # A batch of one: see Specials on Python's lock.
+        # A batch of one: see ``SpecialTokenGuard`` on Python's lock.
         text: str
         [text] = self._library.decode_batch([token_ids], skip_special_tokens=not include_special_tokens)
         return text
@@ -202,7 +202,7 @@ class Tokenizer:
             f"{token_id:,}{named}: leave it out",
         )
 
-    def _template_of(self, chat: Chat) -> ChatTemplate:
+    def _template_of(self, chat: TemplateInput) -> ChatTemplate:
         """The template of a conversation whose texts are not too long. Raises ServiceError."""
         texts = (text for message in chat.messages for text in (message.role, message.content, message.reasoning))
         _check_size([text for text in texts if text is not None], "chat")
@@ -254,14 +254,16 @@ class TokenizerPool:
         self._max_prompt_tokens = max_prompt_tokens
         self._context = max_prompt_tokens + 1
         num_short = max(1, num_threads - 1)
-        self._short = Lane(
+        self._short = FairThreadPool(
             "tokenizer",
             num_short + 1,
             max_waiting_bytes,
             threads_per_tenant=num_short,
             num_giving_way=_NUM_RENDERING,
         )
-        self._long = Lane("tokenizer-long", _LONG_THREADS, max_waiting_bytes, num_giving_way=_NUM_RENDERING_LONG)
+        self._long = FairThreadPool(
+            "tokenizer-long", _LONG_THREADS, max_waiting_bytes, num_giving_way=_NUM_RENDERING_LONG
+        )
 
     async def run(self, work: Callable[[], T], num_bytes: int, tenant: str | None = None) -> T:
         """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits. ``tenant``: whose work it

@@ -32,7 +32,7 @@ class AddedToken(msgspec.Struct):
     special: bool = False
 
 
-class Model(Vocabulary):
+class TokenizerModel(Vocabulary):
     """What splits words into tokens."""
 
     continuing_subword_prefix: str | None = None
@@ -41,7 +41,7 @@ class Model(Vocabulary):
 class TokenizerJson(msgspec.Struct):
     """A tokenizer.json, as far as it is read."""
 
-    model: Model
+    model: TokenizerModel
     added_tokens: list[AddedToken] = []
     normalizer: Any = None
     decoder: Any = None

@@ -47,7 +47,7 @@ Peer = tuple[str, int]
 """A client's host and port."""
 
 
-class Connection(NamedTuple):
+class ClientConnection(NamedTuple):
     """A client's connection. A later one may have the same peer."""
 
     peer: Peer
@@ -126,7 +126,7 @@ class Connections:
         """When connections were last listed."""
         self._num_connected: dict[int, int] = {}
         """At each port, then."""
-        self._seen: dict[Connection, float] = {}
+        self._seen: dict[ClientConnection, float] = {}
         """When each connection was first listed."""
         self._leaving: set[Peer] = set()
         self._cutting: asyncio.Task[None] | None = None
@@ -184,10 +184,10 @@ class Connections:
         if use is not None:
             use.num_bytes += num_bytes + num_bytes // 16 + MESSAGE_BYTES
 
-    async def unfinished_bytes(self) -> dict[Connection, int]:
+    async def unfinished_bytes(self) -> dict[ClientConnection, int]:
         """Returns, at most, how many bytes of each connection belong to no complete message. Empty if the system does
         not report it."""
-        found: dict[Connection, int] = {}
+        found: dict[ClientConnection, int] = {}
         for connection, num_bytes in (await self._list(_received)).items():
             use = self._uses.get(connection.peer)
             if use is None:
@@ -261,7 +261,7 @@ class Connections:
         """Returns whether there are enough files or clients for an occasional listing to be worth it."""
         return max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
 
-    def by_age(self, listed: Mapping[int, Collection[Connection]], now: float) -> dict[int, list[Peer]]:
+    def by_age(self, listed: Mapping[int, Collection[ClientConnection]], now: float) -> dict[int, list[Peer]]:
         """Returns the clients of each port, those first that were listed first. A descriptor's number says nothing of
         a connection's age: a new one takes over that of one that was closed."""
         self._seen = {found: self._seen.get(found, now) for port in listed for found in listed[port]}
@@ -294,18 +294,18 @@ class Connections:
         return leaving
 
 
-def _connected(ports: Collection[int]) -> dict[int, list[Connection]]:
+def _connected(ports: Collection[int]) -> dict[int, list[ClientConnection]]:
     """Returns the connections of each port."""
-    found: dict[int, list[Connection]] = {port: [] for port in ports}
+    found: dict[int, list[ClientConnection]] = {port: [] for port in ports}
     for port, peer, connection in _sockets(ports):
         found[port].append(_named(peer, connection))
     return found
 
 
-def _received(ports: Collection[int]) -> dict[Connection, int]:
+def _received(ports: Collection[int]) -> dict[ClientConnection, int]:
     """Returns the bytes received on each connection, without those that only respond to what was sent: at most half as
     many as were sent."""
-    found: dict[Connection, int] = {}
+    found: dict[ClientConnection, int] = {}
     for _, peer, connection in _sockets(ports):
         with contextlib.suppress(OSError, struct.error):  # an older system
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
@@ -314,8 +314,8 @@ def _received(ports: Collection[int]) -> dict[Connection, int]:
     return found
 
 
-def _named(peer: Peer, connection: socket.socket) -> Connection:
-    return Connection(peer, os.fstat(connection.fileno()).st_ino)
+def _named(peer: Peer, connection: socket.socket) -> ClientConnection:
+    return ClientConnection(peer, os.fstat(connection.fileno()).st_ino)
 
 
 def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> int:

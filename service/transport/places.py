@@ -45,9 +45,9 @@ class Places:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._taken: dict[str, dict[Place, None]] = {}
+        self._taken: dict[str, dict[HeldPlace, None]] = {}
         self._num_taken = 0
-        self._waiting: dict[str, deque[Place]] = {}
+        self._waiting: dict[str, deque[HeldPlace]] = {}
         """By owner; the first owner is next."""
         self._num_waiting = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -60,15 +60,15 @@ class Places:
         """Number of places that are held."""
         return self._num_taken
 
-    def place(self, owner: str) -> "Place":
+    def place(self, owner: str) -> "HeldPlace":
         """Returns a place. Enter it once with ``async with``."""
-        return Place(self, owner)
+        return HeldPlace(self, owner)
 
-    def taken(self, owner: str) -> "list[Place]":
+    def taken(self, owner: str) -> "list[HeldPlace]":
         """Returns an owner's places, oldest first, without those that it is about to leave."""
         return [place for place in self._taken.get(owner, ()) if not place.has_to_leave]
 
-    async def take(self, place: "Place") -> None:
+    async def take(self, place: "HeldPlace") -> None:
         """Waits for a place. Raises ServiceError."""
         if place.owner not in self._waiting and self._has_room(place.owner):
             self._give(place)
@@ -89,7 +89,7 @@ class Places:
         if place.since is None:
             raise self.rules.displaced()
 
-    def leave(self, place: "Place") -> None:
+    def leave(self, place: "HeldPlace") -> None:
         """Gives a place back."""
         mine = self._taken[place.owner]
         del mine[place]
@@ -119,7 +119,7 @@ class Places:
             if not newest.turn.done():  # else it was cancelled
                 newest.turn.set_result(None)
 
-    def _stop_waiting(self, place: "Place") -> None:
+    def _stop_waiting(self, place: "HeldPlace") -> None:
         mine = self._waiting.get(place.owner)
         if mine is not None and place in mine:
             mine.remove(place)
@@ -127,7 +127,7 @@ class Places:
             if not mine:
                 del self._waiting[place.owner]
 
-    def _give(self, place: "Place") -> None:
+    def _give(self, place: "HeldPlace") -> None:
         loop = asyncio.get_running_loop()
         place.since = loop.time()
         if self._late_timer is None and self.rules.patience_s is not None:
@@ -194,11 +194,11 @@ class Places:
         if self._num_waiting:
             self._set_timer()
 
-    def _oldest(self) -> "Iterator[Place]":
+    def _oldest(self) -> "Iterator[HeldPlace]":
         """Yields the holders that would give way to waiters. An owner at its limit ``each`` gives way to itself, its
         oldest place first. For other owners, the owner with the most places gives way."""
         num_wanted = 0
-        victims: dict[Place, None] = {}
+        victims: dict[HeldPlace, None] = {}
         for owner, waiting in self._waiting.items():
             mine = self._taken.get(owner, {})
             if len(mine) >= self.rules.each:
@@ -217,7 +217,7 @@ class Places:
         return (place for place in victims if not place.has_to_leave)
 
 
-class Place:
+class HeldPlace:
     """A place, held as long as the block lasts."""
 
     __slots__ = ("_is_late", "_places", "_task", "has_to_leave", "owner", "since", "turn")

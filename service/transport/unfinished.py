@@ -13,8 +13,8 @@ from contextlib import suppress
 
 from penstock.clients.host.event_loop import process_bytes
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.transport.connections import Connection, Connections, Peer, peer_of
-from penstock.service.transport.places import Place, Places, Rules
+from penstock.service.transport.connections import ClientConnection, Connections, Peer, peer_of
+from penstock.service.transport.places import HeldPlace, Places, Rules
 
 LOOK_S = 0.5
 CALM_LOOK_S = 10.0
@@ -47,11 +47,11 @@ class UnfinishedMessages:
         self._connections = connections
         self._resident_bytes = resident_bytes
         self._least_bytes = 0
-        self._settled: dict[Connection, int] = {}
+        self._settled: dict[ClientConnection, int] = {}
         """Bytes of each connection that belong to no complete message and are no longer held."""
         self._looking: asyncio.Task[None] | None = None
 
-    def read(self, name: str) -> Place:
+    def read(self, name: str) -> HeldPlace:
         """Returns what to enter while a later message is awaited. ``name`` is gRPC's name of the client."""
         peer = peer_of(name)
         return self.reads.place("" if peer is None else _owner(peer))
@@ -86,7 +86,7 @@ class UnfinishedMessages:
             else:
                 self.look(unfinished)
 
-    def look(self, unfinished: Mapping[Connection, int]) -> None:
+    def look(self, unfinished: Mapping[ClientConnection, int]) -> None:
         """Ends streams if too many bytes are unfinished. ``unfinished``: the number of such bytes by connection."""
         self._settled = {each: settled for each, settled in self._settled.items() if each in unfinished}
         left = {each: max(0, number - self._settled.get(each, 0)) for each, number in unfinished.items()}
@@ -103,7 +103,7 @@ class UnfinishedMessages:
                 total -= num_bytes
                 self._settled[connection] = self._settled.get(connection, 0) + num_bytes
 
-    def _quiet(self, connection: Connection) -> list[Place]:
+    def _quiet(self, connection: ClientConnection) -> list[HeldPlace]:
         """Returns a connection's quiet streams; the one whose last message is oldest comes first."""
         now = asyncio.get_running_loop().time()
         mine = self.reads.taken(_owner(connection.peer))

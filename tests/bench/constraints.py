@@ -25,8 +25,8 @@ from penstock.clients.bench.grpc_target import GrpcCaller
 from penstock.clients.bench.runner import run
 from penstock.clients.bench.target import Record
 from penstock.clients.bench.trace import Trace
-from penstock.clients.bench.workload import ClosedLoop, Request, random_ids
-from penstock.clients.cli.options import Connection
+from penstock.clients.bench.workload import BenchRequest, ClosedLoop, random_ids
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.models.checkpoint.checkpoint import DEMO
 from penstock.service.app.embedded import local_service
 
@@ -187,7 +187,7 @@ async def measure(target: str, output_tokens: int, num_rounds: int) -> list[Pair
 async def turn(target: str, way: Way, output_tokens: int, numbers: Iterator[int]) -> Turn:
     """16 requests at once. ``numbers`` tells constraints apart."""
     requests = [request(way, at, output_tokens, next(numbers)) for at in range(NUM_STREAMS)]
-    async with GrpcCaller(Connection(target)) as caller:
+    async with GrpcCaller(ConnectionOptions(target)) as caller:
         before = cpu_s()
         done = await run(Trace(requests, ClosedLoop(NUM_STREAMS)), caller)
         taken = cpu_s() - before
@@ -216,7 +216,7 @@ def cpu_s() -> float:
     return sum(each.user + each.system for each in times)
 
 
-def request(way: Way, at: int, output_tokens: int, number: int) -> Request:
+def request(way: Way, at: int, output_tokens: int, number: int) -> BenchRequest:
     """The ``at``-th of 16. Where some are free these come first."""
     options: dict[str, object] = {"temperature": TEMPERATURE, "seed": at}
     if at < way.num_free:
@@ -227,7 +227,7 @@ def request(way: Way, at: int, output_tokens: int, number: int) -> Request:
             constraint = {"json_schema": {**SCHEMA, "description": f"number {number}"}}
         options |= {"constraint": constraint} if way.has_drafts else {"constraint": constraint, "max_draft_tokens": 0}
     prompt = random_ids(random.Random(at), PROMPT_TOKENS, VOCAB_SIZE)
-    return Request(at, prompt, output_tokens, options={**options, "format": "token_ids"})
+    return BenchRequest(at, prompt, output_tokens, options={**options, "format": "token_ids"})
 
 
 def report(name: str, pairs: Sequence[Pairs]) -> None:

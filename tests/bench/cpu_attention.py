@@ -27,12 +27,12 @@ from penstock.kernels.cpu.bindings import (
     LIBRARY,
     QUERY_TILE,
     SPLIT,
-    Attention,
     AttentionItem,
     AttentionRow,
-    Format,
     Kernels,
     KvLayout,
+    PagedAttention,
+    StorageFormat,
     find_kernels,
 )
 
@@ -41,7 +41,7 @@ DECODE = ((8, 1024), (4, 4096))
 PREFILL = ((128, 0), (128, 1024), (128, 4096), (512, 0), (512, 1024), (512, 4096))
 """Tokens of a chunk and those before it."""
 COLD_BYTES = 96 << 20
-FORMATS = (Format.BF16, Format.INT8, Format.F32)
+FORMATS = (StorageFormat.BF16, StorageFormat.INT8, StorageFormat.F32)
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,21 @@ class Shape:
     kv_heads: int
     head_dim: int
 
-    def layout(self, kv_format: Format) -> KvLayout:
+    def layout(self, kv_format: StorageFormat) -> KvLayout:
         """Pages of a format, as kernels.h draws them."""
         padded = -(-self.head_dim // LANES) * LANES
-        head_bytes = {Format.F32: 128 * padded, Format.BF16: 64 * padded, Format.INT8: 32 * padded + 128}[kv_format]
+        head_bytes = {
+            StorageFormat.F32: 128 * padded,
+            StorageFormat.BF16: 64 * padded,
+            StorageFormat.INT8: 32 * padded + 128,
+        }[kv_format]
         return KvLayout(kv_format, self.kv_heads, self.head_dim, head_bytes, head_bytes * self.kv_heads)
 
 
 class Pages:
     """Scattered pages of one format, more than a cache holds, with random KV in all of them."""
 
-    def __init__(self, table: Kernels, shape: Shape, kv_format: Format, aligned: Callable[[int], Any]) -> None:
+    def __init__(self, table: Kernels, shape: Shape, kv_format: StorageFormat, aligned: Callable[[int], Any]) -> None:
         self._table, self._shape, self._layout = table, shape, shape.layout(kv_format)
         self.bytes_of_token = self._layout.page_bytes / LANES
         rng = np.random.default_rng(0)
@@ -75,7 +79,7 @@ class Pages:
         self._memory.reshape(self._num_pages, size)[:] = self._memory[:size]
         self.queries = rng.standard_normal((QUERY_TILE, shape.num_heads, shape.head_dim), np.float32)
         self.outputs = np.zeros_like(self.queries)
-        self._attention = Attention(
+        self._attention = PagedAttention(
             self._layout, self._memory.ctypes.data, shape.num_heads, 0, shape.head_dim**-0.5, 0, None,
             self.queries.ctypes.data, shape.num_heads * shape.head_dim,
             self.outputs.ctypes.data, shape.num_heads * shape.head_dim,
@@ -118,7 +122,7 @@ class Pages:
         return float(np.sqrt(((self.outputs[0] - expected) ** 2).mean() / (expected**2).mean()))
 
 
-def report(pages: Pages, shape: Shape, kv_format: Format, ceilings: Any, budget: float) -> None:
+def report(pages: Pages, shape: Shape, kv_format: StorageFormat, ceilings: Any, budget: float) -> None:
     """One format's lines."""
     write = min(_seconds(pages.write) for _ in range(200)) / LANES
     error = f"error {1e3 * pages.error():.4f} / 1000"
@@ -136,7 +140,7 @@ def report(pages: Pages, shape: Shape, kv_format: Format, ceilings: Any, budget:
         seconds = float(np.interp(tiles, some, times).sum())
         positions = np.arange(before, before + tokens) + 1
         rate = 4.0 * shape.head_dim * shape.num_heads * float(positions.sum()) / seconds
-        peak = ceilings.compute[Format.F32 if kv_format == Format.F32 else Format.BF16]
+        peak = ceilings.compute[StorageFormat.F32 if kv_format == StorageFormat.F32 else StorageFormat.BF16]
         name = f"{tokens} tokens after {before}"
         print(f"{name:<28} {1e3 * seconds:>8.2f} ms {rate / 1e9:>6.0f} GFLOP/s {rate / peak:>4.0%} of multiplying")
 
@@ -166,14 +170,15 @@ def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     ceilings = products["measure_ceilings"]()
     shape = Shape(arguments.heads, arguments.kv_heads, arguments.head_dim)
-    product = products["Product"](table, Format.BF16, 3072, 1024, 0)
+    product = products["Product"](table, StorageFormat.BF16, 3072, 1024, 0)
     dense = 2.0 * 128 * 3072 * 1024 / product.best(128, arguments.budget)
+    float32, bf16 = (ceilings.compute[format_] / 1e9 for format_ in (StorageFormat.F32, StorageFormat.BF16))
     print(
-        f"{table.name.decode()}, {shape.num_heads} heads over {shape.kv_heads} of {shape.head_dim}; one core reads"
-        f" {ceilings.read / 1e9:.1f} GB/s; it multiplies {ceilings.compute[Format.F32] / 1e9:.0f} GFLOP/s in float32,"
-        f" {ceilings.compute[Format.BF16] / 1e9:.0f} in bf16, and {dense / 1e9:.0f} in the packed bf16 product"
+        f"{table.name.decode()}, {shape.num_heads} heads over {shape.kv_heads} of {shape.head_dim}; one core"
+        f" reads {ceilings.read / 1e9:.1f} GB/s; it multiplies {float32:.0f} GFLOP/s in float32, {bf16:.0f} in bf16,"
+        f" and {dense / 1e9:.0f} in the packed bf16 product"
     )
-    for kv_format in (Format[name.upper()] for name in arguments.format):
+    for kv_format in (StorageFormat[name.upper()] for name in arguments.format):
         pages = Pages(table, shape, kv_format, products["aligned"])
         report(pages, shape, kv_format, ceilings, arguments.budget)
 

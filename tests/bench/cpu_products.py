@@ -27,12 +27,12 @@ import torch
 from penstock.kernels.cpu.bindings import (
     LANES,
     LEVELS,
-    Format,
+    GemmOutput,
     Inputs,
     Kernels,
     Matrix,
-    Output,
     OutputMode,
+    StorageFormat,
     find_kernels,
 )
 
@@ -50,9 +50,9 @@ class Ceilings:
 
     read: float
     read_by_two: float
-    compute: dict[Format, float]
+    compute: dict[StorageFormat, float]
 
-    def seconds(self, matrix_format: Format, num_bytes: int, operations: float) -> float:
+    def seconds(self, matrix_format: StorageFormat, num_bytes: int, operations: float) -> float:
         """What a product cannot go below."""
         return max(num_bytes / self.read, operations / self.compute[matrix_format])
 
@@ -107,26 +107,26 @@ def measure_ceilings() -> Ceilings:
         for thread in threads:
             thread.join()
 
-    def compute(kind: Format) -> float:
+    def compute(kind: StorageFormat) -> float:
         operations = loops.compute(kind, 20_000)
         return operations / best_seconds(lambda: loops.compute(kind, 20_000), 20, 0.3) if operations else 0
 
-    rates = {kind: compute(kind) for kind in (Format.F32, Format.BF16, Format.INT8)}
+    rates = {kind: compute(kind) for kind in (StorageFormat.F32, StorageFormat.BF16, StorageFormat.INT8)}
     # Without instructions of their own they are multiplied as float32 is.
-    rates = {kind: rate or rates[Format.F32] for kind, rate in rates.items()}
+    rates = {kind: rate or rates[StorageFormat.F32] for kind, rate in rates.items()}
     return Ceilings(
         COLD_BYTES / best_seconds(lambda: read(0), 10, 1),
         2 * COLD_BYTES / best_seconds(read_by_two, 10, 1, time.perf_counter),
-        {**rates, Format.INT4: rates[Format.INT8]},
+        {**rates, StorageFormat.INT4: rates[StorageFormat.INT8]},
     )
 
 
 class Product:
     """A matrix with random weights, in copies enough that each use finds it in memory alone."""
 
-    def __init__(self, table: Kernels, matrix_format: Format, outputs: int, columns: int, group: int) -> None:
+    def __init__(self, table: Kernels, matrix_format: StorageFormat, outputs: int, columns: int, group: int) -> None:
         self._table, self._columns = table, columns
-        self._group = group if matrix_format == Format.INT4 else 0
+        self._group = group if matrix_format == StorageFormat.INT4 else 0
         self._panels = outputs // LANES
         panel_bytes = table.panel_bytes(matrix_format, columns, self._group)
         self.num_bytes = self._panels * panel_bytes
@@ -153,7 +153,7 @@ class Product:
             to = prepared.ctypes.data + i * stride
             self._table.prepare(matrix.format, self._columns, self._group, row.ctypes.data, to)
         inputs = Inputs(prepared.ctypes.data, stride, num_rows)
-        output = Output(out.ctypes.data, outputs, OutputMode.STORE, 0)
+        output = GemmOutput(out.ctypes.data, outputs, OutputMode.STORE, 0)
         product, turn = self._table.product, 0
 
         def use(panels: int) -> None:
@@ -184,14 +184,14 @@ def best_of_torch(outputs: int, columns: int, num_rows: int, budget: float) -> f
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [kind.name.lower() for kind in Format]
+    names = [kind.name.lower() for kind in StorageFormat]
     parser.add_argument("--format", choices=names, default="bf16", help="of the weights (default: %(default)s)")
     parser.add_argument("--group", type=int, default=32, help="columns that share a scale, int4 (default: %(default)s)")
     parser.add_argument("--level", choices=LEVELS, help="instruction set (default: the best one)")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows of inputs (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds for each figure (default: %(default)s)")
     arguments = parser.parse_args()
-    table, kind = find_kernels(arguments.level), Format[arguments.format.upper()]
+    table, kind = find_kernels(arguments.level), StorageFormat[arguments.format.upper()]
     if table is None:
         parser.error(f"this machine has no {arguments.level}")
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.kernels.cpu.bindings import LEVELS, Kernels, SampledToken, SamplingRow, find_kernels
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.torch_common.sampler import sample_lines
-from penstock.models.batch.lines import Line
+from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.rows import Row, RowTable
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
@@ -58,7 +58,7 @@ def measure(kernels: Kernels, own: NDArray[np.float32], sampling: SamplingParams
     """Ours, torch's."""
     vocab_size = len(own)
     row = make_row(sampling, vocab_size)
-    batch = SamplingRows().gather([Line(row)])
+    batch = SamplingRows().gather([SampledPosition(row)])
     logits, out = own.copy(), SampledToken()
     scratch = np.empty(kernels.sampling_scratch(vocab_size) + 64, dtype=np.uint8)
     address = scratch.ctypes.data + -scratch.ctypes.data % 64
@@ -70,7 +70,7 @@ def measure(kernels: Kernels, own: NDArray[np.float32], sampling: SamplingParams
     ours = best_us(lambda: kernels.sample(*arguments), lambda: np.copyto(logits, own))
     tensor = torch.from_numpy(own.copy()).unsqueeze(0)
     theirs = best_us(
-        lambda: sample_lines(tensor, [Line(row)]), lambda: tensor.copy_(torch.from_numpy(own).unsqueeze(0))
+        lambda: sample_lines(tensor, [SampledPosition(row)]), lambda: tensor.copy_(torch.from_numpy(own).unsqueeze(0))
     )
     return ours, theirs
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.models.batch.rows import Row, RowTable
-from penstock.models.speculative.controller import Drafting
-from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.controller import SpeculationController
+from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Wanted
 from penstock.models.speculative.ngram import NgramDrafter
 from penstock.models.speculative.suffix import SuffixDrafter
@@ -72,7 +72,7 @@ def mean_us(drafter: Drafter, rows: list[Row], more: list[int]) -> float:
 
 def drafting_us(drafter: Drafter, table: RowTable, number: int) -> tuple[float, float]:
     """A step in which all rows are asked for, a row; and one in which none is worth it, all together."""
-    drafting = Drafting(drafter, MAX_DRAFTS, StepCosts(2048), runs_ahead=False)
+    drafting = SpeculationController(drafter, MAX_DRAFTS, StepCost(2048), runs_ahead=False)
     for row in range(number):
         drafting.add(table[row])
     plan = StepPlan(

@@ -16,7 +16,7 @@ from penstock.clients.bench.lengths import Uniform
 from penstock.clients.bench.report import Report, quantile
 from penstock.clients.bench.runner import run
 from penstock.clients.bench.workload import OpenLoop, RandomLoad
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             api_keys_file=keys,
             tenants_file=tenants,
         ) as target:
-            asyncio.run(benchmark(Connection(target, api_key=KEY), arguments.seconds))
+            asyncio.run(benchmark(ConnectionOptions(target, api_key=KEY), arguments.seconds))
 
 
-async def benchmark(service: Connection, seconds: float) -> None:
+async def benchmark(service: ConnectionOptions, seconds: float) -> None:
     """The quiet tenant alone, then beside the loud one."""
     async with GrpcCaller(service) as caller:
         await offer(caller, "quiet", RATE, 3.0)  # the service learns how long steps take

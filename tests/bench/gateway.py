@@ -28,8 +28,8 @@ from penstock.clients.bench.grpc_target import GrpcCaller
 from penstock.clients.bench.lengths import Uniform
 from penstock.clients.bench.runner import run
 from penstock.clients.bench.target import OK, Record
-from penstock.clients.bench.workload import DEFAULT_OPTIONS, ClosedLoop, RandomLoad, Request
-from penstock.clients.cli.options import Connection
+from penstock.clients.bench.workload import DEFAULT_OPTIONS, BenchRequest, ClosedLoop, RandomLoad
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 
 NUM_STREAMS = 64
@@ -101,7 +101,7 @@ class HttpCaller:
     def __init__(self, base: str) -> None:
         self._host, _, self._port = base.removeprefix("http://").rpartition(":")
 
-    async def call(self, request: Request, past: Sequence[Record], record: Record) -> None:
+    async def call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
         """A connection of its own for each; notes the first event, the last and the tokens of the usage."""
         body = json.dumps({
             "model": "served", "prompt": request.prompt_token_ids, "max_tokens": request.max_tokens, "stream": True,
@@ -162,7 +162,7 @@ async def call(service: Serving, way: str, output_tokens: int, num_streams: int)
         # The client by gRPC counts ids; over HTTP the usage tells how many there were.
         options={**DEFAULT_OPTIONS, "format": "text_and_token_ids"} if way == GRPC else DEFAULT_OPTIONS,
     )
-    async with GrpcCaller(Connection(service.target)) as grpc_caller:
+    async with GrpcCaller(ConnectionOptions(service.target)) as grpc_caller:
         before = service.cpu_s()
         done = await run(load, grpc_caller if way == GRPC else HttpCaller(service.http))
         after = service.cpu_s()

@@ -23,8 +23,8 @@ from penstock.clients.bench.report import quantile
 from penstock.clients.bench.runner import run
 from penstock.clients.bench.target import Record
 from penstock.clients.bench.trace import Trace
-from penstock.clients.bench.workload import ClosedLoop, OpenLoop, RandomLoad, Request, arrival_times, random_ids
-from penstock.clients.cli.options import Connection
+from penstock.clients.bench.workload import BenchRequest, ClosedLoop, OpenLoop, RandomLoad, arrival_times, random_ids
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
@@ -55,14 +55,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the worker (default: 1)")
     arguments = parser.parse_args(argv)
     found = Found()
-    constrained, free = constrained_requests(arguments.rate), list[Request]()
+    constrained, free = constrained_requests(arguments.rate), list[BenchRequest]()
     for number in range(arguments.rounds):
         with local_service(threads=arguments.threads) as target:
             free = asyncio.run(one_round(target, constrained, free, number, found))
     report(found, arguments)
 
 
-def constrained_requests(rate: float) -> list[Request]:
+def constrained_requests(rate: float) -> list[BenchRequest]:
     """One for each constraint, in a random order."""
     cases: list[Any] = runpy.run_path(str(Path(__file__).parents[1] / "service/end_to_end/test_constraints.py"))[
         "CASES"
@@ -70,7 +70,7 @@ def constrained_requests(rate: float) -> list[Request]:
     random.Random(0).shuffle(cases)
     times = arrival_times(OpenLoop(rate), seed=0)
     return [
-        Request(
+        BenchRequest(
             at,
             random_ids(random.Random(case.name), 16, VOCAB_SIZE),
             case.max_tokens,
@@ -86,7 +86,7 @@ def constrained_requests(rate: float) -> list[Request]:
     ]
 
 
-def free_requests(records: Sequence[Record]) -> list[Request]:
+def free_requests(records: Sequence[Record]) -> list[BenchRequest]:
     """Those that constrained ones would be without."""
     options = {"temperature": 0.7, "seed": 1, "ignore_eos": True, "format": "token_ids"}
     return [
@@ -97,8 +97,8 @@ def free_requests(records: Sequence[Record]) -> list[Request]:
 
 
 async def one_round(
-    target: str, constrained: list[Request], free: list[Request], number: int, found: Found
-) -> list[Request]:
+    target: str, constrained: list[BenchRequest], free: list[BenchRequest], number: int, found: Found
+) -> list[BenchRequest]:
     """All phases. How long the free requests are is learnt from the constrained ones, so the first round has these
     first; the next one has the phases the other way round. Returns the free ones."""
     seconds = (constrained[-1].arrival_s or 0.0) + TAIL_S
@@ -113,7 +113,7 @@ async def one_round(
     return free
 
 
-async def one_phase(target: str, arriving: list[Request], seconds: float) -> tuple[list[float], list[Record]]:
+async def one_phase(target: str, arriving: list[BenchRequest], seconds: float) -> tuple[list[float], list[Record]]:
     """The streams' times between tokens while requests arrive, and what became of these."""
     streams = RandomLoad(
         VOCAB_SIZE,
@@ -123,7 +123,7 @@ async def one_phase(target: str, arriving: list[Request], seconds: float) -> tup
         output_tokens=Uniform(512, 512),
     )
     enough = asyncio.Event()
-    async with GrpcCaller(Connection(target)) as caller, GrpcCaller(Connection(target)) as other:
+    async with GrpcCaller(ConnectionOptions(target)) as caller, GrpcCaller(ConnectionOptions(target)) as other:
         decoding = asyncio.create_task(run(streams, caller, stop=enough))
         await asyncio.sleep(WARM_S)
         begin = time.perf_counter()

@@ -22,7 +22,7 @@ from penstock.clients.bench.openai_target import OpenAiCaller
 from penstock.clients.bench.report import BUSY_SHARE
 from penstock.clients.bench.runner import run
 from penstock.clients.bench.workload import ClosedLoop, RandomLoad
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
@@ -94,8 +94,8 @@ async def measure(way: Way, target: str, seconds: float) -> str:
 def caller(way: Way, target: str) -> "GrpcCaller | OpenAiCaller":
     """The client's own."""
     if way.service == "sse":
-        return OpenAiCaller(Connection(target), model="fake")
-    return GrpcCaller(Connection(target), num_streams=way.num_streams)
+        return OpenAiCaller(ConnectionOptions(target), model="fake")
+    return GrpcCaller(ConnectionOptions(target), num_streams=way.num_streams)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram as PrometheusHistogra
 from prometheus_client.exposition import generate_latest
 
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.request import Finished, FinishReason, Timings, Usage
+from penstock.scheduler.request import EngineFinishReason, RequestFinished, RequestTimings, TokenUsage
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.telemetry.catalog import OUTPUT_TOKEN_BOUNDS
 from penstock.service.telemetry.collector import MetricsReader
@@ -31,7 +31,9 @@ def microseconds(work: Callable[[], object], number: int) -> float:
 
 def end_of(tenant: str) -> End:
     """A request that ended as it should."""
-    finished = Finished(FinishReason.STOP, Usage(300, 16, 80), Timings(1200, 40_000, 41_200, 900_000))
+    finished = RequestFinished(
+        EngineFinishReason.STOP, TokenUsage(300, 16, 80), RequestTimings(1200, 40_000, 41_200, 900_000)
+    )
     return End(
         request_id="id",
         client_request_id="",

@@ -14,7 +14,7 @@ from penstock.clients.bench.report import Report, Slo, quantile
 from penstock.clients.bench.runner import run
 from penstock.clients.bench.target import Record
 from penstock.clients.bench.workload import Arrivals, ClosedLoop, OpenLoop, RandomLoad
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
@@ -47,7 +47,7 @@ class Benchmark:
 
     async def run(self, seconds: float) -> None:
         """Prints the table."""
-        async with GrpcCaller(Connection(self._target), timeout_s=self._slo_s) as caller:
+        async with GrpcCaller(ConnectionOptions(self._target), timeout_s=self._slo_s) as caller:
             await self._offer(caller, ClosedLoop(MAX_ROWS), 3.0)
             before = await self._offer(caller, ClosedLoop(MAX_ROWS + MAX_ROWS // 4), max(5.0, seconds / 2))
             capacity = self._goodput(before, before.began_s, before.began_s + max(5.0, seconds / 2))

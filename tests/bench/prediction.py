@@ -20,13 +20,13 @@ from penstock.clients.bench.target import Record
 from penstock.clients.bench.workload import (
     DEFAULT_OPTIONS,
     Arrivals,
+    BenchRequest,
     ClosedLoop,
     OpenLoop,
     RandomLoad,
-    Request,
     random_ids,
 )
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def benchmark(target: str, seconds: float) -> None:
     """Finds the capacity, then offers shares of it."""
-    async with GrpcCaller(Connection(target)) as caller:
+    async with GrpcCaller(ConnectionOptions(target)) as caller:
         await offer(caller, ClosedLoop(MAX_ROWS), 2.0)  # the service learns how long steps take
         report = await offer(caller, ClosedLoop(2 * MAX_ROWS), seconds / 2)
         capacity = len(report.ok) / report.seconds
@@ -143,10 +143,10 @@ class Bursts:
         self, prompts: Sequence[list[int]], timeout_s: float | None = None, before: Sequence[Record] = ()
     ) -> list[Record]:
         """Sends all at once, each to go on from one ``before``, and waits for the ends."""
-        async with GrpcCaller(Connection(self._target), timeout_s=timeout_s) as caller:
+        async with GrpcCaller(ConnectionOptions(self._target), timeout_s=timeout_s) as caller:
             now = time.perf_counter()
             records = [
-                Record(Request(number, prompt, OUTPUT_TOKENS, options=DEFAULT_OPTIONS), now)
+                Record(BenchRequest(number, prompt, OUTPUT_TOKENS, options=DEFAULT_OPTIONS), now)
                 for number, prompt in enumerate(prompts)
             ]
             pasts = [[record] for record in before] or [[] for _ in records]

@@ -12,7 +12,7 @@ from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, StepPlan
-from penstock.scheduler.request import Event, Released, Request
+from penstock.scheduler.request import Event, Request, TextDelta
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import FakeWorker, UncheckedSlots
 
@@ -24,16 +24,16 @@ STEPS_A_TURN = 5
 class IdsOnly:
     """The text state of a request for token ids."""
 
-    def feed(self, token_id: int) -> Released:
+    def feed(self, token_id: int) -> TextDelta:
         """Lets the token go."""
         return _ONE_TOKEN
 
-    def finish(self) -> Released:
+    def finish(self) -> TextDelta:
         """Holds nothing."""
-        return Released(0, "")
+        return TextDelta(0, "")
 
 
-_ONE_TOKEN = Released(1, "")
+_ONE_TOKEN = TextDelta(1, "")
 
 
 def ignore(_event: Event) -> None:

@@ -26,7 +26,7 @@ import uvloop
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import StepPlan, StepResult
-from penstock.scheduler.request import Delta
+from penstock.scheduler.request import SequenceDelta
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import UncheckedSlots
 from penstock.service.app.server import Server, ServerConfig
@@ -96,7 +96,7 @@ class MeasuredOutbox(Outbox):
         """Whether its reader holds it up."""
         return self._writer is not None
 
-    def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
+    def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
         """Notes when the oldest token came."""
         if self._oldest is None:
             self._oldest = time.perf_counter()

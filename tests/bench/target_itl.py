@@ -14,10 +14,10 @@ from itertools import pairwise
 from penstock.clients.bench.grpc_target import GrpcCaller
 from penstock.clients.bench.lengths import Uniform
 from penstock.clients.bench.report import quantile
-from penstock.clients.bench.runner import Progress, run
+from penstock.clients.bench.runner import BenchProgress, run
 from penstock.clients.bench.target import Record
 from penstock.clients.bench.workload import ClosedLoop, RandomLoad
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
@@ -106,11 +106,11 @@ async def one_round(target: str, number: int) -> Measured:
     )
     all_run, enough = asyncio.Event(), asyncio.Event()
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: BenchProgress) -> None:
         if progress.running == NUM_STREAMS:
             all_run.set()
 
-    async with GrpcCaller(Connection(target)) as caller:
+    async with GrpcCaller(ConnectionOptions(target)) as caller:
         decoding = asyncio.create_task(run(streams, caller, stop=enough, on_progress=watch))
         await all_run.wait()
         await asyncio.sleep(WARM_S)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
-from penstock.service.text.detokenizer import IncrementalText
+from penstock.service.text.detokenizer import IncrementalDetokenizer
 from penstock.service.text.tokenizer import Tokenizer
 
 TEXT = "A penstock holds back, meters and releases a flow under pressure; naïve users, 你好, call it a pipe.\n"
@@ -46,7 +46,7 @@ def main() -> None:
     for name, stops in STOPS.items():
 
         def feed(stops: tuple[str, ...] = stops) -> None:
-            state = IncrementalText(tokenizer, stops)
+            state = IncrementalDetokenizer(tokenizer, stops)
             for token_id in token_ids:
                 state.feed(token_id)
 

@@ -16,7 +16,7 @@ from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, WorkerConfig, WorkerFacts
-from penstock.scheduler.request import Event, Released, Request
+from penstock.scheduler.request import Event, Request, TextDelta
 
 TARGET_US = 300
 PROMPT_TOKENS = 32
@@ -56,13 +56,13 @@ class Observed:
 class IdsOnly:
     """The text state of a request for token ids."""
 
-    def feed(self, token_id: int) -> Released:
+    def feed(self, token_id: int) -> TextDelta:
         """Lets the token go."""
-        return Released(1, "")
+        return TextDelta(1, "")
 
-    def finish(self) -> Released:
+    def finish(self) -> TextDelta:
         """Holds nothing."""
-        return Released(0, "")
+        return TextDelta(0, "")
 
 
 def make_request(number: int, max_tokens: int) -> Request:

@@ -15,13 +15,13 @@ from penstock.clients.bench.grpc_target import GrpcCaller
 from penstock.clients.bench.lengths import Uniform
 from penstock.clients.bench.runner import run
 from penstock.clients.bench.workload import DEFAULT_OPTIONS, ClosedLoop, OpenLoop, RandomLoad
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.requests import Options
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.server import Server, ServerConfig
-from penstock.service.auth.identity import Everyone
+from penstock.service.auth.identity import AllowAll
 from penstock.service.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -58,7 +58,7 @@ def letters(num_prompt_tokens, num_tokens):
 class RealService:
     def __init__(self, tokenizer, seconds_per_step=0.0, authenticator=None, **scheduler):
         self._tokenizer = tokenizer
-        self._authenticator = authenticator or Everyone()
+        self._authenticator = authenticator or AllowAll()
         self._scheduler = SchedulerConfig(**scheduler)
         self._seconds_per_step = seconds_per_step
         self.target = ""
@@ -318,7 +318,7 @@ def small_load(num_requests=30, **known):
 
 @pytest.mark.parametrize("num_streams", [1, 3, None])
 async def test_the_load_generator(real, num_streams):
-    async with GrpcCaller(Connection(real.target), num_streams=num_streams) as caller:
+    async with GrpcCaller(ConnectionOptions(real.target), num_streams=num_streams) as caller:
         report = await run(small_load(), caller)
     assert report.failures == {}
     for record in report.records:
@@ -336,7 +336,7 @@ async def test_the_load_generator_continues_conversations_or_sends_them_again(re
     load = small_load(9, turns=3, prompt_tokens=Uniform(20, 20), output_tokens=Uniform(10, 10))
     asked = []
     for resend in (False, True):
-        async with GrpcCaller(Connection(real.target), resend_context=resend) as caller:
+        async with GrpcCaller(ConnectionOptions(real.target), resend_context=resend) as caller:
             report = await run(load, caller)
             first, second = (next(r for r in report.records if r.request.number == number) for number in (0, 1))
             start = caller._start(second.request, [first])
@@ -353,7 +353,7 @@ async def test_the_load_generator_counts_refusals_by_name(byte_tokenizer, num_st
     limits = {"max_num_seqs": 1, "max_queued_requests": 1}
     async with (
         RealService(byte_tokenizer, seconds_per_step=0.005, **limits) as real,
-        GrpcCaller(Connection(real.target), num_streams=num_streams) as caller,
+        GrpcCaller(ConnectionOptions(real.target), num_streams=num_streams) as caller,
     ):
         report = await run(small_load(20, arrivals=OpenLoop(2000)), caller)
         told = await run(small_load(1, options={**DEFAULT_OPTIONS, "top_p": 2}), caller)
@@ -370,13 +370,13 @@ async def test_the_load_generator_counts_refusals_by_name(byte_tokenizer, num_st
 async def test_the_load_generators_deadlines_and_early_end(byte_tokenizer, num_streams):
     async with RealService(byte_tokenizer, seconds_per_step=0.01) as real:
         long = small_load(4, output_tokens=Uniform(4000, 4000), prompt_tokens=Uniform(5, 5))
-        async with GrpcCaller(Connection(real.target), num_streams=num_streams, timeout_s=0.1) as caller:
+        async with GrpcCaller(ConnectionOptions(real.target), num_streams=num_streams, timeout_s=0.1) as caller:
             report = await run(long, caller)
         assert report.failures == {"DEADLINE_EXCEEDED DEADLINE": 4}
         assert all(record.output_tokens and record.prompt_tokens == 5 for record in report.records)
         assert {record.finish_reason for record in report.records} == {"deadline"}  # told by its Finished alone
         stop = asyncio.Event()
-        async with GrpcCaller(Connection(real.target), num_streams=num_streams) as caller:
+        async with GrpcCaller(ConnectionOptions(real.target), num_streams=num_streams) as caller:
             asyncio.get_running_loop().call_later(0.1, stop.set)
             report = await run(long, caller, stop=stop)
             assert report.failures == {"INTERRUPTED": 4}
@@ -386,7 +386,7 @@ async def test_the_load_generators_deadlines_and_early_end(byte_tokenizer, num_s
 async def test_the_load_generator_goes_on_when_the_service_comes_back(byte_tokenizer):
     real = RealService(byte_tokenizer, seconds_per_step=0.002)
     async with real:
-        caller = GrpcCaller(Connection(real.target))
+        caller = GrpcCaller(ConnectionOptions(real.target))
         running = asyncio.create_task(run(small_load(8, output_tokens=Uniform(4000, 4000)), caller))
         while not real.engine.stats().running:  # noqa: ASYNC110 - the engine tells nobody
             await asyncio.sleep(0.005)

@@ -28,7 +28,7 @@ import tokenizers
 from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.server.http_server import HttpServer, HttpSettings
 from penstock.clients.gateway.settings import GatewaySettings
@@ -259,7 +259,7 @@ def tokenizer_with(tmp_path: Path) -> Callable[[str], Tokenizer]:
 @asynccontextmanager
 async def http_in_front_of(target: str, **settings: Any) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
     """A gateway on a free port."""
-    service = Connection(target, settings.pop("api_key", None))
+    service = ConnectionOptions(target, settings.pop("api_key", None))
     app = create_app(GatewaySettings(service=service, **settings))
     http = HttpServer(app, HttpSettings(shutdown_s=1))
     with socket.create_server(("127.0.0.1", 0)) as listener:

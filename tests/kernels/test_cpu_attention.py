@@ -18,12 +18,12 @@ from penstock.kernels.cpu.bindings import (
     LANES,
     QUERY_TILE,
     SPLIT,
-    Attention,
     AttentionItem,
     AttentionRow,
-    Format,
     Kernels,
     KvLayout,
+    PagedAttention,
+    StorageFormat,
 )
 
 Floats = NDArray[np.float32]
@@ -31,7 +31,7 @@ Doubles = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
 Array = TypeVar("Array", Floats, Doubles)
 
-FORMATS = (Format.F32, Format.BF16, Format.INT8)
+FORMATS = (StorageFormat.F32, StorageFormat.BF16, StorageFormat.INT8)
 GUARD = 64
 POISON = 0xFF
 
@@ -89,10 +89,14 @@ def assert_guarded(memory: Bytes) -> None:
     assert (memory[-GUARD:] == POISON).all()
 
 
-def make_layout(kv_format: Format, kv_heads: int, head_dim: int) -> KvLayout:
+def make_layout(kv_format: StorageFormat, kv_heads: int, head_dim: int) -> KvLayout:
     """As core/kernel_table.h draws it."""
     padded = -(-head_dim // LANES) * LANES
-    head_bytes = {Format.F32: 128 * padded, Format.BF16: 64 * padded, Format.INT8: 32 * padded + 128}[kv_format]
+    head_bytes = {
+        StorageFormat.F32: 128 * padded,
+        StorageFormat.BF16: 64 * padded,
+        StorageFormat.INT8: 32 * padded + 128,
+    }[kv_format]
     return KvLayout(kv_format, kv_heads, head_dim, head_bytes, head_bytes * kv_heads)
 
 
@@ -122,7 +126,7 @@ def restored(heads: Array) -> Array:
 def unpack(layout: KvLayout, page: Bytes) -> tuple[Doubles, Doubles]:
     """Keys and values of a page, (16, kv_heads, head_dim) each, by the layout in core/kernel_table.h; those of formats
     that round are transformed."""
-    per = {Format.F32: 1, Format.BF16: 2, Format.INT8: 4}[Format(layout.format)]
+    per = {StorageFormat.F32: 1, StorageFormat.BF16: 2, StorageFormat.INT8: 4}[StorageFormat(layout.format)]
     padded = -(-layout.head_dim // LANES) * LANES
     keys, values = [], []
     for head in range(layout.kv_heads):
@@ -132,9 +136,9 @@ def unpack(layout: KvLayout, page: Bytes) -> tuple[Doubles, Doubles]:
         value_words = data[section : 2 * section].reshape(LANES // per, padded, per, 4 // per).transpose(0, 2, 1, 3)
         key_bytes = np.ascontiguousarray(key_words).reshape(LANES, padded, 4 // per)
         value_bytes = np.ascontiguousarray(value_words).reshape(LANES, padded, 4 // per)
-        if layout.format == Format.F32:
+        if layout.format == StorageFormat.F32:
             key, value = (part.view(np.float32)[..., 0] for part in (key_bytes, value_bytes))
-        elif layout.format == Format.BF16:
+        elif layout.format == StorageFormat.BF16:
             key, value = (
                 (part.view(np.uint16)[..., 0].astype(np.uint32) << 16).view(np.float32)
                 for part in (key_bytes, value_bytes)
@@ -151,7 +155,7 @@ def unpack(layout: KvLayout, page: Bytes) -> tuple[Doubles, Doubles]:
 class Sequence:
     """A row with its pages, among others that are poisoned."""
 
-    def __init__(self, table: Kernels, kv_format: Format, case: Case, seed: int = 0) -> None:
+    def __init__(self, table: Kernels, kv_format: StorageFormat, case: Case, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
         self.table, self.case = table, case
         self.layout = make_layout(kv_format, case.kv_heads, case.head_dim)
@@ -196,7 +200,7 @@ class Sequence:
         """
         case = self.case
         output = np.full_like(self.queries, np.nan)
-        attention = Attention(
+        attention = PagedAttention(
             self.layout, self.pages.ctypes.data, case.num_heads, case.window, case.head_dim**-0.5, case.soft_cap,
             self.sinks.ctypes.data if case.sinks else None, self.queries.ctypes.data, self.queries.shape[1],
             output.ctypes.data, output.shape[1],
@@ -223,7 +227,7 @@ class Sequence:
         return done.reshape(len(done), case.num_heads, case.head_dim)
 
     def _attend_spread(
-        self, attention: Attention, row: AttentionRow, item: AttentionItem, scratch: Bytes, spread: int
+        self, attention: PagedAttention, row: AttentionRow, item: AttentionItem, scratch: Bytes, spread: int
     ) -> None:
         """In items of so many splits, the last first."""
         size = self.table.partial_floats(attention) * self.case.group * (item.query_end - item.query_begin)
@@ -258,10 +262,10 @@ class Sequence:
             pages = [unpack(self.layout, self.page(i)) for i in range(len(self.page_ids))]
             keys = np.concatenate([key for key, _ in pages])[: case.context]
             values = np.concatenate([value for _, value in pages])[: case.context]
-            if self.layout.format != Format.F32:
+            if self.layout.format != StorageFormat.F32:
                 keys, values = restored(keys), restored(values)
         heads = queries.reshape(-1, case.kv_heads, case.group, case.head_dim)
-        if stored and self.layout.format == Format.BF16:
+        if stored and self.layout.format == StorageFormat.BF16:
             heads = restored(bf16(hadamard(heads)).astype(np.float64))
         scores = np.einsum("qkgd,tkd->kgqt", heads.astype(np.float64), keys) * case.head_dim**-0.5
         if case.soft_cap:
@@ -283,7 +287,7 @@ class Sequence:
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("head_dim", [2, 18, 64, 80])
-def test_a_page_holds_what_was_written(table: Kernels, kv_format: Format, head_dim: int) -> None:
+def test_a_page_holds_what_was_written(table: Kernels, kv_format: StorageFormat, head_dim: int) -> None:
     rng = np.random.default_rng(1)
     layout = make_layout(kv_format, 3, head_dim)
     page = aligned(layout.page_bytes)
@@ -294,10 +298,10 @@ def test_a_page_holds_what_was_written(table: Kernels, kv_format: Format, head_d
         got_keys, got_values = unpack(layout, page[:-GUARD])
         assert (got_values[slot + 1 :] == 0).all(), "a slot that is masked weighs nothing only if finite"
         for got, want in ((got_keys, keys), (got_values, values)):
-            stored = want if kv_format == Format.F32 else hadamard(want)
-            if kv_format == Format.F32:
+            stored = want if kv_format == StorageFormat.F32 else hadamard(want)
+            if kv_format == StorageFormat.F32:
                 np.testing.assert_array_equal(got[: slot + 1], stored[: slot + 1])
-            elif kv_format == Format.BF16:
+            elif kv_format == StorageFormat.BF16:
                 np.testing.assert_array_equal(got[: slot + 1], bf16(stored[: slot + 1]))
             else:
                 step = np.abs(stored).max(-1, keepdims=True) / 127
@@ -306,7 +310,7 @@ def test_a_page_holds_what_was_written(table: Kernels, kv_format: Format, head_d
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_the_first_slot_forgets_what_the_page_held(table: Kernels, kv_format: Format) -> None:
+def test_the_first_slot_forgets_what_the_page_held(table: Kernels, kv_format: StorageFormat) -> None:
     case = Case(64, 2, 2, context=40, num_queries=3)
     fresh, reused = Sequence(table, kv_format, case), Sequence(table, kv_format, case)
     reused.pages[:] = POISON - 1
@@ -317,14 +321,14 @@ def test_the_first_slot_forgets_what_the_page_held(table: Kernels, kv_format: Fo
 
 # ---------------------------------------------------------------------------------------------------------- the results
 
-TOLERANCES = {Format.F32: (2e-6, 2e-6), Format.BF16: (2.0**-8, 1e-5), Format.INT8: (1e-3, 1e-4)}
+TOLERANCES = {StorageFormat.F32: (2e-6, 2e-6), StorageFormat.BF16: (2.0**-8, 1e-5), StorageFormat.INT8: (1e-3, 1e-4)}
 """Of the weighted mean of magnitudes, and absolute. BF16: numerator and denominator are off by half a unit in the
 last of 8 bits, each. INT8: weights and queries have 16 and 15 bits."""
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_is_that_of_float64(table: Kernels, kv_format: Format, case: Case) -> None:
+def test_attention_is_that_of_float64(table: Kernels, kv_format: StorageFormat, case: Case) -> None:
     sequence = Sequence(table, kv_format, case)
     sequence.write(0, case.context)
     got = sequence.attend(sequence.tiles())
@@ -335,9 +339,10 @@ def test_attention_is_that_of_float64(table: Kernels, kv_format: Format, case: C
 
 
 @pytest.mark.parametrize(("kv_format", "large", "bound"), [
-    (Format.BF16, 0, 0.006), (Format.INT8, 0, 0.015), (Format.BF16, 20, 0.015), (Format.INT8, 20, 0.04),
+    (StorageFormat.BF16, 0, 0.006), (StorageFormat.INT8, 0, 0.015),
+    (StorageFormat.BF16, 20, 0.015), (StorageFormat.INT8, 20, 0.04),
 ])  # fmt: skip
-def test_what_a_format_costs_in_accuracy(table: Kernels, kv_format: Format, large: int, bound: float) -> None:
+def test_what_a_format_costs_in_accuracy(table: Kernels, kv_format: StorageFormat, large: int, bound: float) -> None:
     """Also where a dimension is large in all queries and keys, as trained models have some."""
     case = Case(128, 1, 4, context=500, num_queries=8)
     sequence = Sequence(table, kv_format, case)
@@ -348,10 +353,12 @@ def test_what_a_format_costs_in_accuracy(table: Kernels, kv_format: Format, larg
     assert math.sqrt((error**2).mean()) < bound * sequence.values.std() / math.sqrt(8)
 
 
-@pytest.mark.parametrize("kv_format", [Format.F32, Format.BF16])
+@pytest.mark.parametrize("kv_format", [StorageFormat.F32, StorageFormat.BF16])
 @pytest.mark.parametrize("case", CASES[4:7], ids=str)
 @pytest.mark.parametrize("spread", [0, 1])
-def test_a_query_that_is_not_a_number_has_no_output(table: Kernels, kv_format: Format, case: Case, spread: int) -> None:
+def test_a_query_that_is_not_a_number_has_no_output(
+    table: Kernels, kv_format: StorageFormat, case: Case, spread: int
+) -> None:
     sequence = Sequence(table, kv_format, case)
     sequence.write(0, case.context)
     expected = sequence.attend(sequence.tiles())
@@ -361,9 +368,11 @@ def test_a_query_that_is_not_a_number_has_no_output(table: Kernels, kv_format: F
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("kv_format", [Format.F32, Format.BF16])
+@pytest.mark.parametrize("kv_format", [StorageFormat.F32, StorageFormat.BF16])
 @pytest.mark.parametrize("case", CASES[4:7], ids=str)
-def test_a_key_that_is_not_a_number_shows_where_it_is_seen(table: Kernels, kv_format: Format, case: Case) -> None:
+def test_a_key_that_is_not_a_number_shows_where_it_is_seen(
+    table: Kernels, kv_format: StorageFormat, case: Case
+) -> None:
     sequence = Sequence(table, kv_format, case)
     position = case.start + 7
     sequence.write(0, case.context)
@@ -390,7 +399,7 @@ class TestTheSameBits:
     """A query's output depends on its position and on what is before it alone."""
 
     @pytest.fixture
-    def sequence(self, table: Kernels, kv_format: Format, case: Case) -> Sequence:
+    def sequence(self, table: Kernels, kv_format: StorageFormat, case: Case) -> Sequence:
         sequence = Sequence(table, kv_format, case)
         sequence.write(0, case.context)
         return sequence
@@ -418,7 +427,7 @@ class TestTheSameBits:
     def test_in_chunks(self, sequence: Sequence, whole: Floats) -> None:
         """Each chunk is a row of its own, and sees pages in which nothing later is written."""
         case = sequence.case
-        chunked = Sequence(sequence.table, Format(sequence.layout.format), case)
+        chunked = Sequence(sequence.table, StorageFormat(sequence.layout.format), case)
         chunked.write(0, case.start)
         bounds = [case.start, case.start + 1, case.start + 14, case.start + 55, case.context]
         parts = []
@@ -440,7 +449,9 @@ class TestTheSameBits:
     def test_with_anything_behind_the_end(self, sequence: Sequence, whole: Floats) -> None:
         """As drafts that were refused leave it."""
         case = sequence.case
-        longer = Sequence(sequence.table, Format(sequence.layout.format), replace(case, context=case.context + 7))
+        longer = Sequence(
+            sequence.table, StorageFormat(sequence.layout.format), replace(case, context=case.context + 7)
+        )
         for mine, other in ((longer.keys, sequence.keys), (longer.values, sequence.values)):
             mine[: case.context] = other
         longer.write(0, case.context + 7)

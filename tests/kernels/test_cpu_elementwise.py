@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu.bindings import Gate
+from penstock.kernels.cpu.bindings import GemmActivation
 
 SIZES = [*range(1, 66), 576, 1024, 3072]
 GUARD = 16
@@ -94,14 +94,14 @@ def test_soft_cap_at_its_ends(table):
 
 
 def activated(x, gate):
-    if gate is Gate.SILU:
+    if gate is GemmActivation.SILU:
         return x / (1 + np.exp(-x))
-    if gate is Gate.GELU:
+    if gate is GemmActivation.GELU:
         return np.array([0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x])
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-@pytest.mark.parametrize("gate", [Gate.SILU, Gate.GELU, Gate.GELU_TANH])
+@pytest.mark.parametrize("gate", [GemmActivation.SILU, GemmActivation.GELU, GemmActivation.GELU_TANH])
 def test_gated(table, gate):
     for n in SIZES:
         x, up = numbers(n, spread=2.0), numbers(n, 1)
@@ -115,7 +115,7 @@ def test_gated(table, gate):
         assert (source.read() == out.read()).all()
 
 
-@pytest.mark.parametrize("gate", [Gate.SILU, Gate.GELU, Gate.GELU_TANH])
+@pytest.mark.parametrize("gate", [GemmActivation.SILU, GemmActivation.GELU, GemmActivation.GELU_TANH])
 def test_a_gate_that_is_not_a_number_gives_none_there_alone(table, gate):
     for at in (0, 7, 18):
         x = numbers(19)

@@ -151,7 +151,7 @@ def mirrors() -> dict[str, type[Structure]]:
 
 
 def prefixes() -> dict[str, type[IntEnum]]:
-    return {"FORMAT": cpu.Format, "ACTIVATION": cpu.Gate, "OUTPUT": cpu.OutputMode}
+    return {"FORMAT": cpu.StorageFormat, "ACTIVATION": cpu.GemmActivation, "OUTPUT": cpu.OutputMode}
 
 
 @pytest.fixture(scope="module")

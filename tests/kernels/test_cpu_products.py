@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu.bindings import LANES, Format, Gate, Inputs, Matrix, Output, OutputMode
+from penstock.kernels.cpu.bindings import LANES, GemmActivation, GemmOutput, Inputs, Matrix, OutputMode, StorageFormat
 
 GUARD = 64
 POISON = 0xFF
 """Of float32 and bfloat16 alike, a NaN."""
-FORMATS = (Format.F32, Format.BF16)
+FORMATS = (StorageFormat.F32, StorageFormat.BF16)
 ALPHA, LIMIT = 1.702, 3.0
 """Of the clamped activation: well within what the sums of these tests reach."""
 ROWS = (1, 2, 3, 7, 8, 12, 13, 16, 17, 24, 25, 33, 64, 65)
@@ -41,7 +41,7 @@ def to_bf16(values):
 
 def rounded(values, matrix_format):
     """What a product multiplies, in float64."""
-    if matrix_format == Format.F32:
+    if matrix_format == StorageFormat.F32:
         return values.astype(np.float64)
     return (to_bf16(values).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
@@ -84,7 +84,7 @@ class Packed:
         memory.check()
         return memory, stride
 
-    def multiply(self, x, *, mode=OutputMode.STORE, gate=Gate.SILU, cuts=(), base=None):
+    def multiply(self, x, *, mode=OutputMode.STORE, gate=GemmActivation.SILU, cuts=(), base=None):
         """The whole product of x, (M, columns) float32, in calls that end at the panels `cuts`. Nothing is written
         beyond its columns. With `base` it is added to that."""
         memory, stride = self.prepare(x)
@@ -94,7 +94,7 @@ class Packed:
         if base is not None:
             values[:, :width] = base
         inputs = Inputs(memory.address, stride, len(x))
-        output = Output(out.address, width + 5, mode, gate, ALPHA, LIMIT)
+        output = GemmOutput(out.address, width + 5, mode, gate, ALPHA, LIMIT)
         for begin, end in itertools.pairwise([0, *cuts, self.num_panels]):
             self.table.product(self.matrix, inputs, begin, end, output)
         out.check()
@@ -186,18 +186,18 @@ def test_bias_and_addition(table, matrix_format):
 
 
 def gated(x, up, gate):
-    if gate == Gate.SILU:
+    if gate == GemmActivation.SILU:
         return x / (1 + np.exp(-x)) * up
-    if gate == Gate.GELU:
+    if gate == GemmActivation.GELU:
         return x / 2 * np.vectorize(math.erfc)(-x / math.sqrt(2)) * up
-    if gate == Gate.GELU_TANH:
+    if gate == GemmActivation.GELU_TANH:
         return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) * up
     x = np.minimum(x, LIMIT)
     return x / (1 + np.exp(-ALPHA * x)) * (np.clip(up, -LIMIT, LIMIT) + 1)
 
 
 @pytest.mark.parametrize("matrix_format", FORMATS)
-@pytest.mark.parametrize("gate", Gate)
+@pytest.mark.parametrize("gate", GemmActivation)
 @pytest.mark.parametrize("width", [16, 35])
 def test_gated_products(table, matrix_format, gate, width):
     """Panels of gate and of up by turns; the last two are filled alike."""
@@ -219,7 +219,7 @@ def test_gated_products(table, matrix_format, gate, width):
 
 
 @pytest.mark.parametrize("matrix_format", FORMATS)
-@pytest.mark.parametrize("gate", Gate)
+@pytest.mark.parametrize("gate", GemmActivation)
 @pytest.mark.parametrize("row", [3, 16 + 3])
 def test_a_gate_or_what_it_lets_through_that_is_not_a_number_shows(table, matrix_format, gate, row):
     weights = random(32, 40)
@@ -246,7 +246,7 @@ def test_rows_come_back_as_they_were_packed(table, columns):
 @pytest.mark.parametrize("columns", [1, 2, 15, 600])
 def test_bits_of_bfloat16_are_kept(table, columns):
     bits = np.random.default_rng(columns).integers(0, 1 << 16, (18, columns), dtype=np.uint16)
-    panel_bytes = table.panel_bytes(Format.BF16, columns, 0)
+    panel_bytes = table.panel_bytes(StorageFormat.BF16, columns, 0)
     for begin, rows in ((0, 16), (16, 2)):
         panel = Guarded(panel_bytes)
         table.pack_panel_bf16(columns, addresses(bits[begin : begin + rows], ctypes.c_uint16), panel.address)
@@ -262,7 +262,7 @@ def test_rounding_is_to_the_nearest_even(table):
     bits = np.array([0x3F808000, 0x3F818000, 0x3F80FFFF, 0x3FFFFFFF, 0xBF818000, 0xBF808001], np.uint32)
     values = bits.view(np.float32)
     identity = np.eye(len(values), dtype=np.float32)
-    expected = rounded(values, Format.BF16)
-    np.testing.assert_array_equal(Packed(table, Format.BF16, identity).multiply(values[None])[0], expected)
+    expected = rounded(values, StorageFormat.BF16)
+    np.testing.assert_array_equal(Packed(table, StorageFormat.BF16, identity).multiply(values[None])[0], expected)
     one = np.ones((1, 1), np.float32)
-    np.testing.assert_array_equal(Packed(table, Format.BF16, values[:, None]).multiply(one)[0], expected)
+    np.testing.assert_array_equal(Packed(table, StorageFormat.BF16, values[:, None]).multiply(one)[0], expected)

@@ -11,8 +11,28 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu.bindings import LANES, Format, Gate, Kernels, KvLayout, Matrix, SampledToken, SamplingRow
-from penstock.kernels.cpu.program import Expert, Layer, Library, Linear, Model, Program, QkNorm, Rope, Source, Step
+from penstock.kernels.cpu.bindings import (
+    LANES,
+    GemmActivation,
+    Kernels,
+    KvLayout,
+    Matrix,
+    SampledToken,
+    SamplingRow,
+    StorageFormat,
+)
+from penstock.kernels.cpu.program import (
+    ElementType,
+    Expert,
+    LayerProgram,
+    Library,
+    LinearProgram,
+    ModelProgram,
+    Program,
+    QkNormKind,
+    Rope,
+    Step,
+)
 
 Array = NDArray[np.float64]
 
@@ -50,22 +70,22 @@ class Toy:
         self.weights: list[dict[str, Array]] = []
         self.frequencies = [np.float32(10) ** -np.linspace(0, 2 + i, ROTARY // 2, dtype=np.float32) for i in range(2)]
         self.table, self.norm = self.draw(VOCAB, HIDDEN), self.draw(HIDDEN)
-        layers = (Layer * len(kind.windows))(*(self.layer(i) for i in range(len(kind.windows))))
+        layers = (LayerProgram * len(kind.windows))(*(self.layer(i) for i in range(len(kind.windows))))
         ropes = (Rope * 2)(*(Rope(self.keep(frequencies), 1.0 + i) for i, frequencies in enumerate(self.frequencies)))
         head_bytes = 2 * 32 * LANES * 4
         layer_bytes = KV_HEADS * head_bytes
-        kv = KvLayout(Format.F32, KV_HEADS, HEAD_DIM, head_bytes, len(kind.windows) * layer_bytes)
+        kv = KvLayout(StorageFormat.F32, KV_HEADS, HEAD_DIM, head_bytes, len(kind.windows) * layer_bytes)
         pages = self.library.memory(NUM_BLOCKS * BLOCK // LANES * kv.page_bytes)
         ctypes.memset(pages.address, 0xFF, pages.num_bytes)
         table = self.matrix(self.table)
-        model = Model(
+        model = ModelProgram(
             kernels=ctypes.pointer(kernels), vocab_size=VOCAB, num_logits=LOGITS, hidden_size=HIDDEN,
             intermediate_size=INNER, num_layers=len(kind.windows), num_heads=HEADS, num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM, rotary_dim=ROTARY, num_ropes=2, num_experts=EXPERTS, experts_per_token=PER_TOKEN,
-            expert_size=EXPERT_INNER, normalise_experts=0, expert_activation=Gate.SILU, qk_norm=QkNorm.HEAD,
-            activation=Gate.SILU, block_size=BLOCK, norm_eps=EPS, embedding_scale=EMBEDDING_SCALE,
-            attention_scale=SCALE, attention_soft_cap=CAP, logit_soft_cap=LOGIT_CAP, embedding_format=Format.F32,
-            packed_embedding=table, head=Linear(1, (Matrix * 3)(table)), norm=self.keep(self.norm),
+            expert_size=EXPERT_INNER, normalise_experts=0, expert_activation=GemmActivation.SILU,
+            qk_norm=QkNormKind.HEAD, activation=GemmActivation.SILU, block_size=BLOCK, norm_eps=EPS,
+            embedding_scale=EMBEDDING_SCALE, attention_scale=SCALE, attention_soft_cap=CAP, logit_soft_cap=LOGIT_CAP, embedding_format=StorageFormat.F32,
+            packed_embedding=table, head=LinearProgram(1, (Matrix * 3)(table)), norm=self.keep(self.norm),
             layers=ctypes.addressof(layers), ropes=ctypes.addressof(ropes), kv=kv, pages=pages.address,
             layer_bytes=layer_bytes,
         )  # fmt: skip
@@ -89,24 +109,24 @@ class Toy:
         order = self.rng.permutation(columns).astype(np.int32) if ordered else np.arange(columns, dtype=np.int32)
         address = self.keep(weights[:, order])
         rows = range(len(weights)) if rows is None else rows
-        panels, panel_bytes = -(-len(rows) // LANES), int(self.kernels.panel_bytes(Format.F32, columns, 0))
+        panels, panel_bytes = -(-len(rows) // LANES), int(self.kernels.panel_bytes(StorageFormat.F32, columns, 0))
         addresses = np.zeros(panels * LANES, dtype=np.uint64)
         addresses[: len(rows)] = [0 if row < 0 else address + row * columns * 4 for row in rows]
         begin = self.memory.address + self.used
         self.used += -(-panels * panel_bytes // 64) * 64
         assert self.used <= MEMORY
-        matrix = Matrix(Format.F32, len(rows), columns, 0, panel_bytes, begin, None, None)
-        self.library.pack(self.kernels, matrix, addresses, Source.F32, 4)
+        matrix = Matrix(StorageFormat.F32, len(rows), columns, 0, panel_bytes, begin, None, None)
+        self.library.pack(self.kernels, matrix, addresses, ElementType.F32, 4)
         matrix.order = self.keep(order) if ordered else None
         return matrix
 
-    def linear(self, parts: list[Array]) -> Linear:
+    def linear(self, parts: list[Array]) -> LinearProgram:
         if not self.kind.split:
-            return Linear(1, (Matrix * 3)(self.matrix(np.concatenate(parts))))
+            return LinearProgram(1, (Matrix * 3)(self.matrix(np.concatenate(parts))))
         # The second of several takes its inputs as they come.
-        return Linear(len(parts), (Matrix * 3)(*(self.matrix(part, i != 1) for i, part in enumerate(parts))))
+        return LinearProgram(len(parts), (Matrix * 3)(*(self.matrix(part, i != 1) for i, part in enumerate(parts))))
 
-    def gated(self, gate: Array, up: Array) -> Linear:
+    def gated(self, gate: Array, up: Array) -> LinearProgram:
         if self.kind.split:
             return self.linear([gate, up])
         size = len(gate)
@@ -116,9 +136,9 @@ class Toy:
             for part in range(2)
             for row in range(panel * LANES, panel * LANES + LANES)
         ]
-        return Linear(1, (Matrix * 3)(self.matrix(np.concatenate([gate, up]), False, rows)))
+        return LinearProgram(1, (Matrix * 3)(self.matrix(np.concatenate([gate, up]), False, rows)))
 
-    def layer(self, index: int) -> Layer:
+    def layer(self, index: int) -> LayerProgram:
         query, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
         shapes = {"q": (query, HIDDEN), "k": (kv, HIDDEN), "v": (kv, HIDDEN), "o": (HIDDEN, query), "n0": (HIDDEN,),
                   "n2": (HIDDEN,), "n3": (HIDDEN,), "qn": (HEAD_DIM,), "kn": (HEAD_DIM,), "sinks": (HEADS,),
@@ -132,7 +152,7 @@ class Toy:
             Expert(self.gated(w[f"gate{e}"], w[f"up{e}"]), self.linear([w[f"down{e}"]]))
             for e in range(EXPERTS if self.kind.experts else 1)
         ]
-        layer = Layer(
+        layer = LayerProgram(
             attention_norm=self.keep(w["n0"]), mlp_norm=self.keep(w["n2"]), mlp_post_norm=self.keep(w["n3"]),
             query_norm=self.keep(w["qn"]), key_norm=self.keep(w["kn"]), sinks=self.keep(w["sinks"]),
             window=self.kind.windows[index], rope=index % 2, qkv=self.linear([w["q"], w["k"], w["v"]]),

@@ -9,12 +9,21 @@ import mmap
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu.bindings import LANES, Format, Gate, Inputs, Matrix, Output, OutputMode, find_kernels
+from penstock.kernels.cpu.bindings import (
+    LANES,
+    GemmActivation,
+    GemmOutput,
+    Inputs,
+    Matrix,
+    OutputMode,
+    StorageFormat,
+    find_kernels,
+)
 
 GUARD = 64
 POISON = 0xFF
 """In every byte, a NaN of float32."""
-KINDS = ((Format.INT8, 0), (Format.INT4, 32), (Format.INT4, 128))
+KINDS = ((StorageFormat.INT8, 0), (StorageFormat.INT4, 32), (StorageFormat.INT4, 128))
 ROWS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65)
 
 
@@ -76,7 +85,7 @@ class Packed:
             self.table.unpack_row(self.matrix, row, rows[row].ctypes.data)
         return rows
 
-    def multiply(self, x, *, mode=OutputMode.STORE, gate=Gate.SILU, cuts=(), base=None):
+    def multiply(self, x, *, mode=OutputMode.STORE, gate=GemmActivation.SILU, cuts=(), base=None):
         """The product of x, (M, columns), in calls that end at the panels `cuts`; with `base` it is added to that."""
         stride = self.table.input_bytes(self.kind[0], self.columns, self.kind[1])
         assert stride % 64 == 0
@@ -89,7 +98,7 @@ class Packed:
         values = out.bytes.view(np.float32).reshape(len(x), width + 5)
         if base is not None:
             values[:, :width] = base
-        output = Output(out.address, width + 5, mode, gate)
+        output = GemmOutput(out.address, width + 5, mode, gate)
         for begin, end in itertools.pairwise([0, *cuts, self.num_panels]):
             self.table.product(self.matrix, Inputs(memory.address, stride, len(x)), begin, end, output)
         out.check()
@@ -135,7 +144,7 @@ def random(*shape, seed=0):
 
 def rounded_inputs(x, kind):
     """What the product multiplies: 127 steps to the greatest of each `chunk` columns, in float64."""
-    chunk = kind[1] if kind[0] == Format.INT4 else 128
+    chunk = kind[1] if kind[0] == StorageFormat.INT4 else 128
     parts = []
     for begin in range(0, x.shape[1], chunk):
         part = x[:, begin : begin + chunk]
@@ -181,7 +190,7 @@ def test_what_is_no_number_does_not_become_one(table, kind, wrong, column):
         np.testing.assert_array_equal(packed.multiply(x), expected)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, (Format.INT4, 96), (Format.INT4, 256)])
+@pytest.mark.parametrize("kind", [*KINDS, (StorageFormat.INT4, 96), (StorageFormat.INT4, 256)])
 def test_bits_depend_on_the_row_and_the_column_alone(table, kind):
     packed, _ = quantized(table, kind, random(113, 1003))
     x = random(65, 1003, seed=1)
@@ -205,7 +214,7 @@ def test_any_number_of_rows_has_the_bits_of_one(table, kind):
         np.testing.assert_array_equal(packed.multiply(x[:m], mode=OutputMode.ADD, base=base[:m]), added[:m])
 
 
-@pytest.mark.parametrize("kind", [*KINDS, (Format.INT4, 96), (Format.INT4, 256)])
+@pytest.mark.parametrize("kind", [*KINDS, (StorageFormat.INT4, 96), (StorageFormat.INT4, 256)])
 @pytest.mark.parametrize("columns", [5, 77, 128, 160, 323, 1216])
 def test_tile_registers_give_the_bits_of_vectors(cpu_library, kind, columns):
     tables = [find_kernels(name, cpu_library) for name in ("amx", "avx512_bf16")]
@@ -240,7 +249,7 @@ def test_the_error_of_packing_is_small_and_told(table, kind, size):
     off = packed.unpacked().astype(np.float64) - weights
     np.testing.assert_allclose(error, [(off**2).sum(), (weights.astype(np.float64) ** 2).sum()], rtol=1e-4)
     assert (off[5] == 0).all()
-    if kind[0] == Format.INT8:
+    if kind[0] == StorageFormat.INT8:
         assert (np.abs(off) <= np.abs(weights).max(axis=1, keepdims=True) / 254 * 1.00001).all()
     else:
         assert (off**2).sum() < 0.9 * (rounded_to_nearest(weights, kind[1]) ** 2).sum()
@@ -278,14 +287,14 @@ def test_int4_codes_are_kept(table, group):
     scales = (numbers.random((rows, groups)) * 0.02 + 1e-4).astype(np.float16).astype(np.float32)
     zeros = numbers.integers(0, 17, (rows, groups)).astype(np.float32)
     zeros[3] = 7.5
-    packed = from_codes(table, (Format.INT4, group), codes, scales, zeros)
+    packed = from_codes(table, (StorageFormat.INT4, group), codes, scales, zeros)
     index = np.arange(columns) // group if group else np.zeros(columns, int)
     np.testing.assert_array_equal(packed.unpacked(), (codes - zeros[:, index]) * scales[:, index])
     chunk = {256: 128, 0: 128}.get(group, group)
-    packed.kind = (Format.INT4, group)
+    packed.kind = (StorageFormat.INT4, group)
     x = random(9, columns, seed=1)
     result = packed.multiply(x)
-    packed.kind = (Format.INT4, chunk)
+    packed.kind = (StorageFormat.INT4, chunk)
     check(result, x, packed)
 
 
@@ -294,7 +303,7 @@ def test_int8_codes_are_kept(table):
     codes = numbers.integers(-128, 128, (21, 331), dtype=np.int8)
     scales, zeros = numbers.random((21, 1), dtype=np.float32), numbers.integers(-128, 128, (21, 1)).astype(np.float32)
     zeros[::2] = 0
-    packed = from_codes(table, (Format.INT8, 0), codes, scales, zeros)
+    packed = from_codes(table, (StorageFormat.INT8, 0), codes, scales, zeros)
     np.testing.assert_array_equal(packed.unpacked(), (codes - zeros) * scales)
     x = random(9, 331, seed=1)
     check(packed.multiply(x), x, packed)
@@ -302,7 +311,7 @@ def test_int8_codes_are_kept(table):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_extremes_of_codes_and_inputs_do_not_overflow(table, kind):
-    signed = kind[0] == Format.INT8
+    signed = kind[0] == StorageFormat.INT8
     codes = np.full((16, 256), 0x7F if signed else 15, np.uint8)
     codes[8:] = 0x80 if signed else 0
     ones, zeros = np.ones((16, 8), np.float32), np.full((16, 8), 0 if signed else 16, np.float32)

@@ -14,7 +14,7 @@ from penstock.kernels.reference.sampling import keyed_gumbel
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.torch_common.sampler import sample_lines
 from penstock.models.batch.grammar_matcher import Words
-from penstock.models.batch.lines import Line, Masks
+from penstock.models.batch.lines import GrammarBitmasks, SampledPosition
 from penstock.models.batch.rows import RowTable
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
@@ -72,7 +72,7 @@ class Sampler:
 
     def sample(self, logits, row, mask=None):
         """The token, its log-probability, the ids of the likeliest and theirs."""
-        batch = self._rows.gather([Line(row)])
+        batch = self._rows.gather([SampledPosition(row)])
         if mask is not None:
             batch.mask([0], mask[None])
         ids, top, out = Guarded(4 * batch.num_top), Guarded(4 * batch.num_top), SampledToken()
@@ -90,12 +90,12 @@ def masks_of(masks):
     """Of the first lines of a batch."""
     words: Future[Words] = Future()
     words.set_result(np.stack(masks))
-    return Masks(list(range(len(masks))), words)
+    return GrammarBitmasks(list(range(len(masks))), words)
 
 
 def expected_token(logits, row, mask=None):
     masks = None if mask is None else masks_of([mask])
-    [sampled] = sample_lines(torch.from_numpy(logits.copy()).unsqueeze(0), [Line(row)], masks)
+    [sampled] = sample_lines(torch.from_numpy(logits.copy()).unsqueeze(0), [SampledPosition(row)], masks)
     return sampled
 
 
@@ -162,7 +162,8 @@ def compare(table, vocab_size, num_rows, seed):
     sampler = Sampler(table, vocab_size)
     for step in range(DRAWS):
         expected = [
-            sampled.token_id for sampled in sample_lines(torch.from_numpy(logits.copy()), [Line(row) for row in rows])
+            sampled.token_id
+            for sampled in sample_lines(torch.from_numpy(logits.copy()), [SampledPosition(row) for row in rows])
         ]
         for number, row in enumerate(rows):
             token_id = sampler.sample(logits[number], row)[0]
@@ -299,7 +300,7 @@ def test_tokens_are_those_of_the_torch_sampler_under_masks(table, vocab_size, nu
     for broken in logits[::8]:
         broken[generator.integers(vocab_size)] = chance.choice([math.nan, math.inf])
     masks = [random_mask(chance, vocab_size, generator) for _ in rows]
-    expected = sample_lines(torch.from_numpy(logits.copy()), [Line(row) for row in rows], masks_of(masks))
+    expected = sample_lines(torch.from_numpy(logits.copy()), [SampledPosition(row) for row in rows], masks_of(masks))
     sampler = Sampler(table, vocab_size)
     for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         kept = mask.copy()

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
 from penstock.models.train_demo.eagle3 import Head, draft, target_states, unrolled
 from penstock.models.train_demo.evaluate_drafts import (
-    Output,
+    WrittenText,
     count_accepted,
     head_drafter,
     model_drafter,
@@ -37,7 +37,7 @@ def head() -> Head:
 
 
 @pytest.fixture(scope="module")
-def outputs(demo: Decoder) -> list[Output]:
+def outputs(demo: Decoder) -> list[WrittenText]:
     """What the demo model writes greedily after the beginnings of held-out documents."""
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     texts = [json.loads(line)["text"] for line in HELD_OUT.read_text().splitlines()[:4]]
@@ -46,7 +46,7 @@ def outputs(demo: Decoder) -> list[Output]:
         for length in range(32, 56):
             logits = demo(ids, *rotary_tables(demo.shape, length))
             ids = torch.cat((ids, logits[:, -1:].argmax(-1)), dim=1)
-    return [Output("documents", row, 32, None) for row in ids]
+    return [WrittenText("documents", row, 32, None) for row in ids]
 
 
 def read_json(file: Path) -> dict[str, object]:
@@ -138,7 +138,7 @@ def test_the_heads_layer_is_llamas_with_wider_rows(head: Head) -> None:
 
 
 def test_unrolling_over_a_text_gives_the_drafts_of_every_prefix(
-    demo: Decoder, head: Head, outputs: list[Output]
+    demo: Decoder, head: Head, outputs: list[WrittenText]
 ) -> None:
     """What training and the figures rest on: the drafts of many prefixes at once are those of one after the other."""
     prompt = outputs[0].ids[:20].tolist()
@@ -162,7 +162,7 @@ def test_a_step_ends_at_the_first_wrong_draft() -> None:
 
 @pytest.mark.parametrize("which", ["sibling", "head"])
 def test_a_drafter_guesses_what_the_demo_model_writes(
-    which: str, demo: Decoder, head: Head, outputs: list[Output]
+    which: str, demo: Decoder, head: Head, outputs: list[WrittenText]
 ) -> None:
     """Far above chance, which is 1 in 4,096; the cards have the figures."""
     drafter = model_drafter(read_model(SIBLING)) if which == "sibling" else head_drafter(head, demo)

@@ -23,9 +23,9 @@ from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import Pooling, SamplingParams, StepPlan, WorkerFacts
 from penstock.scheduler.planning.queues import WaitingQueue
-from penstock.scheduler.planning.sequence import ChoiceState
+from penstock.scheduler.planning.sequence import SequenceStatus
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import Change, FinishReason, Prompt, Refused, Request
+from penstock.scheduler.request import Change, EngineFinishReason, Prompt, Refused, Request
 from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeRow, FakeWorker, token_of_history
 from penstock.scheduler.timing.queued_work import total_work
 
@@ -128,8 +128,8 @@ class World:
     def cancel(self, random_number: int) -> None:
         names = self.alive()
         if names:
-            assert self.scheduler.abort(names[random_number % len(names)], FinishReason.CANCELLED)
-        assert not self.scheduler.abort("nobody", FinishReason.CANCELLED)
+            assert self.scheduler.abort(names[random_number % len(names)], EngineFinishReason.CANCELLED)
+        assert not self.scheduler.abort("nobody", EngineFinishReason.CANCELLED)
 
     def hold(self, random_number: int) -> None:
         """Nobody reads a request's output any more; or everybody's is read again."""
@@ -189,14 +189,14 @@ class World:
         for name in self.alive():
             deadline = self.scheduler._requests[name].request.deadline
             if deadline is not None and deadline <= self.now:
-                self.scheduler.abort(name, FinishReason.DEADLINE)
+                self.scheduler.abort(name, EngineFinishReason.DEADLINE)
         plan = self.scheduler.schedule()
         if plan is None:
             return False
         assert len(self.plans) < self.config.max_plans_in_flight
         rows = self.scheduler._planner.rows
         for row in [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]:
-            assert rows.current(row).state is not ChoiceState.ENDED, "a step for a row that ended"
+            assert rows.current(row).state is not SequenceStatus.ENDED, "a step for a row that ended"
         for earlier in self.plans:
             named = {chunk.row for chunk in earlier.chunks} | {decode.row for decode in earlier.decodes}
             again = named.union(earlier.dropped).intersection(added.row for added in plan.added)
@@ -214,12 +214,12 @@ class World:
         lengths = [len(choice.token_ids) + len(row.token_ids) for choice, row in zip(choices, result.rows, strict=True)]
         self.scheduler.update(result)
         for choice, length in zip(choices, lengths, strict=True):
-            assert choice.state is ChoiceState.ENDED or len(choice.token_ids) == length, "a token is lost"
+            assert choice.state is SequenceStatus.ENDED or len(choice.token_ids) == length, "a token is lost"
         return True
 
     def die(self) -> None:
         """The worker dies; what was in flight is lost, and everything ends. A new one starts."""
-        self.scheduler.abandon(FinishReason.WORKER_DIED, "killed")
+        self.scheduler.abandon(EngineFinishReason.WORKER_DIED, "killed")
         assert not self.alive()
         assert not self.scheduler.num_requests
         self._new_worker()
@@ -246,7 +246,7 @@ class World:
         self.check_work(planner.waiting)
         assert set(map(id, self.scheduler.kv._pending.values())) <= set(map(id, planner.running.prefilling))
         for choice in running:
-            assert choice.num_computed <= choice.num_planned or choice.state is ChoiceState.DECODING
+            assert choice.num_computed <= choice.num_planned or choice.state is SequenceStatus.DECODING
             confirmed = max(choice.num_computed, choice.num_planned)
             assert choice.num_published * BLOCK_SIZE <= confirmed, "a block without its KV is published"
             request = choice.live.request

@@ -110,7 +110,7 @@ def _counted(value, count):
 def counting(monkeypatch, allowed):
     """Counts in the block; raises TooManyOperations beyond ``allowed``."""
     count = Count(allowed)
-    go_back = source.Source.go_back
+    go_back = source.IncrementalText.go_back
 
     def counted_go_back(self):
         go_back(self)
@@ -122,7 +122,7 @@ def counting(monkeypatch, allowed):
             count.add(1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(source.Source, "go_back", counted_go_back)
+        patch.setattr(source.IncrementalText, "go_back", counted_go_back)
         for module in _READERS:
             for name, value in vars(module).items():
                 if name.startswith("_") and not name.startswith("__"):

@@ -11,8 +11,8 @@ from typing import Any
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.backends.base import Backend, load_backend
-from penstock.models.speculative.controller import Drafted, Drafting, _valid
-from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.controller import Drafted, SpeculationController, _valid
+from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Wanted
 from penstock.models.structured_output.manager import grammars_of
 from penstock.models.worker.runner import Runner
@@ -21,14 +21,22 @@ from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs, WorkerConfig, WorkerFacts
-from penstock.scheduler.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Released, Request
+from penstock.scheduler.request import (
+    EngineFinishReason,
+    Event,
+    PromptLogprobsChunk,
+    Request,
+    RequestFinished,
+    SequenceDelta,
+    TextDelta,
+)
 
 
-class Eager(Drafting):
+class Eager(SpeculationController):
     """All that is proposed is drafted, whatever it costs; bounds are kept as ever."""
 
     def __init__(self, drafter: Drafter, max_drafts: int) -> None:
-        super().__init__(drafter, max_drafts, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
+        super().__init__(drafter, max_drafts, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
 
     def draft(self, wanted: list[Wanted], plan: StepPlan) -> Drafted:
         drafts, room = {}, plan.max_drafts
@@ -64,7 +72,7 @@ class InProcessExecutor:
         self._stopped = False
         return backend.facts
 
-    def _drafting(self, config: WorkerConfig, backend: Backend) -> Drafting | None:
+    def _drafting(self, config: WorkerConfig, backend: Backend) -> SpeculationController | None:
         if config.speculation is None or not self._is_eager:
             return make_drafting(config, backend)
         return Eager(make_drafter(config, backend), config.speculation.num_speculative_tokens)
@@ -99,11 +107,11 @@ class InProcessExecutor:
 class NoText:
     """A text state for tests that look at ids alone."""
 
-    def feed(self, token_id: int) -> Released:
-        return Released(1, "")
+    def feed(self, token_id: int) -> TextDelta:
+        return TextDelta(1, "")
 
-    def finish(self) -> Released:
-        return Released(0, "")
+    def finish(self) -> TextDelta:
+        return TextDelta(0, "")
 
 
 @dataclass
@@ -113,22 +121,22 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[tuple[list[int], list[float]]] = field(default_factory=list)
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    finished: Finished | None = None
+    prompt_logprobs: list[PromptLogprobsChunk] = field(default_factory=list)
+    finished: RequestFinished | None = None
     others: defaultdict[int, "Answer"] = field(default_factory=lambda: defaultdict(Answer))
     """The other choices, by their number."""
 
     def take(self, event: Event) -> None:
         match event:
-            case Delta() if event.choice:
+            case SequenceDelta() if event.choice:
                 self.others[event.choice].take(replace(event, choice=0))
-            case Delta():
+            case SequenceDelta():
                 self.token_ids += event.token_ids
                 if event.logprobs is not None:
                     self._take_logprobs(event.logprobs)
-            case PromptLogprobs():
+            case PromptLogprobsChunk():
                 self.prompt_logprobs.append(event)
-            case Finished():
+            case RequestFinished():
                 self.finished = event
 
     def _take_logprobs(self, logprobs: TokenLogprobs) -> None:
@@ -189,7 +197,7 @@ class EngineUnderTest:
         await self.engine.wait_idle()
         for answer in answers:
             assert answer.finished is not None
-            assert answer.finished.reason in (FinishReason.LENGTH, FinishReason.STOP), answer.finished
+            assert answer.finished.reason in (EngineFinishReason.LENGTH, EngineFinishReason.STOP), answer.finished
 
     @property
     def stats(self) -> EngineStats:

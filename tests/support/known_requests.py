@@ -8,16 +8,16 @@ from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.plan import Pooling, SamplingParams, TokenLogprobs
 from penstock.scheduler.planning.sequence import sampling_of_choice
 from penstock.scheduler.request import (
-    Accepted,
-    Delta,
     Embedded,
+    EngineFinishReason,
     Event,
-    Finished,
-    FinishReason,
-    Matched,
-    PromptLogprobs,
-    Released,
+    PromptLogprobsChunk,
     Request,
+    RequestAccepted,
+    RequestFinished,
+    SequenceDelta,
+    StopMatch,
+    TextDelta,
 )
 from penstock.scheduler.testing.fake_worker import token_of_history, vector_of
 
@@ -29,11 +29,11 @@ HIDDEN_SIZE = 3
 class PlainText:
     """Lets every token go at once."""
 
-    def feed(self, token_id: int) -> Released:
-        return Released(1, chr(97 + token_id))
+    def feed(self, token_id: int) -> TextDelta:
+        return TextDelta(1, chr(97 + token_id))
 
-    def finish(self) -> Released:
-        return Released(0, "")
+    def finish(self) -> TextDelta:
+        return TextDelta(0, "")
 
 
 class HoldingText:
@@ -42,25 +42,25 @@ class HoldingText:
     def __init__(self) -> None:
         self.held = ""
 
-    def feed(self, token_id: int) -> Released:
+    def feed(self, token_id: int) -> TextDelta:
         self.held += chr(97 + token_id)
-        return self.finish() if len(self.held) == 3 else Released(0, "")
+        return self.finish() if len(self.held) == 3 else TextDelta(0, "")
 
-    def finish(self) -> Released:
+    def finish(self) -> TextDelta:
         text, self.held = self.held, ""
-        return Released(len(text), text)
+        return TextDelta(len(text), text)
 
 
 class StoppingText(HoldingText):
     """Stops at "ab"; holds an "a" back."""
 
-    def feed(self, token_id: int) -> Released:
+    def feed(self, token_id: int) -> TextDelta:
         self.held += chr(97 + token_id)
         if self.held == "ab":
-            return Released(0, "", stop="ab")
+            return TextDelta(0, "", stop="ab")
         if self.held.endswith("a"):
             text, self.held = self.held[:-1], "a"
-            return Released(len(text), text)
+            return TextDelta(len(text), text)
         return self.finish()
 
 
@@ -72,7 +72,7 @@ class Expected:
     """What one choice must bring, worked out without a scheduler."""
 
     token_ids: list[int]
-    end: Matched
+    end: StopMatch
     num_tokens: int
 
 
@@ -91,14 +91,14 @@ def expected_choice(
                 token = (token + 1) % vocab_size
         history.append(token)
         if token in sampling.stop_token_ids:
-            end = Matched(FinishReason.STOP, stop_token_id=token)
+            end = StopMatch(EngineFinishReason.STOP, stop_token_id=token)
             break
         released = text.feed(token)
         if released.stop is not None:
-            end = Matched(FinishReason.STOP, stop=released.stop)
+            end = StopMatch(EngineFinishReason.STOP, stop=released.stop)
             break
     else:
-        end = Matched(FinishReason.LENGTH)
+        end = StopMatch(EngineFinishReason.LENGTH)
     token_ids = history[len(request.prompt_token_ids) :]
     return Expected(token_ids, end, len(token_ids))
 
@@ -113,15 +113,15 @@ class Received:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
     chosen: dict[int, list[float]] = field(default_factory=dict)
-    ends: dict[int, Matched] = field(default_factory=dict)
+    ends: dict[int, StopMatch] = field(default_factory=dict)
     prompt_logprobs: list[float] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)
     limits: dict[int, int] = field(default_factory=dict)
     """What the choices' max_tokens came to be, where they were changed."""
     most_tokens: int = 0
     """The most that they ever were changed to: plans made while they were so are in flight after a later change."""
-    accepted: Accepted | None = None
-    finished: Finished | None = None
+    accepted: RequestAccepted | None = None
+    finished: RequestFinished | None = None
 
     def __post_init__(self) -> None:
         self.request.sink = self.sink
@@ -129,23 +129,23 @@ class Received:
     def sink(self, event: Event) -> None:
         assert self.finished is None, "an event after the end"
         match event:
-            case Accepted():
+            case RequestAccepted():
                 assert self.accepted is None
                 self.accepted = event
-            case Delta():
+            case SequenceDelta():
                 assert event.choice not in self.ends, "a delta after a choice's end"
                 self.token_ids.setdefault(event.choice, []).extend(event.token_ids)
                 self.text[event.choice] = self.text.get(event.choice, "") + event.text
                 self._take_logprobs(event.choice, event.token_ids, event.logprobs)
                 if event.end is not None:
                     self.ends[event.choice] = event.end
-            case PromptLogprobs():
+            case PromptLogprobsChunk():
                 assert event.start == len(self.prompt_logprobs) + 1, "a gap or a repetition"
                 self.prompt_logprobs += event.logprobs.chosen
             case Embedded():
                 assert event.choice not in self.vectors, "a vector for the second time"
                 self.vectors[event.choice] = event.vector
-            case Finished():
+            case RequestFinished():
                 self.finished = event
 
     def _take_logprobs(self, choice: int, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
@@ -159,7 +159,7 @@ class Received:
         """Finished, with exactly what was to be expected, or with a part of it if it was ended early."""
         request = self.request
         assert self.finished is not None, "a request without an end"
-        whole = self.finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        whole = self.finished.reason in (EngineFinishReason.STOP, EngineFinishReason.LENGTH)
         if request.pooling is not None:
             self._check_vectors(request.pooling, whole)
             return

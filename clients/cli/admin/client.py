@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from penstock.clients.channel import call_metadata, open_channel
-from penstock.clients.cli.options import ADMIN_VARIABLE, Connection, advised
+from penstock.clients.cli.options import ADMIN_VARIABLE, ConnectionOptions, advised
 from penstock.clients.errors import PenstockError, RequestFailed, Unreachable, failure_from_call
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 
@@ -18,14 +18,14 @@ _TIMEOUT_S = 10.0
 class AdminClient:
     """The administration of one service."""
 
-    def __init__(self, channel: grpc.aio.Channel, service: Connection) -> None:
+    def __init__(self, channel: grpc.aio.Channel, service: ConnectionOptions) -> None:
         self._stub: Any = AdminServiceStub(channel)
         self._target = service.target
         self._metadata = call_metadata(service.api_key)
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, service: Connection) -> AsyncIterator["AdminClient"]:
+    async def opened(cls, service: ConnectionOptions) -> AsyncIterator["AdminClient"]:
         """One with a channel of its own. Raises PenstockError."""
         async with open_channel(service.target, service.tls) as channel:
             yield cls(channel, service)

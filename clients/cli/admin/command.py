@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from penstock.clients.cli.admin.client import AdminClient
 from penstock.clients.cli.command_parser import CommandParser, nearest
-from penstock.clients.cli.options import Connection, add_admin_flags, admin_connection
+from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, RequestFailed, shown
 from penstock.v1 import admin_pb2 as pb
 
@@ -90,7 +90,7 @@ def settings(argv: list[str] | None = None) -> int:
     return 0
 
 
-async def _call(service: Connection, method: str, request: Any) -> Any:
+async def _call(service: ConnectionOptions, method: str, request: Any) -> Any:
     async with AdminClient.opened(service) as client:
         return await client.call(method, request)
 

@@ -11,7 +11,7 @@ from penstock.clients.cli.admin.client import AdminClient
 from penstock.clients.cli.admin.timeline_view import describe
 from penstock.clients.cli.as_dict import as_dict
 from penstock.clients.cli.command_parser import CommandParser
-from penstock.clients.cli.options import Connection, add_admin_flags, admin_connection
+from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.cli.terminal import shows
 from penstock.clients.errors import PenstockError, RequestFailed
 from penstock.v1 import admin_pb2 as pb
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-async def _ask(service: Connection, request_id: str) -> pb.ExplainResponse:
+async def _ask(service: ConnectionOptions, request_id: str) -> pb.ExplainResponse:
     async with AdminClient.opened(service) as client:
         try:
             told: pb.ExplainResponse = await client.call("Explain", pb.ExplainRequest(request_id=request_id))

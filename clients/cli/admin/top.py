@@ -14,7 +14,7 @@ from penstock.clients.cli.admin.client import AdminClient
 from penstock.clients.cli.admin.stats_view import Rates, dashboard, line
 from penstock.clients.cli.as_dict import as_dict
 from penstock.clients.cli.command_parser import CommandParser
-from penstock.clients.cli.options import Connection, add_admin_flags, admin_connection
+from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.cli.terminal import shows
 from penstock.clients.errors import PenstockError
 from penstock.v1 import admin_pb2 as pb
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-async def _watch(service: Connection, interval_s: float, once: bool, sink: "_Sink") -> None:
+async def _watch(service: ConnectionOptions, interval_s: float, once: bool, sink: "_Sink") -> None:
     request = pb.WatchStatsRequest(interval_ms=round(interval_s * 1000))
     async with AdminClient.opened(service) as client, aclosing(client.watch("WatchStats", request)) as answers:
         async for stats in answers:

@@ -7,7 +7,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CallPiece:
+class ToolCallDelta:
     """A part of a tool call: ``id`` and ``name`` are on a call's first piece alone, ``arguments`` are appended."""
 
     index: int
@@ -21,7 +21,7 @@ class CallPiece:
     """How many characters of its part's content come before it. How an answer was cut into parts changes it."""
 
 
-def append_call(calls: list[CallPiece], piece: CallPiece) -> None:
+def append_call(calls: list[ToolCallDelta], piece: ToolCallDelta) -> None:
     """Appends a piece. One that goes on with the last call is put together with it: the openai package takes a second
     entry of one chunk for another call."""
     if calls and calls[-1].index == piece.index:
@@ -31,12 +31,12 @@ def append_call(calls: list[CallPiece], piece: CallPiece) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParsedDelta:
     """What a part of an answer added to it; each is appended to what came before."""
 
     content: str = ""
     reasoning: str = ""
-    calls: tuple[CallPiece, ...] = ()
+    calls: tuple[ToolCallDelta, ...] = ()
     spans: Spans = field(default=(), compare=False)
     """Where the content stands in the text that the model wrote."""
 
@@ -44,11 +44,11 @@ class Piece:
         """Whether it adds anything."""
         return bool(self.content or self.reasoning or self.calls)
 
-    def __add__(self, more: "Piece") -> "Piece":
+    def __add__(self, more: "ParsedDelta") -> "ParsedDelta":
         """Both, one after the other."""
         calls = list(self.calls)
         for call in more.calls:
             append_call(calls, replace(call, at=len(self.content) + call.at))
-        return Piece(
+        return ParsedDelta(
             self.content + more.content, self.reasoning + more.reasoning, tuple(calls), self.spans + more.spans
         )

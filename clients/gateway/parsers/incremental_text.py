@@ -21,7 +21,7 @@ _SCALAR = re.compile(r"[-+.\w]*")
 _CLOSERS = {"{": "}", "[": "]"}
 
 
-class Source:
+class IncrementalText:
     """The text that has come, and how far it is read."""
 
     def __init__(self) -> None:

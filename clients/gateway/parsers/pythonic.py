@@ -7,7 +7,7 @@ import re
 import unicodedata
 import warnings
 
-from penstock.clients.gateway.parsers.incremental_text import Reading, Source
+from penstock.clients.gateway.parsers.incremental_text import IncrementalText, Reading
 
 _FLAT = re.compile(r"""[^][(){}"']*""")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
@@ -17,7 +17,7 @@ _MAX_CODE_CHARS = 1 << 15
 """Limit on the characters of a call's arguments outside strings: Python's parser takes some microseconds for each."""
 
 
-def read_parentheses(source: Source) -> Reading[str | None]:
+def read_parentheses(source: IncrementalText) -> Reading[str | None]:
     """Reads from the parenthesis that comes next to the one that closes it, or as far as possible if there is none.
     None if the text is too large to be read as Python."""
     parts: list[str] = []

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.clients.gateway.parsers.base import Piece
+from penstock.clients.gateway.parsers.base import ParsedDelta
 from penstock.clients.gateway.parsers.incremental_text import HeldSpace, num_held
 
 if TYPE_CHECKING:
@@ -50,21 +50,21 @@ class ReasoningParser:
         self._answer_at: int | None = None
         """Where the other parser's text begins in this one's."""
 
-    def feed(self, text: str) -> Piece:
+    def feed(self, text: str) -> ParsedDelta:
         """See AnswerParser."""
         self._num_read += len(text)
         text, self._held = self._held + text, ""
         if self._may_open:
             text = self._open(text)
         if self._may_open:
-            return Piece()
+            return ParsedDelta()
         return self._reasoning_piece(text) if self._in_reasoning else self._answer_piece(text)
 
-    def end(self) -> Piece:
+    def end(self) -> ParsedDelta:
         """See AnswerParser."""
         held, self._held = self._held_space.take() + self._held, ""
         if self._in_reasoning:
-            return Piece(reasoning=held)
+            return ParsedDelta(reasoning=held)
         self._is_begun = self._is_begun or self._may_open
         return self._answer_piece(held) + self._placed(self._answer.end())
 
@@ -84,7 +84,7 @@ class ReasoningParser:
         self._is_begun = not self._in_reasoning  # an answer without reasoning keeps its first white space
         return self._held_space.take() + text
 
-    def _reasoning_piece(self, text: str) -> Piece:
+    def _reasoning_piece(self, text: str) -> ParsedDelta:
         reasoning, marker, answer = text.partition(self._form.closes)
         if not marker:
             end = len(reasoning) - num_held(reasoning, self._form.closes)
@@ -97,19 +97,19 @@ class ReasoningParser:
             self._in_reasoning, self._is_begun = False, False
             return replace(self._answer_piece(answer), reasoning=said)
         self._is_begun = self._is_begun or bool(said)
-        return Piece(reasoning=said)
+        return ParsedDelta(reasoning=said)
 
-    def _answer_piece(self, text: str) -> Piece:
+    def _answer_piece(self, text: str) -> ParsedDelta:
         if not self._is_begun:
             text = text.lstrip()
         if not text:
-            return Piece()
+            return ParsedDelta()
         self._is_begun = True
         if self._answer_at is None:
             self._answer_at = self._num_read - len(text)
         return self._placed(self._answer.feed(text))
 
-    def _placed(self, piece: Piece) -> Piece:
+    def _placed(self, piece: ParsedDelta) -> ParsedDelta:
         """What the other parser said, in this one's places."""
         at = self._answer_at or 0
         spans = tuple((begin + at, end + at) for begin, end in piece.spans)

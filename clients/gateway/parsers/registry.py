@@ -7,22 +7,22 @@ neither HTTP nor the service.
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.clients.gateway.parsers.base import CallPiece, Piece
+from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta
 from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS, ReasoningParser
 from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
 from penstock.clients.gateway.parsers.tool_parser import ContentParser
 
-__all__ = ["AnswerParser", "CallPiece", "Piece", "make_parser", "shows_special_tokens"]
+__all__ = ["AnswerParser", "ParsedDelta", "ToolCallDelta", "make_parser", "shows_special_tokens"]
 
 
 class AnswerParser(Protocol):
     """Of one choice. However its text is cut into parts, the pieces' concatenation is the same."""
 
-    def feed(self, text: str) -> Piece:
+    def feed(self, text: str) -> ParsedDelta:
         """What new text adds; what may be the beginning of a marker is held back."""
         ...
 
-    def end(self) -> Piece:
+    def end(self) -> ParsedDelta:
         """What was held back, when the answer is over."""
         ...
 

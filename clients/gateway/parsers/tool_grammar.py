@@ -17,7 +17,7 @@ class CannotBeHeld(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class CallableTool:
     """What may be called."""
 
     name: str
@@ -38,7 +38,7 @@ class AnswerShape:
     """Whether the prompt has opened the reasoning."""
 
 
-def call_grammar(tool_format: str, tools: Sequence[Tool], *, one: bool, shape: AnswerShape) -> str:
+def call_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, shape: AnswerShape) -> str:
     """Calls and nothing else; with ``one``, a single call. Where the model's answers have a section of reasoning it may
     come before, and must where the prompt has opened it already. Raises CannotBeHeld."""
     lark = _Lark(shape)
@@ -48,7 +48,7 @@ def call_grammar(tool_format: str, tools: Sequence[Tool], *, one: bool, shape: A
     return lark.with_calls(writing, tools, one=one)
 
 
-def text_grammar(tool_format: str, tools: Sequence[Tool], *, one: bool, shape: AnswerShape) -> str:
+def text_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, shape: AnswerShape) -> str:
     """Any text, in which calls come after their marker and are of these tools; with ``one``, a single one. The format
     is one of MARKED_FORMATS. Raises CannotBeHeld."""
     lark = _Lark(shape)
@@ -68,7 +68,7 @@ def text_grammar(tool_format: str, tools: Sequence[Tool], *, one: bool, shape: A
 class _Writing:
     """How a format writes calls, as expressions of Lark. A group of calls stands after each marker."""
 
-    call: Callable[["_Lark", str, Tool], str]
+    call: Callable[["_Lark", str, CallableTool], str]
     """Of a rule's name and a tool: what the rule consists of."""
     marker: str = ""
     opens: str = ""
@@ -100,7 +100,7 @@ class _Lark:
         token_id = self._shape.special_tokens.get(text)
         return quoted(text) if token_id is None else f"<[{token_id}]>"
 
-    def with_calls(self, writing: _Writing, tools: Sequence[Tool], *, one: bool) -> str:
+    def with_calls(self, writing: _Writing, tools: Sequence[CallableTool], *, one: bool) -> str:
         """The whole, with the rules for a group of calls."""
         names = [f"call_{index}" for index in range(len(tools))]
         more = "" if one or writing.next_call is None else f" ({writing.next_call} call)*"
@@ -127,20 +127,20 @@ def _json(schema: Schema | None) -> str:
     return f"%json {json.dumps(held, ensure_ascii=False)}"
 
 
-def _object(key: str) -> Callable[[_Lark, str, Tool], str]:
+def _object(key: str) -> Callable[[_Lark, str, CallableTool], str]:
     """{"name": ..., key: {...}}"""
 
-    def write(lark: _Lark, rule: str, tool: Tool) -> str:
+    def write(lark: _Lark, rule: str, tool: CallableTool) -> str:
         begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
         return f'{quoted(begin)} {_json(tool.parameters)} "}}"'
 
     return write
 
 
-def _named_call(has_id: bool, has_args: bool) -> Callable[[_Lark, str, Tool], str]:
+def _named_call(has_id: bool, has_args: bool) -> Callable[[_Lark, str, CallableTool], str]:
     """name[CALL_ID]...[ARGS]{...}, as Mistral's later models write it."""
 
-    def write(lark: _Lark, rule: str, tool: Tool) -> str:
+    def write(lark: _Lark, rule: str, tool: CallableTool) -> str:
         _check_name(tool)
         call_id = f"{lark.marker('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/ " if has_id else ""
         marker = f"{lark.marker('[ARGS]')} " if has_args else ""
@@ -161,7 +161,7 @@ def _mistral(shown: str) -> _Writing:
 _NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*probe_tool[^{]*")
 
 
-def _python_call(lark: _Lark, rule: str, tool: Tool) -> str:
+def _python_call(lark: _Lark, rule: str, tool: CallableTool) -> str:
     """name(argument=value, ...), with JSON's values, of which Python's are a variant. The arguments come in the order
     of the schema's properties."""
     _check_name(tool)
@@ -196,7 +196,7 @@ _HELD_KEYS = frozenset(
 """What a schema of arguments may have beside its properties where each argument is held to its own."""
 
 
-def _check_name(tool: Tool) -> None:
+def _check_name(tool: CallableTool) -> None:
     if re.fullmatch(r"[\w.:-]+", tool.name) is None:
         raise CannotBeHeld(f"{tool.name!r} is no name of a function in this model's format")
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.clients.gateway.parsers.base import CallPiece, Piece, append_call
-from penstock.clients.gateway.parsers.incremental_text import HeldSpace, Reading, Source
+from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta, append_call
+from penstock.clients.gateway.parsers.incremental_text import HeldSpace, IncrementalText, Reading
 
 _EXPECTED_KEYS = frozenset({"id", "type"})
 
@@ -15,14 +15,14 @@ class ContentParser:
     def __init__(self) -> None:
         self._num_read = 0
 
-    def feed(self, text: str) -> Piece:
+    def feed(self, text: str) -> ParsedDelta:
         """See AnswerParser."""
         begin, self._num_read = self._num_read, self._num_read + len(text)
-        return Piece(text, spans=((begin, self._num_read),))
+        return ParsedDelta(text, spans=((begin, self._num_read),))
 
-    def end(self) -> Piece:
+    def end(self) -> ParsedDelta:
         """See AnswerParser."""
-        return Piece()
+        return ParsedDelta()
 
 
 class ToolCallParser:
@@ -38,11 +38,11 @@ class ToolCallParser:
         self._tool_names = tool_names
         self._parallel_calls = parallel_calls
         self._new_id = new_id
-        self._source = Source()
+        self._source = IncrementalText()
         self._content: list[str] = []
         self._spans: list[tuple[int, int]] = []
         """Of the content, in the text."""
-        self._calls: list[CallPiece] = []
+        self._calls: list[ToolCallDelta] = []
         self._num_calls = 0
         self._content_length = 0
         self._held_space = HeldSpace()
@@ -50,13 +50,13 @@ class ToolCallParser:
         self._after_call = False
         self._reading = self._read()
 
-    def feed(self, text: str) -> Piece:
+    def feed(self, text: str) -> ParsedDelta:
         """See AnswerParser."""
         self._source.add(text)
         next(self._reading, None)
         return self._take()
 
-    def end(self) -> Piece:
+    def end(self) -> ParsedDelta:
         """See AnswerParser."""
         self._source.ended = True
         next(self._reading, None)
@@ -69,8 +69,8 @@ class ToolCallParser:
         """Takes the text apart, to its end."""
         raise NotImplementedError
 
-    def _take(self) -> Piece:
-        piece = Piece("".join(self._content), calls=tuple(self._calls), spans=tuple(self._spans))
+    def _take(self) -> ParsedDelta:
+        piece = ParsedDelta("".join(self._content), calls=tuple(self._calls), spans=tuple(self._spans))
         self._content.clear()
         self._content_length = 0
         self._spans.clear()
@@ -101,16 +101,16 @@ class ToolCallParser:
         self._held_space.take()
         self._after_call = True
         self._num_calls += 1
-        self._add_call(CallPiece(self._num_calls - 1, call_id or self._new_id(), name))
+        self._add_call(ToolCallDelta(self._num_calls - 1, call_id or self._new_id(), name))
 
     def _add_arguments(self, text: str) -> None:
-        self._add_call(CallPiece(self._num_calls - 1, arguments=text))
+        self._add_call(ToolCallDelta(self._num_calls - 1, arguments=text))
 
     def _break_off(self) -> None:
         """The arguments of the last call are not whole, and no more of them comes."""
-        self._add_call(CallPiece(self._num_calls - 1, breaks_off=True))
+        self._add_call(ToolCallDelta(self._num_calls - 1, breaks_off=True))
 
-    def _add_call(self, piece: CallPiece) -> None:
+    def _add_call(self, piece: ToolCallDelta) -> None:
         self._source.keep()
         if self._parallel_calls or piece.index == 0:
             append_call(self._calls, replace(piece, at=self._content_length))

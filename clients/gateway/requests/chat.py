@@ -8,9 +8,9 @@ from penstock.clients.gateway.field_names import CHAT_NAMES, Names
 from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
 from penstock.clients.gateway.requests.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
 from penstock.clients.gateway.requests.start import check_model, new_start
-from penstock.clients.gateway.schemas.chat import ChatRequest, Message, MessageToolCall, TextPart
+from penstock.clients.gateway.schemas.chat import ChatRequest, ChatRequestMessage, ChatTextPart, MessageToolCall
 from penstock.clients.gateway.settings import NONE
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
 
@@ -19,7 +19,7 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _ASSISTANT, _REFUSAL = "assistant", "refusal"
 
 
-def check_chat(body: ChatRequest, caller: Caller) -> None:
+def check_chat(body: ChatRequest, caller: UpstreamCaller) -> None:
     """Raises GatewayError for what cannot be done, or makes no sense together."""
     check_stream_fields(body)
     check_model(body.model, caller)
@@ -35,7 +35,7 @@ def check_chat(body: ChatRequest, caller: Caller) -> None:
         raise invalid("echo", "only with continue_final_message: true")
 
 
-def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: Caller) -> pb.Start:
+def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: UpstreamCaller) -> pb.Start:
     """The request to the service. Raises GatewayError."""
     start = new_start(body, headers, caller.settings)
     start.chat.CopyFrom(build_chat(body))
@@ -100,7 +100,7 @@ def chat_names(body: ChatRequest, tool_places: Sequence[str] | None = None) -> N
     )
 
 
-def _add_message(chat: pb.Chat, message: Message, where: str) -> None:
+def _add_message(chat: pb.Chat, message: ChatRequestMessage, where: str) -> None:
     if message.function_call is not None:
         problem = "is not supported; send the call in tool_calls, which has taken its place"
         raise invalid(f"{where}.function_call", problem, code="unsupported_parameter")
@@ -122,11 +122,11 @@ def _call(call: MessageToolCall) -> pb.ToolCall:
     return pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
 
 
-def _content(message: Message, where: str) -> str:
+def _content(message: ChatRequestMessage, where: str) -> str:
     return content_text(message.content, where, may_refuse=message.role == _ASSISTANT)
 
 
-def content_text(content: str | list[TextPart] | None, where: str, *, may_refuse: bool = True) -> str:
+def content_text(content: str | list[ChatTextPart] | None, where: str, *, may_refuse: bool = True) -> str:
     """The text of a message, whose path is ``where``: its parts are lines. ``may_refuse``: whether it may have OpenAI's
     refusal parts, as an assistant's may. Raises GatewayError."""
     if content is None or isinstance(content, str):

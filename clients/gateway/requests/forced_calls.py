@@ -1,18 +1,24 @@
 """Answers whose calls are held to a grammar: where ``tool_choice`` forces one, and the calls of ``strict`` tools."""
 
 from penstock.clients.gateway.errors import invalid
-from penstock.clients.gateway.parsers.tool_grammar import MARKED_FORMATS, CannotBeHeld, Tool, call_grammar, text_grammar
+from penstock.clients.gateway.parsers.tool_grammar import (
+    MARKED_FORMATS,
+    CallableTool,
+    CannotBeHeld,
+    call_grammar,
+    text_grammar,
+)
 from penstock.clients.gateway.requests.chat import uses_tools
 from penstock.clients.gateway.requests.constraints import constraint_field
 from penstock.clients.gateway.requests.formats import answer_shape, formats_of
-from penstock.clients.gateway.schemas.chat import ChatRequest, FunctionTool
+from penstock.clients.gateway.schemas.chat import ChatRequest, FunctionDefinition
 from penstock.clients.gateway.settings import AUTO
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
 
 
-async def fill_calls(start: pb.Start, body: ChatRequest, caller: Caller) -> None:
+async def fill_calls(start: pb.Start, body: ChatRequest, caller: UpstreamCaller) -> None:
     """Holds the answer to calls where ``tool_choice`` asks for one: ``response_format`` is about text, and such an
     answer has none. Otherwise holds the calls of strict tools to their schemas, where a marker tells calls from text.
     Raises GatewayError, and RequestFailed."""
@@ -25,7 +31,7 @@ async def fill_calls(start: pb.Start, body: ChatRequest, caller: Caller) -> None
         if not tools:
             raise invalid("tool_choice", "names a function that is not among the tools")
     elif uses_tools(body) and any(tool.strict for tool in given) and not start.HasField("constraint"):
-        tools = [_held(tool) if tool.strict else Tool(tool.name, None) for tool in given]
+        tools = [_held(tool) if tool.strict else CallableTool(tool.name, None) for tool in given]
     else:
         return
     formats = await formats_of(body, caller)
@@ -42,8 +48,8 @@ async def fill_calls(start: pb.Start, body: ChatRequest, caller: Caller) -> None
         start.constraint.start = CONSTRAINT_START_FIRST_TOKEN
 
 
-def _held(tool: FunctionTool) -> Tool:
-    return Tool(tool.name, tool.parameters)
+def _held(tool: FunctionDefinition) -> CallableTool:
+    return CallableTool(tool.name, tool.parameters)
 
 
 def forced_tool(body: ChatRequest) -> str | None:

@@ -20,7 +20,7 @@ from penstock.clients.gateway.requests.chat import content_text, template_variab
 from penstock.clients.gateway.requests.constraints import is_constrained
 from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.clients.gateway.settings import AUTO, NONE
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.tokenizer_pb2 import RenderChatRequest, RenderChatResponse
 
@@ -46,7 +46,7 @@ _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITIO
 
 
 @dataclass(frozen=True, slots=True)
-class Formats:
+class OutputFormats:
     """What an answer may have. None: none that is known."""
 
     tool: str | None
@@ -55,7 +55,7 @@ class Formats:
     """Whether the prompt opens the reasoning already."""
 
 
-async def parser_maker(body: ChatRequest, caller: Caller) -> tuple[Callable[[], AnswerParser], bool]:
+async def parser_maker(body: ChatRequest, caller: UpstreamCaller) -> tuple[Callable[[], AnswerParser], bool]:
     """What makes a parser for each choice, and whether the text is needed with special tokens. Raises GatewayError, and
     RequestFailed."""
     formats = await formats_of(body, caller)
@@ -78,7 +78,7 @@ async def parser_maker(body: ChatRequest, caller: Caller) -> tuple[Callable[[], 
     return make, shows_special_tokens(tool, formats.reasoning)
 
 
-async def formats_of(body: ChatRequest, caller: Caller) -> Formats:
+async def formats_of(body: ChatRequest, caller: UpstreamCaller) -> OutputFormats:
     """For a request. What a template shows is asked once a minute for each set of variables. Raises GatewayError, and
     RequestFailed."""
     tool, reasoning, opened = caller.settings.tool_call_parser, caller.settings.reasoning_parser, False
@@ -94,10 +94,10 @@ async def formats_of(body: ChatRequest, caller: Caller) -> Formats:
         opened = prompt.text.rstrip().endswith(REASONING_FORMATS[reasoning].opens)
     if body.constrained_decoding_start == "first_token" and is_constrained(body):
         opened = False
-    return Formats(_or_none(tool), _or_none(reasoning), opened)
+    return OutputFormats(_or_none(tool), _or_none(reasoning), opened)
 
 
-async def answer_shape(formats: Formats, caller: Caller) -> AnswerShape:
+async def answer_shape(formats: OutputFormats, caller: UpstreamCaller) -> AnswerShape:
     """What a grammar needs to know of a model's answers. Raises RequestFailed."""
     call, prompt = await _shown_call(caller), await _prompt(caller, "", True)
     specials: dict[str, int] = {}
@@ -110,12 +110,12 @@ async def answer_shape(formats: Formats, caller: Caller) -> AnswerShape:
     return AnswerShape(call.text, specials, reasoning, formats.in_reasoning)
 
 
-async def _tool_format(caller: Caller) -> str:
+async def _tool_format(caller: UpstreamCaller) -> str:
     text = (await _shown_call(caller)).text
     return next((name for name, shown in _SHOWN_CALLS.items() if shown.search(text)), NONE)
 
 
-async def _shown_call(caller: Caller) -> RenderChatResponse:
+async def _shown_call(caller: UpstreamCaller) -> RenderChatResponse:
     """A conversation with a call."""
     messages = [
         pb.ChatMessage(role="user", content="question"),
@@ -125,21 +125,21 @@ async def _shown_call(caller: Caller) -> RenderChatResponse:
     return await _rendered(caller, pb.Chat(messages=messages, tools=[_TOOL]))
 
 
-async def _reasoning_format(caller: Caller, with_tools: bool) -> str:
+async def _reasoning_format(caller: UpstreamCaller, with_tools: bool) -> str:
     # Templates that open no reasoning by themselves show an empty one where it is switched off.
     variables = ("", '{"enable_thinking": false}')
     text = "".join([(await _prompt(caller, each, with_tools)).text for each in variables])
     return next((name for name, form in REASONING_FORMATS.items() if form.opens in text), NONE)
 
 
-async def _prompt(caller: Caller, variables: str, with_tools: bool) -> RenderChatResponse:
+async def _prompt(caller: UpstreamCaller, variables: str, with_tools: bool) -> RenderChatResponse:
     """What a short conversation becomes: a model may have a template of its own for tools."""
     message = pb.ChatMessage(role="user", content="question")
     tools = [_TOOL] if with_tools else []
     return await _rendered(caller, pb.Chat(messages=[message], template_variables=variables, tools=tools))
 
 
-async def _rendered(caller: Caller, chat: pb.Chat) -> RenderChatResponse:
+async def _rendered(caller: UpstreamCaller, chat: pb.Chat) -> RenderChatResponse:
     """As the template has it; empty if it refuses the conversation."""
     key = sha256(chat.SerializeToString(deterministic=True)).digest()  # variables may be as long as a body
     prompt = caller.rendered.get(key)

@@ -10,7 +10,7 @@ from penstock.clients.gateway.errors import from_failure, invalid
 from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.requests.truncation import fill_prompt_truncation, truncated
 from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.tokenizer_pb2 import DetokenizeRequest, TokenizeRequest
 
@@ -22,7 +22,7 @@ _MAX_ADDED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ParsedPrompt:
     """One prompt. Text or tokens is what the caller sent; the other is there if it was needed."""
 
     text: str | None = None
@@ -44,7 +44,7 @@ class Prompt:
             start.text = self.text
 
 
-async def read_prompts(body: CompletionRequest, caller: Caller) -> list[Prompt]:
+async def read_prompts(body: CompletionRequest, caller: UpstreamCaller) -> list[ParsedPrompt]:
     """All of a request. Raises GatewayError."""
     prompts = _listed(body)
     needs_ids = (
@@ -86,16 +86,16 @@ def _prompt_name(is_alone: bool, index: int) -> str:
     return "prompt" if is_alone else f"prompt[{index}]"
 
 
-async def _as_it_is(prompt: Prompt) -> Prompt:
+async def _as_it_is(prompt: ParsedPrompt) -> ParsedPrompt:
     return prompt
 
 
-def _may_lack_room(prompt: Prompt, context: int) -> bool:
+def _may_lack_room(prompt: ParsedPrompt, context: int) -> bool:
     """Whether a text may leave too few tokens of the context for the default of max_tokens."""
     return prompt.text is not None and _MAX_CHAR_BYTES * len(prompt.text) + _MAX_ADDED + DEFAULT_MAX_TOKENS > context
 
 
-def _check_room(prompt: Prompt, context: int, param: str) -> None:
+def _check_room(prompt: ParsedPrompt, context: int, param: str) -> None:
     """A limit that nobody asked for must fit: were it cut, an answer of a token would look like the model's choice."""
     left = context - len(prompt.token_ids or ())
     if 0 < left < DEFAULT_MAX_TOKENS:
@@ -106,18 +106,20 @@ def _check_room(prompt: Prompt, context: int, param: str) -> None:
         raise invalid(param, problem, code="context_length_exceeded")
 
 
-def _listed(body: CompletionRequest) -> list[Prompt]:
+def _listed(body: CompletionRequest) -> list[ParsedPrompt]:
     given = body.prompt
     if isinstance(given, str):
-        return [Prompt(text=given)]
+        return [ParsedPrompt(text=given)]
     if not given:
         raise invalid("prompt", "is empty")
     if isinstance(given[0], int):
-        return [Prompt(token_ids=given)]
-    return [Prompt(text=each) if isinstance(each, str) else Prompt(token_ids=each) for each in given]
+        return [ParsedPrompt(token_ids=given)]
+    return [ParsedPrompt(text=each) if isinstance(each, str) else ParsedPrompt(token_ids=each) for each in given]
 
 
-async def _complete(prompt: Prompt, body: CompletionRequest, caller: Caller, names: Names) -> Prompt:
+async def _complete(
+    prompt: ParsedPrompt, body: CompletionRequest, caller: UpstreamCaller, names: Names
+) -> ParsedPrompt:
     tokenizer = caller.stubs.tokenizer
     shows_places = bool(body.echo) and body.logprobs is not None
     shows_specials = body.skip_special_tokens is False
@@ -129,17 +131,17 @@ async def _complete(prompt: Prompt, body: CompletionRequest, caller: Caller, nam
             fill_prompt_truncation(wanted, body, caller)
             tokens = await caller.call(tokenizer.Tokenize, wanted)
             if not (body.echo and body.truncate_prompt_tokens):
-                return Prompt(prompt.text, tokens.token_ids, tokens.text_offsets)
-            prompt = Prompt(token_ids=tokens.token_ids)  # of the text only its tokens' is left
+                return ParsedPrompt(prompt.text, tokens.token_ids, tokens.text_offsets)
+            prompt = ParsedPrompt(token_ids=tokens.token_ids)  # of the text only its tokens' is left
             shows_specials = False
         assert prompt.token_ids is not None
         token_ids = truncated(prompt.token_ids, body, caller)
         if not body.echo:
-            return Prompt(token_ids=token_ids)
+            return ParsedPrompt(token_ids=token_ids)
         request = DetokenizeRequest(
             token_ids=token_ids, include_special_tokens=shows_specials, include_text_offsets=shows_places
         )
         response = await caller.call(tokenizer.Detokenize, request)
-        return Prompt(response.text, token_ids, response.text_offsets)
+        return ParsedPrompt(response.text, token_ids, response.text_offsets)
     except RequestFailed as failure:
         raise from_failure(failure, partial(caller_name, names=names)) from None

@@ -7,7 +7,7 @@ from typing import Any
 from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.requests.custom_tools import custom_function
 from penstock.clients.gateway.requests.tool_choice import ALLOWED_MODES
-from penstock.clients.gateway.schemas.chat import FunctionTool as ChatFunction, Tool
+from penstock.clients.gateway.schemas.chat import FunctionDefinition as ChatFunction, Tool
 from penstock.clients.gateway.schemas.response_tools import (
     MAX_TOOLS,
     AnyTool,

@@ -12,10 +12,10 @@ from penstock.clients.gateway.requests.response_tools import ResponseTools, full
 from penstock.clients.gateway.requests.sampling import sampling_names
 from penstock.clients.gateway.requests.tool_choice import with_allowed_tools
 from penstock.clients.gateway.schemas.chat import (
-    CalledFunction,
     ChatRequest,
+    ChatRequestMessage,
+    FunctionCall,
     JsonSchema,
-    Message,
     MessageToolCall,
     ResponseFormat,
 )
@@ -37,7 +37,7 @@ _INSTRUCTING = ("system", "developer")
 
 
 @dataclass(slots=True)
-class _Place:
+class _ItemPlace:
     """Where in the request a message comes from."""
 
     item: str
@@ -51,8 +51,8 @@ class _Place:
 class _Conversation:
     """Messages of a chat."""
 
-    messages: list[Message] = field(default_factory=list)
-    places: list[_Place] = field(default_factory=list)
+    messages: list[ChatRequestMessage] = field(default_factory=list)
+    places: list[_ItemPlace] = field(default_factory=list)
     """Of the messages."""
     tools: list[tuple[str, AnyTool]] = field(default_factory=list)
     """Those among the items, with their places."""
@@ -67,8 +67,8 @@ class _Conversation:
             self.messages[0].content = "\n\n".join(self._instructions)
 
     def add(self, role: str, content: str | None, item: str, text: str, call_id: str | None = None) -> None:
-        """``item`` and ``text``: see _Place. Instructions at the beginning become one message: many chat templates
-        refuse a second one, and Codex sends several."""
+        """Adds a message; for ``item`` and ``text`` see ``_ItemPlace``. Instructions at the beginning become one
+        message: many chat templates refuse a second one, and Codex sends several."""
         if content is not None and role in _INSTRUCTING and len(self.messages) == bool(self._instructions):
             self._instructions.append(content)
             if len(self._instructions) > 1:
@@ -76,9 +76,9 @@ class _Conversation:
         reasoning = "\n".join(self._reasoning) if role == "assistant" else ""
         self._reasoning.clear()
         self.messages.append(
-            Message(role=role, content=content, tool_call_id=call_id, reasoning_content=reasoning or None)
+            ChatRequestMessage(role=role, content=content, tool_call_id=call_id, reasoning_content=reasoning or None)
         )
-        self.places.append(_Place(item, text))
+        self.places.append(_ItemPlace(item, text))
 
     def add_reasoning(self, texts: Iterable[str]) -> None:
         """Adds what the assistant reasoned; it belongs to what follows, and is dropped where another speaks."""
@@ -100,7 +100,7 @@ class _Conversation:
 class ResponseNames:
     """The caller's names of the contract's fields, without anything else of the request."""
 
-    _places: Sequence[_Place]
+    _places: Sequence[_ItemPlace]
     _tool_places: Sequence[str]
     """Of the chat's tools."""
     _others: Names
@@ -211,7 +211,7 @@ def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
 
 
 def _call(item: CallItem | CustomCallItem, arguments: str) -> MessageToolCall:
-    function = CalledFunction(name=full_name(item.name, item.namespace), arguments=arguments)
+    function = FunctionCall(name=full_name(item.name, item.namespace), arguments=arguments)
     return MessageToolCall(id=item.call_id, function=function)
 
 

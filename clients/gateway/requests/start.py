@@ -8,7 +8,7 @@ from penstock.clients.gateway.requests.truncation import fill_truncation
 from penstock.clients.gateway.schemas.common import GenerationBody
 from penstock.clients.gateway.schemas.unsupported import model_not_found
 from penstock.clients.gateway.settings import GatewaySettings
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.requests import timeout_ms
 from penstock.v1 import generation_pb2 as pb
 
@@ -36,7 +36,7 @@ def traceparent(headers: Mapping[str, str]) -> str:
     return given if _TRACEPARENT.fullmatch(given) else ""
 
 
-def check_model(name: str | None, caller: Caller) -> None:
+def check_model(name: str | None, caller: UpstreamCaller) -> None:
     """Raises GatewayError for a model that is not served."""
     if name is not None and name != caller.model.name:
         raise model_not_found(name, caller.model.name)

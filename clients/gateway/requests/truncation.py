@@ -4,7 +4,7 @@ tokens where the answer shows them."""
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 _SIDES = {"left": pb.TRUNCATION_SIDE_LEFT, "right": pb.TRUNCATION_SIDE_RIGHT}
@@ -35,14 +35,16 @@ def fill_truncation(
         request.truncation_side = _SIDES[body.truncation_side]
 
 
-def fill_prompt_truncation(request: tokenizer_pb2.TokenizeRequest, body: TruncatingBody, caller: Caller) -> None:
+def fill_prompt_truncation(
+    request: tokenizer_pb2.TokenizeRequest, body: TruncatingBody, caller: UpstreamCaller
+) -> None:
     """The same for a text that becomes the prompt of a generation, which leaves room for a token of output."""
     fill_truncation(request, body)
     if request.truncate_prompt_tokens in (-1, caller.model.max_model_len):
         request.truncate_prompt_tokens = caller.model.max_model_len - 1
 
 
-def truncated(token_ids: Sequence[int], body: TruncatingBody, caller: Caller) -> Sequence[int]:
+def truncated(token_ids: Sequence[int], body: TruncatingBody, caller: UpstreamCaller) -> Sequence[int]:
     """The tokens of a prompt that the service keeps, of a chat or of ids."""
     if not body.truncate_prompt_tokens:
         return token_ids

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import ChoiceEnd, Delta
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.parsers.registry import AnswerParser, Piece
+from penstock.clients.gateway.parsers.registry import AnswerParser, ParsedDelta
 from penstock.clients.gateway.responses.chat_places import ContentTokens, PlacedEntry
 from penstock.clients.gateway.responses.logprobs import TokenNames, chat_entries, named_ids
 from penstock.clients.gateway.responses.stop_text import finish_reason, stop_reason, stop_token, with_stop
 from penstock.clients.gateway.schemas.common import GenerationBody, without_texts
 from penstock.clients.gateway.upstream.exchange import Arrival
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1.tokenizer_pb2 import TokenDescription, TokenizeRequest
 
 
@@ -25,7 +25,7 @@ class Part:
     """What came of one choice."""
 
     choice: int
-    piece: Piece
+    piece: ParsedDelta
     logprobs: list[Json] = field(default_factory=list)
     """Chat's entries, of all tokens since the last part."""
     content_logprobs: list[PlacedEntry] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Part:
     stop_reason: int | str | None = None
 
 
-class _Choice:
+class _ChatChoice:
     """How far one choice has come."""
 
     def __init__(self, parser: AnswerParser, *, specials: bool) -> None:
@@ -56,7 +56,7 @@ class ChatReader:
     def __init__(
         self,
         body: GenerationBody,
-        caller: Caller,
+        caller: UpstreamCaller,
         new_parser: Callable[[], AnswerParser],
         *,
         specials: bool,
@@ -67,7 +67,7 @@ class ChatReader:
         self._body = without_texts(body)
         self._caller = caller
         self._eos = frozenset(caller.model.eos_token_ids)
-        self._choices = [_Choice(new_parser(), specials=specials) for _ in range(body.num_choices)]
+        self._choices = [_ChatChoice(new_parser(), specials=specials) for _ in range(body.num_choices)]
         self._with_reasoning = with_reasoning
 
     async def read(self, arrivals: Sequence[Arrival]) -> list[Part]:
@@ -123,11 +123,11 @@ class ChatReader:
             part.stop_reason = stop_reason(delta.end, self._eos)
         return part
 
-    def _shown(self, piece: Piece) -> Piece:
+    def _shown(self, piece: ParsedDelta) -> ParsedDelta:
         return piece if self._with_reasoning else replace(piece, reasoning="")
 
     @staticmethod
-    def _finish_reason(choice: _Choice, end: ChoiceEnd) -> str | None:
+    def _finish_reason(choice: _ChatChoice, end: ChoiceEnd) -> str | None:
         reason = finish_reason(end)
         # It tells callers to run the calls: not one of them may be half.
         return "tool_calls" if reason == "stop" and choice.has_calls and not choice.has_half_call else reason

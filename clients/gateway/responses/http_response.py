@@ -16,7 +16,7 @@ from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.responses.chunking import encoded, portions
-from penstock.clients.gateway.upstream.exchange import Abandoned, Arrival, Exchange
+from penstock.clients.gateway.upstream.exchange import Abandoned, Arrival, UpstreamRequest
 from penstock.clients.host.error_frames import release_frames
 
 _SSE_HEADERS = (
@@ -71,13 +71,13 @@ class AnswerWriter(Protocol):
         ...
 
 
-class AnswerResponse(Response):
+class StreamingOrWholeResponse(Response):
     """The response of a route. The status line waits until the service has taken the request, so that a refusal has its
     own."""
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: UpstreamRequest,
         writer: AnswerWriter,
         *,
         stream: bool,

@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 from penstock.clients.events import Logprobs
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.requests.prompts import Prompt
+from penstock.clients.gateway.requests.prompts import ParsedPrompt
 from penstock.v1.tokenizer_pb2 import TokenDescription
 
 LOWEST = -9999.0
@@ -85,7 +85,7 @@ class CompletionEntries:
         self._text_length = 0
 
     @staticmethod
-    def add_prompt(prompt: Prompt, start: int, logprobs: Logprobs | None, names: TokenNames) -> Json:
+    def add_prompt(prompt: ParsedPrompt, start: int, logprobs: Logprobs | None, names: TokenNames) -> Json:
         """The lists of a prompt's tokens from ``start`` on. Only the first token has no log-probabilities: None."""
         assert prompt.text is not None
         assert prompt.token_ids is not None

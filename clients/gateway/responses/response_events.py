@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.parsers.base import CallPiece, Piece
+from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta
 from penstock.clients.gateway.requests.custom_tools import CustomInput
 from penstock.clients.gateway.requests.response_tools import CallerTool
 from penstock.clients.gateway.responses.chat_places import PlacedEntry
@@ -39,7 +39,7 @@ class ResponseEvents:
         """Before any output."""
         return [self._of_response("response.created"), self._of_response("response.in_progress")]
 
-    def add(self, piece: Piece, logprobs: Sequence[PlacedEntry]) -> list[Json]:
+    def add(self, piece: ParsedDelta, logprobs: Sequence[PlacedEntry]) -> list[Json]:
         """More of the answer; ``logprobs`` are of its content's tokens."""
         events: list[Json] = []
         calls = list(piece.calls)
@@ -72,7 +72,7 @@ class ResponseEvents:
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return [*events, self._of_response("response.failed")]
 
-    def _say(self, piece: Piece, begin: int, end: int, logprobs: Sequence[PlacedEntry]) -> list[Json]:
+    def _say(self, piece: ParsedDelta, begin: int, end: int, logprobs: Sequence[PlacedEntry]) -> list[Json]:
         """More of a message: a part of the piece's content."""
         if begin == end:
             return []
@@ -83,7 +83,7 @@ class ResponseEvents:
         self._open.logprobs += of_part
         return [*events, self._delta(piece.content[begin:end], logprobs=of_part)]
 
-    def _call(self, piece: CallPiece) -> list[Json]:
+    def _call(self, piece: ToolCallDelta) -> list[Json]:
         events: list[Json] = []
         if piece.id:
             events = self._close("completed")

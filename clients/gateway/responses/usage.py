@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from penstock.clients.events import Accepted, Delta, Event, Finished
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.schemas.common import GenerationBody
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 
 
-class Tally:
+class UsageTracker:
     """Of one HTTP request."""
 
-    def __init__(self, body: GenerationBody, caller: Caller, kind: str, id_prefix: str) -> None:
+    def __init__(self, body: GenerationBody, caller: UpstreamCaller, kind: str, id_prefix: str) -> None:
         """``kind``: of the chunks, OpenAI's ``object``."""
         self._is_streamed = bool(body.stream)
         self._in_each_chunk = self._is_streamed and body.includes_usage_so_far

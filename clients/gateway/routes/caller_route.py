@@ -21,7 +21,7 @@ from penstock.clients.gateway.schemas.unsupported import shown
 from penstock.clients.gateway.traffic import GONE, HELD_UNTIL_END
 from penstock.clients.gateway.upstream.body_budget import BodyBudget, NoRoomForBody
 from penstock.clients.gateway.upstream.eagerly import rest_of
-from penstock.clients.gateway.upstream.service_link import Caller, ServiceLink
+from penstock.clients.gateway.upstream.service_link import ServiceLink, UpstreamCaller
 from penstock.clients.host.parse_turns import ParseTurns
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -69,7 +69,7 @@ class CallerRoute(APIRoute):
         """Has a body parsed and validated and the request begun, in the turn of its caller. Takes the body out of its
         list: it may be large, and no frame is to keep it until the answer's end."""
         turns: ParseTurns = request.app.state.parse_turns
-        caller: Caller = request.state.caller
+        caller: UpstreamCaller = request.state.caller
         body = only_body.pop()
         async with AsyncExitStack() as stack:
             stack.enter_context(_counting_refusals(caller))
@@ -117,17 +117,17 @@ class _ParsedRequest(Request):
         return parsed
 
 
-async def _of_request(request: Request) -> Caller:  # FastAPI would run a plain function on a thread
-    caller: Caller = request.state.caller
+async def _of_request(request: Request) -> UpstreamCaller:  # FastAPI would run a plain function on a thread
+    caller: UpstreamCaller = request.state.caller
     return caller
 
 
-CallerDep = Annotated[Caller, Depends(_of_request)]
+CallerDep = Annotated[UpstreamCaller, Depends(_of_request)]
 """The parameter of a route that is the request's caller."""
 
 
 @contextmanager
-def _counting_refusals(caller: Caller) -> Iterator[None]:
+def _counting_refusals(caller: UpstreamCaller) -> Iterator[None]:
     """What is refused here never reaches the service, which counts requests against its tenant's rate."""
     try:
         yield
@@ -137,7 +137,7 @@ def _counting_refusals(caller: Caller) -> Iterator[None]:
         raise
 
 
-async def _receive_body(request: Request, caller: Caller) -> bytearray:
+async def _receive_body(request: Request, caller: UpstreamCaller) -> bytearray:
     """Returns the body when it is whole. ``Guard`` bounds its size, and it is counted until the request ends, or until
     less of it is needed."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

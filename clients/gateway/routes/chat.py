@@ -12,7 +12,7 @@ from penstock.clients.events import Finished, PromptLogprobs
 from penstock.clients.gateway.errors import GatewayError, from_failure
 from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.parsers.registry import CallPiece, Piece
+from penstock.clients.gateway.parsers.registry import ParsedDelta, ToolCallDelta
 from penstock.clients.gateway.requests.chat import (
     build_chat,
     build_chat_start,
@@ -26,14 +26,14 @@ from penstock.clients.gateway.requests.prompts import ID_BYTES
 from penstock.clients.gateway.requests.tool_choice import with_allowed_tools
 from penstock.clients.gateway.requests.truncation import truncated
 from penstock.clients.gateway.responses.chat_stream import ChatReader, Part
-from penstock.clients.gateway.responses.http_response import AnswerResponse
+from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.logprobs import TokenNames, named_ids, prompt_entries
-from penstock.clients.gateway.responses.usage import Tally
+from penstock.clients.gateway.responses.usage import UsageTracker
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.chat import ChatCompletion, ChatRequest
 from penstock.clients.gateway.schemas.common import without_texts
-from penstock.clients.gateway.upstream.exchange import Arrival, Exchange
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.exchange import Arrival, UpstreamRequest
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
 _OK: dict[int | str, dict[str, Any]] = {
@@ -73,8 +73,8 @@ def make_router() -> APIRouter:
         specials = start.output.include_special_tokens
         with_reasoning = body.include_reasoning is not False
         reader = ChatReader(body, caller, new_parser, specials=specials, with_reasoning=with_reasoning)
-        return AnswerResponse(
-            Exchange(caller, [start]),
+        return StreamingOrWholeResponse(
+            UpstreamRequest(caller, [start]),
             ChatWriter(body, caller, reader, prompt_token_ids),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
@@ -84,7 +84,7 @@ def make_router() -> APIRouter:
     return router
 
 
-async def _token_ids(body: ChatRequest, caller: Caller, names: Names) -> Sequence[int]:
+async def _token_ids(body: ChatRequest, caller: UpstreamCaller, names: Names) -> Sequence[int]:
     request = RenderChatRequest(chat=build_chat(body))
     try:
         return (await caller.call(caller.stubs.tokenizer.RenderChat, request)).token_ids
@@ -96,7 +96,7 @@ class ChatWriter:
     """The chunks of a chat's answer."""
 
     def __init__(
-        self, body: ChatRequest, caller: Caller, reader: ChatReader, prompt_token_ids: Sequence[int] | None
+        self, body: ChatRequest, caller: UpstreamCaller, reader: ChatReader, prompt_token_ids: Sequence[int] | None
     ) -> None:
         self._body = without_texts(body)
         self._caller = caller
@@ -104,7 +104,7 @@ class ChatWriter:
         self._prompt_token_ids = prompt_token_ids
         self._echoed = content_text(body.messages[-1].content, "messages") if body.echo else ""
         self.num_kept_bytes = len(self._echoed) + ID_BYTES * len(prompt_token_ids or ())
-        self._tally = Tally(body, caller, "chat.completion.chunk", "chatcmpl-")
+        self._tally = UsageTracker(body, caller, "chat.completion.chunk", "chatcmpl-")
         self._shows_ids = bool(body.return_token_ids)
         self._shows_logprobs = bool(body.logprobs)
         self._num_reasoning_tokens = 0
@@ -170,7 +170,7 @@ class ChatWriter:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _delta(piece: Piece) -> Json:
+def _delta(piece: ParsedDelta) -> Json:
     delta: Json = {}
     if piece.reasoning:
         delta |= {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
@@ -181,7 +181,7 @@ def _delta(piece: Piece) -> Json:
     return delta
 
 
-def _call(piece: CallPiece) -> Json:
+def _call(piece: ToolCallDelta) -> Json:
     call: Json = {"index": piece.index, "function": {"arguments": piece.arguments}}
     if piece.id:
         call |= {"id": piece.id, "type": "function"}

@@ -11,10 +11,10 @@ from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
-from penstock.clients.gateway.requests.prompts import Prompt, has_one_prompt, prompt_names, read_prompts
+from penstock.clients.gateway.requests.prompts import ParsedPrompt, has_one_prompt, prompt_names, read_prompts
 from penstock.clients.gateway.requests.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
 from penstock.clients.gateway.requests.start import check_model, new_start
-from penstock.clients.gateway.responses.http_response import AnswerResponse
+from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.logprobs import (
     CompletionEntries,
     TokenNames,
@@ -23,12 +23,12 @@ from penstock.clients.gateway.responses.logprobs import (
     prompt_entries,
 )
 from penstock.clients.gateway.responses.stop_text import finish_reason, stop_reason, stop_token, with_stop
-from penstock.clients.gateway.responses.usage import Tally
+from penstock.clients.gateway.responses.usage import UsageTracker
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.common import without_texts
-from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
-from penstock.clients.gateway.upstream.exchange import Arrival, Exchange
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest, CompletionResponse
+from penstock.clients.gateway.upstream.exchange import Arrival, UpstreamRequest
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.tokenizer_pb2 import TokenDescription
 
@@ -42,7 +42,7 @@ def make_router() -> APIRouter:
 
     @router.post(
         "/v1/completions",
-        response_model=Completion,
+        response_model=CompletionResponse,
         responses=ERRORS,
         summary="Continue one or more texts",
         description="OpenAI's completions, with vLLM's additional fields. With `stream` the answer is server-sent "
@@ -54,8 +54,8 @@ def make_router() -> APIRouter:
         check_model(body.model, caller)
         prompts = await read_prompts(body, caller)
         starts = _starts(prompts, body, request.headers, caller)
-        return AnswerResponse(
-            Exchange(caller, starts),
+        return StreamingOrWholeResponse(
+            UpstreamRequest(caller, starts),
             CompletionWriter(body, prompts, caller),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
@@ -82,7 +82,7 @@ def _check(body: CompletionRequest) -> None:
 
 
 def _starts(
-    prompts: Sequence[Prompt], body: CompletionRequest, headers: Mapping[str, str], caller: Caller
+    prompts: Sequence[ParsedPrompt], body: CompletionRequest, headers: Mapping[str, str], caller: UpstreamCaller
 ) -> list[pb.Start]:
     """One for each prompt. Each has all of the options: together they may be many times the body."""
     starts: list[pb.Start] = []
@@ -96,7 +96,9 @@ def _starts(
     return starts
 
 
-def _start(prompt: Prompt, body: CompletionRequest, headers: Mapping[str, str], caller: Caller) -> pb.Start:
+def _start(
+    prompt: ParsedPrompt, body: CompletionRequest, headers: Mapping[str, str], caller: UpstreamCaller
+) -> pb.Start:
     start = new_start(body, headers, caller.settings)
     prompt.put_into(start)
     # What is only scored costs a token all the same, which is not shown.
@@ -108,7 +110,7 @@ def _start(prompt: Prompt, body: CompletionRequest, headers: Mapping[str, str], 
     return start
 
 
-class _Choice:
+class _CompletionChoice:
     """How far one choice has come."""
 
     def __init__(self, index: int) -> None:
@@ -119,18 +121,18 @@ class _Choice:
 class CompletionWriter:
     """The chunks of a completion's answer."""
 
-    def __init__(self, body: CompletionRequest, prompts: Sequence[Prompt], caller: Caller) -> None:
+    def __init__(self, body: CompletionRequest, prompts: Sequence[ParsedPrompt], caller: UpstreamCaller) -> None:
         self._body = without_texts(body)
         shows_prompts = body.echo or body.return_token_ids or body.prompt_logprobs is not None
-        self._prompts = prompts if shows_prompts else [Prompt()] * len(prompts)
+        self._prompts = prompts if shows_prompts else [ParsedPrompt()] * len(prompts)
         self.num_kept_bytes = sum(each.num_bytes for each in self._prompts)
         self._caller = caller
-        self._tally = Tally(body, caller, "text_completion", "cmpl-")
+        self._tally = UsageTracker(body, caller, "text_completion", "cmpl-")
         self._eos = frozenset(caller.model.eos_token_ids)
         self._shows_ids = bool(body.return_token_ids)
         self._scores_alone = body.max_tokens == 0
         n = body.num_choices
-        self._choices = [[_Choice(at * n + i) for i in range(n)] for at in range(len(prompts))]
+        self._choices = [[_CompletionChoice(at * n + i) for i in range(n)] for at in range(len(prompts))]
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
         self._names_prompts = body.prompt_logprobs is not None or self._echoes_logprobs
         self._names_tokens = self._names_prompts or body.logprobs is not None or bool(body.include_stop_str_in_output)
@@ -218,7 +220,7 @@ class CompletionWriter:
             chunks.append(self._tally.chunk([shown]))
         return chunks
 
-    def _delta(self, choice: _Choice, delta: Delta, names: TokenNames) -> list[Json]:
+    def _delta(self, choice: _CompletionChoice, delta: Delta, names: TokenNames) -> list[Json]:
         shown = self._empty(choice)
         if delta.end is not None:
             shown["finish_reason"] = finish_reason(delta.end)
@@ -236,7 +238,7 @@ class CompletionWriter:
         return [self._tally.chunk([shown])]
 
     @staticmethod
-    def _empty(choice: _Choice) -> Json:
+    def _empty(choice: _CompletionChoice) -> Json:
         return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 

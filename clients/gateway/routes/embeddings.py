@@ -22,7 +22,7 @@ from penstock.clients.gateway.requests.truncation import fill_truncation
 from penstock.clients.gateway.responses.chunking import encoded
 from penstock.clients.gateway.responses.http_response import until_gone
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
-from penstock.clients.gateway.schemas.embeddings import Embeddings, EmbeddingsRequest
+from penstock.clients.gateway.schemas.embeddings import EmbeddingResponse, EmbeddingsRequest
 from penstock.clients.gateway.traffic import GONE
 from penstock.v1 import embedding_pb2 as pb
 from penstock.v1.generation_pb2 import TokenIds
@@ -40,7 +40,7 @@ def make_router() -> APIRouter:
     """The endpoint."""
     router = APIRouter(route_class=CallerRoute, tags=["embeddings"], responses=ERRORS)
 
-    @router.post("/v1/embeddings", response_model=Embeddings)
+    @router.post("/v1/embeddings", response_model=EmbeddingResponse)
     async def embed(body: EmbeddingsRequest, caller: CallerDep, request: Request) -> Response:
         """Tells a vector for each text."""
         check_model(body.model, caller)

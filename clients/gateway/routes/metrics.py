@@ -14,7 +14,7 @@ from fastapi import APIRouter, FastAPI, Request
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import Response
 
-from penstock.clients.gateway.traffic import Traffic
+from penstock.clients.gateway.traffic import GatewayMetrics
 from penstock.clients.gateway.upstream.recent import Recent
 from penstock.clients.gateway.upstream.service_link import ServiceLink
 
@@ -49,7 +49,7 @@ def make_router() -> APIRouter:
 async def _both(app: FastAPI, accepted: str) -> "_Page":
     """The service's metrics and the gateway's, or those alone."""
     link: ServiceLink = app.state.link
-    traffic: Traffic = app.state.traffic
+    traffic: GatewayMetrics = app.state.traffic
     theirs = await _service_page(link.settings.metrics_target, accepted)
     traffic.has_service_metrics.set(theirs is not None)
     if theirs is None:

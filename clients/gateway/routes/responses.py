@@ -21,12 +21,12 @@ from penstock.clients.gateway.requests.response_tools import ResponseTools
 from penstock.clients.gateway.requests.responses import as_chat, format_name
 from penstock.clients.gateway.requests.start import check_model
 from penstock.clients.gateway.responses.chat_stream import ChatReader
-from penstock.clients.gateway.responses.http_response import AnswerResponse
+from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.response_events import ResponseEvents
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.responses import InputTokens, ResponsesRequest
-from penstock.clients.gateway.upstream.exchange import Arrival, Exchange
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.exchange import Arrival, UpstreamRequest
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1.model_pb2 import GetModelResponse
 from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
@@ -62,8 +62,8 @@ def make_router() -> APIRouter:
         if shows_specials:
             start.output.include_special_tokens = True
         reader = ChatReader(chat, caller, new_parser, specials=start.output.include_special_tokens)
-        return AnswerResponse(
-            Exchange(caller, [start]),
+        return StreamingOrWholeResponse(
+            UpstreamRequest(caller, [start]),
             ResponseWriter(body, caller, reader, asked.tools),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
@@ -105,7 +105,9 @@ class _HostedTools:
 class ResponseWriter:
     """The events of a response."""
 
-    def __init__(self, body: ResponsesRequest, caller: Caller, reader: ChatReader, tools: ResponseTools) -> None:
+    def __init__(
+        self, body: ResponsesRequest, caller: UpstreamCaller, reader: ChatReader, tools: ResponseTools
+    ) -> None:
         self._settled = _settled(body, caller.model)
         self.num_kept_bytes = len(msgspec.json.encode(self._settled))
         self._reader = reader

@@ -17,7 +17,7 @@ from penstock.clients.gateway.schemas.tokenizer import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import tokenizer_pb2 as pb
 
 _OF_A_CHAT = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
@@ -57,7 +57,7 @@ def make_router() -> APIRouter:
     return router
 
 
-async def _of_prompt(request: TokenizeRequest, caller: Caller) -> list[int]:
+async def _of_prompt(request: TokenizeRequest, caller: UpstreamCaller) -> list[int]:
     for name in _OF_A_CHAT:
         if getattr(request, name) is not None:
             raise invalid(name, "only a conversation has it; send messages instead of prompt")
@@ -69,7 +69,7 @@ async def _of_prompt(request: TokenizeRequest, caller: Caller) -> list[int]:
         raise from_failure(failure, partial(caller_name, names=_OF_TEXT)) from None
 
 
-async def _of_chat(request: TokenizeRequest, caller: Caller) -> list[int]:
+async def _of_chat(request: TokenizeRequest, caller: UpstreamCaller) -> list[int]:
     if request.add_special_tokens:
         raise invalid("add_special_tokens", "the chat template has them all; leave it out, or false")
     if request.continue_final_message and request.add_generation_prompt:
@@ -83,7 +83,7 @@ async def _of_chat(request: TokenizeRequest, caller: Caller) -> list[int]:
         raise from_failure(failure, partial(caller_name, names=CHAT_NAMES)) from None
 
 
-async def _texts(token_ids: list[int], caller: Caller) -> list[str]:
+async def _texts(token_ids: list[int], caller: UpstreamCaller) -> list[str]:
     """What each token adds to a text."""
     known = await caller.describe(set(token_ids))
     return [known[token_id].text.decode(errors="replace") for token_id in token_ids]

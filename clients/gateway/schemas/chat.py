@@ -10,13 +10,13 @@ from penstock.clients.gateway.schemas.common import (
     PromptLogprobs,
     TokenLimit,
     UInt32,
-    Usage,
+    UsageInfo,
 )
 
 _LENIENT = ConfigDict(strict=True, extra="ignore")
 
 
-class TextPart(BaseModel):
+class ChatTextPart(BaseModel):
     """A part of a message's content; there is text alone."""
 
     model_config = _LENIENT
@@ -26,7 +26,7 @@ class TextPart(BaseModel):
     refusal: str | None = Field(None, description="Of a part of the type refusal, in a message of the assistant's.")
 
 
-class CalledFunction(BaseModel):
+class FunctionCall(BaseModel):
     """A function with arguments."""
 
     model_config = _LENIENT
@@ -42,10 +42,10 @@ class MessageToolCall(BaseModel):
 
     id: str = ""
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCall
 
 
-class Message(BaseModel):
+class ChatRequestMessage(BaseModel):
     """One message of the conversation."""
 
     model_config = _LENIENT
@@ -53,7 +53,7 @@ class Message(BaseModel):
     role: str = Field(
         description="system, developer, user, assistant or tool, or another role that the chat template names."
     )
-    content: str | Items[TextPart] | None = None
+    content: str | Items[ChatTextPart] | None = None
     name: str | None = None
     tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -64,7 +64,7 @@ class Message(BaseModel):
     reasoning: str | None = Field(default=None, description="Another name of reasoning_content.")
 
 
-class FunctionTool(BaseModel):
+class FunctionDefinition(BaseModel):
     """A function that the model may call."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -83,10 +83,10 @@ class Tool(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["function"]
-    function: FunctionTool
+    function: FunctionDefinition
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+Messages = Annotated[list[ChatRequestMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
 Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 """At most as many as the contract takes: each is an object here, many times its size in a body."""
 
@@ -214,7 +214,7 @@ class ChatCompletion(BaseModel):
     model: str
     system_fingerprint: str | None = None
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageInfo
     prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
     prompt_logprobs: PromptLogprobs | None = Field(None, description="With prompt_logprobs.")
 
@@ -239,5 +239,5 @@ class ChatChunk(BaseModel):
     model: str
     system_fingerprint: str | None = None
     choices: list[ChunkChoice]
-    usage: Usage | None = None
+    usage: UsageInfo | None = None
     prompt_token_ids: list[int] | None = None

@@ -217,7 +217,7 @@ class CompletionTokensDetails(BaseModel):
     reasoning_tokens: int = Field(description="Those of the reasoning, by its text.")
 
 
-class Usage(BaseModel):
+class UsageInfo(BaseModel):
     """Tokens used."""
 
     prompt_tokens: int

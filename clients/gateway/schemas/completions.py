@@ -10,7 +10,7 @@ from penstock.clients.gateway.schemas.common import (
     Prompts,
     TokenLimit,
     UInt32,
-    Usage,
+    UsageInfo,
     few,
 )
 
@@ -61,7 +61,7 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: PromptLogprobs | None = Field(None, description="With prompt_logprobs.")
 
 
-class Completion(BaseModel):
+class CompletionResponse(BaseModel):
     """The answer; streamed, each event has one with what is new."""
 
     id: str
@@ -70,4 +70,4 @@ class Completion(BaseModel):
     model: str
     system_fingerprint: str | None = None
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: UsageInfo | None = None

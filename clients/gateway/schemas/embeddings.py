@@ -34,7 +34,7 @@ class EmbeddingsRequest(Body):
     request_id: str | None = Field(None, description="The caller's own id, for the service's logs.")
 
 
-class Embedding(BaseModel):
+class EmbeddingData(BaseModel):
     """One vector."""
 
     object: Literal["embedding"] = "embedding"
@@ -49,12 +49,12 @@ class EmbeddingsUsage(BaseModel):
     total_tokens: int
 
 
-class Embeddings(BaseModel):
+class EmbeddingResponse(BaseModel):
     """A vector for each input, in their order."""
 
     object: Literal["list"] = "list"
     id: str
     created: int = Field(description="Seconds since 1970.")
     model: str
-    data: list[Embedding]
+    data: list[EmbeddingData]
     usage: EmbeddingsUsage

@@ -28,9 +28,9 @@ from penstock.clients.gateway.schemas.chat import ChatChunk
 from penstock.clients.gateway.schemas.unknown_fields import IgnoredFields
 from penstock.clients.gateway.server.exposure import exposure_warning
 from penstock.clients.gateway.server.key_file import KeyFile
-from penstock.clients.gateway.server.middleware import Guard
+from penstock.clients.gateway.server.middleware import OuterMiddleware
 from penstock.clients.gateway.settings import GatewaySettings
-from penstock.clients.gateway.traffic import Traffic
+from penstock.clients.gateway.traffic import GatewayMetrics
 from penstock.clients.gateway.upstream.body_budget import BodyBudget
 from penstock.clients.gateway.upstream.service_link import ServiceLink
 from penstock.clients.host.parse_turns import ParseTurns
@@ -107,11 +107,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         app.include_router(router)
         routes += router.routes
     install_handlers(app, routes)
-    app.state.traffic = Traffic()
+    app.state.traffic = GatewayMetrics()
     app.state.parse_turns = ParseTurns()
     app.state.body_budget = BodyBudget(settings.max_bodies_bytes)
     app.state.ignored_fields = IgnoredFields(app.state.traffic.registry)
-    app.add_middleware(Guard, settings=settings, traffic=app.state.traffic)
+    app.add_middleware(OuterMiddleware, settings=settings, traffic=app.state.traffic)
     if settings.allowed_origins:  # outermost, so that errors have the headers too
         app.add_middleware(
             CORSMiddleware,

@@ -19,7 +19,7 @@ _ABSOLUTE = re.compile(rb"[a-zA-Z][a-zA-Z0-9+.-]*://([^/?#]*)")
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-class PatientProtocol(HttpToolsProtocol):
+class TimeoutHttpProtocol(HttpToolsProtocol):
     """uvicorn's, but for connections that send no whole head of a request, or take nothing of an answer: each holds a
     place, and uvicorn waits for ever. And but for pipelining: uvicorn would read no further then, and not see the
     caller leave, so the request under way becomes the connection's last."""

@@ -9,7 +9,7 @@ _RESERVED_FILES = 64
 """Open files that connections leave free: for the service, logs and listeners."""
 
 
-class Connection(Protocol):
+class HttpConnection(Protocol):
     """A client's connection."""
 
     @property
@@ -36,16 +36,16 @@ class ConnectionPlaces:
             max_connections = max(1, min(max_connections, limit - _RESERVED_FILES))
         self.max_connections = max_connections
         self._max_unread_bytes = max_unread_bytes
-        self._idle: dict[Connection, None] = {}
+        self._idle: dict[HttpConnection, None] = {}
         """Those without a request; the one that has been so for the longest time is first."""
-        self._unread: dict[Connection, int] = {}
+        self._unread: dict[HttpConnection, int] = {}
         """Connections that are read more slowly than they are written, with the number of bytes that waited when they
         were last checked. Since then it can only have fallen."""
         self._num_unread = 0
         """The sum of these."""
         self._num = 0
 
-    def enter(self, connection: Connection) -> None:
+    def enter(self, connection: HttpConnection) -> None:
         """Adds a new connection. If it is one too many, closes the one that has been idle for the longest time."""
         self._num += 1
         if self._num > self.max_connections:
@@ -55,21 +55,21 @@ class ConnectionPlaces:
                 longest_idle.cut()
         self._idle[connection] = None
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: HttpConnection) -> None:
         """Removes a connection that has ended."""
         self._num -= 1
         self._idle.pop(connection, None)
         self.catch_up(connection)
 
-    def begin(self, connection: Connection) -> None:
+    def begin(self, connection: HttpConnection) -> None:
         """Marks a connection as busy, since the head of a request has arrived: it does not give way."""
         self._idle.pop(connection, None)
 
-    def end(self, connection: Connection) -> None:
+    def end(self, connection: HttpConnection) -> None:
         """Marks a connection as idle, since its answer was written."""
         self._idle[connection] = None
 
-    def fall_behind(self, connection: Connection) -> None:
+    def fall_behind(self, connection: HttpConnection) -> None:
         """Notes that much output waits on a connection. If all connections together have too much, the tenant with the
         most of it loses its largest connection."""
         self._note(connection)
@@ -81,16 +81,16 @@ class ConnectionPlaces:
             self.catch_up(largest)  # it counts no more
             largest.cut()
 
-    def catch_up(self, connection: Connection) -> None:
+    def catch_up(self, connection: HttpConnection) -> None:
         """Notes that most of the output was read."""
         self._num_unread -= self._unread.pop(connection, 0)
 
-    def _note(self, connection: Connection) -> None:
+    def _note(self, connection: HttpConnection) -> None:
         self.catch_up(connection)
         self._unread[connection] = connection.num_unread
         self._num_unread += connection.num_unread
 
-    def _largest_unread(self) -> Connection:
+    def _largest_unread(self) -> HttpConnection:
         of_tenants: Counter[str] = Counter()
         for connection, num_bytes in self._unread.items():
             of_tenants[connection.tenant] += num_bytes

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from penstock.clients.errors import PenstockError
 from penstock.clients.gateway.server.certificate import Certificate
-from penstock.clients.gateway.server.connection import PatientProtocol
+from penstock.clients.gateway.server.connection import TimeoutHttpProtocol
 from penstock.clients.gateway.server.connection_places import ConnectionPlaces
 from penstock.clients.gateway.server.tls_handshake import TlsHandshake
 from penstock.clients.host.event_loop import MemoryWatch, calm_collector, loop_factory
@@ -218,7 +218,7 @@ def _bound_writes(listener: socket.socket, seconds: int) -> None:
 
 
 def _config(app: FastAPI, http: HttpSettings, places: ConnectionPlaces) -> uvicorn.Config:
-    protocol = partial(PatientProtocol, places=places, head_s=_HEAD_S, write_timeout_s=http.write_timeout_s)
+    protocol = partial(TimeoutHttpProtocol, places=places, head_s=_HEAD_S, write_timeout_s=http.write_timeout_s)
     return uvicorn.Config(
         app,
         http=protocol,  # type: ignore[arg-type]

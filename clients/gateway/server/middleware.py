@@ -14,7 +14,7 @@ from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.schemas.unsupported import shown
 from penstock.clients.gateway.settings import GatewaySettings
-from penstock.clients.gateway.traffic import HELD_UNTIL_END, Exchanged, Traffic
+from penstock.clients.gateway.traffic import HELD_UNTIL_END, GatewayMetrics, RequestRecord
 from penstock.clients.gateway.upstream.service_link import ServiceLink
 from penstock.clients.host.error_frames import release_frames
 from penstock.clients.host.log_rate import LOG_KIND
@@ -30,10 +30,10 @@ _FULL_RETRY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Guard:
+class OuterMiddleware:
     """ASGI middleware. An exception's text may hold what a caller wrote, so neither logs nor callers get it."""
 
-    def __init__(self, app: ASGIApp, settings: GatewaySettings, traffic: Traffic) -> None:
+    def __init__(self, app: ASGIApp, settings: GatewaySettings, traffic: GatewayMetrics) -> None:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
         self._allowed_hosts = settings.allowed_hosts
@@ -51,7 +51,7 @@ class Guard:
                 routed, receive, _without_bodies(send) if scope["method"] == "HEAD" else send, exchanged
             )
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, exchanged: Exchanged) -> None:
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, exchanged: RequestRecord) -> None:
         has_begun = False
         is_refused = self._traffic.is_full and scope["path"] not in _PROBES
         num_bytes = 0

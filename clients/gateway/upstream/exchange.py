@@ -7,7 +7,7 @@ from typing import Any
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Accepted, Event, Finished, merge
 from penstock.clients.gateway.upstream.eagerly import run_eagerly
-from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import generation_pb2 as pb
 
 _MAX_UNMERGED = 64
@@ -22,10 +22,10 @@ class Abandoned(Exception):
     """Nobody waits for the answer any more."""
 
 
-class Exchange:
+class UpstreamRequest:
     """Requests that succeed or fail together. What ends it early cancels them all: ``close`` is always to be called."""
 
-    def __init__(self, caller: Caller, starts: Sequence[pb.Start]) -> None:
+    def __init__(self, caller: UpstreamCaller, starts: Sequence[pb.Start]) -> None:
         self._caller = caller
         self._starts = list(starts)
         self._num_requests = len(starts)
@@ -55,7 +55,7 @@ class Exchange:
         """Sends the requests, and keeps none of them: a prompt may be large, and its answer take hours."""
         starts, self._starts = self._starts, []
         for index, start in enumerate(starts):
-            self._cancels[index] = self._caller.carry(start, _Place(self, index))
+            self._cancels[index] = self._caller.carry(start, _UpstreamReceiver(self, index))
 
     async def accepted(self) -> None:
         """Returns when the service has taken all requests. Raises RequestFailed if it refuses one, and Abandoned."""
@@ -191,10 +191,10 @@ def _never() -> bool:
     return False
 
 
-class _Place:
+class _UpstreamReceiver:
     """The receiver of one of an exchange's requests."""
 
-    def __init__(self, exchange: Exchange, index: int) -> None:
+    def __init__(self, exchange: UpstreamRequest, index: int) -> None:
         self._exchange = exchange
         self._index = index
 

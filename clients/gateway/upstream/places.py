@@ -39,7 +39,7 @@ class Identity:
         self.metadata = call_metadata(key)
         self.model = GetModelResponse()
         """The service's answer to the last check."""
-        self.place: Place | None = None
+        self.place: SharedStream | None = None
         self.running: set[Running] = set()
         """The callers whose requests run under the key."""
         self.checked_at = -1e9
@@ -68,14 +68,14 @@ class Identity:
             self._check = None
 
 
-class Place:
+class SharedStream:
     """One stream, which the keys of one tenant share: what the service says of a caller is the same for all of them."""
 
     def __init__(
         self,
         of: PlaceName,
         open_stream: Callable[[Metadata], GenerateStream],
-        on_end: Callable[["Place"], None],
+        on_end: Callable[["SharedStream"], None],
     ) -> None:
         """``on_end`` is called when one of its requests has ended."""
         self.of = of

@@ -24,7 +24,7 @@ from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.upstream.body_budget import BodyInMemory
 from penstock.clients.gateway.upstream.caller_headers import bearer_key, named_tenant
-from penstock.clients.gateway.upstream.places import Identity, Metadata, Place, PlaceName
+from penstock.clients.gateway.upstream.places import Identity, Metadata, PlaceName, SharedStream
 from penstock.clients.gateway.upstream.refusal_rates import RefusalRates
 from penstock.clients.gateway.upstream.service_state import ServiceState
 from penstock.clients.requests import MAX_START_BYTES
@@ -79,10 +79,10 @@ class LatestPrompts(OrderedDict[bytes, RenderChatResponse]):
             self.popitem(last=False)
 
 
-class Caller:
+class UpstreamCaller:
     """Who made an HTTP request, as the service knows it. Made by ``ServiceLink.caller``."""
 
-    def __init__(self, link: "ServiceLink", identity: Identity, place: Place) -> None:
+    def __init__(self, link: "ServiceLink", identity: Identity, place: SharedStream) -> None:
         self._link = link
         self._identity = identity
         self._place = place
@@ -187,10 +187,10 @@ class ServiceLink:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.refusals = RefusalRates()
-        self._places: dict[PlaceName, Place] = {}
+        self._places: dict[PlaceName, SharedStream] = {}
         self._identities: dict[bytes, Identity] = {}
         """The identities that places remember: only those that the service has accepted."""
-        self._leaving: set[Place] = set()
+        self._leaving: set[SharedStream] = set()
         """Places that take no further requests, but on which some still run."""
         self._closing: set[asyncio.Task[None]] = set()
         self._memory = _Memory(("", "", 0))
@@ -216,7 +216,7 @@ class ServiceLink:
         """Tenants that have a stream."""
         return len(self._places)
 
-    async def caller(self, given: Mapping[str, str]) -> Caller:
+    async def caller(self, given: Mapping[str, str]) -> UpstreamCaller:
         """Who made a request with these headers; the service has taken the key. Raises RequestFailed, and
         GatewayError."""
         headers = given if isinstance(given, Headers) else Headers(given)
@@ -230,7 +230,7 @@ class ServiceLink:
             identity = self._identities.get(name, identity)  # another request may have brought it just now
         place = self._place_of(identity)
         place.last_used = time.monotonic()
-        return Caller(self, identity, place)
+        return UpstreamCaller(self, identity, place)
 
     async def is_serving(self) -> bool:
         """Whether the service takes requests; not if it does not answer."""
@@ -293,7 +293,7 @@ class ServiceLink:
         self.refusals.set(identity.tenant or model.tenant, rate)
         return model
 
-    def _place_of(self, identity: Identity) -> Place:
+    def _place_of(self, identity: Identity) -> SharedStream:
         """Returns the tenant's place, a new one if its own has gone to another tenant."""
         # A service that names no tenant is an older one: then keys share nothing.
         of = identity.model.tenant or identity.name.hex(), identity.model.may_act_for_others
@@ -303,7 +303,7 @@ class ServiceLink:
             place = None
         if place is None:
             self._make_room()
-            place = self._places[of] = Place(of, self._open_stream, self._close_if_left)
+            place = self._places[of] = SharedStream(of, self._open_stream, self._close_if_left)
         self._identities[identity.name] = identity
         if (forgotten := place.remember(identity)) is not None:
             del self._identities[forgotten.name]
@@ -336,7 +336,7 @@ class ServiceLink:
                 self._drop(place)
         identity.withdraw(failure)
 
-    def _drop(self, place: Place) -> None:
+    def _drop(self, place: SharedStream) -> None:
         """Sends further requests elsewhere; those that run on the place end on it."""
         del self._places[place.of]
         for name in place.identities:
@@ -346,12 +346,12 @@ class ServiceLink:
         self._leaving.add(place)
         self._close_if_left(place)
 
-    def _close_if_left(self, place: Place) -> None:
+    def _close_if_left(self, place: SharedStream) -> None:
         """Closes the stream of a place that takes no further requests, when the last one has ended."""
         if place.is_left and not place.num_live:
             self._close(place)
 
-    def _close(self, place: Place) -> None:
+    def _close(self, place: SharedStream) -> None:
         """Takes the stream away at once: a request that arrives before it is closed gets another."""
         self._leaving.discard(place)
         if (stream := place.take_stream()) is None:

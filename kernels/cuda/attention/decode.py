@@ -27,7 +27,7 @@ from penstock.kernels.cuda.attention.common import (
 )
 from penstock.kernels.cuda.attention.merge import join_variant
 from penstock.kernels.cuda.attention.plan import DecodeShape, extent
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def decode_kernel(
 
 
 @functools.cache
-def decode_variant(shape: DecodeShape) -> Variant:
+def decode_variant(shape: DecodeShape) -> KernelVariant:
     """For a layer of that shape."""
-    return Variant(
+    return KernelVariant(
         decode_kernel,
         {
             **shared_arguments(shape.attention),

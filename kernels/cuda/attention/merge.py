@@ -8,7 +8,7 @@ import triton.language as tl
 
 from penstock.kernels.cuda.attention.common import final_weight, find_sequence
 from penstock.kernels.cuda.attention.plan import DecodeShape, extent
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK_JOINED = tl.constexpr(32)
 """Pieces that are read together."""
@@ -84,9 +84,9 @@ def join_kernel(
 
 
 @functools.cache
-def join_variant(shape: DecodeShape) -> Variant:
+def join_variant(shape: DecodeShape) -> KernelVariant:
     """For what ``attention_decode.decode_variant`` of that shape leaves."""
-    return Variant(
+    return KernelVariant(
         join_kernel,
         {
             **dict.fromkeys(("query_starts", "contexts", "unit_starts"), torch.int32),

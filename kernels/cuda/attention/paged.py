@@ -10,7 +10,7 @@ from penstock.kernels.cuda.attention.decode import DecodeWorkspace, decode_atten
 from penstock.kernels.cuda.attention.merge import join_variant
 from penstock.kernels.cuda.attention.plan import DecodeShape, WorkStarts, plan_variant
 from penstock.kernels.cuda.attention.prefill import prefill_attention, prefill_variant
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 
 
 def paged_attention(
@@ -44,7 +44,7 @@ def paged_attention(
         prefill_attention(shape.attention, query, kv, batch, starts.tiles, shape.max_queries, out)
 
 
-def attention_variants(shape: DecodeShape) -> list[Variant]:
+def attention_variants(shape: DecodeShape) -> list[KernelVariant]:
     """All that ``plan_attention`` and ``paged_attention`` launch for that shape."""
     decoding = [decode_variant(shape), join_variant(shape)] if shape.max_queries else []
     return [plan_variant(shape), *decoding, prefill_variant(shape.attention)]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import AttentionShape, RaggedRows, lowest_seen
 from penstock.kernels.cuda.attention.prefill import prefill_tiles
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK_PLANNED = tl.constexpr(128)
 """Sequences that are planned together."""
@@ -151,10 +151,10 @@ def plan_kernel(
 
 
 @functools.cache
-def plan_variant(shape: DecodeShape) -> Variant:
+def plan_variant(shape: DecodeShape) -> KernelVariant:
     """For layers of that shape."""
     names = ("query_starts", "contexts", "unit_starts", "tile_starts")
-    return Variant(
+    return KernelVariant(
         plan_kernel,
         {**dict.fromkeys(names, torch.int32), "num_sequences": "i32"},
         {

@@ -27,7 +27,7 @@ from penstock.kernels.cuda.attention.common import (
     shared_arguments,
     shared_values,
 )
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ def prefill_kernel(
 
 
 @functools.cache
-def prefill_variant(shape: AttentionShape) -> Variant:
+def prefill_variant(shape: AttentionShape) -> KernelVariant:
     """For a layer of that shape."""
     tiles = prefill_tiles(shape)
-    return Variant(
+    return KernelVariant(
         prefill_kernel,
         {**shared_arguments(shape), "tile_starts": torch.int32},
         {**shape.constants(), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n},

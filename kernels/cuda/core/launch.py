@@ -40,7 +40,7 @@ TYPES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Variant:
+class KernelVariant:
     """One compiled form of a kernel. Made once, by a cached function of what it depends on."""
 
     kernel: Any
@@ -98,9 +98,9 @@ class Launches:
     def __init__(self) -> None:
         self.late = 0
         """Kernels that were compiled too late."""
-        self.warmed: set[Variant] = set()
+        self.warmed: set[KernelVariant] = set()
         """What the last warm-up launched."""
-        self._known: set[Variant] = set()
+        self._known: set[KernelVariant] = set()
         self._is_warm = False
 
     @contextmanager
@@ -112,7 +112,7 @@ class Launches:
         self._is_warm = True
         triton.knobs.runtime.jit_post_compile_hook = self._on_compiled
 
-    def note(self, variant: Variant) -> None:
+    def note(self, variant: KernelVariant) -> None:
         """A launch."""
         if not self._is_warm:
             self.warmed.add(variant)

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.moe.gemm import down_variant, gate_up_variant, sum_variant
 from penstock.kernels.cuda.moe.routing import Routes, group_variant, route, route_variant
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
@@ -71,7 +71,7 @@ class ExpertsRoom:
         check(self.parts, (max_pairs, shape.hidden_size), shape.dtype)
 
 
-def experts_variants(shape: ExpertsShape) -> Iterator[Variant]:
+def experts_variants(shape: ExpertsShape) -> Iterator[KernelVariant]:
     """All that ``mix_experts`` launches, for any number of tokens."""
     mixture = shape.mixture
     yield route_variant(mixture, shape.logits_dtype)

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from penstock.kernels.cuda.activation import activated, clamped_gate
 from penstock.kernels.cuda.core.common import load_wide, num_warps, product_dtype
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.moe.routing import GROUPED
-from penstock.kernels.cuda.moe.shapes import ExpertsShape, ExpertsTiles, ProductTiles
+from penstock.kernels.cuda.moe.shapes import ExpertsShape, ExpertsTiles, MoeTiles
 
 TILES_TOGETHER = tl.constexpr(16)
 """Tiles that are multiplied with some columns of the weights, one after another, before they are with the next: what
@@ -171,8 +171,8 @@ def _product_variant(
     names: tuple[str, ...],
     constants: dict[str, object],
     block_m: int,
-    tiles: ProductTiles,
-) -> Variant:
+    tiles: MoeTiles,
+) -> KernelVariant:
     """Of one of the two products; ``names`` are those of the tensors that are neither matrices nor of tiles."""
     arguments: dict[str, torch.dtype | str] = dict.fromkeys(("x", "weight"), shape.dtype)
     constants = {"HIDDEN": shape.hidden_size, "INNER": shape.intermediate_size, **constants}
@@ -189,11 +189,11 @@ def _product_variant(
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k * 2 // shape.dtype.itemsize,
     }
-    return Variant(kernel, arguments, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    return KernelVariant(kernel, arguments, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
 @cache
-def gate_up_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> Variant:
+def gate_up_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> KernelVariant:
     """The variant of the first product with those tiles."""
     alpha, limit = shape.clamped_gate or (None, None)
     constants = {"PER_TOKEN": shape.mixture.per_token, "ACTIVATION": shape.activation, "ALPHA": alpha, "LIMIT": limit}
@@ -201,16 +201,16 @@ def gate_up_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> Variant:
 
 
 @cache
-def down_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> Variant:
+def down_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> KernelVariant:
     """The variant of the second product with those tiles."""
     return _product_variant(down_kernel, shape, ("pair_weights",), {}, tiles.block_m, tiles.down)
 
 
 @cache
-def sum_variant(dtype: torch.dtype, hidden_size: int, per_token: int) -> Variant:
+def sum_variant(dtype: torch.dtype, hidden_size: int, per_token: int) -> KernelVariant:
     """The variant of the sum of a token's results."""
     block = min(BLOCK_SUMMED, triton.next_power_of_2(hidden_size))
-    return Variant(
+    return KernelVariant(
         sum_kernel,
         {"parts": dtype, "query_starts": torch.int32, "out": dtype, "num_sequences": "i32"},
         {"HIDDEN": hidden_size, "PER_TOKEN": per_token, "BLOCK": block},

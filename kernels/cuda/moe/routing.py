@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check, load_wide, num_warps, order_of, value_of
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.model_shapes import Mixture
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 
@@ -213,10 +213,10 @@ def group_kernel(
 
 
 @cache
-def route_variant(mixture: Mixture, dtype: torch.dtype) -> Variant:
+def route_variant(mixture: Mixture, dtype: torch.dtype) -> KernelVariant:
     """The variant of the first kernel, for logits of that dtype."""
     block_experts = triton.next_power_of_2(mixture.num_experts)
-    return Variant(
+    return KernelVariant(
         route_kernel,
         {
             "logits": dtype,
@@ -240,10 +240,10 @@ def route_variant(mixture: Mixture, dtype: torch.dtype) -> Variant:
 
 
 @cache
-def group_variant(num_experts: int, per_token: int) -> Variant:
+def group_variant(num_experts: int, per_token: int) -> KernelVariant:
     """The variant of the second kernel."""
     block_experts = triton.next_power_of_2(num_experts)
-    return Variant(
+    return KernelVariant(
         group_kernel,
         {**dict.fromkeys(("ids", "counts", *GROUPED), torch.int32), **dict.fromkeys(NUMBERS_OF_GROUPING, "i32")},
         {

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from penstock.kernels.cuda.model_shapes import Mixture, Shape
+from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
 
 
 @dataclass(frozen=True)
-class ProductTiles:
+class MoeTiles:
     """Of one of the two products, for Hopper's shared memory and registers."""
 
     block_n: int
@@ -29,16 +29,16 @@ class ExpertsTiles:
     """Pairs of a tile, at most."""
     max_pairs: float
     """Made for so many pairs of an expert, on average, at most."""
-    gate_up: ProductTiles
-    down: ProductTiles
+    gate_up: MoeTiles
+    down: MoeTiles
 
 
-DECODE = ExpertsTiles(16, 8, ProductTiles(32, 128, 4, 5), ProductTiles(32, 128, 4, 6))
+DECODE = ExpertsTiles(16, 8, MoeTiles(32, 128, 4, 5), MoeTiles(32, 128, 4, 6))
 """Bound by reading weights: of few, small programs to an expert, so that one token's experts keep the whole GPU busy,
 and with much under way."""
-MIDDLE = ExpertsTiles(64, 64, ProductTiles(64, 64, 4, 4), ProductTiles(128, 64, 4, 4))
+MIDDLE = ExpertsTiles(64, 64, MoeTiles(64, 64, 4, 4), MoeTiles(128, 64, 4, 4))
 """As small as Hopper's matrix units take, which still outrun the reading of weights."""
-PREFILL = ExpertsTiles(128, float("inf"), ProductTiles(128, 64, 8, 4), ProductTiles(256, 64, 8, 4))
+PREFILL = ExpertsTiles(128, float("inf"), MoeTiles(128, 64, 8, 4), MoeTiles(256, 64, 8, 4))
 """Bound by products: as large as registers allow, to read as little as possible for each."""
 
 
@@ -68,7 +68,7 @@ class ExpertsShape:
         assert self.logits_dtype in (torch.float32, self.dtype)
 
     @classmethod
-    def of(cls, shape: Shape) -> "ExpertsShape":
+    def of(cls, shape: ModelShape) -> "ExpertsShape":
         """That of a model that has experts, and a router of the same dtype."""
         assert shape.experts is not None
         return cls(

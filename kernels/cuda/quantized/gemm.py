@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check, num_warps, product_dtype
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.quantized.gemm_kernels import join_kernel, product_kernel
 from penstock.kernels.cuda.quantized.inputs import gather_inputs, gather_variant, narrow_inputs, narrow_variant
 from penstock.kernels.cuda.quantized.tiles import (
     PART_TOKENS,
     STEADY_PART_TOKENS,
-    ProductTiles,
+    GemmTiles,
     all_tiles,
     num_parts,
 )
@@ -89,7 +89,7 @@ def _finish(layout: WeightLayout, is_biased: bool) -> tuple[dict[str, torch.dtyp
 
 
 @cache
-def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: ProductTiles, is_biased: bool) -> Variant:
+def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: GemmTiles, is_biased: bool) -> KernelVariant:
     """The variant that multiplies."""
     is_int4 = layout.codes is Codes.INT4
     finish, absent = _finish(layout, is_biased)
@@ -122,16 +122,16 @@ def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: ProductTile
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": layout.block,
     }
-    return Variant(product_kernel, arguments, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    return KernelVariant(product_kernel, arguments, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
 @cache
-def join_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> Variant:
+def join_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> KernelVariant:
     """The variant that adds up the parts."""
     has_scales = not (layout.codes is Codes.INT4 or layout.codes.are_floats or layout.group)
     finish, absent = _finish(layout, is_biased)
     block = min(triton.next_power_of_2(layout.rows), BLOCK_JOINED)
-    return Variant(
+    return KernelVariant(
         join_kernel,
         {
             "partials": torch.float32,
@@ -153,7 +153,7 @@ def join_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> V
 
 def product_variants(
     layout: WeightLayout, dtype: torch.dtype, max_tokens: int, *, deterministic: bool, is_biased: bool
-) -> Iterator[Variant]:
+) -> Iterator[KernelVariant]:
     """All that ``product`` launches for such a weight and 1 to ``max_tokens`` tokens."""
     if layout.is_ordered:
         yield gather_variant(dtype, layout.columns)
@@ -204,7 +204,7 @@ def _multiply(
     room: ProductRoom,
     input_scales: Tensor | None,
     bias: Tensor | None,
-    tiles: ProductTiles,
+    tiles: GemmTiles,
 ) -> None:
     """Of tokens for whose parts there is room."""
     layout, tokens, is_biased = weight.layout, x.shape[0], bias is not None

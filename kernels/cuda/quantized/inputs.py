@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import MAX_FP8, check, load_wide, num_warps
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK_GATHERED = 2048
 """Columns of a program, at most."""
@@ -49,11 +49,11 @@ def _gather(x, order, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @cache
-def narrow_variant(dtype: torch.dtype, narrow: torch.dtype, width: int, group: int) -> Variant:
+def narrow_variant(dtype: torch.dtype, narrow: torch.dtype, width: int, group: int) -> KernelVariant:
     """The variant of ``narrow_inputs`` for rows so wide, of which so many columns share a scale; 0: all."""
     group = min(group or width, width)
     block, groups = triton.next_power_of_2(group), triton.next_power_of_2(triton.cdiv(width, group))
-    return Variant(
+    return KernelVariant(
         _narrow,
         {"x": dtype, "out": narrow, "scales": torch.float32},
         {"WIDTH": width, "GROUP": group, "BLOCK": block, "GROUPS": groups},
@@ -62,10 +62,10 @@ def narrow_variant(dtype: torch.dtype, narrow: torch.dtype, width: int, group: i
 
 
 @cache
-def gather_variant(dtype: torch.dtype, width: int) -> Variant:
+def gather_variant(dtype: torch.dtype, width: int) -> KernelVariant:
     """The variant of ``gather_inputs`` for rows so wide."""
     block = min(triton.next_power_of_2(width), BLOCK_GATHERED)
-    return Variant(
+    return KernelVariant(
         _gather,
         {"x": dtype, "order": torch.int32, "out": dtype},
         {"WIDTH": width, "BLOCK": block},

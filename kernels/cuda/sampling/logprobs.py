@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check, order_of, value_of
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.sampling.tensors import SamplerShape
 
 MAX_TOP = 20
@@ -148,14 +148,14 @@ ARGUMENTS = {
 
 
 @cache
-def logprobs_variants(shape: SamplerShape) -> tuple[Variant, Variant]:
+def logprobs_variants(shape: SamplerShape) -> tuple[KernelVariant, KernelVariant]:
     """The variants of what ranks the tokens of each slice, and of what ranks those of all."""
     constants = {"VOCAB": shape.vocab_size, "STRIDE": shape.stride, "SLICE": shape.slice, "MAX_TOP": MAX_TOP}
     partial = {name: ARGUMENTS[name] for name in ("num_lines", "num_top", "bests", "sums", "orders", "ids")}
     logits = {"logits": shape.dtype}
     return (
-        Variant(_rank, logits | partial, constants, num_warps=shape.num_warps),
-        Variant(_gather, logits | ARGUMENTS, {**constants, "SLICES": shape.slices}, num_warps=8),
+        KernelVariant(_rank, logits | partial, constants, num_warps=shape.num_warps),
+        KernelVariant(_gather, logits | ARGUMENTS, {**constants, "SLICES": shape.slices}, num_warps=8),
     )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check
-from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.sampling.draw import choose, draw
 from penstock.kernels.cuda.sampling.logits import survey
 from penstock.kernels.cuda.sampling.tensors import (
@@ -63,13 +63,13 @@ GIVEN = {
 """Kernels' arguments, but for logits, and those in ``SamplerRoom``."""
 
 
-def sampling_variants(shape: SamplerShape) -> list[Variant]:
+def sampling_variants(shape: SamplerShape) -> list[KernelVariant]:
     """Those of ``KERNELS``."""
     return [_variant(kernel, shape) for kernel in KERNELS]
 
 
 @cache
-def _variant(kernel: Any, shape: SamplerShape) -> Variant:
+def _variant(kernel: Any, shape: SamplerShape) -> KernelVariant:
     kinds = {**GIVEN, **{name: kind for name, (kind, *_) in ROOM.items()}, "logits": shape.dtype}
     constants = {
         "VOCAB": shape.vocab_size,
@@ -81,7 +81,7 @@ def _variant(kernel: Any, shape: SamplerShape) -> Variant:
         "LISTED": shape.listed,
     }
     names = kernel.arg_names
-    return Variant(
+    return KernelVariant(
         kernel,
         {name: kinds[name] for name in names if name not in constants},
         {name: value for name, value in constants.items() if name in names},

@@ -7,17 +7,17 @@ import math
 
 import numpy as np
 
-from penstock.kernels.cpu.bindings import LANES, Format, LibraryMissing, SampledToken, address, find_kernels
+from penstock.kernels.cpu.bindings import LANES, LibraryMissing, SampledToken, StorageFormat, address, find_kernels
 from penstock.kernels.cpu.program import Library, Memory, Program, Step, typed_library
-from penstock.models.backends.base import AtOnce
+from penstock.models.backends.base import SynchronousBackend
 from penstock.models.backends.cpu.cpu_cores import choose_cores
 from penstock.models.backends.cpu.memory import FirstPages, allocate_pages
-from penstock.models.backends.cpu.model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
+from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.cpu.weights import open_tensors
 from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
 from penstock.models.batch.batch import Batch, BatchResult, Ids, Sampled
-from penstock.models.batch.lines import Line
+from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.rows import Row
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
@@ -27,7 +27,7 @@ from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerCon
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": Format.F32, "bfloat16": Format.BF16}
+DTYPES = {"float32": StorageFormat.F32, "bfloat16": StorageFormat.BF16}
 """What a model can be held in."""
 
 NARROW = {"float16": "bfloat16", "float64": "float32"}
@@ -51,7 +51,7 @@ TILE_TOKENS = 32
 """Products go by tiles of so many rows, or a part of it."""
 
 
-class CpuBackend(AtOnce):
+class CpuBackend(SynchronousBackend):
     """A ``Backend`` over the CPU library."""
 
     def __init__(
@@ -140,7 +140,7 @@ class CpuBackend(AtOnce):
 
 
 def _sampled(
-    lines: list[Line],
+    lines: list[SampledPosition],
     tokens: "ctypes.Array[SampledToken]",
     top_ids: "np.ndarray[tuple[int, int], np.dtype[np.int32]]",
     tops: "np.ndarray[tuple[int, int], np.dtype[np.float32]]",
@@ -311,7 +311,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         backend="cpu",
         device=config.device,
         dtype=dtype,
-        kv_cache_dtype="int8" if formats.kv is Format.INT8 else dtype,
+        kv_cache_dtype="int8" if formats.kv is StorageFormat.INT8 else dtype,
         weight_bytes=model.weight_bytes,
         kv_bytes=num_blocks * num_bytes,
         quantization=quantization,
@@ -339,13 +339,13 @@ def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int) -> 
     return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, TILE_TOKENS * math.ceil(tokens / TILE_TOKENS)))
 
 
-def _formats(config: WorkerConfig, dtype: str, quantization: str) -> Formats:
+def _formats(config: WorkerConfig, dtype: str, quantization: str) -> StorageFormats:
     if config.kv_cache_dtype not in ("auto", "int8"):
         raise ModelError(
             f"--kv-cache-dtype {config.kv_cache_dtype}: is for the backend cuda; here it must be auto or int8"
         )
     plain = DTYPES[dtype]
-    weights = {"int8": Format.INT8, "int4": Format.INT4}.get(quantization, plain)
+    weights = {"int8": StorageFormat.INT8, "int4": StorageFormat.INT4}.get(quantization, plain)
     # The head decides between tokens whose logits are close: it keeps eight bits where the layers have four.
-    head = Format.INT8 if quantization in ("int8", "int4") else plain
-    return Formats(weights, head, plain, Format.INT8 if config.kv_cache_dtype == "int8" else plain)
+    head = StorageFormat.INT8 if quantization in ("int8", "int4") else plain
+    return StorageFormats(weights, head, plain, StorageFormat.INT8 if config.kv_cache_dtype == "int8" else plain)

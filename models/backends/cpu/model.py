@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.kernels.cpu.bindings import LANES, Format, Gate, Kernels, KvLayout
+from penstock.kernels.cpu.bindings import LANES, GemmActivation, Kernels, KvLayout, StorageFormat
 from penstock.kernels.cpu.program import (
+    ElementType,
     Expert,
-    Layer,
+    LayerProgram,
     Library,
-    Linear,
+    LinearProgram,
     Memory,
-    Model,
+    ModelProgram,
     Program,
-    QkNorm,
+    QkNormKind,
     Rope,
-    Source,
 )
 from penstock.models.backends.cpu.weights import (
     ALIGNMENT,
@@ -30,7 +30,7 @@ from penstock.models.backends.cpu.weights import (
     widened,
 )
 from penstock.models.checkpoint import spec as decoder
-from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, HeadSpec
+from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleSpec
 from penstock.models.checkpoint.quantization_error import QuantizationError
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear
 from penstock.models.checkpoint.rope import attention_factor, inverse_frequencies
@@ -38,41 +38,41 @@ from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 
 GATES = {
-    decoder.Activation.SILU: Gate.SILU,
-    decoder.Activation.GELU: Gate.GELU,
-    decoder.Activation.GELU_TANH: Gate.GELU_TANH,
+    decoder.Activation.SILU: GemmActivation.SILU,
+    decoder.Activation.GELU: GemmActivation.GELU,
+    decoder.Activation.GELU_TANH: GemmActivation.GELU_TANH,
 }
 QK_NORMS = {
-    decoder.QkNorm.NONE: QkNorm.NONE,
-    decoder.QkNorm.HEAD: QkNorm.HEAD,
-    decoder.QkNorm.ALL: QkNorm.ALL,
+    decoder.QkNorm.NONE: QkNormKind.NONE,
+    decoder.QkNorm.HEAD: QkNormKind.HEAD,
+    decoder.QkNorm.ALL: QkNormKind.ALL,
 }
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ROUTER = "mlp.gate"
 
-ELEMENT_BYTES = {Format.F32: 4, Format.BF16: 2, Format.INT8: 1, Format.INT4: 1}
+ELEMENT_BYTES = {StorageFormat.F32: 4, StorageFormat.BF16: 2, StorageFormat.INT8: 1, StorageFormat.INT4: 1}
 """Of a weight, at most."""
 
 
 @dataclass(frozen=True)
-class Formats:
+class StorageFormats:
     """What a model is held in."""
 
-    weights: Format
+    weights: StorageFormat
     """Of the layers' products."""
-    head: Format
-    table: Format
+    head: StorageFormat
+    table: StorageFormat
     """Of an embedding that isn't the head's matrix: F32 or BF16."""
-    kv: Format
+    kv: StorageFormat
 
 
 @dataclass(frozen=True)
 class CpuModel:
     """A model in the library's memory; everything that its addresses point to lives as long as this."""
 
-    model: Model
+    model: ModelProgram
     library: Library
     weights: Memory
     weight_bytes: int
@@ -88,23 +88,23 @@ class CpuModel:
         return self.library.program(self.model)
 
 
-def kv_layout(spec: ModelSpec, format: Format) -> KvLayout:
+def kv_layout(spec: ModelSpec, format: StorageFormat) -> KvLayout:
     """A page of one layer, as ``csrc/core/kernel_table.h`` draws it. Those of the same tokens lie side by side for all
     layers: memory that is written for the first time comes evenly then, and not for all layers at once."""
     padded = -(-spec.head_dim // LANES) * LANES
     section = padded * LANES * ELEMENT_BYTES[format]
-    head_bytes = 2 * section + (2 * LANES * 4 if format is Format.INT8 else 0)
+    head_bytes = 2 * section + (2 * LANES * 4 if format is StorageFormat.INT8 else 0)
     page_bytes = spec.num_layers * spec.num_kv_heads * head_bytes
     return KvLayout(format, spec.num_kv_heads, spec.head_dim, head_bytes, page_bytes)
 
 
-def block_bytes(spec: ModelSpec, format: Format, block_size: int) -> int:
+def block_bytes(spec: ModelSpec, format: StorageFormat, block_size: int) -> int:
     """Of a block of ``block_size`` tokens, a multiple of 16, in all layers."""
     return int(kv_layout(spec, format).page_bytes) * (block_size // LANES)
 
 
 def max_weight_bytes(
-    spec: ModelSpec, formats: Formats, quantized: Mapping[str, QuantizedLinear], kernels: Kernels
+    spec: ModelSpec, formats: StorageFormats, quantized: Mapping[str, QuantizedLinear], kernels: Kernels
 ) -> int:
     """What the packed weights need at most. They need hardly less: linears that become one save a panel at most."""
     total = 0
@@ -116,7 +116,7 @@ def max_weight_bytes(
         else:
             rows, columns = shape
             kind = formats.head if name in (EMBEDDING, HEAD) else formats.weights
-            kind, group = (Format.F32, 0) if name.endswith(f"{ROUTER}.weight") else (kind, group_made(kind))
+            kind, group = (StorageFormat.F32, 0) if name.endswith(f"{ROUTER}.weight") else (kind, group_made(kind))
             linear = quantized.get(name.removesuffix(".weight"))
             if linear is not None and not linear.scheme.is_float:
                 kind, group = stored_format(linear.scheme.bits, linear.scheme.group, columns)
@@ -127,7 +127,7 @@ def max_weight_bytes(
 
 def load_model(
     spec: ModelSpec,
-    formats: Formats,
+    formats: StorageFormats,
     tensors: Tensors,
     library: Library,
     kernels: Kernels,
@@ -146,15 +146,15 @@ def load_model(
     # The largest matrices go first: a matrix's pages of the file count as this process's memory while it is packed.
     name = EMBEDDING if spec.tied_embeddings else HEAD
     head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, False, format=formats.head)
-    wide = formats.table is Format.F32
+    wide = formats.table is StorageFormat.F32
     table = packer.table(EMBEDDING, (vocab, hidden), wide) if spec.has_table else None
     experts: list[object] = []
-    layers = (Layer * spec.num_layers)(
+    layers = (LayerProgram * spec.num_layers)(
         *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
     )
     clamped = spec.experts.gate if spec.experts else None
     kv = kv_layout(spec, formats.kv)
-    model = Model(
+    model = ModelProgram(
         kernels=ctypes.pointer(kernels),
         vocab_size=vocab,
         num_logits=num_logits,
@@ -170,7 +170,7 @@ def load_model(
         experts_per_token=spec.experts.per_token if spec.experts else 0,
         expert_size=spec.experts.intermediate_size if spec.experts else 0,
         normalise_experts=bool(spec.experts and spec.experts.normalise),
-        expert_activation=GATES[spec.activation] if clamped is None else Gate.CLAMPED,
+        expert_activation=GATES[spec.activation] if clamped is None else GemmActivation.CLAMPED,
         gate_alpha=clamped.alpha if clamped else 0.0,
         gate_limit=clamped.limit if clamped else 0.0,
         qk_norm=QK_NORMS[spec.qk_norm],
@@ -191,7 +191,7 @@ def load_model(
         kv=kv,
         layer_bytes=kv.kv_heads * kv.head_bytes,
     )
-    if isinstance(spec, HeadSpec):
+    if isinstance(spec, EagleSpec):
         model.fc = packer.linear([FC], [hidden], spec.fc_columns, False)
         layers[0].hidden_norm = packer.vector(HIDDEN_NORM, hidden)
     tensors.done()
@@ -199,7 +199,9 @@ def load_model(
     return CpuModel(model, library, memory, used, packer.error, (layers, rope_array, experts, packer.kept))
 
 
-def _layer(packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope], experts: list[object]) -> Layer:
+def _layer(
+    packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope], experts: list[object]
+) -> LayerProgram:
     prefix = f"model.layers.{index}."
     attention, hidden, inner = f"{prefix}self_attn.", spec.hidden_size, spec.intermediate_size
     norms = [
@@ -213,7 +215,7 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope
         query_norm = packer.vector(f"{attention}q_norm.weight", sizes[0], spec.norm_offset)
         key_norm = packer.vector(f"{attention}k_norm.weight", sizes[1], spec.norm_offset)
     qkv = [f"{attention}{name}" for name in ("q_proj", "k_proj", "v_proj")]
-    layer = Layer(
+    layer = LayerProgram(
         attention_norm=norms[0],
         attention_post_norm=norms[1],
         mlp_norm=norms[2],
@@ -231,7 +233,7 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope
         return layer
     kinds = spec.experts
     # In float32: the router's choice turns on small differences, and it costs next to nothing.
-    layer.router = packer.linear([prefix + ROUTER], [kinds.num_experts], hidden, kinds.biased, format=Format.F32)
+    layer.router = packer.linear([prefix + ROUTER], [kinds.num_experts], hidden, kinds.biased, format=StorageFormat.F32)
     array = (Expert * kinds.num_experts)(
         *(
             Expert(*_mlp(packer, f"{prefix}mlp.experts.{expert}.", hidden, kinds.intermediate_size, kinds.biased))
@@ -249,13 +251,13 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope
     return layer
 
 
-def _mlp(packer: Packer, prefix: str, hidden: int, inner: int, biased: bool) -> tuple[Linear, Linear]:
+def _mlp(packer: Packer, prefix: str, hidden: int, inner: int, biased: bool) -> tuple[LinearProgram, LinearProgram]:
     gate_up = packer.linear([f"{prefix}gate_proj", f"{prefix}up_proj"], [inner, inner], hidden, biased, gated=True)
     return gate_up, packer.linear([f"{prefix}down_proj"], [hidden], inner, biased)
 
 
-def _rounded(scale: float, formats: Formats) -> float:
+def _rounded(scale: float, formats: StorageFormats) -> float:
     """The embeddings' scale in the model's dtype."""
-    if formats.table is Format.F32:
+    if formats.table is StorageFormat.F32:
         return scale
-    return float(widened(narrowed(np.array([scale], dtype=np.float32)), Source.BF16)[0])
+    return float(widened(narrowed(np.array([scale], dtype=np.float32)), ElementType.BF16)[0])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import SamplingRow, address
 from penstock.models.batch.forbidden import forbidden_ids
-from penstock.models.batch.lines import Line
+from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.rows import Row
 from penstock.models.batch.token_counts import TokenCounts
 from penstock.models.batch.token_lists import TokenLists
@@ -85,7 +85,7 @@ class SamplingRows:
         self._restrained: set[int] = set()
         """Rows of which something may be forbidden."""
 
-    def gather(self, lines: list[Line]) -> SamplingBatch:
+    def gather(self, lines: list[SampledPosition]) -> SamplingBatch:
         """The lines' rows as they stand now. Valid until a token is appended to one of them."""
         numbers = [line.row.number for line in lines]
         self._grow(max(numbers, default=0) + 1)
@@ -104,7 +104,7 @@ class SamplingRows:
         num_top = int(words[:, NUM_LOGPROBS].view(np.int64).max(initial=0))
         return SamplingBatch(address(words), len(lines), num_top, words, tuple(kept))
 
-    def _point_to_counts(self, words: Words, lines: list[Line], kept: list[object]) -> None:
+    def _point_to_counts(self, words: Words, lines: list[SampledPosition], kept: list[object]) -> None:
         known = self._counts
         penalised = [
             (index, _Counts(counts) if line.drafts and (counts := line.counts) else known[line.row.number])
@@ -116,7 +116,7 @@ class SamplingRows:
             kept += [arrays for _, arrays in located]
             _write(words, SEEN, [index for index, _ in penalised], [values for values, _ in located])
 
-    def _point_to_forbidden(self, words: Words, lines: list[Line], kept: list[object]) -> None:
+    def _point_to_forbidden(self, words: Words, lines: list[SampledPosition], kept: list[object]) -> None:
         restrained = [
             (index, ids[0] if len(ids) == 1 else np.concatenate(ids))
             for index, line in enumerate(lines)

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu.bindings import LANES, Format, Kernels, Matrix
-from penstock.kernels.cpu.program import Library, Linear, Source
+from penstock.kernels.cpu.bindings import LANES, Kernels, Matrix, StorageFormat
+from penstock.kernels.cpu.program import ElementType, Library, LinearProgram
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.quantization_error import QuantizationError
@@ -20,7 +20,7 @@ from penstock.models.errors import ModelError
 Floats = NDArray[np.float32]
 Addresses = NDArray[np.uint64]
 
-SOURCES = {"F32": Source.F32, "BF16": Source.BF16, "F16": Source.F16, "F64": Source.F64}
+SOURCES = {"F32": ElementType.F32, "BF16": ElementType.BF16, "F16": ElementType.F16, "F64": ElementType.F64}
 """What the library calls the dtypes on disk."""
 
 DUMMY_SEED = 0
@@ -36,7 +36,7 @@ class Rows:
 
     array: NDArray[np.generic]
     """(rows, columns)."""
-    source: Source
+    source: ElementType
 
     @property
     def addresses(self) -> Addresses:
@@ -78,7 +78,7 @@ class FileTensors:
         """Nothing is read before somebody looks at it, but for weights in fp8, which are multiplied out."""
         linear = self._info.quantized.get(name.removesuffix(".weight"))
         if linear is not None:
-            return Rows(read_matrix(linear).dequantized(), Source.F32)
+            return Rows(read_matrix(linear).dequantized(), ElementType.F32)
         entry = self._info.tensors[name]
         array = self._files.array(entry)
         return Rows(array if array.ndim == 2 else array[None], SOURCES[entry.dtype])
@@ -104,8 +104,10 @@ class DummyTensors:
         if len(shape) == 2:
             drawn = self._generator.standard_normal(shape, dtype=np.float32)
             drawn *= np.float32(DUMMY_STD)
-            return Rows(drawn, Source.F32)
-        return Rows(np.full((1, *shape), 1.0 if name.endswith("norm.weight") else 0.0, dtype=np.float32), Source.F32)
+            return Rows(drawn, ElementType.F32)
+        return Rows(
+            np.full((1, *shape), 1.0 if name.endswith("norm.weight") else 0.0, dtype=np.float32), ElementType.F32
+        )
 
     def done(self) -> None:
         """Nothing is kept."""
@@ -125,7 +127,7 @@ class Packer:
     library: Library
     kernels: Kernels
     tensors: Tensors
-    format: Format
+    format: StorageFormat
     """Of the products."""
     address: int
     end: int
@@ -153,7 +155,7 @@ class Packer:
             if wide:
                 out[begin : begin + 4096] = widened(part, rows.source)
             else:
-                kept = part if rows.source is Source.BF16 else narrowed(widened(part, rows.source))
+                kept = part if rows.source is ElementType.BF16 else narrowed(widened(part, rows.source))
                 out[begin : begin + 4096] = kept
         self.tensors.done()
         return address
@@ -166,8 +168,8 @@ class Packer:
         biased: bool,
         *,
         gated: bool = False,
-        format: Format | None = None,
-    ) -> Linear:
+        format: StorageFormat | None = None,
+    ) -> LinearProgram:
         """The products of several linears on the same inputs, as one where they are alike: their rows one above the
         other, or panel by panel in turn if ``gated``; ``format`` instead of the usual one."""
         quantized = [self.tensors.quantized(name) for name in names]
@@ -191,12 +193,12 @@ class Packer:
         return _joined(parts)
 
     def _float_matrix(
-        self, parts: list[Rows], columns: int, biases: Sequence[Floats | None], gated: bool, kind: Format
+        self, parts: list[Rows], columns: int, biases: Sequence[Floats | None], gated: bool, kind: StorageFormat
     ) -> Matrix:
         order = _order([len(part.array) for part in parts], gated)
         matrix = self.matrix(kind, len(order), columns, group_made(kind), _rearranged(biases, order))
         if len({(part.source, part.array.strides[1]) for part in parts}) > 1:  # a checkpoint in several dtypes
-            parts = [Rows(np.ascontiguousarray(widened(part.array, part.source)), Source.F32) for part in parts]
+            parts = [Rows(np.ascontiguousarray(widened(part.array, part.source)), ElementType.F32) for part in parts]
         addresses = np.concatenate([part.addresses for part in parts])
         errors = self.library.pack(
             self.kernels, matrix, _placed(addresses, order), parts[0].source, parts[0].array.strides[1]
@@ -206,7 +208,7 @@ class Packer:
         self.tensors.done()
         return matrix
 
-    def matrix(self, format: Format, rows: int, columns: int, group: int, bias: Floats | None) -> Matrix:
+    def matrix(self, format: StorageFormat, rows: int, columns: int, group: int, bias: Floats | None) -> Matrix:
         """An empty matrix in the library's memory."""
         panels = -(-rows // LANES)
         panel_bytes = self.kernels.panel_bytes(format, columns, group)
@@ -268,22 +270,25 @@ class _Codes:
         packer.library.pack_codes(
             packer.kernels,
             matrix,
-            *(_placed(Rows(part, Source.F32).addresses, self.rows) for part in (self.codes, self.scales, self.zeros)),
+            *(
+                _placed(Rows(part, ElementType.F32).addresses, self.rows)
+                for part in (self.codes, self.scales, self.zeros)
+            ),
         )
         packer.tensors.done()
         return matrix
 
 
-def group_made(format: Format) -> int:
+def group_made(format: StorageFormat) -> int:
     """Columns that share a scale where a matrix is quantised at load."""
-    return GROUP if format is Format.INT4 else 0
+    return GROUP if format is StorageFormat.INT4 else 0
 
 
-def stored_format(bits: int, group: int, columns: int) -> tuple[Format, int]:
+def stored_format(bits: int, group: int, columns: int) -> tuple[StorageFormat, int]:
     """What a matrix that a checkpoint holds quantised is packed as, and the group of its panels."""
     if bits == 8:
-        return Format.INT8, 0
-    return Format.INT4, group or -(-columns // 32) * 32
+        return StorageFormat.INT8, 0
+    return StorageFormat.INT4, group or -(-columns // 32) * 32
 
 
 def _are_alike(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
@@ -323,16 +328,16 @@ def _rearranged(biases: Iterable[Floats | None], order: NDArray[np.int64]) -> Fl
     return np.where(order < 0, np.float32(0.0), joined[order]).astype(np.float32)
 
 
-def _joined(parts: list[Matrix]) -> Linear:
-    linear = Linear(num_parts=len(parts))
+def _joined(parts: list[Matrix]) -> LinearProgram:
+    linear = LinearProgram(num_parts=len(parts))
     for index, part in enumerate(parts):
         linear.parts[index] = part
     return linear
 
 
-def widened(array: NDArray[np.generic], source: Source) -> Floats:
+def widened(array: NDArray[np.generic], source: ElementType) -> Floats:
     """As float32."""
-    if source is Source.BF16:
+    if source is ElementType.BF16:
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(np.float32)
 

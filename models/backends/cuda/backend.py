@@ -13,12 +13,12 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import MAX_HEAD_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
 from penstock.kernels.cuda.core.launch import interpreted, launches, shared_bytes
-from penstock.kernels.cuda.model_shapes import Shape
+from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.wide import widened
 from penstock.models.backends.base import Finish
-from penstock.models.backends.cuda.features import DeviceLines
+from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
 from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
 from penstock.models.backends.cuda.model import CudaModel, Hidden
@@ -50,7 +50,7 @@ KV_DTYPES = {"fp8": torch.float8_e4m3fn}
 class StepMemory:
     """What steps need besides weights and pages; taken before the KV cache gets what is left."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: ModelShape, device: torch.device) -> None:
         sampler, sequences, lines = shape.sampler(), shape.max_sequences, shape.max_lines
         self.shape = shape
         self.sampler = CudaSampler(sampler, lines, device)
@@ -136,7 +136,7 @@ class CudaBackend:
         features = None
         if batch.feature_layers:
             # A copy, as the next step has its own there.
-            features = DeviceLines.of(made.features[: size.tokens].flatten(1).clone())
+            features = DeviceFeatures.of(made.features[: size.tokens].flatten(1).clone())
         with_tops = any(row.sampling.logprobs is not None for row in batch.rows)
         told, ready = self._to_host(memory.outputs.snapshot(size.lines, with_tops=with_tops))
 

@@ -10,7 +10,7 @@ FIRST_WORDS = 1 << 12
 FIRST_TOKENS = 1 << 14
 
 
-class WordPool:
+class BadWordsPool:
     """Arrays to which words are only ever added; when they are full, whoever owns them begins a new pool with those
     that are still wanted. Kernels that were given the arrays need them at the same place, so that the sizes stay."""
 

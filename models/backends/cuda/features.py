@@ -11,7 +11,7 @@ FEW = 256
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceLines:
+class DeviceFeatures:
     """A ``FeatureLines``."""
 
     tensor: Tensor
@@ -20,24 +20,24 @@ class DeviceLines:
     """Lines whose memory is held with these."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "DeviceLines":
+    def of(cls, tensor: Tensor) -> "DeviceFeatures":
         """All that there is."""
         return cls(tensor, len(tensor))
 
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def __getitem__(self, part: slice | list[int]) -> "DeviceLines":
+    def __getitem__(self, part: slice | list[int]) -> "DeviceFeatures":
         if isinstance(part, slice):
-            return DeviceLines(self.tensor[part], self.held)
+            return DeviceFeatures(self.tensor[part], self.held)
         chosen = torch.tensor(part, device=self.tensor.device)
-        return DeviceLines.of(self.tensor.index_select(0, chosen))
+        return DeviceFeatures.of(self.tensor.index_select(0, chosen))
 
-    def copy(self) -> "DeviceLines":
+    def copy(self) -> "DeviceFeatures":
         """Itself, where not much memory is held with it."""
-        return self if self.held <= FEW else DeviceLines.of(self.tensor.clone())
+        return self if self.held <= FEW else DeviceFeatures.of(self.tensor.clone())
 
 
 def tensors(parts: Sequence[object]) -> list[Tensor]:
     """Of such lines."""
-    return [part.tensor for part in parts if isinstance(part, DeviceLines)]
+    return [part.tensor for part in parts if isinstance(part, DeviceFeatures)]

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from penstock.kernels.cuda.model_shapes import Shape
+from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.models.backends.cuda.step_io import Size
 
 Made = TypeVar("Made")
@@ -19,7 +19,7 @@ MIXED_STEPS = (64, 128, 256, 512)
 """Tokens of steps with longer sequences in them. In larger ones computing takes longer than launching."""
 
 
-def graph_sizes(shape: Shape, device: torch.device) -> list[Size]:
+def graph_sizes(shape: ModelShape, device: torch.device) -> list[Size]:
     """All that are captured, of each kind the smallest first. In the interpreter, where what fills a graph up takes as
     long as what counts, only a few that show that it does no harm."""
     most, verified = shape.max_sequences, shape.max_queries[-1]

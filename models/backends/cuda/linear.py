@@ -22,7 +22,7 @@ from penstock.kernels.cuda.quantized.weights import (
 )
 from penstock.models.backends.torch_common.weights import DenseLinear, Linear
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
-from penstock.models.checkpoint.quantization_config import Scheme
+from penstock.models.checkpoint.quantization_config import QuantScheme
 from penstock.models.checkpoint.quantization_error import QuantizationError
 from penstock.models.checkpoint.quantized_reader import QuantizedMatrix, read_matrix
 
@@ -136,12 +136,12 @@ class CudaLinear:
         return out
 
 
-def has_products(scheme: Scheme) -> bool:
+def has_products(scheme: QuantScheme) -> bool:
     """Whether there is a kernel for weights quantised so; else they are multiplied out."""
     return scheme.narrows_inputs or not (scheme.is_float and scheme.group)
 
 
-def stored_bytes(rows: int, columns: int, at_load: str | None, scheme: Scheme | None) -> int | None:
+def stored_bytes(rows: int, columns: int, at_load: str | None, scheme: QuantScheme | None) -> int | None:
     """What a matrix takes that is quantised at load, or so in the checkpoint; None: it is held as floats."""
     bits, group = 8, 0
     if at_load is None:

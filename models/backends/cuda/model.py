@@ -17,7 +17,7 @@ from penstock.kernels.cuda.attention.common import PagedKV, RaggedRows
 from penstock.kernels.cuda.attention.decode import DecodeWorkspace
 from penstock.kernels.cuda.attention.paged import paged_attention
 from penstock.kernels.cuda.attention.plan import DecodeShape, WorkStarts, plan_attention
-from penstock.kernels.cuda.model_shapes import Shape
+from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.moe.fused_moe import ExpertsRoom, ExpertsWeights, mix_experts
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
@@ -47,7 +47,7 @@ INTERPRETED_PROGRAMS = 2
 
 
 @dataclass(frozen=True)
-class Attention:
+class WindowAttention:
     """What layers of one window share, in steps whose decoding rows have up to so many queries."""
 
     shape: DecodeShape
@@ -73,7 +73,7 @@ class CudaModel:
         spec: ModelSpec,
         weights: Weights,
         pages: Tensor,
-        shape: Shape,
+        shape: ModelShape,
         parallel: TensorParallel,
         linears: CudaLinears,
         feature_layers: tuple[int, ...] = (),
@@ -92,7 +92,7 @@ class CudaModel:
             rope: rotations(rope, spec.rotary_dim, shape.max_pages * shape.slots, self.device)
             for rope in set(spec.ropes)
         }
-        self._attention: dict[int | None, list[Attention]] = {window: [] for window in shape.windows}
+        self._attention: dict[int | None, list[WindowAttention]] = {window: [] for window in shape.windows}
         for decode in shape.attention():
             self._attention[decode.attention.window].append(_attention(decode, shape.max_sequences, self.device))
         self._mixture: tuple[ExpertsShape, ExpertsRoom] | None = None
@@ -150,7 +150,7 @@ class CudaModel:
         cap = self._spec.logit_soft_cap
         return logits if cap is None else soft_cap(widened(logits), cap)
 
-    def _plan(self, rows: RaggedRows, longest: int) -> Mapping[int | None, Attention]:
+    def _plan(self, rows: RaggedRows, longest: int) -> Mapping[int | None, WindowAttention]:
         """Divides the step's attention, for each window."""
         planned = {}
         for window, forms in self._attention.items():
@@ -212,7 +212,7 @@ class CudaModel:
         )
 
     def _attend(
-        self, index: int, query: Tensor, rows: RaggedRows, attention: Attention, mixed: Tensor, longest: int
+        self, index: int, query: Tensor, rows: RaggedRows, attention: WindowAttention, mixed: Tensor, longest: int
     ) -> None:
         """Attention of one layer, (T, H, D) to the same."""
         paged_attention(
@@ -245,11 +245,11 @@ class CudaModel:
         return out
 
 
-def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> Attention:
+def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> WindowAttention:
     programs = INTERPRETED_PROGRAMS
     if device.type == "cuda":
         programs = torch.cuda.get_device_properties(device).multi_processor_count * shape.tiles.programs
-    return Attention(
+    return WindowAttention(
         shape,
         WorkStarts.allocate(max_sequences, device),
         DecodeWorkspace.allocate(shape, programs, device),

@@ -18,7 +18,7 @@ from penstock.kernels.cuda.sampling.tensors import (
     number_line,
 )
 from penstock.kernels.cuda.step import DeviceRows
-from penstock.models.backends.cuda.cuda_words import WordPool
+from penstock.models.backends.cuda.cuda_words import BadWordsPool
 from penstock.models.batch.batch import Batch
 from penstock.models.batch.rows import Row, RowTable
 
@@ -47,7 +47,7 @@ class CudaRows:
         self._device = device
         self.on_moved: Callable[[], None] = lambda: None
         """Called when tensors of ``sampler`` are replaced: who holds their addresses must look again."""
-        self._words = WordPool(device)
+        self._words = BadWordsPool(device)
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -188,7 +188,9 @@ class CudaRows:
         if num_words < len(pool.starts) and num_tokens <= len(pool.tokens):
             pool.empty()
             return
-        self._words = WordPool(self._device, max(num_words, len(pool.starts) - 1), max(num_tokens, len(pool.tokens)))
+        self._words = BadWordsPool(
+            self._device, max(num_words, len(pool.starts) - 1), max(num_tokens, len(pool.tokens))
+        )
         self.sampler = SamplerRows(
             **{**vars(self.sampler), "word_starts": self._words.starts, "word_tokens": self._words.tokens}
         )

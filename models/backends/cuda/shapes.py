@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.kernels.cuda.model_shapes import Mixture, Shape
+from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
 from penstock.models.backends.cuda.model import logits_dtype
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
 from penstock.models.checkpoint.spec import Experts, ModelSpec, NormPlacement, QkNorm
@@ -12,11 +12,11 @@ from penstock.scheduler.plan import MAX_FORCED_DRAFTS, WorkerConfig
 def shape_of(
     spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int,
     max_tokens: int, *, deterministic: bool, max_drafts: int = 0,
-) -> Shape:  # fmt: skip
+) -> ModelShape:  # fmt: skip
     """The shape whose ``ahead.variants`` a backend launches."""
     experts = spec.experts
     has_mlp = experts is None or not all(experts.layers)
-    return Shape(
+    return ModelShape(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size if has_mlp else None,
         clamped_gate=None if experts is None or experts.gate is None else (experts.gate.alpha, experts.gate.limit),

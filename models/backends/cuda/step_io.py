@@ -14,7 +14,7 @@ from penstock.kernels.cuda.sampling.tensors import Lines
 from penstock.kernels.cuda.step import StepTensors
 from penstock.models.backends.cuda.rows import CudaRows
 from penstock.models.batch.batch import Batch, Sampled
-from penstock.models.batch.lines import Line
+from penstock.models.batch.lines import SampledPosition
 from penstock.scheduler.plan import TokenLogprobs
 
 Integers = NDArray[np.int32]
@@ -50,7 +50,7 @@ class Size:
         )
 
 
-class Layout:
+class ArrayLayout:
     """Names of parts of an array, and where they lie."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
@@ -70,7 +70,7 @@ class StepInputs:
             ("line_tokens", "line_rows", "line_positions", "num_drafts", "drafts", "masks", "num_top"), max_lines
         )
         # What a step of few tokens has comes first, since the copy ends with its last token.
-        self._layout = Layout(
+        self._layout = ArrayLayout(
             {"num_lines": 1, "line_starts": max_sequences + 1, **of_sequences, **of_lines, "given": max_tokens}
         )
         self._array = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
@@ -161,7 +161,7 @@ class StepOutputs:
     """What the device tells of a step."""
 
     def __init__(self, max_sequences: int, max_lines: int, device: torch.device) -> None:
-        self._layout = Layout(
+        self._layout = ArrayLayout(
             {
                 "token_ids": max_lines,
                 "accepted": max_sequences,
@@ -189,7 +189,7 @@ class StepOutputs:
             return self._array.clone()
         return self._array[: self._layout.parts["chosen"].start + num_lines].clone()
 
-    def read(self, lines: list[Line], snapshot: Integers, num_top: Callable[[int], int]) -> list[Sampled]:
+    def read(self, lines: list[SampledPosition], snapshot: Integers, num_top: Callable[[int], int]) -> list[Sampled]:
         """The tokens of the lines, from a snapshot on the host. ``num_top``: what of so many that are
         wanted there is."""
         parts = self._layout.parts

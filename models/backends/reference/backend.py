@@ -10,7 +10,7 @@ from torch.nn import functional
 from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.kernels.reference.ops import attention, rotate, soft_cap
 from penstock.kernels.reference.wide import widened
-from penstock.models.backends.base import AtOnce
+from penstock.models.backends.base import SynchronousBackend
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
 from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups
@@ -44,7 +44,7 @@ SMALL_STEP = 1 << 31
 which it shares the cores, loses."""
 
 
-class ReferenceBackend(AtOnce):
+class ReferenceBackend(SynchronousBackend):
     """A ``Backend`` over torch operations on gathered pages."""
 
     def __init__(

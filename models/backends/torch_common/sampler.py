@@ -12,12 +12,12 @@ from penstock.kernels.reference.sampling import keep_min_p, keep_top_k, keep_top
 from penstock.kernels.reference.wide import widened
 from penstock.models.batch.batch import Sampled
 from penstock.models.batch.forbidden import forbidden_ids
-from penstock.models.batch.lines import Line, Masks
+from penstock.models.batch.lines import GrammarBitmasks, SampledPosition
 from penstock.models.batch.rows import Ids
 from penstock.scheduler.plan import TokenLogprobs
 
 
-def sample_lines(logits: Tensor, lines: list[Line], masks: Masks | None = None) -> list[Sampled]:
+def sample_lines(logits: Tensor, lines: list[SampledPosition], masks: GrammarBitmasks | None = None) -> list[Sampled]:
     """The token of each line. ``logits`` is (L, V) in at least fp32, and is changed.
 
     A line's token depends on its own logits, history and parameters alone. If its masks leave no token, those of
@@ -54,7 +54,7 @@ def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iter
         yield TokenLogprobs(num_top, [chosen[row]], ids[row][:num_top], values[row][:num_top])
 
 
-def _penalise(logits: Tensor, lines: list[Line]) -> None:
+def _penalise(logits: Tensor, lines: list[SampledPosition]) -> None:
     """Repetition (prompt and output): x / p where x > 0, else x p. Then x - frequency * count - presence * (count > 0),
     counted over the output."""
     penalised = [(i, line.sampling, line.counts) for i, line in enumerate(lines) if line.counts is not None]
@@ -75,7 +75,7 @@ def _penalise(logits: Tensor, lines: list[Line]) -> None:
     logits[where] = torch.where(x > 0, x / factor, x * factor) - lowered
 
 
-def _bias(logits: Tensor, lines: list[Line]) -> None:
+def _bias(logits: Tensor, lines: list[SampledPosition]) -> None:
     biased = [(i, line.lists) for i, line in enumerate(lines) if len(line.lists.bias)]
     if biased:
         where = _where(logits, [(i, lists.bias_ids) for i, lists in biased])
@@ -83,7 +83,7 @@ def _bias(logits: Tensor, lines: list[Line]) -> None:
         logits[where] += torch.from_numpy(biases).to(logits)
 
 
-def _allow(logits: Tensor, lines: list[Line], masks: Masks | None) -> dict[int, int]:
+def _allow(logits: Tensor, lines: list[SampledPosition], masks: GrammarBitmasks | None) -> dict[int, int]:
     """Leaves what ``allowed_token_ids`` and grammars allow. Returns the lowest of these, of lines that have such."""
     allowed = {i: line.lists.allowed for i, line in enumerate(lines) if line.lists.allowed is not None}
     if masks is not None:
@@ -98,7 +98,7 @@ def _allow(logits: Tensor, lines: list[Line], masks: Masks | None) -> dict[int, 
     return {i: int(ids.min()) for i, ids in allowed.items()}
 
 
-def _forbid(logits: Tensor, lines: list[Line]) -> None:
+def _forbid(logits: Tensor, lines: list[SampledPosition]) -> None:
     """What ``min_tokens`` and ``bad_words`` forbid, wherever that leaves a token."""
     forbidden = [(i, ids) for i, line in enumerate(lines) for ids in forbidden_ids(line)]
     if not forbidden:
@@ -117,7 +117,7 @@ def _where(logits: Tensor, ids_of_rows: list[tuple[int, Ids]]) -> tuple[Tensor, 
     return torch.from_numpy(at).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
-def _choose(logits: Tensor, lines: list[Line], lowest: dict[int, int]) -> Tensor:
+def _choose(logits: Tensor, lines: list[SampledPosition], lowest: dict[int, int]) -> Tensor:
     """The argmax of greedy lines, a draw for the others; (L,) int64."""
     chosen = torch.argmax(logits, dim=1)
     # A NaN counts as the largest, so the largest tells of every row that is broken.
@@ -131,7 +131,7 @@ def _choose(logits: Tensor, lines: list[Line], lowest: dict[int, int]) -> Tensor
     return chosen
 
 
-def _draw(logits: Tensor, lines: list[Line]) -> Tensor:
+def _draw(logits: Tensor, lines: list[SampledPosition]) -> Tensor:
     """Temperature, filters, and the argmax of logits and keyed noise."""
     device = logits.device
     params = [line.sampling for line in lines]

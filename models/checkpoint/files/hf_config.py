@@ -6,7 +6,7 @@ from typing import Any
 from penstock.models.errors import ModelError
 
 
-class Fields:
+class HfConfigReader:
     """A mapping out of config.json, or a part of it called ``path``. Every getter raises ModelError naming the
     field."""
 
@@ -79,14 +79,14 @@ class Fields:
             raise self.wrong(name, f"must be a list of integers from {low} to {high}")
         return values
 
-    def part(self, name: str) -> "Fields":
+    def part(self, name: str) -> "HfConfigReader":
         """A mapping inside this one; empty where the field is absent or null."""
         value = self._values.get(name)
         if value is None:
             value = {}
         if not isinstance(value, Mapping):
             raise self.wrong(name, "must be an object")
-        return Fields(value, f"{self._path}{name}.")
+        return HfConfigReader(value, f"{self._path}{name}.")
 
     def wrong(self, name: str, rule: str) -> ModelError:
         """The error for a field that breaks a rule."""

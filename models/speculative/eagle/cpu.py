@@ -13,10 +13,10 @@ from penstock.models.backends.base import Backend
 from penstock.models.backends.cpu.backend import DTYPES, SMALL_STEP, CpuBackend
 from penstock.models.backends.cpu.cpu_cores import choose_cores
 from penstock.models.backends.cpu.memory import allocate_pages
-from penstock.models.backends.cpu.model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
+from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.weights import FileTensors
 from penstock.models.backends.memory import check_weights_fit
-from penstock.models.checkpoint.eagle import HeadCheckpoint
+from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.errors import ModelError
 from penstock.models.speculative.eagle.head import Draws, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
 from penstock.scheduler.plan import WorkerConfig
@@ -25,11 +25,17 @@ SamplingLines = np.dtype(SamplingRow)
 """``SamplingRow`` as numpy has it."""
 
 
-class CpuHead:
+class CpuEagleHead:
     """A ``DraftHead``."""
 
     def __init__(
-        self, head: HeadCheckpoint, model: CpuModel, target: CpuModel, pages: Memory, program: Program, num_threads: int
+        self,
+        head: EagleCheckpoint,
+        model: CpuModel,
+        target: CpuModel,
+        pages: Memory,
+        program: Program,
+        num_threads: int,
     ) -> None:
         self._kept = (model, target, pages)
         self._program = program
@@ -87,12 +93,12 @@ class CpuHead:
         return lines
 
 
-def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> CpuHead:
+def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> CpuEagleHead:
     """The head for a model that was loaded on the backend for CPUs. Raises ModelError."""
     assert isinstance(backend, CpuBackend), "a head runs where its model does"
     spec, facts, target = head.spec, backend.facts, backend.model
     plain = DTYPES[facts.dtype]
-    formats = Formats(plain, plain, plain, plain)
+    formats = StorageFormats(plain, plain, plain, plain)
     kernels = find_kernels()
     assert kernels is not None, "the model runs on them"
     max_bytes = max_weight_bytes(spec, formats, {}, kernels)
@@ -110,4 +116,4 @@ def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> C
         for name in ("embedding_format", "embedding", "packed_embedding"):
             setattr(model.model, name, getattr(target.model, name))
     pages = allocate_pages(library, facts.num_blocks, block_bytes(spec, plain, facts.block_size))
-    return CpuHead(head, model, target, pages, model.program(pages), config.num_threads)
+    return CpuEagleHead(head, model, target, pages, model.program(pages), config.num_threads)

@@ -11,21 +11,21 @@ from torch.nn import functional
 
 from penstock.kernels.cuda.attention.common import PAGE_SLOTS, RaggedRows
 from penstock.kernels.cuda.core.launch import launches
-from penstock.kernels.cuda.model_shapes import Shape
+from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.norm import rms_norm
 from penstock.models.backends.base import Backend
 from penstock.models.backends.cuda.backend import CudaBackend
-from penstock.models.backends.cuda.features import DeviceLines, tensors
+from penstock.models.backends.cuda.features import DeviceFeatures, tensors
 from penstock.models.backends.cuda.graphs import VERIFYING_STEPS, StepGraphs, decoding_sizes
 from penstock.models.backends.cuda.linear import CudaLinears
 from penstock.models.backends.cuda.model import CudaModel
 from penstock.models.backends.cuda.shapes import shape_of
-from penstock.models.backends.cuda.step_io import Layout, Size
+from penstock.models.backends.cuda.step_io import ArrayLayout, Size
 from penstock.models.backends.tensor_parallel import ALONE
 from penstock.models.backends.torch_common.device import allocated
 from penstock.models.backends.torch_common.weights import RmsNorm
 from penstock.models.batch.rows import Ids
-from penstock.models.checkpoint.eagle import HeadCheckpoint
+from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.speculative.eagle.head import HeadDraft, HeadResult, HeadStep, ids_on_host
 from penstock.models.speculative.eagle.head_weights import HeadWeights, load_head_weights
 from penstock.models.speculative.eagle.torch_common import DrawTensors, draw_drafts
@@ -39,7 +39,7 @@ after the last norm."""
 class HeadInputs:
     """What the host tells of a step: all but its tables in one copy, which begins with the step's own size."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: ModelShape, device: torch.device) -> None:
         largest = _layout(Size(shape.max_sequences, shape.max_tokens, shape.max_sequences, 0))
         self._array = torch.zeros(largest.size, dtype=torch.int32, device=device)
         self._tables = torch.zeros(shape.max_sequences, shape.max_pages, dtype=torch.int32, device=device)
@@ -67,7 +67,7 @@ class HeadInputs:
     def write(self, step: HeadStep, size: Size) -> None:
         """The step as one of that size: sequences, tokens and drafts behind its own are none."""
         layout, pinned, num_tokens = _layout(size), self._array.is_cuda, len(step.token_ids)
-        chosen = step.token_ids.tensor if isinstance(step.token_ids, DeviceLines) else None
+        chosen = step.token_ids.tensor if isinstance(step.token_ids, DeviceFeatures) else None
         known: Ids = ids_on_host(step.token_ids) if chosen is None else np.empty(0, dtype=np.int64)
         host = torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned)
         array = host.numpy()
@@ -98,17 +98,17 @@ class HeadInputs:
 
 
 @lru_cache(maxsize=1024)
-def _layout(size: Size) -> Layout:
+def _layout(size: Size) -> ArrayLayout:
     sequences, tokens, lines = size.sequences, size.tokens, size.lines
     wide = dict.fromkeys(("sampled", "temperatures", "seeds", "draft_positions"), 2 * lines)
     of_tokens = {"token_ids": tokens, "positions": tokens, "slots": 2 * tokens}
-    return Layout({"query_starts": sequences + 1, "contexts": sequences, **of_tokens, **wide})
+    return ArrayLayout({"query_starts": sequences + 1, "contexts": sequences, **of_tokens, **wide})
 
 
 class HeadLayer(CudaModel):
     """The head as a model of one layer, whose queries, keys and values are made of two things."""
 
-    def __init__(self, head: HeadCheckpoint, weights: HeadWeights, pages: Tensor, shape: Shape) -> None:
+    def __init__(self, head: EagleCheckpoint, weights: HeadWeights, pages: Tensor, shape: ModelShape) -> None:
         """``pages`` is (1, pages, 2, K, 16, D)."""
         linears = CudaLinears(head.info, None, pages.device, deterministic=False)
         super().__init__(head.spec, weights.common, pages, shape, ALONE, linears)
@@ -140,9 +140,9 @@ class HeadLayer(CudaModel):
 
 
 class CudaHead:
-    """A ``DraftHead``. Its features and hidden states are ``DeviceLines``."""
+    """A ``DraftHead``. Its features and hidden states are ``DeviceFeatures``."""
 
-    def __init__(self, head: HeadCheckpoint, weights: HeadWeights, pages: Tensor, shape: Shape) -> None:
+    def __init__(self, head: EagleCheckpoint, weights: HeadWeights, pages: Tensor, shape: ModelShape) -> None:
         self._layer = HeadLayer(head, weights, pages, shape)
         self._fc = weights.fc
         self._target_ids = weights.target_ids
@@ -183,10 +183,10 @@ class CudaHead:
                 torch.cat(given, out=kept[:num_tokens])
                 made = graphs.run(graph, lambda: None)
             if not num_drafts:
-                return HeadResult(list, DeviceLines.of(self._told[0, :0]), DeviceLines.of(made[0]))
+                return HeadResult(list, DeviceFeatures.of(self._told[0, :0]), DeviceFeatures.of(made[0]))
             # Copies, as the next step has its own there.
             hidden, told = made[0][:num_drafts].clone(), self._told[:, :num_drafts].clone()
-        return HeadResult(lambda: _drafts(told), DeviceLines.of(told[0]), DeviceLines.of(hidden))
+        return HeadResult(lambda: _drafts(told), DeviceFeatures.of(told[0]), DeviceFeatures.of(hidden))
 
     def _first_layers(self, size: Size, given: Tensor) -> Made:
         """Of features."""
@@ -204,7 +204,7 @@ class CudaHead:
                 line[: size.lines].copy_(found)
 
     @torch.inference_mode()
-    def _warm(self, shape: Shape) -> None:
+    def _warm(self, shape: ModelShape) -> None:
         """Runs steps of no sequences in every form that there will be, which compiles all kernels, and captures
         graphs."""
         most, verified = shape.max_sequences, shape.max_queries[-1]
@@ -228,7 +228,7 @@ def _drafts(told: Tensor) -> list[HeadDraft]:
     return [HeadDraft(int(token_id), *rest) for token_id, *rest in told.T.tolist()]
 
 
-def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> CudaHead:
+def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> CudaHead:
     """The head for a model that was loaded on the backend for GPUs. Raises ModelError."""
     assert isinstance(backend, CudaBackend), "a head runs where its model does"
     assert config.speculation is not None

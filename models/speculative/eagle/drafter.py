@@ -17,15 +17,15 @@ from penstock.models.backends.base import Backend
 from penstock.models.batch.batch import Batch, FeatureLines
 from penstock.models.batch.rows import Ids, Row, RowTable
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.eagle import HeadCheckpoint, check_head
+from penstock.models.checkpoint.eagle import EagleCheckpoint, check_head
 from penstock.models.speculative.draft_model import WIDE
 from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
-from penstock.models.speculative.eagle.head import NO_DRAWS, DraftHead, Draws, HeadDraft, HeadResult, HeadStep
+from penstock.models.speculative.eagle.head import NO_DRAWS, Draws, EagleHead, HeadDraft, HeadResult, HeadStep
 from penstock.scheduler.plan import WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
-LoadHead = Callable[[WorkerConfig, HeadCheckpoint, Backend], DraftHead]
+LoadHead = Callable[[WorkerConfig, EagleCheckpoint, Backend], EagleHead]
 
 HEADS = {
     "cpu": "penstock.models.speculative.eagle.cpu",
@@ -93,7 +93,7 @@ class _Stand:
             behind -= len(part)
 
 
-class _Span(NamedTuple):
+class _HeadSpan(NamedTuple):
     """What a step of the head computes of a row."""
 
     row: Row
@@ -112,7 +112,7 @@ class EagleDrafter(Drafter):
 
     by_rounds = True
 
-    def __init__(self, head: DraftHead, checkpoint: HeadCheckpoint, facts: WorkerFacts) -> None:
+    def __init__(self, head: EagleHead, checkpoint: EagleCheckpoint, facts: WorkerFacts) -> None:
         self._head = head
         self.feature_layers = checkpoint.feature_layers
         """Before which layers of the model its hidden states are wanted."""
@@ -204,10 +204,10 @@ class EagleDrafter(Drafter):
         begin = max(start, origin * self._block_size)
         return _Stand(origin, begin, begin, begin, [])
 
-    def _unread(self, row: Row, stand: _Stand, start: int) -> _Span:
-        return _Span(row, stand, start, row.history[start + 1 : stand.end + 1])
+    def _unread(self, row: Row, stand: _Stand, start: int) -> _HeadSpan:
+        return _HeadSpan(row, stand, start, row.history[start + 1 : stand.end + 1])
 
-    def _read(self, spans: list[_Span], drafts: bool) -> tuple[HeadStep, HeadResult]:
+    def _read(self, spans: list[_HeadSpan], drafts: bool) -> tuple[HeadStep, HeadResult]:
         """Has the head read what is known of rows, in the order in which the spans are then, and draft after it
         perhaps."""
         spans.sort(key=lambda span: (len(span.token_ids) > 1, -span.stand.end))

@@ -96,7 +96,7 @@ class HeadResult(NamedTuple):
     """(S, hidden): what the next step of each goes on from."""
 
 
-class DraftHead(Protocol):
+class EagleHead(Protocol):
     """A loaded head, with pages for its keys and values. Not thread safe."""
 
     def renew(self, block_ids: Sequence[int]) -> None:

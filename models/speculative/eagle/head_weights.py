@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.models.backends.memory import check_weights_fit
 from penstock.models.backends.torch_common.loader import FileSource, load_weights
 from penstock.models.backends.torch_common.weights import DenseLinear, RmsNorm, Weights
-from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, HeadCheckpoint
+from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleCheckpoint
 from penstock.scheduler.plan import WorkerConfig
 
 
@@ -25,7 +25,7 @@ class HeadWeights:
     """(draft vocabulary,) int64: the model's ids."""
 
 
-def load_head_weights(config: WorkerConfig, head: HeadCheckpoint, dtype_name: str, embedding: Tensor) -> HeadWeights:
+def load_head_weights(config: WorkerConfig, head: EagleCheckpoint, dtype_name: str, embedding: Tensor) -> HeadWeights:
     """Onto the device of the model's ``embedding``, which it uses if it has none, and in its dtype. Raises
     ModelError."""
     spec, dtype, device = head.spec, embedding.dtype, embedding.device

@@ -12,7 +12,7 @@ from penstock.models.backends.reference.backend import ReferenceBackend, attend
 from penstock.models.backends.torch_common.device import allocated
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.rotations import rotations
-from penstock.models.checkpoint.eagle import HeadCheckpoint
+from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.speculative.eagle.head import Floats, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
 from penstock.models.speculative.eagle.head_weights import HeadWeights, load_head_weights
 from penstock.models.speculative.eagle.torch_common import draw_drafts, draw_tensors
@@ -24,7 +24,7 @@ class ReferenceHead:
 
     def __init__(
         self,
-        head: HeadCheckpoint,
+        head: EagleCheckpoint,
         weights: HeadWeights,
         pages: KVPages,
         max_positions: int,
@@ -70,7 +70,7 @@ class ReferenceHead:
         return torch.from_numpy(array).to(self._pages.device, self._weights.common.embedding.dtype)
 
 
-def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> ReferenceHead:
+def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> ReferenceHead:
     """The head for a model that was loaded on the backend in plain torch. Raises ModelError."""
     assert isinstance(backend, ReferenceBackend), "a head runs where its model does"
     facts, embedding = backend.facts, backend.embedding

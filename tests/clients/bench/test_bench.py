@@ -13,9 +13,9 @@ from penstock.clients.bench.flags import parse_arguments
 from penstock.clients.bench.grpc_target import GrpcCaller
 from penstock.clients.bench.runner import run
 from penstock.clients.bench.trace import Trace
-from penstock.clients.bench.workload import DEFAULT_OPTIONS, ClosedLoop, RandomLoad, Request
+from penstock.clients.bench.workload import DEFAULT_OPTIONS, BenchRequest, ClosedLoop, RandomLoad
 from penstock.clients.cli import main as cli
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.errors import InvalidOption
 
 SMALL = ("--vocab-size", 90, "--num-requests", 12, "--prompt-tokens", "uniform:5-30", "--warmup", 2)
@@ -103,8 +103,8 @@ def test_another_model_or_nowhere_to_write(tool, threaded_service, tmp_path):
 
 async def test_a_service_that_never_answers_is_given_up_after_the_deadline(service, monkeypatch):
     monkeypatch.setattr(bench_grpc, "_GRACE_SECONDS", 0.05)
-    asked = Trace([Request(0, list(b"silent"), 5), Request(1, list(b"echo"), 4)], ClosedLoop(2))
-    async with GrpcCaller(Connection(service.target), timeout_s=1.0) as caller:
+    asked = Trace([BenchRequest(0, list(b"silent"), 5), BenchRequest(1, list(b"echo"), 4)], ClosedLoop(2))
+    async with GrpcCaller(ConnectionOptions(service.target), timeout_s=1.0) as caller:
         report = await run(asked, caller)
         assert [(record.status, bytes(record.token_ids)) for record in report.records] == [
             ("DEADLINE_EXCEEDED", b""),
@@ -116,7 +116,7 @@ async def test_a_service_that_never_answers_is_given_up_after_the_deadline(servi
 
 
 async def test_text_alone_cannot_be_counted(service):
-    async with GrpcCaller(Connection(service.target)) as caller:
+    async with GrpcCaller(ConnectionOptions(service.target)) as caller:
         with pytest.raises(InvalidOption, match=r"^format: expected token_ids or text_and_token_ids"):
             await run(RandomLoad(vocab_size=90, options={"format": "text"}), caller)
 

@@ -13,7 +13,7 @@ from penstock.clients.bench.openai_target import OpenAiCaller
 from penstock.clients.bench.runner import run
 from penstock.clients.bench.target import OK
 from penstock.clients.bench.workload import ClosedLoop, RandomLoad
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.errors import PenstockError
 
 
@@ -115,7 +115,7 @@ def load(num_requests=3, **known):
 async def asked(style, **known):
     caller_options = {name: known.pop(name) for name in ("endpoint", "timeout_s") if name in known}
     async with HttpServer(style).serving() as server:
-        async with OpenAiCaller(Connection(server.target, api_key="k"), model="m", **caller_options) as caller:
+        async with OpenAiCaller(ConnectionOptions(server.target, api_key="k"), model="m", **caller_options) as caller:
             report = await run(load(**known), caller)
         return server, report
 
@@ -197,15 +197,15 @@ async def test_a_deadline_and_an_early_end_close_the_connection():
 
 async def test_the_servers_model():
     async with HttpServer().serving() as server:
-        async with OpenAiCaller(Connection(server.target)) as caller:
+        async with OpenAiCaller(ConnectionOptions(server.target)) as caller:
             model = await caller.model()
             assert (model.name, model.max_model_len) == ("m", 500)
-        async with OpenAiCaller(Connection(server.target.removeprefix("http://")), model="other") as caller:
+        async with OpenAiCaller(ConnectionOptions(server.target.removeprefix("http://")), model="other") as caller:
             assert (await caller.model()).max_model_len is None
         server.style = "no models"
-        async with OpenAiCaller(Connection(server.target), model="x") as caller:
+        async with OpenAiCaller(ConnectionOptions(server.target), model="x") as caller:
             assert (await caller.model()).name == "x"
-        async with OpenAiCaller(Connection(server.target)) as caller:
+        async with OpenAiCaller(ConnectionOptions(server.target)) as caller:
             with pytest.raises(
                 PenstockError, match=r"--model: name one, since .*/v1/models lists none; .* 200: <html>"
             ):
@@ -213,7 +213,7 @@ async def test_the_servers_model():
 
 
 async def test_no_server():
-    async with OpenAiCaller(Connection("127.0.0.1:1")) as caller:
+    async with OpenAiCaller(ConnectionOptions("127.0.0.1:1")) as caller:
         with pytest.raises(PenstockError, match=r"no server answers at http://127\.0\.0\.1:1"):
             await caller.model()
         report = await run(load(1), caller)

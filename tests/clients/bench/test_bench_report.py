@@ -9,7 +9,7 @@ from penstock.clients.bench.plot import plot
 from penstock.clients.bench.report import ClientLoad, Report, Slo, Spread
 from penstock.clients.bench.table import table
 from penstock.clients.bench.target import NOT_SENT, OK, Record, context
-from penstock.clients.bench.workload import Request
+from penstock.clients.bench.workload import BenchRequest
 
 IDLE = ClientLoad(loop_share=0.1, busiest_second_share=0.2, process_share=0.15)
 BUSY = ClientLoad(loop_share=0.7, busiest_second_share=0.81, process_share=0.9)
@@ -17,7 +17,7 @@ BUSY = ClientLoad(loop_share=0.7, busiest_second_share=0.81, process_share=0.9)
 
 def answered(number=0, sent=0.0, messages=((0.1, 1),), ended=None, **known):
     """Times from its being sent."""
-    record = Record(Request(number, [1, 2, 3], 8, arrival_s=sent), 100 + sent)
+    record = Record(BenchRequest(number, [1, 2, 3], 8, arrival_s=sent), 100 + sent)
     for after, num_tokens in messages:
         record.tokens(100 + sent + after, list(range(num_tokens)), num_tokens)
     record.status, record.ended_s = OK, 100 + sent + (messages[-1][0] if ended is None else ended)
@@ -27,7 +27,7 @@ def answered(number=0, sent=0.0, messages=((0.1, 1),), ended=None, **known):
 
 
 def refused(number=0, sent=0.0, after=0.01, status="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"):
-    record = Record(Request(number, [1], 8, arrival_s=sent), 100 + sent)
+    record = Record(BenchRequest(number, [1], 8, arrival_s=sent), 100 + sent)
     record.fail(100 + sent + after, status, "the queue is full", reason)
     return record
 
@@ -204,8 +204,8 @@ def test_the_picture(tmp_path):
 
 def test_the_context_of_a_turn():
     first = answered(messages=((0.1, 2), (0.2, 1)))
-    unknown = Record(Request(1, [7, 8], 8), 0.0, output_tokens=3)
-    assert context(Request(2, [9], 8), [first, unknown]) == [1, 2, 3, 0, 1, 0, 7, 8, 7, 8, 7, 9]
+    unknown = Record(BenchRequest(1, [7, 8], 8), 0.0, output_tokens=3)
+    assert context(BenchRequest(2, [9], 8), [first, unknown]) == [1, 2, 3, 0, 1, 0, 7, 8, 7, 8, 7, 9]
 
 
 def test_a_table_without_times_has_no_heading_for_them():

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.clients.bench import runner as bench_run
 from penstock.clients.bench.lengths import Uniform
-from penstock.clients.bench.runner import Progress, run
+from penstock.clients.bench.runner import BenchProgress, run
 from penstock.clients.bench.target import INTERRUPTED, NOT_SENT, OK
 from penstock.clients.bench.trace import TraceReader
 from penstock.clients.bench.workload import ClosedLoop, OpenLoop, RandomLoad
@@ -131,7 +131,7 @@ async def test_stopping_ends_what_runs_and_keeps_what_there_is():
     stop, caller = asyncio.Event(), Scripted(0.02)
     seen = []
 
-    def on_progress(progress: Progress) -> None:
+    def on_progress(progress: BenchProgress) -> None:
         seen.append(progress.ended)
         caller.seconds = 30.0
         if progress.running == 3:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from penstock.clients.cli import doctor
-from penstock.clients.cli.doctor import Kind, choose, describe, examine
+from penstock.clients.cli.doctor import FindingKind, choose, describe, examine
 from penstock.clients.host import machine
 from penstock.clients.host.cpu_library import CpuLibrary, inspect_cpu_library
 from penstock.clients.host.machine import Gpu, Package, inspect_machine
@@ -63,8 +63,8 @@ def test_a_machine_with_all_packages_runs_on_its_cpu(fitted):
 def test_a_gpu_is_used_if_torch_can(fitted, has_cuda):
     found = dataclasses.replace(fitted, gpus=[GPU], torch_has_cuda=has_cuda)
     assert choose(found, LIBRARY).device == ("cuda" if has_cuda else "cpu")
-    assert remedies(found, Kind.MISSING) == []
-    assert remedies(found, Kind.ADVICE) == ([] if has_cuda else ["install a build of torch with CUDA"])
+    assert remedies(found, FindingKind.MISSING) == []
+    assert remedies(found, FindingKind.ADVICE) == ([] if has_cuda else ["install a build of torch with CUDA"])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_cpu_library_and_its_instruction_set_are_told(fitted):
 def test_without_the_cpu_library_plain_torch_runs_and_the_remedy_is_told(fitted):
     assert choose(fitted, NO_LIBRARY).backend == "reference"
     (finding,) = examine(fitted, NO_LIBRARY)
-    assert (finding.kind, finding.remedy) == (Kind.ADVICE, "install a compiler")
+    assert (finding.kind, finding.remedy) == (FindingKind.ADVICE, "install a compiler")
     assert "it is not there" in finding.what
     lines = list(describe(fitted, NO_LIBRARY, choose(fitted, NO_LIBRARY), [finding]))
     assert "Kernels   none for a CPU (it is not there)" in lines
@@ -162,7 +162,7 @@ def test_a_cpu_library_that_dies_is_told(monkeypatch, tmp_path):
 def test_what_a_server_lacks_is_named_with_the_command(fitted):
     bare = without(fitted, "torch", "tokenizers", "uvloop")
     (finding,) = examine(bare, LIBRARY)
-    assert finding.kind is Kind.MISSING
+    assert finding.kind is FindingKind.MISSING
     assert finding.what == "not installed: tokenizers, torch"
     assert finding.remedy == "pip install 'penstock[server]'"
     assert choose(bare, LIBRARY).backend is None
@@ -172,14 +172,14 @@ def test_what_a_server_lacks_is_named_with_the_command(fitted):
 def test_what_is_dispensable_is_advice(fitted):
     found = without(fitted, "uvloop")
     assert choose(found, LIBRARY).backend == "cpu"
-    assert remedies(found, Kind.MISSING) == []
-    assert remedies(found, Kind.ADVICE) == ["pip install 'penstock[server]'"]
+    assert remedies(found, FindingKind.MISSING) == []
+    assert remedies(found, FindingKind.ADVICE) == ["pip install 'penstock[server]'"]
 
 
 def test_a_python_that_is_not_supported_and_a_broken_driver_are_findings(fitted):
     found = dataclasses.replace(fitted, python="3.14.1", gpu_problem="NVIDIA-SMI has failed", available_bytes=1 << 30)
-    assert remedies(found, Kind.MISSING) == ["make an environment with Python 3.11 to 3.13"]
-    assert len(remedies(found, Kind.ADVICE)) == 2
+    assert remedies(found, FindingKind.MISSING) == ["make an environment with Python 3.11 to 3.13"]
+    assert len(remedies(found, FindingKind.ADVICE)) == 2
     assert "NVIDIA-SMI has failed" in choose(found, LIBRARY).why
 
 
@@ -305,8 +305,8 @@ def test_a_server_runs_without_what_only_others_use(fitted, name, extra):
     server = [package for package in fitted.packages if package.extra in ("", "server")]
     lacking = dataclasses.replace(fitted, packages=[*server, Package(name, None, extra)])
     assert choose(lacking, LIBRARY).backend == "cpu"
-    assert remedies(lacking, Kind.MISSING) == []
-    assert remedies(lacking, Kind.ADVICE) == [f"pip install 'penstock[{extra}]'"]
+    assert remedies(lacking, FindingKind.MISSING) == []
+    assert remedies(lacking, FindingKind.ADVICE) == [f"pip install 'penstock[{extra}]'"]
 
 
 def test_json_is_for_programs(capsys):

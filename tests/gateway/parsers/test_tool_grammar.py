@@ -11,8 +11,8 @@ from tool_texts import take_apart
 from penstock.clients.gateway.parsers.tool_grammar import (
     MARKED_FORMATS,
     AnswerShape,
+    CallableTool,
     CannotBeHeld,
-    Tool,
     call_grammar,
     text_grammar,
 )
@@ -36,7 +36,7 @@ TRIP = {
     "additionalProperties": False,
     "$defs": {"place": {"type": "string", "pattern": '^[a-zé"]{1,9}$'}},
 }
-TOOLS = [Tool("weather", None), Tool("dice", DICE), Tool("trip", TRIP)]
+TOOLS = [CallableTool("weather", None), CallableTool("dice", DICE), CallableTool("trip", TRIP)]
 SCHEMAS: dict[str, Any] = {"weather": {"type": "object"}, "dice": DICE, "trip": TRIP}
 NAMED = '[TOOL_CALLS]probe_tool[CALL_ID]probecall[ARGS]{"probe": "value"}'
 KINDS = {
@@ -194,12 +194,12 @@ def test_python_arguments_are_held_to_the_schema_and_read_back(matching, shape_o
 @pytest.mark.parametrize(
     ("form", "tool", "said"),
     [
-        ("pythonic", Tool("f", {"properties": {"from": {}}}), "'from'"),
-        ("pythonic", Tool("f", {"properties": {"a b": {}}}), "'a b'"),
-        ("pythonic", Tool("f", {"properties": {"ﬁ": {}}}), "'ﬁ'"),
-        ("pythonic", Tool("f", {"anyOf": []}), "anyOf"),
-        ("pythonic", Tool("f g", None), "'f g'"),
-        ("mistral", Tool("f g", None), "'f g'"),
+        ("pythonic", CallableTool("f", {"properties": {"from": {}}}), "'from'"),
+        ("pythonic", CallableTool("f", {"properties": {"a b": {}}}), "'a b'"),
+        ("pythonic", CallableTool("f", {"properties": {"ﬁ": {}}}), "'ﬁ'"),
+        ("pythonic", CallableTool("f", {"anyOf": []}), "anyOf"),
+        ("pythonic", CallableTool("f g", None), "'f g'"),
+        ("mistral", CallableTool("f g", None), "'f g'"),
     ],
 )
 def test_what_a_format_cannot_write_is_told(form, tool, said):

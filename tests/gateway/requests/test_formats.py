@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.clients.gateway.requests.formats import Formats, formats_of
+from penstock.clients.gateway.requests.formats import OutputFormats, formats_of
 from penstock.clients.gateway.schemas.chat import ChatRequest
 
 TURNS = "{% for m in messages %}<|turn|>{{ m.role }} {{ m.content }}"
@@ -41,7 +41,7 @@ async def formats(start_gateway, tokenizer_with, template, body=None, **settings
 )
 async def test_a_template_shows_how_calls_are_written(start_gateway, tokenizer_with, shown, name):
     found = await formats(start_gateway, tokenizer_with, CALLS + shown + END)
-    assert found == Formats(name, None, False)
+    assert found == OutputFormats(name, None, False)
 
 
 async def test_a_template_that_refuses_the_question_shows_nothing(start_gateway, tokenizer_with):
@@ -53,10 +53,10 @@ async def test_a_template_that_refuses_the_question_shows_nothing(start_gateway,
 @pytest.mark.parametrize(
     ("template", "variables", "expected"),
     [
-        (OPENED, {}, Formats(None, "think", True)),
-        (OPENED, {"enable_thinking": False}, Formats(None, "think", False)),
-        (CLOSED, {}, Formats(None, "think", False)),
-        ("", {}, Formats(None, None, False)),
+        (OPENED, {}, OutputFormats(None, "think", True)),
+        (OPENED, {"enable_thinking": False}, OutputFormats(None, "think", False)),
+        (CLOSED, {}, OutputFormats(None, "think", False)),
+        ("", {}, OutputFormats(None, None, False)),
     ],
 )
 async def test_a_template_shows_how_reasoning_is_marked(start_gateway, tokenizer_with, template, variables, expected):
@@ -67,7 +67,7 @@ async def test_a_template_shows_how_reasoning_is_marked(start_gateway, tokenizer
 async def test_the_operator_has_the_last_word(start_gateway, tokenizer_with):
     settings = {"tool_call_parser": "mistral", "reasoning_parser": "none"}
     found = await formats(start_gateway, tokenizer_with, CALLS + HERMES + END + OPENED, **settings)
-    assert found == Formats("mistral", None, False)
+    assert found == OutputFormats("mistral", None, False)
 
 
 async def test_tools_of_an_unknown_form_are_refused(start_gateway, tokenizer_with):
@@ -105,4 +105,4 @@ async def test_an_answer_that_is_continued_may_be_within_its_reasoning(start_gat
     history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
     body = {"messages": history, "tools": None, "continue_final_message": True}
     found = await formats(start_gateway, tokenizer_with, CALLS + END + CLOSED, body)
-    assert found == Formats(None, "think", is_open)
+    assert found == OutputFormats(None, "think", is_open)

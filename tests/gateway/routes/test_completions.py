@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.clients.gateway.schemas.completions import Completion
+from penstock.clients.gateway.schemas.completions import CompletionResponse
 from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 
 PATH = "/v1/completions"
@@ -39,7 +39,7 @@ def put_together(chunks):
     """As a client does it: text and lists grow."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
-        Completion.model_validate(chunk, extra="forbid")
+        CompletionResponse.model_validate(chunk, extra="forbid")
         for part in chunk["choices"]:
             choice = choices.setdefault(part["index"], {"text": "", "logprobs": None, "ids": [], "prompt_ids": None})
             choice["text"] += part["text"]
@@ -62,7 +62,7 @@ async def test_the_deltas_are_the_whole_answer(gateway, subtests):
 
 async def compare(gateway, body):
     whole = await whole_of(gateway, **body)
-    Completion.model_validate(whole, extra="forbid")
+    CompletionResponse.model_validate(whole, extra="forbid")
     chunks = await gateway.chunks(PATH, stream_options={"include_usage": True}, **body)
     usage = chunks[-1]["usage"]
     assert chunks[-1]["choices"] == []

@@ -13,7 +13,7 @@ import msgspec
 import openai
 import pytest
 
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.gateway.responses.chunking import encoded
 from penstock.clients.gateway.routes.embeddings import answer_of, as_base64
 from penstock.clients.gateway.server.app import create_app
@@ -66,7 +66,7 @@ async def service():
 
 @asynccontextmanager
 async def gateway(service, **settings):
-    app = create_app(GatewaySettings(service=Connection(service.target), tenant_header="x-tenant", **settings))
+    app = create_app(GatewaySettings(service=ConnectionOptions(service.target), tenant_header="x-tenant", **settings))
     async with app.router.lifespan_context(app):
         yield app
 

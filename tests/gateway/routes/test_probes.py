@@ -7,7 +7,7 @@ import grpc
 import httpx
 import pytest
 
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.upstream import service_state
@@ -41,7 +41,7 @@ async def test_many_probes_at_once_are_one_question(monkeypatch):
         return True
 
     monkeypatch.setattr(service_state, "is_serving", count)
-    app = create_app(GatewaySettings(service=Connection("127.0.0.1:1")))
+    app = create_app(GatewaySettings(service=ConnectionOptions("127.0.0.1:1")))
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://x") as http:
         answers = await asyncio.gather(*(http.get("/health") for _ in range(100)))
@@ -63,12 +63,12 @@ async def test_a_service_that_is_asked_by_too_many_is_as_it_was(monkeypatch, was
 
     monkeypatch.setattr(service_state, "is_serving", answer)
     monkeypatch.setattr(service_state, "_HEALTH_S", 0.0)
-    async with ServiceLink(GatewaySettings(service=Connection("127.0.0.1:1"))) as link:
+    async with ServiceLink(GatewaySettings(service=ConnectionOptions("127.0.0.1:1"))) as link:
         assert [await link.is_serving() for _ in range(4)] == [was_serving, was_serving, False, False]
 
 
 async def test_without_a_service_the_gateway_is_not_healthy():
-    app = create_app(GatewaySettings(service=Connection("127.0.0.1:1")))
+    app = create_app(GatewaySettings(service=ConnectionOptions("127.0.0.1:1")))
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://x") as http:
         assert (await http.get("/health")).status_code == 503

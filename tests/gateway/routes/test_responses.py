@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from penstock.clients.gateway.parsers.base import CallPiece, Piece
+from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta
 from penstock.clients.gateway.responses.response_events import ResponseEvents
 
 LOOK = {
@@ -254,7 +254,7 @@ def test_log_probabilities_are_those_of_the_text(respond):
 
 def test_an_answer_that_breaks_off_says_so_and_keeps_what_came():
     events = ResponseEvents({"id": "resp_1", "model": "m"})
-    told = events.begin() + events.add(Piece(content="hel"), []) + events.fail("server_error", "it broke")
+    told = events.begin() + events.add(ParsedDelta(content="hel"), []) + events.fail("server_error", "it broke")
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     assert told[-1]["type"] == "response.failed"
     response = told[-1]["response"]
@@ -274,9 +274,12 @@ def test_a_call_that_the_model_breaks_off_is_incomplete(respond, rest, texts):
 
 def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
     events = ResponseEvents({"id": "resp_1"})
-    told = events.add(Piece(calls=(CallPiece(0, "call_a", "look", "{"),)), [])
+    told = events.add(ParsedDelta(calls=(ToolCallDelta(0, "call_a", "look", "{"),)), [])
     told += events.add(
-        Piece(content="then", calls=(CallPiece(0, arguments="}"), CallPiece(1, "call_b", "go", "{}", at=4))), []
+        ParsedDelta(
+            content="then", calls=(ToolCallDelta(0, arguments="}"), ToolCallDelta(1, "call_b", "go", "{}", at=4))
+        ),
+        [],
     )
     told += events.end({}, is_cut=False)
     first, text, second = told[-1]["response"]["output"]
@@ -365,7 +368,7 @@ def test_text_between_calls_stays_between_them_however_much_comes_at_once(respon
 
 
 def test_calls_know_the_text_before_them_when_parts_are_put_together():
-    whole = Piece("ab", calls=(CallPiece(0, "x", "f", "{", at=1),)) + Piece(
-        "c", calls=(CallPiece(0, arguments="}"), CallPiece(1, "y", "g", "{}", at=1))
+    whole = ParsedDelta("ab", calls=(ToolCallDelta(0, "x", "f", "{", at=1),)) + ParsedDelta(
+        "c", calls=(ToolCallDelta(0, arguments="}"), ToolCallDelta(1, "y", "g", "{}", at=1))
     )
     assert (whole.content, [(call.arguments, call.at) for call in whole.calls]) == ("abc", [("{}", 1), ("{}", 3)])

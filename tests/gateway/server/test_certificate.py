@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.server.certificate import Certificate
 from penstock.clients.gateway.server.connection_places import ConnectionPlaces
@@ -139,7 +139,7 @@ def test_silent_connections_give_way_before_tls_is_agreed_on(folder, new_loop, s
             http = HttpSettings(
                 shutdown_s=1, certificate=folder / "chain.pem", private_key=folder / "key.pem", max_connections=3
             )
-            server = HttpServer(create_app(GatewaySettings(service=Connection("127.0.0.1:1"))), http)
+            server = HttpServer(create_app(GatewaySettings(service=ConnectionOptions("127.0.0.1:1"))), http)
             serving = asyncio.create_task(server.serve([listener]))
             while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
                 await asyncio.sleep(0.001)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from penstock.clients.cli import main as cli
-from penstock.clients.cli.options import KEY_VARIABLE, Connection
+from penstock.clients.cli.options import KEY_VARIABLE, ConnectionOptions
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.server.command import gateway_settings, http_settings, make_parser
@@ -126,7 +126,11 @@ class FakeLink:
         ({}, None, "127.0.0.1:50051, without a key; start penstock serve with --api-keys-file, or listen on 127.0.0.1"),
         ({}, grpc.StatusCode.UNAVAILABLE, "unless that asks for keys; start penstock serve with --api-keys-file"),
         ({}, grpc.StatusCode.UNAUTHENTICATED, None),
-        ({"service": Connection("x", "key")}, None, "x, under the key of --api-key-file; let only a proxy that knows"),
+        (
+            {"service": ConnectionOptions("x", "key")},
+            None,
+            "x, under the key of --api-key-file; let only a proxy that knows",
+        ),
         ({"exposed_address": ""}, None, None),
     ],
 )

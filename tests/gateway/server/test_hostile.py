@@ -12,7 +12,7 @@ from waiting import until
 
 from penstock.clients.gateway.routes.caller_route import _end_soon
 from penstock.clients.gateway.schemas.common import SamplingBody
-from penstock.clients.gateway.upstream.exchange import Exchange
+from penstock.clients.gateway.upstream.exchange import UpstreamRequest
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 
@@ -83,13 +83,13 @@ async def test_a_tenant_takes_no_others_room(start_gateway, keys):
 
 async def test_bodies_that_are_whole_hold_their_room_until_the_service_has_them(start_gateway, monkeypatch):
     gateway = await start_gateway(max_bodies_bytes=2 * MIB, max_body_bytes=MIB)
-    may_go_on, accepted = asyncio.Event(), Exchange.accepted
+    may_go_on, accepted = asyncio.Event(), UpstreamRequest.accepted
 
     async def accepted_later(self):
         await may_go_on.wait()
         await accepted(self)
 
-    monkeypatch.setattr(Exchange, "accepted", accepted_later)
+    monkeypatch.setattr(UpstreamRequest, "accepted", accepted_later)
     body = whole() + b" " * (MIB - 200)
     first = asyncio.create_task(gateway.http.post(COMPLETIONS, content=body, headers=JSON))
     await until(lambda: gateway.app.state.body_budget.num_bytes == len(body))

@@ -8,7 +8,7 @@ import socket
 import httpx
 import pytest
 
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.server.http_server import HttpServer, HttpSettings
 from penstock.clients.gateway.settings import GatewaySettings
@@ -20,7 +20,9 @@ NOWHERE = "127.0.0.1:1"
 @contextlib.asynccontextmanager
 async def listening(listener, target=NOWHERE, **http):
     """A gateway on ``listener``."""
-    server = HttpServer(create_app(GatewaySettings(service=Connection(target))), HttpSettings(shutdown_s=1, **http))
+    server = HttpServer(
+        create_app(GatewaySettings(service=ConnectionOptions(target))), HttpSettings(shutdown_s=1, **http)
+    )
     serving = asyncio.create_task(server.serve([listener]))
     while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
         await asyncio.sleep(0.001)

@@ -9,7 +9,7 @@ import pytest
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage
 from penstock.clients.gateway.upstream.eagerly import run_eagerly
-from penstock.clients.gateway.upstream.exchange import Abandoned, Exchange
+from penstock.clients.gateway.upstream.exchange import Abandoned, UpstreamRequest
 from penstock.v1 import generation_pb2 as pb
 
 FINISHED = Finished(FinishReason.LENGTH, Usage(), Timings())
@@ -41,7 +41,7 @@ class Handler:
 @pytest.fixture
 async def passing():
     nobody: Any = Nobody()
-    exchange = Exchange(nobody, [pb.Start()])
+    exchange = UpstreamRequest(nobody, [pb.Start()])
     exchange.begin()
     handler = Handler()
     over = asyncio.create_task(exchange.pass_on(handler))
@@ -81,7 +81,7 @@ async def test_a_nudge_is_a_call_with_nothing(passing):
 
 async def test_what_a_handler_raises_meets_who_waits_alone():
     nobody: Any = Nobody()
-    exchange = Exchange(nobody, [pb.Start()])
+    exchange = UpstreamRequest(nobody, [pb.Start()])
     exchange.begin()
 
     async def fail(arrivals):

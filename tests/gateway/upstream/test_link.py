@@ -11,7 +11,7 @@ import pytest
 
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage, merge
 from penstock.clients.gateway.responses.http_response import _events
-from penstock.clients.gateway.upstream.exchange import Exchange
+from penstock.clients.gateway.upstream.exchange import UpstreamRequest
 from penstock.v1 import generation_pb2 as pb
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -189,7 +189,7 @@ async def test_a_key_that_gives_way_takes_no_request_with_it_that_comes_just_the
     start = pb.Start(text="a")
     start.sampling.max_tokens = 2
     start.output.format = pb.OUTPUT_FORMAT_TEXT
-    exchange = Exchange(caller, [start])
+    exchange = UpstreamRequest(caller, [start])
     exchange.begin()
     try:
         events = [event for _, event in await exchange.collect()]
@@ -218,7 +218,7 @@ async def test_many_choices_are_not_merged_with_each_event(monkeypatch):
 
     monkeypatch.setattr("penstock.clients.gateway.upstream.exchange.merge", note)
     nobody: Any = Nobody()
-    exchange = Exchange(nobody, [pb.Start(sampling=pb.Sampling(n=64))])
+    exchange = UpstreamRequest(nobody, [pb.Start(sampling=pb.Sampling(n=64))])
     exchange.begin()
     for at in range(64 * 1000):
         exchange.arrive(0, Delta(str(at % 10), [], choice=at % 64))
@@ -342,16 +342,16 @@ async def test_a_service_that_goes_down_ends_what_it_carries(start_gateway):
 
 
 async def test_ids_and_traces_are_passed_on(start_gateway, monkeypatch):
-    from penstock.service.requests.lifecycle import LiveRequest
+    from penstock.service.requests.lifecycle import RequestLifecycle
 
     seen = []
-    begin = LiveRequest.begin
+    begin = RequestLifecycle.begin
 
     def note(self, start, *rest, **more):
         seen.append(start)
         return begin(self, start, *rest, **more)
 
-    monkeypatch.setattr(LiveRequest, "begin", note)
+    monkeypatch.setattr(RequestLifecycle, "begin", note)
     gateway = await start_gateway()
     trace = f"00-{'1' * 32}-{'2' * 16}-01"
     for headers in ({"traceparent": trace, "X-Request-Id": "mine"}, {"traceparent": "nonsense", "X-Request-Id": "ö"}):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.kernels import aot as ahead
-from penstock.kernels.aot import Usage, variants, wanted
+from penstock.kernels.aot import KernelResources, variants, wanted
 from penstock.kernels.cuda.model_shapes import SHAPES
 
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -102,8 +102,8 @@ def test_no_number_is_specialised(folder: Path) -> None:
 def test_a_variant_that_needs_too_much_shared_memory_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measured(variant: object, capability: int) -> Usage:
-        return Usage("it", HOPPER_SHARED_BYTES + (variant is next(variants(SHAPES["Llama-3.1-8B"]))), 32, 0)
+    def measured(variant: object, capability: int) -> KernelResources:
+        return KernelResources("it", HOPPER_SHARED_BYTES + (variant is next(variants(SHAPES["Llama-3.1-8B"]))), 32, 0)
 
     monkeypatch.setattr(ahead, "measure", measured)
     ahead.main(["Qwen3-0.6B"])

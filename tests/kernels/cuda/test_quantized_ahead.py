@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from penstock.kernels import aot as ahead
-from penstock.kernels.aot import Usage, describe
+from penstock.kernels.aot import KernelResources, describe
 
 MAX_SHARED = 227 * 1024
 
@@ -68,7 +68,7 @@ def test_products_read_ahead_and_use_tensor_cores():
 
 @pytest.mark.parametrize("quantization", ahead.QUANTIZED)
 def test_products_of_a_model_are_named(quantization, monkeypatch, capsys):
-    monkeypatch.setattr(ahead, "measure", lambda variant, capability: Usage(describe(variant), 1, 32, 0))
+    monkeypatch.setattr(ahead, "measure", lambda variant, capability: KernelResources(describe(variant), 1, 32, 0))
     ahead.main(["Llama-3.1-8B", "--quantization", quantization])
     lines = [line for line in capsys.readouterr().out.splitlines() if "product_kernel" in line]
     for rows, columns in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):

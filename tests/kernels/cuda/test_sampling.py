@@ -18,7 +18,7 @@ from penstock.kernels.cuda.sampling.tensors import (
     number_line,
 )
 from penstock.models.backends.torch_common.sampler import sample_lines
-from penstock.models.batch.lines import Line
+from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.rows import RowTable
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
@@ -137,7 +137,9 @@ class Batch:
 
 
 def expected_tokens(logits, rows):
-    return [sampled.token_id for sampled in sample_lines(logits.float().clone(), [Line(row) for row in rows])]
+    return [
+        sampled.token_id for sampled in sample_lines(logits.float().clone(), [SampledPosition(row) for row in rows])
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------- random rows

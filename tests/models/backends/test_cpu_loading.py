@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from waiting import wait_until
 
-from penstock.kernels.cpu.bindings import Format, find_kernels
+from penstock.kernels.cpu.bindings import StorageFormat, find_kernels
 from penstock.kernels.cpu.program import Library
 from penstock.models.backends import memory
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.cpu.model import Formats, max_weight_bytes
+from penstock.models.backends.cpu.model import StorageFormats, max_weight_bytes
 from penstock.models.backends.cpu.weights import Packer
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.quantized_reader import QuantizedMatrix
@@ -132,7 +132,9 @@ def test_matrices_in_the_same_order_of_columns_become_one(gated, alike):
     kernels, library = find_kernels(), Library(1, None)
     assert kernels is not None
     room = library.memory(1 << 20)
-    packer = Packer(library, kernels, GivenMatrices(matrices), Format.BF16, room.address, room.address + room.num_bytes)
+    packer = Packer(
+        library, kernels, GivenMatrices(matrices), StorageFormat.BF16, room.address, room.address + room.num_bytes
+    )
     linear = packer.linear(["a", "b"], [rows, rows], columns, False, gated=gated)
     assert linear.num_parts == (1 if alike else 2)
     # Gate and up alternate by panels of 16, the last of which are filled up.
@@ -200,8 +202,13 @@ def needed(path, config):
     info = check_checkpoint(path)
     kernels = find_kernels()
     assert kernels is not None
-    quantized = {"int8": Format.INT8, "int4": Format.INT4}.get(config.get("quantization", ""))
-    formats = Formats(quantized or Format.BF16, Format.INT8 if quantized else Format.BF16, Format.BF16, Format.BF16)
+    quantized = {"int8": StorageFormat.INT8, "int4": StorageFormat.INT4}.get(config.get("quantization", ""))
+    formats = StorageFormats(
+        quantized or StorageFormat.BF16,
+        StorageFormat.INT8 if quantized else StorageFormat.BF16,
+        StorageFormat.BF16,
+        StorageFormat.BF16,
+    )
     return max_weight_bytes(info.spec, formats, info.quantized, kernels)
 
 

@@ -13,7 +13,7 @@ from penstock.models.backends.cpu import backend as cpu_backend
 from penstock.models.backends.cpu.backend import CpuBackend
 from penstock.models.batch.batch import build_batch
 from penstock.models.batch.grammar_matcher import Words
-from penstock.models.batch.lines import Masks
+from penstock.models.batch.lines import GrammarBitmasks
 from penstock.models.batch.rows import RowTable
 from penstock.models.speculative.drafter import Drafter, Proposal
 from penstock.models.worker.runner import Runner
@@ -197,7 +197,7 @@ def test_masks_are_awaited_between_the_layers_and_the_choice(long_model, worker_
 
     words, before = Awaited(backend), backend.seconds()
     words.set_result(np.stack(list(masked.values())))
-    told = backend.begin(replace(batch, masks=Masks(list(masked), words)))()
+    told = backend.begin(replace(batch, masks=GrammarBitmasks(list(masked), words)))()
     assert words.seconds["head"] > before["head"]
     assert words.seconds["sample"] == before["sample"]
     chosen = [line.token_id for line in told.sampled]
@@ -214,5 +214,5 @@ def test_masks_are_awaited_between_the_layers_and_the_choice(long_model, worker_
     failing: Future[Words] = Future()
     failing.set_exception(ValueError("no masks"))
     with pytest.raises(ValueError, match="no masks"):
-        backend.begin(replace(batch, masks=Masks([0], failing)))()
+        backend.begin(replace(batch, masks=GrammarBitmasks([0], failing)))()
     assert backend.begin(batch)() == free

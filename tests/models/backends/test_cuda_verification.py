@@ -15,7 +15,7 @@ import torch
 from penstock.models.backends.base import Backend, load_backend
 from penstock.models.batch.batch import build_batch
 from penstock.models.batch.grammar_matcher import Words
-from penstock.models.batch.lines import Line, Masks
+from penstock.models.batch.lines import GrammarBitmasks, SampledPosition
 from penstock.models.batch.rows import RowTable
 from penstock.models.speculative.draft_model import DraftModelDrafter, load as load_draft_model
 from penstock.models.speculative.drafter import Wanted
@@ -81,7 +81,7 @@ class Steps:
         wanted = [index for index, line in enumerate(batch.lines) if line.row.number in masked]
         if wanted:
             words: Future[Words] = Future()
-            batch = replace(batch, masks=Masks(wanted, words))
+            batch = replace(batch, masks=GrammarBitmasks(wanted, words))
             told = np.stack([allowed_words(batch.lines[index]) for index in wanted])
             threading.Timer(0.01, words.set_result, [told]).start()
         finish = self.backend.begin(batch)
@@ -95,7 +95,7 @@ class Steps:
         self.table.apply(StepPlan(0, [row.row for row in rows], [], [], [], []))
 
 
-def allowed_words(line: Line) -> Words:
+def allowed_words(line: SampledPosition) -> Words:
     """A quarter of the tokens, others after each token, as a grammar has it; and one word more than there need be."""
     rng = np.random.default_rng([line.row.number, line.position, *line.tail(1)])
     bits = np.zeros(192, dtype=bool)

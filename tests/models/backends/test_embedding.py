@@ -16,9 +16,9 @@ from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu import backend as cpu_backend
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.checkpoint.checkpoint import resolve_model
-from penstock.models.checkpoint.pooling_config import Embedding, read_embedding
+from penstock.models.checkpoint.pooling_config import PoolingConfig, read_embedding
 from penstock.models.errors import ModelError
-from penstock.models.executor.wire import FrameBuffer, Kind, encode_frame
+from penstock.models.executor.wire import FrameBuffer, FrameKind, encode_frame
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import (
     AddedRow,
@@ -30,7 +30,7 @@ from penstock.scheduler.plan import (
     StepPlan,
     StepResult,
 )
-from penstock.scheduler.request import Embedded, Finished, FinishReason, Prompt, Request
+from penstock.scheduler.request import Embedded, EngineFinishReason, Prompt, Request, RequestFinished
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
 
@@ -44,18 +44,18 @@ class Vectors:
 
     def __init__(self) -> None:
         self.bytes: dict[int, bytes] = {}
-        self.finished: Finished | None = None
+        self.finished: RequestFinished | None = None
 
     def take(self, event) -> None:
         match event:
             case Embedded():
                 self.bytes[event.choice] = event.vector
-            case Finished():
+            case RequestFinished():
                 self.finished = event
 
     def arrays(self) -> list[np.ndarray]:
         assert self.finished is not None
-        assert self.finished.reason is FinishReason.STOP, self.finished
+        assert self.finished.reason is EngineFinishReason.STOP, self.finished
         return [np.frombuffer(self.bytes[index], dtype=np.float32) for index in range(len(self.bytes))]
 
 
@@ -220,7 +220,7 @@ def test_the_head_is_not_multiplied_for_pooled_rows(tiny_model, worker_config):
 def test_plans_and_results_with_vectors_cross_the_wire():
     plan = StepPlan(3, [], [AddedRow(0, 1, [1], 1, 0, [0], SamplingParams(), Pooling.CLS)], [], [], [Decode(1, 1)])
     result = StepResult(3, [RowResult(0, 1, 1, [], vector=b"\x00\xff" * 8), RowResult(1, 1, 4, [9])], [], 0, 1)
-    frames = encode_frame(Kind.PLAN, plan) + encode_frame(Kind.RESULT, result)
+    frames = encode_frame(FrameKind.PLAN, plan) + encode_frame(FrameKind.RESULT, result)
     assert [body for _, body in FrameBuffer().feed(frames)] == [plan, result]
 
 
@@ -276,21 +276,21 @@ class TestReadEmbedding:
         ],
     )
     def test_the_models_own_file(self, tmp_path, config, pooling):
-        assert read_embedding(write(tmp_path, config)) == Embedding(pooling, normalize=True)
+        assert read_embedding(write(tmp_path, config)) == PoolingConfig(pooling, normalize=True)
 
     def test_without_files_it_is_the_last_token_with_length_1(self, tmp_path):
-        assert read_embedding(tmp_path) == Embedding(Pooling.LAST, normalize=True)
+        assert read_embedding(tmp_path) == PoolingConfig(Pooling.LAST, normalize=True)
 
     def test_the_list_of_modules_says_where_it_is_and_whether_lengths_are_kept(self, tmp_path):
         modules = [("", f"{ST}Transformer"), ("pool", "some.new.place.Pooling")]
         path = write(tmp_path, OFF | {"pooling_mode_mean_tokens": True}, modules, "pool")
-        assert read_embedding(path) == Embedding(Pooling.MEAN, normalize=False)
+        assert read_embedding(path) == PoolingConfig(Pooling.MEAN, normalize=False)
         write(path, modules=[*modules, ("2_Normalize", f"{ST}Normalize")])
-        assert read_embedding(path) == Embedding(Pooling.MEAN, normalize=True)
+        assert read_embedding(path) == PoolingConfig(Pooling.MEAN, normalize=True)
 
     def test_the_operator_goes_first(self, tmp_path):
         path = write(tmp_path, {"pooling_mode": "max"}, [*MODULES, ("2_Dense", f"{ST}Dense")])
-        assert read_embedding(path, Pooling.CLS) == Embedding(Pooling.CLS, normalize=False)
+        assert read_embedding(path, Pooling.CLS) == PoolingConfig(Pooling.CLS, normalize=False)
 
     @pytest.mark.parametrize(
         ("config", "modules", "problem"),

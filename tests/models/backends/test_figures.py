@@ -12,7 +12,7 @@ from penstock.models.backends.reference import backend as reference_backend
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
-from penstock.scheduler.request import FinishReason
+from penstock.scheduler.request import EngineFinishReason
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11, repetition_penalty=1.1)
@@ -169,9 +169,9 @@ async def test_reliability_figure_9_in_random_traffic(tiny_model, in_process, st
         for _ in range(random.randrange(6)):
             await asyncio.sleep(0)
         if random.random() < 0.25:
-            busy.engine.abort(str(random.randrange(number + 1)), FinishReason.CANCELLED)
+            busy.engine.abort(str(random.randrange(number + 1)), EngineFinishReason.CANCELLED)
     await busy.engine.wait_idle()
-    whole = [a.finished.reason is not FinishReason.CANCELLED for a in answers]
+    whole = [a.finished.reason is not EngineFinishReason.CANCELLED for a in answers]
     assert 10 < sum(whole) < 40
     assert busy.stats.preemptions > 0
     assert busy.stats.cached_tokens > 0

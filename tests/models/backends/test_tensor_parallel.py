@@ -19,18 +19,18 @@ from torch import distributed
 from waiting import until
 
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.tensor_parallel import Alone
+from penstock.models.backends.tensor_parallel import SingleRank
 from penstock.models.backends.torch_common import loader
 from penstock.models.backends.torch_common.loader import FileSource, load_weights
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.executor.group import WorkerGroup, new_executor
 from penstock.models.executor.spawn import QUIET
-from penstock.models.executor.wire import Kind, encode_frame
+from penstock.models.executor.wire import FrameKind, encode_frame
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import SamplingParams, StepPlan, WorkerConfig
-from penstock.scheduler.request import FinishReason
+from penstock.scheduler.request import EngineFinishReason
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11, repetition_penalty=1.1)
@@ -54,7 +54,7 @@ for descriptor in sys.argv[1:]:
 PLAN = StepPlan(0, [], [], [], [], [])
 
 
-class Rank(Alone):
+class Rank(SingleRank):
     """One that has nothing to say."""
 
     def __init__(self, rank, size):
@@ -69,13 +69,13 @@ class RankZero:
 
     async def start(self):
         other = msgspec.structs.replace(self._inner._config, tensor_parallel_rank=1, measures_steps=False)
-        self._connection.sendall(encode_frame(Kind.CONFIG, other))
+        self._connection.sendall(encode_frame(FrameKind.CONFIG, other))
         facts = await self._inner.start()
         self._inner._runner.warm()
         return facts
 
     def submit(self, plan):
-        self._connection.sendall(encode_frame(Kind.PLAN, plan))
+        self._connection.sendall(encode_frame(FrameKind.PLAN, plan))
         self._inner.submit(plan)
 
     def results(self):
@@ -244,7 +244,7 @@ async def test_a_rank_is_killed_amid_8_streams(tiny_model, worker_config, in_pro
     os.kill(pids[1], signal.SIGKILL)
     await until(lambda: engine.engine.state is EngineState.RECOVERING)
     await engine.engine.wait_idle()
-    assert {answer.finished.reason for answer in answers} == {FinishReason.LENGTH}
+    assert {answer.finished.reason for answer in answers} == {EngineFinishReason.LENGTH}
     assert [answer.token_ids for answer in answers] == expected
     assert engine.stats.restarts == 1
     # The other rank, which noticed sooner than we, did not say so.

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.kernels.cpu.bindings import SamplingRow
 from penstock.models.backends.cpu.sampling import SamplingRows
-from penstock.models.batch.lines import Line
+from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.rows import RowTable
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
@@ -28,7 +28,7 @@ class Rows:
         return self.table[number]
 
     def gather(self, *numbers):
-        batch = self.sampling.gather([Line(self.table[number]) for number in numbers])
+        batch = self.sampling.gather([SampledPosition(self.table[number]) for number in numbers])
         return batch, (SamplingRow * batch.num_rows).from_address(batch.address)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.quantization_config import Layout, quantization_from_config
+from penstock.models.checkpoint.quantization_config import QuantLayout, quantization_from_config
 from penstock.models.checkpoint.quantized_reader import read_matrix
 from penstock.models.errors import ModelError
 
@@ -33,7 +33,7 @@ def parse(quantization):
 def test_published_configs_of_fp8():
     """As published with Llama 3.1 8B's versions FP8-dynamic and FP8, with Qwen3's FP8, and by AutoFP8."""
     scheme = parse(compressed(FP8_WEIGHTS, FP8_INPUTS)).scheme_of(Q_PROJ)
-    assert (scheme.layout, scheme.bits, scheme.rows, scheme.group) == (Layout.FP8, 8, 1, 0)
+    assert (scheme.layout, scheme.bits, scheme.rows, scheme.group) == (QuantLayout.FP8, 8, 1, 0)
     assert scheme.narrows_inputs
     static = {**FP8_INPUTS, "strategy": "tensor", "dynamic": False, "observer": "minmax"}
     by_tensor = {**FP8_WEIGHTS, "strategy": "tensor"}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.quantization_config import Layout, choose_quantization, quantization_from_config
+from penstock.models.checkpoint.quantization_config import QuantLayout, choose_quantization, quantization_from_config
 from penstock.models.checkpoint.quantized_layout import CODES_PER_WORD
 from penstock.models.checkpoint.quantized_reader import read_matrix
 from penstock.models.errors import ModelError
@@ -45,11 +45,11 @@ def test_published_configs():
     """As published with the 4-bit versions of Llama 3.1 8B and of Qwen2.5, the fields that matter here."""
     gptq = parse({**GPTQ, "damp_percent": 0.01, "desc_act": True, "true_sequential": True, "static_groups": False})
     scheme = gptq.scheme_of(Q_PROJ)
-    assert (scheme.layout, scheme.bits, scheme.group, scheme.is_ordered) == (Layout.GPTQ, 4, 128, True)
-    assert parse({**GPTQ, "checkpoint_format": "gptq_v2"}).scheme_of(Q_PROJ).layout is Layout.GPTQ_V2
+    assert (scheme.layout, scheme.bits, scheme.group, scheme.is_ordered) == (QuantLayout.GPTQ, 4, 128, True)
+    assert parse({**GPTQ, "checkpoint_format": "gptq_v2"}).scheme_of(Q_PROJ).layout is QuantLayout.GPTQ_V2
     assert parse({**GPTQ, "group_size": -1}).scheme_of(Q_PROJ).num_groups(4096) == 1
     awq = parse({**AWQ, "modules_to_not_convert": ["gate", "layers.3"]})
-    assert awq.scheme_of("model.layers.0.mlp.gate_proj").layout is Layout.AWQ
+    assert awq.scheme_of("model.layers.0.mlp.gate_proj").layout is QuantLayout.AWQ
     assert awq.scheme_of("model.layers.0.mlp.gate") is None
     assert awq.scheme_of("model.layers.3.mlp.up_proj") is None
     assert awq.scheme_of("model.layers.30.mlp.up_proj") is not None

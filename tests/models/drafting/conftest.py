@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from penstock.models.backends.base import AtOnce, Backend
+from penstock.models.backends.base import Backend, SynchronousBackend
 from penstock.models.batch.batch import Batch, BatchResult, FeatureLines, Sampled
 from penstock.models.batch.rows import Row
-from penstock.models.speculative.controller import Drafting
-from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.controller import SpeculationController
+from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowResult, SamplingParams, StepPlan, WorkerFacts
@@ -55,7 +55,9 @@ class Told:
 class Player:
     """Plays the scheduler: rows begin all at once, and are continued until each has its tokens."""
 
-    def __init__(self, backend: Backend, drafting: Drafting | None, clock: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, backend: Backend, drafting: SpeculationController | None, clock: Callable[[], int] = lambda: 0
+    ) -> None:
         self.runner = Runner(backend, drafting, clock=clock)
         self._facts = backend.facts
         self._epoch = 0
@@ -110,7 +112,7 @@ def next_token(history_length: int, row: int) -> int:
     return (history_length * 7 + row * 13) % 97
 
 
-class Device(AtOnce):
+class Device(SynchronousBackend):
     """A ``Backend`` whose steps take a time by their number of tokens, and nothing else."""
 
     facts = WorkerFacts(1 << 16, 16, 97, 1 << 16, 256, 2048, "", "", "", "", "", 0, 0)
@@ -250,8 +252,10 @@ class Simulation:
             self.drafter = Fortune(self.clock, self.is_right, self.ask_s, self.confidence)
         else:
             self.drafter = Rounds(self.clock, self.is_right, self.round_s, self.read_s, self.confidence)
-        costs = StepCosts(self.device.facts.max_num_batched_tokens)
-        drafting = Drafting(self.drafter, self.max_drafts, costs, runs_ahead=False, clock=self.clock.seconds)
+        costs = StepCost(self.device.facts.max_num_batched_tokens)
+        drafting = SpeculationController(
+            self.drafter, self.max_drafts, costs, runs_ahead=False, clock=self.clock.seconds
+        )
         self.player = Player(self.device, drafting, self.clock.nanoseconds)
         self.player.runner.warm()
 

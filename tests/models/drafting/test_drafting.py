@@ -9,9 +9,9 @@ from hypothesis import given, strategies as st
 
 from penstock.models.batch.batch import build_batch
 from penstock.models.batch.rows import RowTable
-from penstock.models.speculative.ask_costs import AskCosts
-from penstock.models.speculative.controller import NOTHING, Drafting
-from penstock.models.speculative.cost_model import MEASURE_S, SIZES, StepCosts
+from penstock.models.speculative.ask_costs import DraftCost
+from penstock.models.speculative.controller import NOTHING, SpeculationController
+from penstock.models.speculative.cost_model import MEASURE_S, SIZES, StepCost
 from penstock.models.speculative.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths, choose_rounds
 from penstock.models.speculative.drafter import Drafter, Proposal
 from penstock.models.worker.runner import Runner
@@ -79,7 +79,7 @@ def test_costs_between_the_measured_sizes_are_interpolated_and_never_fall(simula
         nonlocal now
         now += 0.01 + 0.001 * size + (0.05 if size == 8 else 0.0)
 
-    costs = StepCosts(2048)
+    costs = StepCost(2048)
     costs.measure(run, 2048, lambda: now)
     assert [costs.seconds(size) for size in (1, 2, 5, 64)] == pytest.approx([0.011, 0.012, 0.015, 0.074])
     assert costs.seconds(8) == pytest.approx(costs.seconds(12))
@@ -95,7 +95,7 @@ def test_measuring_a_large_model_ends_in_time():
         now += 0.07
         sizes.append(size)
 
-    costs = StepCosts(2048)
+    costs = StepCost(2048)
     costs.measure(run, 2048, lambda: now)
     assert sizes == list((SIZES * 2)[: len(sizes)])
     assert MEASURE_S <= now < MEASURE_S + 0.08
@@ -110,14 +110,14 @@ def test_a_small_limit_is_kept():
         now += 0.01 * size
         sizes.append(size)
 
-    costs = StepCosts(6)
+    costs = StepCost(6)
     costs.measure(run, 3, lambda: now)
     assert max(sizes) == 3
     assert costs.seconds(6) == pytest.approx(0.06)
 
 
 def test_costs_follow_what_steps_take():
-    costs = StepCosts(256)
+    costs = StepCost(256)
     now = itertools.count(step=0.01)
     costs.measure(lambda size: None, 256, now.__next__)
     for _ in range(100):
@@ -140,7 +140,7 @@ def test_a_size_that_was_measured_too_short_is_outweighed_by_those_that_are_seen
         nonlocal now
         now += 0.041 if size == 24 else 0.0025 * size
 
-    costs = StepCosts(64)
+    costs = StepCost(64)
     costs.measure(run, 64, lambda: now)
     assert costs.seconds(20) < 0.042
     for _ in range(40):
@@ -202,7 +202,7 @@ def test_what_a_drafter_reads_takes_other_time_than_what_it_drafts():
         nonlocal now
         now += 1e-4 + 1e-5 * size
 
-    costs = AskCosts(2048)
+    costs = DraftCost(2048)
     costs.measure(run, 64, lambda: now)
     assert costs.seconds(4, 3) == pytest.approx(3 * 1.4e-4)
     for _ in range(60):
@@ -356,9 +356,9 @@ def new_table(*max_drafts, pooling=None):
 
 def drafting_of(drafter, table, runs_ahead=False, max_drafts=8):
     """Where drafts cost next to nothing."""
-    costs = StepCosts(256)
+    costs = StepCost(256)
     costs.measure(lambda size: None, 64, itertools.count(step=0.1).__next__)
-    drafting = Drafting(drafter, max_drafts, costs, runs_ahead, clock=lambda: 0.0)
+    drafting = SpeculationController(drafter, max_drafts, costs, runs_ahead, clock=lambda: 0.0)
     for row in range(len(table)):
         drafting.add(table[row])
     drafting.choose(table, StepPlan(0, [], [], [], [], []))  # the first step is without drafts

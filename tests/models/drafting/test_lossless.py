@@ -8,8 +8,8 @@ import pytest
 from penstock.models.backends.base import load_backend
 from penstock.models.errors import ModelError
 from penstock.models.executor.process import WorkerProcess
-from penstock.models.speculative.controller import Drafting
-from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.controller import SpeculationController
+from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Proposal
 from penstock.models.speculative.ngram import NgramDrafter
 from penstock.models.speculative.suffix import SuffixDrafter
@@ -82,7 +82,7 @@ class Speculating:
 
     def free(self, drafter, max_drafts):
         """Drafting that takes no time, by a clock that stands still; and drafts hardly any."""
-        return Drafting(drafter, max_drafts, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
+        return SpeculationController(drafter, max_drafts, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
 
     def drafter(self, method, model, **config):
         """One that has weights."""

@@ -14,8 +14,8 @@ import torch
 from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import resolve_model
 from penstock.models.executor.process import WorkerProcess
-from penstock.models.speculative.controller import Drafted, Drafting
-from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.controller import Drafted, SpeculationController
+from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.speculative.eagle import drafter as eagle
 from penstock.models.train_demo.eagle3 import draft
@@ -46,11 +46,11 @@ def features_of(target, token_ids, layers=LAYERS):
         return torch.cat([states[layer][0] for layer in layers], 1)
 
 
-class Watched(Drafting):
+class Watched(SpeculationController):
     """All that is proposed is drafted, whatever it costs; and what it was after which histories."""
 
     def __init__(self, drafter):
-        super().__init__(drafter, 8, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
+        super().__init__(drafter, 8, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
         self._propose = drafter.propose
         self.proposed = []
 

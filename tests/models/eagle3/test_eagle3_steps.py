@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.cuda.features import DeviceLines
+from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.eagle import check_head
 from penstock.models.speculative.eagle.drafter import HEADS, LoadHead
@@ -35,7 +35,7 @@ SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.3, se
 
 
 def on_host(lines):
-    return lines.tensor.float().cpu().numpy() if isinstance(lines, DeviceLines) else lines
+    return lines.tensor.float().cpu().numpy() if isinstance(lines, DeviceFeatures) else lines
 
 
 class Played:
@@ -100,7 +100,7 @@ def test_hidden_states_and_tokens_are_those_of_plain_torch(target_and_head, eagl
     runs = load_head(config, checked, load_backend(config))
 
     def lines(values):
-        return DeviceLines.of(torch.from_numpy(values).to(DEVICE, getattr(torch, dtype))) if is_cuda else values
+        return DeviceFeatures.of(torch.from_numpy(values).to(DEVICE, getattr(torch, dtype))) if is_cuda else values
 
     played = Played(head, runs, lines)
     for spans in FEW_STEPS if is_cuda and DEVICE == "cpu" else STEPS:

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from penstock.models.executor.liveness import MemoryKills, Silence, _cgroup_files, is_stopped
+from penstock.models.executor.liveness import Heartbeat, MemoryKills, _cgroup_files, is_stopped
 
 
 def test_silence_is_counted_from_the_last_sound():
-    silence = Silence(0.25, now=100.0)
+    silence = Heartbeat(0.25, now=100.0)
     for tick in range(1, 9):
         assert silence.length(100.0 + tick / 4) == tick / 4
     silence.heard(102.0)
@@ -19,7 +19,7 @@ def test_silence_is_counted_from_the_last_sound():
 
 
 def test_time_in_which_we_could_not_listen_is_no_silence():
-    silence = Silence(0.25, now=100.0)
+    silence = Heartbeat(0.25, now=100.0)
     assert silence.length(100.25) == 0.25
     assert silence.length(160.0) == pytest.approx(0.5)  # we were stopped for a minute
     assert silence.length(160.25) == pytest.approx(0.75)
@@ -30,7 +30,7 @@ def test_time_in_which_we_could_not_listen_is_no_silence():
 
 
 def test_being_a_little_late_is_no_excuse():
-    silence = Silence(0.25, now=0.0)
+    silence = Heartbeat(0.25, now=0.0)
     lengths = [silence.length(tick * 0.45) for tick in range(1, 21)]
     assert lengths[-1] == pytest.approx(9.0)
 

@@ -6,7 +6,15 @@ import threading
 import msgspec
 import pytest
 
-from penstock.models.executor.wire import HEADER, MAX_FRAME_BYTES, Channel, FrameBuffer, Kind, WireError, encode_frame
+from penstock.models.executor.wire import (
+    HEADER,
+    MAX_FRAME_BYTES,
+    Channel,
+    FrameBuffer,
+    FrameKind,
+    WireError,
+    encode_frame,
+)
 from penstock.scheduler.plan import (
     AddedRow,
     Chunk,
@@ -32,7 +40,12 @@ PLAN = StepPlan(
 )
 LOGPROBS = TokenLogprobs(1, [-0.5], [6], [-0.25])
 RESULT = StepResult(7, [RowResult(3, 2, 3, [6], LOGPROBS)], [PromptLogprobsPart(3, 2, 1, LOGPROBS)], 5, 6)
-FRAMES = [(Kind.CONFIG, WorkerConfig(model="m")), (Kind.PLAN, PLAN), (Kind.ALIVE, None), (Kind.RESULT, RESULT)]
+FRAMES = [
+    (FrameKind.CONFIG, WorkerConfig(model="m")),
+    (FrameKind.PLAN, PLAN),
+    (FrameKind.ALIVE, None),
+    (FrameKind.RESULT, RESULT),
+]
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 100_000])
@@ -45,17 +58,17 @@ def test_frames_come_out_as_they_went_in_however_the_stream_is_cut(step):
 
 def test_a_partial_frame_gives_nothing():
     buffer = FrameBuffer()
-    assert list(buffer.feed(encode_frame(Kind.RESULT, RESULT)[:-1])) == []
+    assert list(buffer.feed(encode_frame(FrameKind.RESULT, RESULT)[:-1])) == []
 
 
 @pytest.mark.parametrize(
     ("data", "says"),
     [
         (HEADER.pack(3, 99) + b"abc", "kind 99"),
-        (HEADER.pack(MAX_FRAME_BYTES + 1, Kind.PLAN), str(MAX_FRAME_BYTES + 1)),
-        (HEADER.pack(1, Kind.PLAN) + b"\xc1", "PLAN"),
-        (encode_frame(Kind.FAILED, 5), "FAILED"),
-        (HEADER.pack(0, Kind.RESULT), "RESULT"),
+        (HEADER.pack(MAX_FRAME_BYTES + 1, FrameKind.PLAN), str(MAX_FRAME_BYTES + 1)),
+        (HEADER.pack(1, FrameKind.PLAN) + b"\xc1", "PLAN"),
+        (encode_frame(FrameKind.FAILED, 5), "FAILED"),
+        (HEADER.pack(0, FrameKind.RESULT), "RESULT"),
     ],
 )
 def test_a_broken_stream_is_an_error(data, says):
@@ -66,13 +79,13 @@ def test_a_broken_stream_is_an_error(data, says):
 def test_a_plan_decodes_into_its_types_alone():
     body = msgspec.msgpack.encode([7, ["not a row"], [], [], [], []])
     with pytest.raises(WireError, match="PLAN"):
-        list(FrameBuffer().feed(HEADER.pack(len(body), Kind.PLAN) + body))
+        list(FrameBuffer().feed(HEADER.pack(len(body), FrameKind.PLAN) + body))
 
 
 def test_a_frame_over_the_limit_is_not_sent(monkeypatch):
     monkeypatch.setattr("penstock.models.executor.wire.MAX_FRAME_BYTES", 100)
     with pytest.raises(WireError, match="over the limit"):
-        encode_frame(Kind.FAILED, "x" * 200)
+        encode_frame(FrameKind.FAILED, "x" * 200)
 
 
 def test_threads_that_send_at_once_do_not_mix_their_frames():
@@ -82,7 +95,7 @@ def test_threads_that_send_at_once_do_not_mix_their_frames():
 
         def send(text: str) -> None:
             for _ in range(50):
-                channel.send(Kind.FAILED, text)
+                channel.send(FrameKind.FAILED, text)
 
         threads = [threading.Thread(target=send, args=(f"{i}" * 5000,)) for i in range(4)]
         for thread in threads:

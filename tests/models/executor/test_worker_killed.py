@@ -10,7 +10,7 @@ from waiting import until
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.plan import SamplingParams
-from penstock.scheduler.request import FinishReason
+from penstock.scheduler.request import EngineFinishReason
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11, repetition_penalty=1.1)
@@ -37,7 +37,7 @@ async def test_reliability_figure_4_killed_amid_8_streams(
     await until(lambda: engine.engine.state is EngineState.SERVING)
     assert all(answer.token_ids[: len(known)] == known for answer, known in zip(answers, sent, strict=True))
     await engine.engine.wait_idle()
-    assert {answer.finished.reason for answer in answers} == {FinishReason.LENGTH}
+    assert {answer.finished.reason for answer in answers} == {EngineFinishReason.LENGTH}
     assert engine.stats.restarts == 1
     if dtype == "bfloat16":  # in which chunks a history is computed changes its last bits
         assert {len(answer.token_ids) for answer in answers} == {NUM_TOKENS}

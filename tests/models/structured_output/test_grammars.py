@@ -11,8 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.models.backends.base import load_backend
 from penstock.models.batch.grammar_matcher import FAILURE
-from penstock.models.speculative.controller import Drafting
-from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.controller import SpeculationController
+from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Proposal
 from penstock.models.structured_output.compiler import (
     GrammarError,
@@ -21,7 +21,7 @@ from penstock.models.structured_output.compiler import (
     read_tokenizer,
     to_grammar,
 )
-from penstock.models.structured_output.manager import Grammars, grammars_of
+from penstock.models.structured_output.manager import StructuredOutputManager, grammars_of
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, WorkerConfig
 
@@ -117,7 +117,7 @@ class Row:
 
 def free(drafter):
     """Drafting that takes no time, by a clock that stands still."""
-    return Drafting(drafter, 8, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
+    return SpeculationController(drafter, 8, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
 
 
 class Repeats(Drafter):
@@ -211,13 +211,13 @@ def test_a_grammar_that_does_not_compile_ends_its_row(make_runner, tokenizer):
 
 
 def test_a_grammar_is_compiled_once(config, tokenizer):
-    grammars = Grammars(lambda: tokenizer, VOCAB_SIZE)
+    grammars = StructuredOutputManager(lambda: tokenizer, VOCAB_SIZE)
     first, second = grammars.matcher(JSON, 1), grammars.matcher(JSON, 2)
     assert first.grammar is second.grammar
     assert first.at([5], 1) is not second.at([5, 5], 2)
 
 
-class Slow(Grammars):
+class Slow(StructuredOutputManager):
     """Compiles nothing until it is told to."""
 
     def __init__(self, read):
@@ -255,7 +255,7 @@ def test_masks_allow_what_may_come_at_each_line(config, tokenizer, make_runner):
     """Against the library's own matcher, fed draft by draft."""
     seen = []
 
-    class Watched(Grammars):
+    class Watched(StructuredOutputManager):
         def begin(self, lines, known):
             masks = super().begin(lines, known)
             if masks is not None:
@@ -360,7 +360,7 @@ def test_tokens_that_the_model_lacks_are_never_chosen_or_drafted(backend, tmp_pa
     known = read_tokenizer(str(tmp_path), ["<eos>"], 260, [256], [(259, "<hi>")])
     assert max(compile_grammar(known, to_grammar("regex", pattern)).compute_ff_tokens(), default=257) >= 257
     grammar = to_grammar("regex", pattern, forces=False)
-    runner = Runner(backend, None, Grammars(lambda: known, 257))
+    runner = Runner(backend, None, StructuredOutputManager(lambda: known, 257))
     row = Row(runner, [65, 66], SEEDED, grammar, max_drafts=max_drafts)
     while 256 not in row.output:
         row.step()

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from penstock.models.batch.grammar_matcher import DEAD_END, FAILURE, CompiledGrammar, RowMatcher
+from penstock.models.batch.grammar_matcher import DEAD_END, FAILURE, CompiledGrammar, GrammarMatcher
 from penstock.models.structured_output.compiler import GrammarError, to_grammar
 from penstock.models.structured_output.exact_numbers import integers_between
 from penstock.scheduler.plan import RowFailure
@@ -234,7 +234,7 @@ def test_a_dead_end_is_told_from_what_is_too_costly():
     for compiled, failure in ((dead, DEAD_END), (costly, FAILURE)):
         known: Future[LLMatcher] = Future()
         known.set_result(compiled)
-        row = RowMatcher(CompiledGrammar(known), 0, 256)
+        row = GrammarMatcher(CompiledGrammar(known), 0, 256)
         matcher = row.at(list(b"ab"), 2)
         if matcher is not None:
             matcher.compute_bitmask()

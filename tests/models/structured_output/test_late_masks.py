@@ -10,13 +10,13 @@ import pytest
 
 from penstock.models.backends.base import load_backend
 from penstock.models.batch import grammar_matcher as matcher
-from penstock.models.batch.grammar_matcher import TOO_SLOW, RowMatcher
-from penstock.models.speculative.controller import Drafting
-from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.batch.grammar_matcher import TOO_SLOW, GrammarMatcher
+from penstock.models.speculative.controller import SpeculationController
+from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Proposal
 from penstock.models.structured_output import mask_round, mask_work
 from penstock.models.structured_output.compiler import read_tokenizer, to_grammar
-from penstock.models.structured_output.manager import Grammars
+from penstock.models.structured_output.manager import StructuredOutputManager
 from penstock.models.structured_output.mask_work import MaskTools, RowWork
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowFailure, SamplingParams, StepPlan, WorkerConfig
@@ -60,8 +60,10 @@ def backend():
 @pytest.fixture
 def make_world(backend, tokenizer):
     def make(drafter=None, **options):
-        drafting = drafter and Drafting(drafter, 8, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
-        return World(Runner(backend, drafting, Grammars(lambda: tokenizer, VOCAB_SIZE, **options)), tokenizer)
+        drafting = drafter and SpeculationController(drafter, 8, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
+        return World(
+            Runner(backend, drafting, StructuredOutputManager(lambda: tokenizer, VOCAB_SIZE, **options)), tokenizer
+        )
 
     return make
 
@@ -136,7 +138,9 @@ def oracle(backend, tokenizer):
     """What each grammar's row outputs alone, where steps wait for masks and nothing is drafted."""
     outputs = {}
     for number, (kind, grammar) in enumerate(KINDS.items()):
-        world = World(Runner(backend, None, Grammars(lambda: tokenizer, VOCAB_SIZE, puts_off=False)), tokenizer)
+        world = World(
+            Runner(backend, None, StructuredOutputManager(lambda: tokenizer, VOCAB_SIZE, puts_off=False)), tokenizer
+        )
         world.add(0, grammar, seed=number)
         outputs[kind] = world.run()[0]
         world.drop()
@@ -237,14 +241,14 @@ def test_no_row_waits_for_one_whose_mask_takes_long(monkeypatch, make_world, ora
 def test_a_row_that_is_over_its_budget_again_and_again_ends_alone(monkeypatch, make_world, oracle):
     """With an error of its own, and what it had brought by then."""
     ambiguous = list(KINDS).index("ambiguous")
-    charge = RowMatcher.charge
+    charge = GrammarMatcher.charge
     world = make_world()
 
     def charge_more(self, cpu_s, num_tokens=1):
         is_slow = self is world.runner._rows[ambiguous].matcher
         return charge(self, matcher.BURST_S / 4 if is_slow else cpu_s, num_tokens)
 
-    monkeypatch.setattr(RowMatcher, "charge", charge_more)
+    monkeypatch.setattr(GrammarMatcher, "charge", charge_more)
     monkeypatch.setattr(mask_work, "TRUSTED_S", -1.0)  # together they are charged only if it takes long
     world.add(ambiguous, KINDS["ambiguous"], seed=ambiguous)
     world.add(2, KINDS["regex"], seed=2)
@@ -259,14 +263,14 @@ def test_a_row_that_is_over_its_budget_again_and_again_ends_alone(monkeypatch, m
 
 def test_forced_text_is_tokenized_once_for_a_row(monkeypatch, make_world, tokenizer):
     """In pieces, however long it is, and as the tokenizer does; the text is known to the library after the first."""
-    pieces, forced_tokens = [], RowMatcher._forced_tokens
+    pieces, forced_tokens = [], GrammarMatcher._forced_tokens
 
     def watched(self, *args):
         token_ids = forced_tokens(self, *args)
         pieces.append(len(token_ids))
         return token_ids
 
-    monkeypatch.setattr(RowMatcher, "_forced_tokens", watched)
+    monkeypatch.setattr(GrammarMatcher, "_forced_tokens", watched)
     world = make_world()
     world.add(0, KINDS["forced"])
     output = world.run()[0]
@@ -279,7 +283,7 @@ def test_forced_text_is_tokenized_once_for_a_row(monkeypatch, make_world, tokeni
 
 
 def test_a_mask_that_cannot_be_computed_ends_its_row_alone(monkeypatch, make_world, oracle):
-    at = RowMatcher.at
+    at = GrammarMatcher.at
     world = make_world()
 
     def broken(self, *args):
@@ -287,7 +291,7 @@ def test_a_mask_that_cannot_be_computed_ends_its_row_alone(monkeypatch, make_wor
             raise RuntimeError("a panic of the library")
         return at(self, *args)
 
-    monkeypatch.setattr(RowMatcher, "at", broken)
+    monkeypatch.setattr(GrammarMatcher, "at", broken)
     world.add(0, KINDS["Lark"])
     world.add(2, KINDS["regex"], seed=2)
     world.run()
@@ -325,7 +329,7 @@ def test_whoever_waits_for_masks_finds_their_rows_free(monkeypatch, make_world, 
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_rows_end_when_their_masks_cannot_be_kept(monkeypatch, make_world, oracle, is_apart):
     """As for want of memory. Other rows go on, and so do the threads."""
-    keep = RowMatcher.keep
+    keep = GrammarMatcher.keep
     world = make_world()
 
     def broken(self, mask):
@@ -333,7 +337,7 @@ def test_rows_end_when_their_masks_cannot_be_kept(monkeypatch, make_world, oracl
             raise MemoryError
         keep(self, mask)
 
-    monkeypatch.setattr(RowMatcher, "keep", broken)
+    monkeypatch.setattr(GrammarMatcher, "keep", broken)
     monkeypatch.setattr(matcher.CompiledGrammar, "is_apart", is_apart)
     blocked, go_on = block_masks(monkeypatch, world, 0)
     world.add(0, KINDS["JSON schema"], seed=list(KINDS).index("JSON schema"))
@@ -393,7 +397,7 @@ def test_no_step_waits_for_the_tokenizer(backend, tokenizer):
         go_on.wait()
         return tokenizer
 
-    world = World(Runner(backend, None, Grammars(read, VOCAB_SIZE)), tokenizer)
+    world = World(Runner(backend, None, StructuredOutputManager(read, VOCAB_SIZE)), tokenizer)
     world.prompt = (world.prompt * 16)[:16]
     world.add(0, KINDS["regex"], seed=2)
     world.step()

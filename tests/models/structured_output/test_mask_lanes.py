@@ -13,7 +13,7 @@ import pytest
 
 from penstock.models.structured_output import mask_lanes, mask_round
 from penstock.models.structured_output.compiler import read_tokenizer, to_grammar
-from penstock.models.structured_output.manager import Grammars
+from penstock.models.structured_output.manager import StructuredOutputManager
 from penstock.models.structured_output.mask_lanes import BackgroundLane, StepLane
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
@@ -27,7 +27,7 @@ def tokenizer():
 
 def test_drafts_are_not_validated_beyond_a_mask_that_was_late(tokenizer):
     """Else all masks behind them are computed, which may be late again, and so on for ever."""
-    grammars = Grammars(lambda: tokenizer, VOCAB_SIZE)
+    grammars = StructuredOutputManager(lambda: tokenizer, VOCAB_SIZE)
     row = grammars.matcher(to_grammar("regex", "[ab]{10}"), 1)
     drafts = tokenizer.tokenize_str("ababab")
     assert row.at([5], 1) is not None
@@ -40,7 +40,7 @@ def test_drafts_are_not_validated_beyond_a_mask_that_was_late(tokenizer):
 
 def test_tenants_share_no_grammar(tokenizer):
     """Nor its lock, nor how slow it was."""
-    grammars = Grammars(lambda: tokenizer, VOCAB_SIZE)
+    grammars = StructuredOutputManager(lambda: tokenizer, VOCAB_SIZE)
     ours, same, theirs = (grammars.matcher(to_grammar("any_json", ""), 1, tenant).grammar for tenant in ("a", "a", "b"))
     assert ours is same
     ours.note_slow()
@@ -122,7 +122,7 @@ def test_priorities_are_lowered_on_linux_only(monkeypatch):
 def test_forced_text_has_the_same_tokens_wherever_a_row_goes_on(tokenizer):
     """As after a crash: its pieces begin and end elsewhere then."""
     text = (DEMO.parents[1] / "LICENSE").read_text()[:2000]
-    grammars = Grammars(lambda: tokenizer, VOCAB_SIZE)
+    grammars = StructuredOutputManager(lambda: tokenizer, VOCAB_SIZE)
 
     def forced_after(token_ids):
         row = grammars.matcher(to_grammar("choices", json.dumps([text])), 1)

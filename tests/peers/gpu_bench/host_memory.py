@@ -17,7 +17,7 @@ from penstock.models.worker.runner import Runner
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, WorkerFacts
-from penstock.scheduler.request import Event, Finished, Released, Request
+from penstock.scheduler.request import Event, Request, RequestFinished, TextDelta
 
 SALT = tenant_salt("bench", "bench")
 GREEDY = SamplingParams(temperature=0.0)
@@ -26,13 +26,13 @@ GREEDY = SamplingParams(temperature=0.0)
 class IdsOnly:
     """No text."""
 
-    def feed(self, token_id: int) -> Released:
+    def feed(self, token_id: int) -> TextDelta:
         """Lets the token go."""
-        return Released(1, "")
+        return TextDelta(1, "")
 
-    def finish(self) -> Released:
+    def finish(self) -> TextDelta:
         """Holds nothing."""
-        return Released(0, "")
+        return TextDelta(0, "")
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Turns:
 
     def first_token(self, prompt: Prompt) -> tuple[float, int]:
         """Seconds until a request has its only token, and how many of its prompt's came from the cache."""
-        ends: list[Finished] = []
+        ends: list[RequestFinished] = []
 
         def note(event: Event) -> None:
-            if isinstance(event, Finished):
+            if isinstance(event, RequestFinished):
                 ends.append(event)
 
         self._num_requests += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from cpu_bench import floors
 
-from penstock.kernels.cuda.model_shapes import SHAPES, Mixture, Shape
+from penstock.kernels.cuda.model_shapes import SHAPES, Mixture, ModelShape
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Model:
     """A shape that gets random weights."""
 
     name: str
-    shape: Shape
+    shape: ModelShape
     layers: int
     ties_embeddings: bool
 
@@ -168,7 +168,7 @@ FULL = Sizes(
 
 _TINY_MODEL = Model(
     "tiny",
-    Shape(
+    ModelShape(
         hidden_size=64,
         intermediate_size=96,
         num_heads=2,

@@ -4,7 +4,7 @@ import math
 
 from penstock.scheduler.admission.latency_predictor import UNTESTED_S
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.request import FinishReason
+from penstock.scheduler.request import EngineFinishReason
 from penstock.scheduler.timing.queued_work import sequence_work
 
 
@@ -53,7 +53,7 @@ def test_what_is_cached_is_not_counted_when_a_request_might_be_late(world_type, 
     request.deadline = world.now + 2.5
     request.arrival = world.now - 20.0  # as if it had come long ago, when there was time for all of it
     world.drain()
-    assert turn.finished.reason is FinishReason.LENGTH
+    assert turn.finished.reason is EngineFinishReason.LENGTH
 
 
 def test_who_is_cut_by_a_deadline_that_was_too_short_tells_nothing_of_load(world_type, new_request):
@@ -63,7 +63,7 @@ def test_who_is_cut_by_a_deadline_that_was_too_short_tells_nothing_of_load(world
         now = world.now
         received = world.add(new_request(str(number), prompt(8), max_tokens=30, deadline=now + 5, arrival=now))
         world.drain()
-        assert received.finished.reason is FinishReason.DEADLINE
+        assert received.finished.reason is EngineFinishReason.DEADLINE
         assert received.token_ids[0]
     assert knows_no_lateness(world)
 
@@ -112,7 +112,7 @@ def test_a_bad_start_is_found_out(world_type, new_request):
     assert taken is not None
     assert add("too many") is None
     world.drain()
-    assert taken.finished.reason is FinishReason.LENGTH
+    assert taken.finished.reason is EngineFinishReason.LENGTH
 
 
 def test_bad_times_are_forgotten(world_type, new_request):

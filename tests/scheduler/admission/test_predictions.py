@@ -10,7 +10,7 @@ import pytest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import MeasuredStep, WorkerFacts
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import FinishReason
+from penstock.scheduler.request import EngineFinishReason
 from penstock.scheduler.testing.simulation import Outcome, Simulation, StepSeconds, cpu_step_s
 from penstock.scheduler.timing.step_time import StepWork
 
@@ -218,7 +218,7 @@ def test_what_is_forgotten_counts_again_and_once_for_all_that_share_it(queue):
     queue.scheduler.kv.flush()
     assert waiting_tokens(queue) == 4 * 624 + 8 * BLOCK_SIZE
     for number in range(5, 9):  # those that were counted for the others too
-        queue.scheduler.abort(str(number), FinishReason.CANCELLED)
+        queue.scheduler.abort(str(number), EngineFinishReason.CANCELLED)
     assert waiting_tokens(queue) == 4 * 624 + 4 * BLOCK_SIZE
     outcomes = queue.outcomes[9:]
     queue.run()

@@ -18,8 +18,8 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams, WorkerConfig
-from penstock.scheduler.planning.sequence import ChoiceState, sampling_of_choice
-from penstock.scheduler.request import FinishReason, Released
+from penstock.scheduler.planning.sequence import SequenceStatus, sampling_of_choice
+from penstock.scheduler.request import EngineFinishReason, TextDelta
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 
 VOCAB_SIZE = 100
@@ -74,10 +74,10 @@ class Ids:
     """Lets every token go, without text."""
 
     def feed(self, token_id):
-        return Released(1, "")
+        return TextDelta(1, "")
 
     def finish(self):
-        return Released(0, "")
+        return TextDelta(0, "")
 
 
 class Load:
@@ -120,9 +120,9 @@ class Load:
             return
         self.points[self.point_of(name)] += 1
         seeds = [sampling_of_choice(received.request.sampling, i).seed for i in range(received.request.n)]
-        assert self.engine.abort(name, FinishReason.CANCELLED)
+        assert self.engine.abort(name, EngineFinishReason.CANCELLED)
         assert received.finished
-        assert received.finished.reason is FinishReason.CANCELLED
+        assert received.finished.reason is EngineFinishReason.CANCELLED
         self.cancelled.append((seeds, self.executor.plans_made))
         if self.engine.state is EngineState.RECOVERING:
             self.executor.let_start()
@@ -134,9 +134,9 @@ class Load:
         if live.held:
             return "held"
         states = {choice.state for choice in live.choices}
-        if states == {ChoiceState.WAITING}:
+        if states == {SequenceStatus.WAITING}:
             return "waiting" if live.started_at is None else "preempted"
-        return "prefilling" if ChoiceState.PREFILLING in states else "decoding"
+        return "prefilling" if SequenceStatus.PREFILLING in states else "decoding"
 
     async def run(self, num_cancels):
         held: set[str] = set()

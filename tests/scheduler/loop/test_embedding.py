@@ -9,12 +9,12 @@ from penstock.scheduler.admission import control as admission
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import AddedRow, Chunk, Pooling, SamplingParams, StepPlan
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import FinishReason, Prompt, RefusalKind, Refused
+from penstock.scheduler.request import EngineFinishReason, Prompt, RefusalKind, Refused
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import BrokenPlan, CheckedSlots, FakeWorker
-from penstock.scheduler.timing.queue_time import Forecast, Load
+from penstock.scheduler.timing.queue_time import QueueLoad, QueueTimeModel
 from penstock.scheduler.timing.queued_work import sequence_work, total_work
-from penstock.scheduler.timing.step_time import StepModel, StepWork
+from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 BLOCK_SIZE = 4
 
@@ -46,7 +46,7 @@ def test_prompts_that_fit_are_computed_in_one_step(world_type, embed, new_reques
     world.answer()
     world.answer()
     assert received.finished is not None
-    assert received.finished.reason is FinishReason.STOP
+    assert received.finished.reason is EngineFinishReason.STOP
     assert received.finished.timings.first_token_us == 0
     world.drain()
 
@@ -142,20 +142,20 @@ def test_whether_a_request_is_late_is_asked_once_however_many_prompts_it_has(wor
     world.scheduler._planner.beginnings.is_late = is_late
     late = world.add(embed("late", [[1] * 4] * 9, deadline=1000.0))
     assert not world.schedule()
-    assert late.finished.reason is FinishReason.DEADLINE
+    assert late.finished.reason is EngineFinishReason.DEADLINE
     assert len(asked) == 1
     world.drain()
 
 
 def test_a_prediction_counts_each_prompt_by_itself():
     """A step takes 10 ms, and each pair of tokens that see each other 1 us."""
-    model = StepModel()
+    model = StepTimeModel()
     for number in range(400):
         tokens, context = (0, 100, 500)[number % 3], 50 * (number % 7)
         work = StepWork(tokens, tokens * context, 0, 0, min(tokens, 1), context if tokens else 0)
         model.observe(work, 0.010 + 1e-6 * tokens * context)
-    forecast = Forecast(model, 1000, None)
-    load = Load(0.0, 0, 0, (), 200, 200, 1000, 1000, 16)
+    forecast = QueueTimeModel(model, 1000, None)
+    load = QueueLoad(0.0, 0, 0, (), 200, 200, 1000, 1000, 16)
     many_prompts = total_work([sequence_work(40, 40, 16, is_pooled=True)] * 100)
     one_prompt = sequence_work(4000, 4000, 16, is_pooled=True)
     many, one = (forecast.predict(load, work, 0) for work in (many_prompts, one_prompt))

@@ -9,15 +9,15 @@ import pytest
 from waiting import until
 
 from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.admission.latency_predictor import Outlook
+from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.planning.planner import Planner
-from penstock.scheduler.planning.prefill_adder import Beginnings
-from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused, Released
+from penstock.scheduler.planning.prefill_adder import PrefillAdder
+from penstock.scheduler.request import Change, EngineFinishReason, RefusalKind, Refused, TextDelta
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 
 VOCAB_SIZE = 100
@@ -55,10 +55,10 @@ class Ids:
     """Lets every token go, without text."""
 
     def feed(self, token_id):
-        return Released(1, "")
+        return TextDelta(1, "")
 
     def finish(self):
-        return Released(0, "")
+        return TextDelta(0, "")
 
 
 async def turns_until(condition):
@@ -102,7 +102,7 @@ async def test_whoever_comes_while_a_step_computes_is_in_the_next_one(submit, mo
 
 async def test_what_a_timer_cannot_tell_is_not_waited_for(engine, submit, monkeypatch):
     """It would ring at once, again and again."""
-    monkeypatch.setattr(Outlook, "spare_s", property(lambda outlook: 0.0004))
+    monkeypatch.setattr(LatencyPredictor, "spare_s", property(lambda outlook: 0.0004))
     received = submit(engine, "only", max_tokens=3)
     await turns_until(lambda: received.finished is not None)
     assert engine._pump_timer is None
@@ -156,12 +156,12 @@ async def test_abort_ends_a_request_once(engine, submit):
     other = submit(engine, "other", max_tokens=10)
     received = submit(engine, "one", first=5, max_tokens=500, n=3)
     await turns_until(lambda: received.token_ids)
-    assert engine.abort("one", FinishReason.CANCELLED, "enough")
-    assert received.finished.reason is FinishReason.CANCELLED
+    assert engine.abort("one", EngineFinishReason.CANCELLED, "enough")
+    assert received.finished.reason is EngineFinishReason.CANCELLED
     assert received.finished.message == "enough"
     assert received.finished.usage.output_tokens > 0
-    assert not engine.abort("one", FinishReason.CANCELLED)
-    assert not engine.abort("never seen", FinishReason.CANCELLED)
+    assert not engine.abort("one", EngineFinishReason.CANCELLED)
+    assert not engine.abort("never seen", EngineFinishReason.CANCELLED)
     await engine.wait_idle()
     other.check_end()
     received.check_end()
@@ -178,11 +178,11 @@ async def test_deadlines_end_running_and_waiting_requests(submit):
     engine.update("running", Change(deadline=time.monotonic() + 0.01))
     await engine.wait_idle()
     assert time.monotonic() > deadline - 0.01
-    assert running.finished.reason is waiting.finished.reason is FinishReason.DEADLINE
+    assert running.finished.reason is waiting.finished.reason is EngineFinishReason.DEADLINE
     assert running.finished.usage.output_tokens > 0
     assert waiting.finished.usage.output_tokens == 0
     in_time.check_end()
-    assert in_time.finished.reason is FinishReason.LENGTH
+    assert in_time.finished.reason is EngineFinishReason.LENGTH
     assert not engine._deadlines
     with pytest.raises(Refused) as refused:
         submit(engine, "too late", deadline=time.monotonic() - 1)
@@ -207,7 +207,7 @@ async def test_answers_before_the_death_count(engine, executor, submit):
     engine.watch(lambda state: known.append(len(received.token_ids.get(0, []))))
     await engine.wait_idle()
     received.check_end()
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
     assert known == [1, 1]
 
 
@@ -215,7 +215,7 @@ async def test_a_bug_ends_every_request_with_internal(engine, submit, monkeypatc
     monkeypatch.setattr(KVCacheManager, "publish", lambda *args: 1 / 0)
     requests = [submit(engine, str(number), first=number) for number in range(3)]
     await asyncio.wait_for(engine.wait_idle(), 120)
-    assert {r.finished.reason for r in requests} == {FinishReason.INTERNAL}
+    assert {r.finished.reason for r in requests} == {EngineFinishReason.INTERNAL}
     assert engine.state is EngineState.FAILED
     assert "ZeroDivisionError" in caplog.text
 
@@ -228,7 +228,7 @@ async def test_a_sink_that_raises_does_not_keep_others_from_their_end(engine, ex
 
     first.request.sink = broken
     await asyncio.wait_for(engine.wait_idle(), 120)
-    assert second.finished.reason is FinishReason.INTERNAL
+    assert second.finished.reason is EngineFinishReason.INTERNAL
 
 
 async def test_a_sink_may_end_its_request_as_soon_as_it_is_accepted(engine, new_request, received_type):
@@ -236,13 +236,13 @@ async def test_a_sink_may_end_its_request_as_soon_as_it_is_accepted(engine, new_
 
     def sink(event):
         ends.append(event)
-        engine.abort("one", FinishReason.CANCELLED)
+        engine.abort("one", EngineFinishReason.CANCELLED)
 
     request = new_request("one", [1, 2, 3], block_size=16, make_text=Ids, deadline=time.monotonic() + 3600)
     request.sink = sink
     engine.submit(request)
     await asyncio.wait_for(engine.wait_idle(), 120)
-    assert [getattr(event, "reason", None) for event in ends] == [None, FinishReason.CANCELLED]
+    assert [getattr(event, "reason", None) for event in ends] == [None, EngineFinishReason.CANCELLED]
     assert engine._deadlines == {}
 
 
@@ -264,9 +264,9 @@ async def test_an_error_of_ours_while_a_request_ends_is_told_to_all(engine, subm
 
     monkeypatch.setattr(Planner, "retire", retire)
     with pytest.raises(RuntimeError, match="planted"):
-        engine.abort("first", FinishReason.CANCELLED)
+        engine.abort("first", EngineFinishReason.CANCELLED)
     assert engine.state is EngineState.FAILED
-    assert first.finished.reason is second.finished.reason is FinishReason.INTERNAL
+    assert first.finished.reason is second.finished.reason is EngineFinishReason.INTERNAL
 
 
 async def test_stopping_twice_at_the_same_time_waits_for_the_executor_both_times(executor):
@@ -297,7 +297,7 @@ async def test_draining_refuses_what_is_new_and_finishes_the_rest(engine, submit
     assert refused.value.kind is RefusalKind.DRAINING
     await engine.wait_idle()
     received.check_end()
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
     await engine.stop()
     assert states == [EngineState.DRAINING, EngineState.STOPPED]
 
@@ -307,7 +307,7 @@ async def test_stop_ends_what_is_alive(engine, submit):
     await asyncio.sleep(0)
     await engine.stop()
     await engine.stop()
-    assert received.finished.reason is FinishReason.SHUTDOWN
+    assert received.finished.reason is EngineFinishReason.SHUTDOWN
     with pytest.raises(Refused):
         submit(engine, "two")
 
@@ -357,7 +357,7 @@ async def run_load(engine, submit, seed):
         )
         requests.append(received)
         if rng.random() < 0.2:
-            engine.abort(str(rng.randrange(number + 1)), FinishReason.CANCELLED)
+            engine.abort(str(rng.randrange(number + 1)), EngineFinishReason.CANCELLED)
         for _ in range(rng.randrange(6)):
             await asyncio.sleep(0)
     await engine.wait_idle()
@@ -371,7 +371,7 @@ async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed
     await engine.start()
     for received in await run_load(engine, submit, seed):
         received.check_end()
-        assert received.finished.reason is not FinishReason.INTERNAL
+        assert received.finished.reason is not EngineFinishReason.INTERNAL
     assert engine.stats().preemptions > 0
     assert engine.stats().cached_tokens > 0
     assert engine.stats().kv_usage == 0.0
@@ -379,24 +379,24 @@ async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed
 
 
 def publish_before_the_plan_is_closed(patch):
-    begin = Beginnings._begin
+    begin = PrefillAdder._begin
 
     def begin_and_publish(beginnings, plan, choice, block_ids, num_cached_blocks):
         begin(beginnings, plan, choice, block_ids, num_cached_blocks)
         num_full = len(choice.token_ids) // beginnings._kv.block_size
         beginnings._kv.publish(block_ids, choice.hashes, num_cached_blocks, num_full, choice.token_ids)
 
-    patch.setattr(Beginnings, "_begin", begin_and_publish)
+    patch.setattr(PrefillAdder, "_begin", begin_and_publish)
 
 
 def free_a_block_too_early(patch):
-    begin = Beginnings._begin
+    begin = PrefillAdder._begin
 
     def begin_and_free(beginnings, plan, choice, block_ids, num_cached_blocks):
         begin(beginnings, plan, choice, block_ids, num_cached_blocks)
         beginnings._kv.free(choice.block_ids[-1:])
 
-    patch.setattr(Beginnings, "_begin", begin_and_free)
+    patch.setattr(PrefillAdder, "_begin", begin_and_free)
 
 
 @pytest.mark.parametrize("plant", [publish_before_the_plan_is_closed, free_a_block_too_early])

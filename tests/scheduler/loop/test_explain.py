@@ -4,8 +4,8 @@ import pytest
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import Change, FinishReason
-from penstock.scheduler.timeline import Kind
+from penstock.scheduler.request import Change, EngineFinishReason
+from penstock.scheduler.timeline import EntryKind
 
 
 def config(**changes):
@@ -49,7 +49,7 @@ def told(world, name, *kinds):
 
 def waits(world, name):
     """What it waited for; what it was told to wait for when it came is left out."""
-    return [entry.detail for entry in told(world, name, Kind.WAITED, Kind.HELD)][1:]
+    return [entry.detail for entry in told(world, name, EntryKind.WAITED, EntryKind.HELD)][1:]
 
 
 def test_too_few_blocks(new_world, new_request):
@@ -69,7 +69,7 @@ def test_every_row_runs(new_world, new_request):
     world.add(new_request("second", prompt(5, first=2)))
     steps(world, 1)
     assert waits(world, "first") == ["a row: all 1 run"]
-    (first_cause,) = told(world, "second", Kind.WAITED)
+    (first_cause,) = told(world, "second", EntryKind.WAITED)
     assert first_cause.detail == "its turn: 1 ahead of it"
     finish(world)
 
@@ -96,12 +96,12 @@ def test_its_own_last_answer(new_world, new_request):
     world.add(new_request("second", prompt(7, first=3), max_tokens=6))
     world.schedule()  # from now on a step ahead of the answers
     finish(world)
-    preempted = told(world, "second", Kind.PREEMPTED)
+    preempted = told(world, "second", EntryKind.PREEMPTED)
     assert [entry.detail for entry in preempted] == ["no block was free, and first needed 1"]
     after = [entry for entry in told(world, "second") if entry.at >= preempted[0].at][1:]
     assert [entry.kind for entry in after] == [
-        *(Kind.WAITED, Kind.WAITED),
-        *(Kind.BEGAN, Kind.PREFILLED, Kind.DECODED, Kind.ENDED),
+        *(EntryKind.WAITED, EntryKind.WAITED),
+        *(EntryKind.BEGAN, EntryKind.PREFILLED, EntryKind.DECODED, EntryKind.ENDED),
     ]
     assert after[0].detail == "the answer of the step that it was last in"
     assert after[1].detail == "blocks: 1 are free, 3 needed"
@@ -113,7 +113,7 @@ def test_one_that_goes_first_takes_its_row(new_world, new_request):
     steps(world, 3)
     world.add(new_request("urgent", prompt(5, first=2), priority=-1))
     finish(world)
-    preempted = told(world, "slow", Kind.PREEMPTED)
+    preempted = told(world, "slow", EntryKind.PREEMPTED)
     assert [entry.detail for entry in preempted] == ["there was no room for urgent, which goes first"]
     assert waits(world, "slow")[-1] == "a row: all 1 run"
 
@@ -132,13 +132,13 @@ def test_the_new_worker_then_a_trial(new_world, new_request):
     world.schedule()
     die(world)
     steps(world, 1)
-    held = [name for name in world.received if told(world, name, Kind.HELD)]
+    held = [name for name in world.received if told(world, name, EntryKind.HELD)]
     assert 0 < len(held) < 3
     for name in held:
         assert waits(world, name)[-1] == "few run at a time, to find out which request ended the worker"
     finish(world)
     for name in ("a", "b", "later"):
-        assert told(world, name, Kind.RESTARTED)
+        assert told(world, name, EntryKind.RESTARTED)
         assert told(world, name)[-1].detail == "LENGTH"
 
 
@@ -151,7 +151,7 @@ def test_what_waits_while_nobody_reads(new_world, new_request):
     assert waits(world, "runs") == ["nobody reads its stream"]
     world.scheduler.hold("runs", False)
     finish(world)
-    decoded = told(world, "runs", Kind.DECODED)
+    decoded = told(world, "runs", EntryKind.DECODED)
     assert [entry.num_tokens for entry in decoded] == [2, 6]
     steps_told = [(entry.first_step, entry.last_step) for entry in decoded]
     assert steps_told == [(0, 1), (2, 7)]
@@ -169,7 +169,7 @@ def test_a_limit_that_is_raised_at_the_end(new_world, new_request):
     world.received["a"].limits = {0: 5}
     world.scheduler.update_request("a", Change(max_tokens=5))
     finish(world)
-    (decoded,) = told(world, "a", Kind.DECODED)
+    (decoded,) = told(world, "a", EntryKind.DECODED)
     assert decoded.num_tokens == 5
     assert (decoded.first_step, decoded.last_step) == (0, 5)
 
@@ -180,8 +180,8 @@ def test_one_that_never_began(new_world, new_request):
     steps(world, 1)
     world.add(new_request("waits", prompt(5, first=2)))
     steps(world, 2)
-    world.scheduler.abort("waits", FinishReason.DEADLINE)
-    assert {entry.kind for entry in told(world, "waits")} == {Kind.ACCEPTED, Kind.WAITED, Kind.ENDED}
+    world.scheduler.abort("waits", EngineFinishReason.DEADLINE)
+    assert {entry.kind for entry in told(world, "waits")} == {EntryKind.ACCEPTED, EntryKind.WAITED, EntryKind.ENDED}
     timeline = world.scheduler.explain("waits")
     assert (timeline.ended_by, timeline.first_token_at) == ("DEADLINE", None)
     finish(world)
@@ -191,7 +191,7 @@ def test_one_that_was_abandoned(new_world, new_request):
     world = new_world()
     world.add(new_request("runs", prompt(5), max_tokens=9))
     steps(world, 4)
-    world.scheduler.abandon(FinishReason.WORKER_DIED, "no worker can be had")
-    (decoded,) = told(world, "runs", Kind.DECODED)
+    world.scheduler.abandon(EngineFinishReason.WORKER_DIED, "no worker can be had")
+    (decoded,) = told(world, "runs", EntryKind.DECODED)
     assert (decoded.first_step, decoded.last_step, decoded.num_tokens) == (0, 3, 4)
     assert told(world, "runs")[-1].detail == "WORKER_DIED"

@@ -9,7 +9,7 @@ from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, StepPlan, WorkerFacts
-from penstock.scheduler.request import Released, Request
+from penstock.scheduler.request import Request, TextDelta
 from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeWorker, token_of_history
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 16, 1024, 5000
@@ -19,10 +19,10 @@ class Text:
     """Lets every token go at once."""
 
     def feed(self, token_id):
-        return Released(1, "a")
+        return TextDelta(1, "a")
 
     def finish(self):
-        return Released(0, "")
+        return TextDelta(0, "")
 
 
 def requests():

@@ -5,7 +5,16 @@ import pytest
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.plan import Chunk, Decode, SamplingParams
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import Change, Delta, Finished, FinishReason, Matched, RefusalKind, Refused, Released
+from penstock.scheduler.request import (
+    Change,
+    EngineFinishReason,
+    RefusalKind,
+    Refused,
+    RequestFinished,
+    SequenceDelta,
+    StopMatch,
+    TextDelta,
+)
 
 
 def config(**changes):
@@ -66,7 +75,7 @@ def test_nothing_follows_a_stop_though_a_step_was_in_flight(world, new_request):
     world.answer()
     assert received.finished is not None
     assert received.finished.usage.output_tokens == 1
-    assert received.ends[0].reason is FinishReason.STOP
+    assert received.ends[0].reason is EngineFinishReason.STOP
     assert len(received.token_ids[0]) == 1
     assert world.scheduler.kv.usage == 0.0
     world.answer()  # its result is discarded
@@ -84,7 +93,7 @@ def test_stop_tokens_do_not_stop_before_min_tokens(world, new_request):
 def test_output_ends_with_the_context(world, new_request):
     received = world.add(new_request("one", prompt(40), max_tokens=1000))
     world.drain()
-    assert received.ends[0] == Matched(FinishReason.LENGTH)
+    assert received.ends[0] == StopMatch(EngineFinishReason.LENGTH)
     assert len(received.token_ids[0]) == world.facts.max_model_len - 40
 
 
@@ -105,7 +114,7 @@ def test_a_follower_goes_on_when_its_leader_is_cancelled(world, new_request):
     world.answer()
     plan = next_plan(world)
     assert [added.num_prompt_tokens for added in plan.added] == []
-    world.scheduler.abort("leader", FinishReason.CANCELLED)
+    world.scheduler.abort("leader", EngineFinishReason.CANCELLED)
     plan = next_plan(world)
     assert [(added.num_prompt_tokens, added.num_computed) for added in plan.added] == [(40, 32), (3, 0)]
     world.drain()
@@ -229,9 +238,9 @@ def test_a_cancelled_request_frees_its_blocks_at_once_and_its_row_later(world_ty
     world.add(new_request("one", prompt(30), max_tokens=2))
     row = next_plan(world).added[0].row
     next_plan(world)
-    world.scheduler.abort("one", FinishReason.CANCELLED)
+    world.scheduler.abort("one", EngineFinishReason.CANCELLED)
     assert world.scheduler.kv.usage == 0.0
-    assert not world.scheduler.abort("one", FinishReason.CANCELLED)
+    assert not world.scheduler.abort("one", EngineFinishReason.CANCELLED)
     world.add(new_request("two", prompt(31, first=2), max_tokens=2))
     world.answer()
     plan = next_plan(world)
@@ -278,7 +287,7 @@ def test_usage_and_timings(world_type, new_request):
     assert timings.total_us == 3_500_000
     waiting = world.add(new_request("waiting", prompt(5), arrival=103.0))
     now[0] = 104.0
-    world.scheduler.abort("waiting", FinishReason.DEADLINE, "too late")
+    world.scheduler.abort("waiting", EngineFinishReason.DEADLINE, "too late")
     assert waiting.finished.message == "too late"
     assert waiting.finished.timings.queued_us == waiting.finished.timings.total_us == 1_000_000
     assert waiting.finished.timings.first_token_us == 0
@@ -298,7 +307,7 @@ def test_a_broken_text_state_ends_its_request_alone(world, new_request):
         world.schedule()
         world.answer()
         world.check()
-    assert broken.finished.reason is FinishReason.INTERNAL
+    assert broken.finished.reason is EngineFinishReason.INTERNAL
     assert "no such token" not in broken.finished.message
     whole.check_end()
 
@@ -321,7 +330,7 @@ class EndlessText:
     """Holds everything back, and cannot let it go."""
 
     def feed(self, token_id):
-        return Released(0, "")
+        return TextDelta(0, "")
 
     def finish(self):
         raise ValueError("no text")
@@ -335,7 +344,7 @@ def test_a_text_that_cannot_be_cut_ends_its_request_alone(world_type, new_reques
         next_plan(world)
         world.answer()
     assert world.scheduler.update_request("broken", Change(max_tokens=2))
-    assert broken.finished.reason is FinishReason.INTERNAL
+    assert broken.finished.reason is EngineFinishReason.INTERNAL
     world.check()
     del world.received["broken"]
     world.drain()
@@ -349,8 +358,8 @@ def test_whatever_fails_at_the_end_of_a_request_its_caller_is_told(world, new_re
     owner, name = part.split(".")
     monkeypatch.setattr(getattr(world.scheduler, owner), name, broken_text)
     with pytest.raises((ValueError, TypeError)):
-        world.scheduler.abort("one", FinishReason.CANCELLED)
-    world.scheduler.abandon(FinishReason.INTERNAL, "the scheduler failed")
+        world.scheduler.abort("one", EngineFinishReason.CANCELLED)
+    world.scheduler.abandon(EngineFinishReason.INTERNAL, "the scheduler failed")
     assert received.finished is not None
 
 
@@ -360,12 +369,12 @@ def test_a_limit_that_comes_with_the_last_token_changes_nothing(world_type, new_
 
     def sink(event):
         received.sink(event)
-        if isinstance(event, Delta) and event.end is not None:
+        if isinstance(event, SequenceDelta) and event.end is not None:
             world.scheduler.update_request("one", Change(max_tokens=1))
 
     received.request.sink = sink
     world.drain()
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
 
 
 def test_a_sink_may_abort_its_request(world, new_request):
@@ -374,15 +383,15 @@ def test_a_sink_may_abort_its_request(world, new_request):
 
     def sink(event):
         take(event)
-        if not isinstance(event, Finished):
-            world.scheduler.abort("one", FinishReason.CANCELLED)
+        if not isinstance(event, RequestFinished):
+            world.scheduler.abort("one", EngineFinishReason.CANCELLED)
 
     received.request.sink = sink
     while world.alive():
         world.schedule()
         world.answer()
     world.drain()
-    assert received.finished.reason is FinishReason.CANCELLED
+    assert received.finished.reason is EngineFinishReason.CANCELLED
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ import pytest
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import RowFailure, SamplingParams, WorkerFacts
-from penstock.scheduler.request import Change, FinishReason, Speculation
+from penstock.scheduler.request import Change, EngineFinishReason, SpeculationCounts
 from penstock.scheduler.testing.simulation import Simulation
-from penstock.scheduler.timeline import Kind
+from penstock.scheduler.timeline import EntryKind
 from penstock.scheduler.timing.queued_work import sequence_work
-from penstock.scheduler.timing.step_time import StepModel, StepWork
+from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 
 def config(**changes):
@@ -49,7 +49,7 @@ def test_a_row_is_in_every_plan_until_its_end(new_world, new_request, max_drafts
     world = new_world(budget=64, max_plans_in_flight=plans_in_flight)
     received = world.add(new_request("one", prompt(5), max_tokens=30, max_drafts=max_drafts))
     plans = run(world)
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
     decodes = [plan.decodes[0].max_tokens for plan in plans if plan.decodes]
     # At the very end a plan in flight may bring all that is left.
     assert sum(not plan.decodes for plan in plans[1:]) <= plans_in_flight - 1
@@ -133,7 +133,7 @@ def test_drafts_take_no_block_from_anybody(new_world, new_request, length):
 def test_what_drafts_brought_is_told(new_world, new_request):
     world = new_world(budget=64)
     received = world.add(new_request("one", prompt(5), max_tokens=30, max_drafts=3, n=2))
-    expected, answered = Speculation(), world.worker.run
+    expected, answered = SpeculationCounts(), world.worker.run
 
     def run_and_count(plan):
         result = answered(plan)
@@ -150,7 +150,7 @@ def test_what_drafts_brought_is_told(new_world, new_request):
     assert len(told.drafted_at) == 3
     assert all(accepted <= drafted for accepted, drafted in zip(told.accepted_at, told.drafted_at, strict=False))
     assert world.scheduler.counters.speculation == told
-    entries = [entry for entry in world.scheduler.explain("one").entries() if entry.kind is Kind.DECODED]
+    entries = [entry for entry in world.scheduler.explain("one").entries() if entry.kind is EntryKind.DECODED]
     assert len(entries) == 2
     accepted = [int(entry.detail.split()[0]) for entry in entries]
     assert sum(accepted) == told.accepted
@@ -169,9 +169,9 @@ def test_a_limit_that_is_lowered_in_flight_and_raised_again(new_world, new_reque
     world.scheduler.update_request("one", Change(max_tokens=25))
     received.limits[0] = received.most_tokens = 25
     run(world)
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
     assert len(received.token_ids[0]) == 25
-    (entry,) = [entry for entry in world.scheduler.explain("one").entries() if entry.kind is Kind.DECODED]
+    (entry,) = [entry for entry in world.scheduler.explain("one").entries() if entry.kind is EntryKind.DECODED]
     assert entry.num_tokens == 25
 
 
@@ -202,12 +202,12 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(new_world, new
     world.scheduler.update(world.worker.run(world.plans.popleft()))
     world.worker.run = answered
     world.check()
-    assert (failing.finished.reason, failing.finished.message) == (FinishReason.GRAMMAR, "too costly")
+    assert (failing.finished.reason, failing.finished.message) == (EngineFinishReason.GRAMMAR, "too costly")
     assert failing.finished.context is None
     assert failing.finished.usage.output_tokens == sum(map(len, failing.token_ids.values())) >= before > 0
     failing.check_end()
     run(world)
-    assert other.finished.reason is FinishReason.LENGTH
+    assert other.finished.reason is EngineFinishReason.LENGTH
 
 
 def test_a_grammar_that_fails_with_the_last_token_has_not_failed(new_world, new_request):
@@ -218,7 +218,7 @@ def test_a_grammar_that_fails_with_the_last_token_has_not_failed(new_world, new_
     result.rows[0].failure = "too costly"
     world.scheduler.update(result)
     world.drain()
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
 
 
 @pytest.mark.parametrize("late_steps", ["   ", "a  b c    d ef ", " " * 50])
@@ -233,7 +233,7 @@ def test_a_token_of_a_row_that_sits_out_comes_later(new_world, new_request, leng
         new_request("waiting", prompt(length), max_tokens=max_tokens, n=2, grammar=late_steps, max_drafts=2)
     )
     run(world)
-    assert received.finished.reason is other.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is other.finished.reason is EngineFinishReason.LENGTH
     assert [len(token_ids) for token_ids in received.token_ids.values()] == [max_tokens] * 2
 
 
@@ -243,7 +243,7 @@ _STEP_S, _DRAFT_S = 0.010, 0.001
 
 
 def taught(num_drafted, num_accepted=0, rows=4):
-    model = StepModel()
+    model = StepTimeModel()
     for number in range(256):
         drafted = num_drafted if number % 2 else 0
         accepted = num_accepted if number % 2 else 0
@@ -290,9 +290,9 @@ def test_times_are_predicted_by_what_is_accepted():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (RowFailure.COSTLY, FinishReason.GRAMMAR),
-        (RowFailure.DEAD_END, FinishReason.DEAD_END),
-        (RowFailure.SLOW, FinishReason.SLOW_CONSTRAINT),
+        (RowFailure.COSTLY, EngineFinishReason.GRAMMAR),
+        (RowFailure.DEAD_END, EngineFinishReason.DEAD_END),
+        (RowFailure.SLOW, EngineFinishReason.SLOW_CONSTRAINT),
     ],
 )
 def test_each_failure_of_a_grammar_ends_its_request_in_its_own_way(new_world, new_request, kind, reason):

@@ -16,17 +16,17 @@ from penstock.kv.events import KvEventLog
 from penstock.kv.host_tier import HostTier
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.loop.output_processor import Answers
+from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.planning.planner import Planner
-from penstock.scheduler.planning.preemption import GivingWay
-from penstock.scheduler.planning.prefill_adder import Beginnings
-from penstock.scheduler.planning.rows import RowTable
-from penstock.scheduler.planning.sequence import Choice, ChoiceState
-from penstock.scheduler.planning.stop_checker import Delivery
+from penstock.scheduler.planning.preemption import PreemptionPolicy
+from penstock.scheduler.planning.prefill_adder import PrefillAdder
+from penstock.scheduler.planning.rows import RowIdAllocator
+from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
+from penstock.scheduler.planning.stop_checker import OutputBuffer
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.recovery.crash_bisector import Suspects
-from penstock.scheduler.request import FinishReason, Request
+from penstock.scheduler.recovery.crash_bisector import CrashBisector
+from penstock.scheduler.request import EngineFinishReason, Request
 from penstock.scheduler.testing.fake_worker import FakeRow, WorkerKilled
 
 NUMBERS = st.integers(0, 2**16)
@@ -186,7 +186,7 @@ def deadly_world_type(world_type):
             super().drain()
             for name, received in self.received.items():
                 assert received.finished is not None
-                refused = received.finished.reason is FinishReason.KILLED_WORKER
+                refused = received.finished.reason is EngineFinishReason.KILLED_WORKER
                 assert not refused or self.is_killer(received.request), f"request {name} is innocent"
             assert not self.scheduler._suspects
             assert not self.scheduler._suspects._records
@@ -246,14 +246,14 @@ def eviction_that_is_not_told(patch):
 
 
 def published_when_its_tokens_are_known(patch):
-    begin = Beginnings._begin
+    begin = PrefillAdder._begin
 
     def begin_and_publish(beginnings, plan, choice, block_ids, num_cached_blocks):
         begin(beginnings, plan, choice, block_ids, num_cached_blocks)
         num_full = len(choice.token_ids) // beginnings._kv.block_size
         beginnings._kv.publish(block_ids, choice.hashes, num_cached_blocks, num_full, choice.token_ids)
 
-    patch.setattr(Beginnings, "_begin", begin_and_publish)
+    patch.setattr(PrefillAdder, "_begin", begin_and_publish)
 
 
 def published_one_slot_early(patch):
@@ -272,12 +272,12 @@ def row_number_reused_at_once(patch):
         rows._dropped.append(row)
         rows._free.append(row)
 
-    patch.setattr(RowTable, "drop", drop)
-    patch.setattr(RowTable, "reclaim", lambda rows, numbers: None)
+    patch.setattr(RowIdAllocator, "drop", drop)
+    patch.setattr(RowIdAllocator, "reclaim", lambda rows, numbers: None)
 
 
 def row_number_reused_before_the_drop_is_answered(patch):
-    say_drops = RowTable.say_drops
+    say_drops = RowIdAllocator.say_drops
 
     def say_and_reclaim(rows):
         dropped = say_drops(rows)
@@ -285,51 +285,51 @@ def row_number_reused_before_the_drop_is_answered(patch):
             rows._free.append(row)
         return dropped
 
-    patch.setattr(RowTable, "say_drops", say_and_reclaim)
-    patch.setattr(RowTable, "reclaim", lambda rows, numbers: None)
+    patch.setattr(RowIdAllocator, "say_drops", say_and_reclaim)
+    patch.setattr(RowIdAllocator, "reclaim", lambda rows, numbers: None)
 
 
 def row_never_dropped(patch):
-    patch.setattr(RowTable, "say_drops", lambda rows: [])
+    patch.setattr(RowIdAllocator, "say_drops", lambda rows: [])
 
 
 def token_in_flight_lost_at_preemption(patch):
-    apply = Answers.apply
+    apply = OutputProcessor.apply
 
     def apply_to_running(answers, row):
         choice = answers._planner.rows.holder(row.row, row.epoch)
-        if choice.state is ChoiceState.WAITING:
+        if choice.state is SequenceStatus.WAITING:
             choice.length_bound -= choice.in_flight.popleft()
         else:
             apply(answers, row)
 
-    patch.setattr(Answers, "apply", apply_to_running)
+    patch.setattr(OutputProcessor, "apply", apply_to_running)
 
 
 def begun_again_before_its_newest_plan_is_answered(patch):
-    leave_row = Choice.leave_row
+    leave_row = SequenceState.leave_row
 
     def leave_and_forget(choice):
         leave_row(choice)
         choice.length_bound -= sum(choice.in_flight)
         choice.in_flight.clear()
 
-    patch.setattr(Choice, "leave_row", leave_and_forget)
+    patch.setattr(SequenceState, "leave_row", leave_and_forget)
 
 
 def tokens_in_flight_not_counted(patch):
     """A row that could end with what is in flight is continued all the same."""
-    begin = Choice.begin
+    begin = SequenceState.begin
 
     def begin_with_a_higher_limit(choice, *args):
         begin(choice, *args)
         choice.length_limit += 1
 
-    patch.setattr(Choice, "begin", begin_with_a_higher_limit)
+    patch.setattr(SequenceState, "begin", begin_with_a_higher_limit)
 
 
 def token_after_a_stop(patch):
-    take = Delivery.take
+    take = OutputBuffer.take
 
     def take_and_go_on(delivery, token_ids, logprobs):
         delta = take(delivery, token_ids, logprobs)
@@ -337,7 +337,7 @@ def token_after_a_stop(patch):
             delta.token_ids.append(token_ids[-1])
         return delta
 
-    patch.setattr(Delivery, "take", take_and_go_on)
+    patch.setattr(OutputBuffer, "take", take_and_go_on)
 
 
 def whole_prompt_from_the_cache(patch):
@@ -365,7 +365,9 @@ def prompt_logprobs_repeated_after_preemption(patch):
 
 
 def victim_of_the_highest_rank(patch):
-    patch.setattr(GivingWay, "for_row", lambda giving_way, needy, later: min(giving_way._running, key=lambda c: c.rank))
+    patch.setattr(
+        PreemptionPolicy, "for_row", lambda giving_way, needy, later: min(giving_way._running, key=lambda c: c.rank)
+    )
 
 
 def cache_kept_over_a_restart(patch):
@@ -373,14 +375,14 @@ def cache_kept_over_a_restart(patch):
 
 
 def in_flight_over_a_restart(patch):
-    restart = Choice.restart
+    restart = SequenceState.restart
 
     def restart_and_wait_for_answers(choice):
         in_flight = list(choice.in_flight)
         restart(choice)
         choice.in_flight.extend(in_flight)
 
-    patch.setattr(Choice, "restart", restart_and_wait_for_answers)
+    patch.setattr(SequenceState, "restart", restart_and_wait_for_answers)
 
 
 def slot_overwritten_before_it_is_copied_back(patch):
@@ -431,7 +433,7 @@ def drafts_beyond_the_budget(patch):
 
 
 def drafts_that_fail_not_taken_back(patch):
-    patch.setattr(Choice, "fall_short", lambda choice, num_tokens: None)
+    patch.setattr(SequenceState, "fall_short", lambda choice, num_tokens: None)
 
 
 PLANTED_BUGS = [
@@ -476,7 +478,7 @@ def test_reliability_figure_1_planted_bug_is_caught(world_type, monkeypatch, pla
 
 
 def others_run_beside_those_on_trial(patch):
-    patch.setattr(Suspects, "may_run", lambda suspects, request_id: True)
+    patch.setattr(CrashBisector, "may_run", lambda suspects, request_id: True)
 
 
 def those_that_run_already_stay(patch):

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Change, Request
-from penstock.scheduler.timeline import MAX_ENTRIES, Cause, Entry, Kind, Timeline, Timelines, lacked_blocks
+from penstock.scheduler.timeline import MAX_ENTRIES, Cause, EntryKind, Timeline, TimelineEntry, Timelines, lacked_blocks
 
 
 class Clock:
@@ -44,7 +44,7 @@ def told(timeline: Timeline) -> list[tuple[Any, ...]]:
     return [(e.kind, e.choice, e.first_step, e.last_step, e.num_tokens) for e in timeline.entries()]
 
 
-def lasting(timeline: Timeline, kind: Kind) -> list[Entry]:
+def lasting(timeline: Timeline, kind: EntryKind) -> list[TimelineEntry]:
     return [entry for entry in timeline.entries() if entry.kind is kind]
 
 
@@ -59,13 +59,13 @@ def test_an_ordinary_request(register: Timelines, clock: Clock) -> None:
     timeline.left(0, 58, 50)
     timeline.ended("LENGTH")
     assert told(timeline) == [
-        (Kind.ACCEPTED, 0, None, None, 0),
-        (Kind.WAITED, 0, None, None, 0),
-        (Kind.BEGAN, 0, 7, 7, 32),
-        (Kind.PREFILLED, 0, 7, 7, 40),
-        (Kind.PREFILLED, 0, 8, 8, 28),
-        (Kind.DECODED, 0, 8, 57, 50),
-        (Kind.ENDED, 0, None, None, 0),
+        (EntryKind.ACCEPTED, 0, None, None, 0),
+        (EntryKind.WAITED, 0, None, None, 0),
+        (EntryKind.BEGAN, 0, 7, 7, 32),
+        (EntryKind.PREFILLED, 0, 7, 7, 40),
+        (EntryKind.PREFILLED, 0, 8, 8, 28),
+        (EntryKind.DECODED, 0, 8, 57, 50),
+        (EntryKind.ENDED, 0, None, None, 0),
     ]
     entries = timeline.entries()
     assert entries[1].detail == "its turn: 2 ahead of it"
@@ -85,7 +85,7 @@ def test_a_wait_is_noted_once_for_each_cause(register: Timelines) -> None:
         timeline.waits(0, Cause.BLOCKS, free, 40)
     for _ in range(3):
         timeline.waits(0, Cause.PREFIX)
-    waits = lasting(timeline, Kind.WAITED)
+    waits = lasting(timeline, EntryKind.WAITED)
     assert [wait.detail for wait in waits] == [
         "the next step",
         "blocks: 12 are free, 40 needed",
@@ -102,7 +102,7 @@ def test_a_wait_of_the_ordinary_length_is_not_told(register: Timelines, clock: C
     timeline.accepted(0, None)
     clock.now += 0.0009
     timeline.began(0, 0, 0)
-    assert not lasting(timeline, Kind.WAITED)
+    assert not lasting(timeline, EntryKind.WAITED)
 
 
 def test_a_short_interlude_is_not_told(register: Timelines, clock: Clock) -> None:
@@ -115,13 +115,13 @@ def test_a_short_interlude_is_not_told(register: Timelines, clock: Clock) -> Non
             clock.now += seconds
     timeline.waits(0, Cause.BLOCKS, 1, 9)
     clock.now += 1.0
-    (waiting,) = lasting(timeline, Kind.WAITED)
+    (waiting,) = lasting(timeline, EntryKind.WAITED)
     assert (waiting.until, waiting.detail) == (None, "blocks: 3 are free, 9 needed")
     timeline.waits(0, Cause.BUDGET, 64)
     clock.now += 0.2
     timeline.waits(0, Cause.BLOCKS, 4, 9)
     timeline.began(0, 5000, 0)
-    waits = lasting(timeline, Kind.WAITED)
+    waits = lasting(timeline, EntryKind.WAITED)
     assert [round(wait.until - wait.at, 6) for wait in waits if wait.until is not None] == [251.0, 0.2]
     assert waits[1].detail == "its turn: the step's 64 tokens go to others"
 
@@ -152,17 +152,17 @@ def test_preempted_and_begun_again(register: Timelines) -> None:
     timeline.decodes(0, 30)
     timeline.left(0, 59, 50)
     timeline.ended("LENGTH")
-    assert [entry.num_tokens for entry in lasting(timeline, Kind.DECODED)] == [20, 30]
+    assert [entry.num_tokens for entry in lasting(timeline, EntryKind.DECODED)] == [20, 30]
     assert [entry.kind for entry in timeline.entries()][-7:] == [
-        Kind.PREEMPTED,
-        Kind.WAITED,
-        Kind.WAITED,
-        Kind.BEGAN,
-        Kind.PREFILLED,
-        Kind.DECODED,
-        Kind.ENDED,
+        EntryKind.PREEMPTED,
+        EntryKind.WAITED,
+        EntryKind.WAITED,
+        EntryKind.BEGAN,
+        EntryKind.PREFILLED,
+        EntryKind.DECODED,
+        EntryKind.ENDED,
     ]
-    preempted = lasting(timeline, Kind.PREEMPTED)[0]
+    preempted = lasting(timeline, EntryKind.PREEMPTED)[0]
     assert (preempted.first_step, preempted.detail) == (21, "no block was free, and OTHER needed 3")
 
 
@@ -183,7 +183,7 @@ def test_a_row_that_left_before_its_last_chunk_was_answered(register: Timelines)
     timeline.will_decode(0, 4)
     timeline.left(0, 6, 0)
     timeline.preempted(0, 6, "for a test")
-    assert told(timeline)[:2] == [(Kind.PREFILLED, 0, 4, 4, 100), (Kind.DECODED, 0, 4, 5, 0)]
+    assert told(timeline)[:2] == [(EntryKind.PREFILLED, 0, 4, 4, 100), (EntryKind.DECODED, 0, 4, 5, 0)]
 
 
 def test_tokens_that_came_after_the_row_had_left(register: Timelines) -> None:
@@ -193,7 +193,7 @@ def test_tokens_that_came_after_the_row_had_left(register: Timelines) -> None:
     timeline.preempted(0, 49, "for a test")
     timeline.left(0, 50, 50)  # of which the last two ended it
     timeline.ended("LENGTH")
-    assert [entry.num_tokens for entry in lasting(timeline, Kind.DECODED)] == [50]
+    assert [entry.num_tokens for entry in lasting(timeline, EntryKind.DECODED)] == [50]
 
 
 def test_restarted(register: Timelines) -> None:
@@ -205,8 +205,8 @@ def test_restarted(register: Timelines) -> None:
     timeline.waits(0, Cause.WORKER)
     timeline.waits(0, Cause.SUSPECT)
     kinds = [entry.kind for entry in timeline.entries()]
-    assert kinds == [Kind.BEGAN, Kind.DECODED, Kind.RESTARTED, Kind.WAITED, Kind.HELD]
-    assert lasting(timeline, Kind.RESTARTED)[0].last_step == 9
+    assert kinds == [EntryKind.BEGAN, EntryKind.DECODED, EntryKind.RESTARTED, EntryKind.WAITED, EntryKind.HELD]
+    assert lasting(timeline, EntryKind.RESTARTED)[0].last_step == 9
 
 
 def test_held_and_released(register: Timelines) -> None:
@@ -219,9 +219,9 @@ def test_held_and_released(register: Timelines) -> None:
     timeline.released()
     timeline.waits(0, Cause.ROWS, 256)
     assert [(entry.kind, entry.detail) for entry in timeline.entries()[1:]] == [
-        (Kind.WAITED, "its turn: 3 ahead of it"),
-        (Kind.HELD, "nobody reads its stream"),
-        (Kind.WAITED, "a row: all 256 run"),
+        (EntryKind.WAITED, "its turn: 3 ahead of it"),
+        (EntryKind.HELD, "nobody reads its stream"),
+        (EntryKind.WAITED, "a row: all 256 run"),
     ]
     assert [entry.until is None for entry in timeline.entries()[1:]] == [False, False, True]
 
@@ -231,7 +231,7 @@ def test_what_a_caller_changed(register: Timelines, clock: Clock) -> None:
     timeline = register.open(request())
     timeline.updated(Change(priority=-3, deadline=2.5, max_tokens=20))
     timeline.updated(Change(max_tokens=7))
-    told = [entry.detail for entry in lasting(timeline, Kind.UPDATED)]
+    told = [entry.detail for entry in lasting(timeline, EntryKind.UPDATED)]
     assert told == ["priority -3, deadline in 2.5 s, at most 20 tokens", "at most 7 tokens"]
 
 
@@ -248,7 +248,7 @@ def test_choices_are_told_apart(register: Timelines) -> None:
     timeline.left(1, 11, 10)
     timeline.left(0, 12, 11)
     timeline.left(2, 13, 12)
-    decoded = lasting(timeline, Kind.DECODED)
+    decoded = lasting(timeline, EntryKind.DECODED)
     assert [(entry.choice, entry.last_step, entry.num_tokens) for entry in decoded] == [
         (0, 11, 11),
         (1, 10, 10),
@@ -260,9 +260,9 @@ def test_what_still_decodes_is_told_up_to_now(register: Timelines) -> None:
     timeline = register.open(request())
     timeline.decodes(0, 5)
     timeline.so_far(0, 25, 20)
-    assert told(timeline) == [(Kind.DECODED, 0, 5, 24, 20)]
+    assert told(timeline) == [(EntryKind.DECODED, 0, 5, 24, 20)]
     timeline.left(0, 55, 50)
-    assert told(timeline) == [(Kind.DECODED, 0, 5, 54, 50)]
+    assert told(timeline) == [(EntryKind.DECODED, 0, 5, 54, 50)]
 
 
 def test_the_middle_of_a_long_timeline_is_left_out(register: Timelines) -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.planning.allowance import Allowance, Bucket, Rated
-from penstock.scheduler.planning.tenants import MAX_REMEMBERED, Tenants
+from penstock.scheduler.planning.allowance import Rated, TenantRateLimit, TokenBucket
+from penstock.scheduler.planning.tenants import MAX_REMEMBERED, TenantAccounting
 from penstock.scheduler.request import RefusalKind, Refused
 
 
@@ -13,21 +13,21 @@ class TestBucket:
     """Fills steadily."""
 
     def test_it_is_full_at_first_and_fills_again(self):
-        bucket = Bucket(10, 2, now=100)
+        bucket = TokenBucket(10, 2, now=100)
         bucket.take(10, 100)
         assert bucket.level(100) == 0
         assert bucket.level(102.5) == 5
         assert bucket.level(1000) == 10
 
     def test_the_time_that_it_tells_is_enough_and_no_less_is(self):
-        bucket = Bucket(10, 2, now=0)
+        bucket = TokenBucket(10, 2, now=0)
         bucket.take(13, 0)
         assert bucket.wait_s(1, 0) == 2
         assert bucket.wait_s(1, 2) == 0
         assert bucket.wait_s(99, 2) == pytest.approx(4.5)  # until it is full
 
     def test_another_size_keeps_what_is_owed(self):
-        bucket = Bucket(10, 2, now=0)
+        bucket = TokenBucket(10, 2, now=0)
         bucket.take(15, 0)
         bucket.resize(100, 50, 0)
         assert bucket.level(0) == -5
@@ -40,7 +40,7 @@ class TestBucket:
         gaps=st.lists(st.floats(0, 2), min_size=1, max_size=200),
     )
     def test_no_stretch_of_time_has_more_than_it_may(self, rate, gaps):
-        allowance, now, taken = Allowance(TenantLimits(requests_per_second=rate), 0.0), 0.0, []
+        allowance, now, taken = TenantRateLimit(TenantLimits(requests_per_second=rate), 0.0), 0.0, []
         for gap in gaps:
             now += gap
             if not allowance.wait_s(Rated.REQUEST, now):
@@ -107,7 +107,7 @@ def test_tenants_without_a_rate_are_not_remembered_for_what_they_send(world):
 
 
 def test_tenants_with_a_rate_are_remembered_within_a_bound():
-    tenants = Tenants(SchedulerConfig(default_tenant=TenantLimits(requests_per_second=1)), lambda: 0.0)
+    tenants = TenantAccounting(SchedulerConfig(default_tenant=TenantLimits(requests_per_second=1)), lambda: 0.0)
     for number in range(3 * MAX_REMEMBERED):
         tenants.charge(f"{number}", Rated.REQUEST)
     assert len(tenants._uses) <= 2 * MAX_REMEMBERED
@@ -151,7 +151,7 @@ def test_limits_that_change_hold_at_once(world):
 
 def test_nobody_gets_a_new_budget_by_hiding_behind_other_tenants():
     config = SchedulerConfig(default_tenant=TenantLimits(tokens_per_minute=100))
-    tenants = Tenants(config, lambda: 0.0)
+    tenants = TenantAccounting(config, lambda: 0.0)
     tenants.leave(tenants.enter("spent", 500))
     for number in range(3 * MAX_REMEMBERED):
         tenants.leave(tenants.enter(f"{number}", 0))

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.planning.stop_checker import Delivery
-from penstock.scheduler.request import FinishReason, Matched, Released
+from penstock.scheduler.planning.stop_checker import OutputBuffer
+from penstock.scheduler.request import EngineFinishReason, StopMatch, TextDelta
 
 EOS = 9
 
@@ -17,18 +17,18 @@ class StopsAtTheEnd:
 
     def feed(self, token_id):
         self.num_held += 1
-        return Released(0, "")
+        return TextDelta(0, "")
 
     def finish(self):
-        return Released(self.num_held - 1, "a" * (self.num_held - 1), stop="a")
+        return TextDelta(self.num_held - 1, "a" * (self.num_held - 1), stop="a")
 
 
 @pytest.mark.parametrize(("last", "num_shown"), [(1, 2), (EOS, 1)], ids=["max_tokens", "a stop token"])
 def test_a_stop_string_that_is_complete_only_at_the_end_is_the_end(last, num_shown):
-    delivery = Delivery(0, StopsAtTheEnd(), [EOS], min_tokens=0, max_tokens=3, num_top_logprobs=None)
+    delivery = OutputBuffer(0, StopsAtTheEnd(), [EOS], min_tokens=0, max_tokens=3, num_top_logprobs=None)
     delta = delivery.take([1, 1, last], None)
     assert delta is not None
-    assert delta.end == delivery.end == Matched(FinishReason.STOP, stop="a")
+    assert delta.end == delivery.end == StopMatch(EngineFinishReason.STOP, stop="a")
     assert (delta.token_ids, delta.text) == ([1, 1, last], "a" * num_shown)
     assert delivery.num_in_text == num_shown
 
@@ -36,12 +36,12 @@ def test_a_stop_string_that_is_complete_only_at_the_end_is_the_end(last, num_sho
 def test_a_stop_token_at_max_tokens_is_a_stop():
     class Plain(StopsAtTheEnd):
         def finish(self):
-            return Released(self.num_held, "a" * self.num_held)
+            return TextDelta(self.num_held, "a" * self.num_held)
 
-    delivery = Delivery(0, Plain(), [EOS], min_tokens=0, max_tokens=2, num_top_logprobs=None)
+    delivery = OutputBuffer(0, Plain(), [EOS], min_tokens=0, max_tokens=2, num_top_logprobs=None)
     delta = delivery.take([1, EOS, 1], None)
     assert delta is not None
-    assert (delta.token_ids, delta.end) == ([1, EOS], Matched(FinishReason.STOP, stop_token_id=EOS))
+    assert (delta.token_ids, delta.end) == ([1, EOS], StopMatch(EngineFinishReason.STOP, stop_token_id=EOS))
     assert (delivery.num_tokens, delivery.num_in_text) == (2, 1)
 
 
@@ -53,11 +53,11 @@ class Echo:
 
     def feed(self, token_id):
         if token_id == self.stop_at:
-            return Released(0, "", "stop", (4,))
-        return Released(1, "x" * token_id)
+            return TextDelta(0, "", "stop", (4,))
+        return TextDelta(1, "x" * token_id)
 
     def finish(self):
-        return Released(0, "")
+        return TextDelta(0, "")
 
 
 def logprobs(*values):
@@ -67,15 +67,15 @@ def logprobs(*values):
 @pytest.mark.parametrize(
     ("stop_at", "end", "length"),
     [
-        (None, Matched(FinishReason.STOP, stop_token_id=EOS), 0),
-        (EOS, Matched(FinishReason.STOP, stop="stop"), 4),
+        (None, StopMatch(EngineFinishReason.STOP, stop_token_id=EOS), 0),
+        (EOS, StopMatch(EngineFinishReason.STOP, stop="stop"), 4),
     ],
     ids=["a stop token", "a stop string"],
 )
 def test_the_tokens_that_end_a_choice_come_with_its_end(stop_at, end, length):
     """As many as its usage counts, with their log-probabilities; what follows them in the same step is nobody's."""
     eos = [] if stop_at else [EOS]
-    delivery = Delivery(0, Echo(stop_at), eos, min_tokens=0, max_tokens=9, num_top_logprobs=1)
+    delivery = OutputBuffer(0, Echo(stop_at), eos, min_tokens=0, max_tokens=9, num_top_logprobs=1)
     first = delivery.take([2], logprobs(-0.5))
     last = delivery.take([3, EOS, 5], logprobs(-1.5, -2.5, -3.5))
     assert first is not None
@@ -89,13 +89,13 @@ def test_the_tokens_that_end_a_choice_come_with_its_end(stop_at, end, length):
 @pytest.mark.parametrize(
     ("ends", "shown", "end"),
     [
-        ((EOS,), [1], Matched(FinishReason.STOP)),
-        ((), [1, EOS, 5, EOS], Matched(FinishReason.STOP, stop_token_id=EOS)),
+        ((EOS,), [1], StopMatch(EngineFinishReason.STOP)),
+        ((), [1, EOS, 5, EOS], StopMatch(EngineFinishReason.STOP, stop_token_id=EOS)),
     ],
     ids=["of a grammar", "others"],
 )
 def test_the_end_of_a_grammar_ends_before_min_tokens_and_is_no_token_of_the_output(ends, shown, end):
-    delivery = Delivery(0, Echo(), [EOS, 5], min_tokens=3, max_tokens=9, num_top_logprobs=1, end_token_ids=ends)
+    delivery = OutputBuffer(0, Echo(), [EOS, 5], min_tokens=3, max_tokens=9, num_top_logprobs=1, end_token_ids=ends)
     delta = delivery.take([1, EOS, 5, EOS, 1], logprobs(-1.0, -2.0, -3.0, -4.0, -5.0))
     assert delta is not None
     assert (delta.token_ids, delta.logprobs, delta.end) == (
@@ -107,8 +107,8 @@ def test_the_end_of_a_grammar_ends_before_min_tokens_and_is_no_token_of_the_outp
 
 
 def test_a_grammar_that_is_complete_at_once_ends_an_output_without_tokens():
-    delivery = Delivery(0, Echo(), [EOS], min_tokens=3, max_tokens=9, num_top_logprobs=None, end_token_ids=(EOS,))
+    delivery = OutputBuffer(0, Echo(), [EOS], min_tokens=3, max_tokens=9, num_top_logprobs=None, end_token_ids=(EOS,))
     delta = delivery.take([EOS], None)
     assert delta is not None
-    assert (delta.token_ids, delta.text, delta.end) == ([], "", Matched(FinishReason.STOP))
+    assert (delta.token_ids, delta.text, delta.end) == ([], "", StopMatch(EngineFinishReason.STOP))
     assert delivery.num_tokens == 0

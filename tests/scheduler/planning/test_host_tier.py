@@ -5,10 +5,10 @@ import pytest
 from penstock.kv.manager import ChainedHashing, KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan, WorkerFacts
-from penstock.scheduler.planning.restoring import Restoring
+from penstock.scheduler.planning.restoring import HostTierRestorePolicy
 from penstock.scheduler.testing.fake_worker import BrokenPlan, CheckedSlots, FakeWorker, token_of_history
 from penstock.scheduler.testing.simulation import cpu_step_s
-from penstock.scheduler.timing.step_time import StepModel, StepWork
+from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 CONFIG = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=64)
 NUM_BLOCKS = 11
@@ -160,7 +160,7 @@ def test_another_tenant_finds_nothing(world, new_request):
 
 def test_it_pays_as_far_as_the_whole_of_it_is_sooner_copied():
     """With what the demo model takes on one core: 40 us a token at first, and more the more it sees."""
-    model = StepModel()
+    model = StepTimeModel()
     for end in range(64, 6400, 64):
         for work in (StepWork(64, 64 * (end - 32), 0, 0, 1, end), StepWork(0, 0, 1, end)):
             model.observe(work, cpu_step_s(work))
@@ -173,7 +173,7 @@ def test_it_pays_as_far_as_the_whole_of_it_is_sooner_copied():
         facts = WorkerFacts(
             1, 16, 10, 16_384, 1, 2048, "", "", "", "", "", 0, 0, num_host_blocks=1000, copy_us_per_block=1e6 * copy_s
         )
-        return len(Restoring(kv, model, facts).find(hashes, num_found, 16 * (num_found + num_evicted) + 1))
+        return len(HostTierRestorePolicy(kv, model, facts).find(hashes, num_found, 16 * (num_found + num_evicted) + 1))
 
     assert num_restored(0.1e-3, 0, 10) == 10
     assert num_restored(3e-3, 0, 10) == 0

@@ -8,7 +8,7 @@ from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN
 from penstock.scheduler.policy import PATIENCE_S, Policy
-from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused
+from penstock.scheduler.request import Change, EngineFinishReason, RefusalKind, Refused
 
 
 def config(**changes):
@@ -212,8 +212,8 @@ def test_what_can_no_longer_meet_its_deadline_costs_no_step(world_type, new_requ
     urgent = world.add(new_request("urgent", prompt(4, first=2), max_tokens=10, deadline=world.now + 26))
     prefilled = world.scheduler.counters.prefill_tokens
     world.drain()
-    assert urgent.finished.reason is FinishReason.LENGTH
-    assert hopeless.finished.reason is FinishReason.DEADLINE
+    assert urgent.finished.reason is EngineFinishReason.LENGTH
+    assert hopeless.finished.reason is EngineFinishReason.DEADLINE
     assert hopeless.finished.usage.output_tokens == 0
     assert world.scheduler.counters.prefill_tokens == prefilled + 4
 
@@ -227,7 +227,7 @@ def test_what_is_late_ends_once_where_a_plan_is_made_anew(world_type, new_reques
     world.add(new_request("large", prompt(24, first=3), max_tokens=2))
     late = world.add(new_request("late", prompt(3), max_tokens=2, deadline=1000.0))
     assert begun(world) == ["large"]
-    assert late.finished.reason is FinishReason.DEADLINE
+    assert late.finished.reason is EngineFinishReason.DEADLINE
     world.drain()
 
 
@@ -241,7 +241,7 @@ def test_nobody_waits_behind_a_request_that_is_late(world_type, new_request):
     late = world.add(new_request("late", prompt(20, first=1), deadline=1000.0))
     world.add(new_request("next", prompt(20, first=2)))
     assert step(world) == ["next"]
-    assert late.finished.reason is FinishReason.DEADLINE
+    assert late.finished.reason is EngineFinishReason.DEADLINE
     world.drain()
 
 
@@ -320,7 +320,7 @@ def test_a_lower_limit_ends_a_request_at_once(world_type, new_request):
         step(world)
     received.limits[0] = 6
     assert world.scheduler.update_request("one", Change(max_tokens=3))
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
     assert received.finished.usage.output_tokens == 6
     assert not world.scheduler.update_request("one", Change(max_tokens=3))
     world.drain()
@@ -376,7 +376,7 @@ def test_limits_and_policy_change_while_requests_run(world_type, new_request, ma
         step(world)
         assert world.scheduler.num_running <= max_num_seqs
     world.drain()
-    assert {one.finished.reason for one in world.received.values()} == {FinishReason.LENGTH}
+    assert {one.finished.reason for one in world.received.values()} == {EngineFinishReason.LENGTH}
 
 
 def test_more_rows_than_the_worker_has_are_refused_by_name(world_type):

@@ -8,7 +8,7 @@ from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, StepPlan
-from penstock.scheduler.request import FinishReason
+from penstock.scheduler.request import EngineFinishReason
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeWorker, token_of_history
 
@@ -193,7 +193,7 @@ def test_a_cancelled_request_keeps_what_it_had_computed(engine):
     received = engine.add("first", prompt_of("first", 100), max_tokens=500, retain_s=60.0)
     while len(received.token_ids.get(0, [])) < 60:
         engine.step()
-    engine.scheduler.abort("first", FinishReason.CANCELLED)
+    engine.scheduler.abort("first", EngineFinishReason.CANCELLED)
     engine.finish(received)
     context = received.finished.context
     engine.fill_the_pool_twice_over()
@@ -221,7 +221,7 @@ def test_sampled_and_stopped_requests_leave_a_context_as_well(engine):
     received, _, context = engine.run(
         "first", prompt_of("first", 300), max_tokens=400, sampling=sampling, retain_s=60.0
     )
-    assert received.finished.reason is FinishReason.STOP
+    assert received.finished.reason is EngineFinishReason.STOP
     assert context.token_ids == prompt_of("first", 300) + received.token_ids[0][:-1]
     engine.fill_the_pool_twice_over()
     assert engine.run("second", [*context.token_ids, 1, 2, 3], max_tokens=3)[1] <= 3 + 16

@@ -12,9 +12,9 @@ from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
-from penstock.scheduler.recovery.restarts import LONG_LIFE_S, MAX_IN_A_ROW, Failure, Restarts
+from penstock.scheduler.recovery.restarts import LONG_LIFE_S, MAX_IN_A_ROW, RestartBudget, WorkerFailure
 from penstock.scheduler.recovery.watchdog import StepWatchdog
-from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused
+from penstock.scheduler.request import Change, EngineFinishReason, RefusalKind, Refused
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 
 VOCAB_SIZE = 100
@@ -101,7 +101,7 @@ async def test_no_token_is_lost_repeated_or_changed(new_engine, submit, seed, bl
     for received in requests:
         received.check_end()
     # Blamed again and again without a culprit, the steps convict somebody in the end.
-    num_whole = sum(r.finished.reason in (FinishReason.LENGTH, FinishReason.STOP) for r in requests)
+    num_whole = sum(r.finished.reason in (EngineFinishReason.LENGTH, EngineFinishReason.STOP) for r in requests)
     assert num_whole >= (len(requests) - 5 if blames_step else len(requests))
     stats = engine.stats()
     assert (stats.restarts, stats.kv_usage, stats.running, stats.waiting) == (20, 0.0, 0, 0)
@@ -122,10 +122,10 @@ async def test_reliability_figure_14_one_killer_among_64_is_refused_alone(new_en
     ]
     await engine.wait_idle()
     killer = requests.pop(place)
-    assert killer.finished.reason is FinishReason.KILLED_WORKER
+    assert killer.finished.reason is EngineFinishReason.KILLED_WORKER
     for received in requests:
         received.check_end()
-        assert received.finished.reason is FinishReason.LENGTH
+        assert received.finished.reason is EngineFinishReason.LENGTH
     assert engine.stats().restarts <= 9
     assert f"request {place} ended the worker twice" in caplog.text
 
@@ -151,7 +151,7 @@ async def test_killers_in_every_place_and_with_every_feature(new_engine, submit)
     await engine.wait_idle()
     for number, received in requests.items():
         received.check_end()
-        refused = received.finished.reason is FinishReason.KILLED_WORKER
+        refused = received.finished.reason is EngineFinishReason.KILLED_WORKER
         assert refused == (number % 10 == 3), (number, received.finished)
     assert engine.stats().kv_usage == 0.0
 
@@ -160,7 +160,7 @@ async def test_a_crash_of_an_idle_worker_is_nobodys_fault(engine, executor, subm
     for name in ("one", "two"):
         received = submit(engine, name, max_tokens=5)
         await engine.wait_idle()
-        assert received.finished.reason is FinishReason.LENGTH
+        assert received.finished.reason is EngineFinishReason.LENGTH
         executor.die("an idle worker", blames_step=True)
         await until(lambda: engine.state is EngineState.RECOVERING)
         await until(lambda: engine.state is EngineState.SERVING)
@@ -173,7 +173,7 @@ async def test_an_executor_that_stops_by_itself_is_started_again(engine, executo
     await executor.stop()
     await engine.wait_idle()
     received.check_end()
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
 
 
 async def in_recovery(engine, executor):
@@ -192,7 +192,7 @@ async def test_everything_but_new_requests_works_while_the_worker_is_replaced(en
         submit(engine, "new")
     assert refused.value.kind is RefusalKind.WORKER_DOWN
     assert refused.value.retry_after_ms == 1000
-    assert engine.abort("cancelled", FinishReason.CANCELLED)
+    assert engine.abort("cancelled", EngineFinishReason.CANCELLED)
     assert engine.update("expires", Change(deadline=time.monotonic() + 0.01))
     assert engine.update("shorter", Change(max_tokens=100))
     engine.hold("held", True)
@@ -205,9 +205,9 @@ async def test_everything_but_new_requests_works_while_the_worker_is_replaced(en
     engine.hold("held", False)
     await engine.wait_idle()
     reasons = {name: received.finished.reason for name, received in requests.items()}
-    assert reasons.pop("cancelled") is FinishReason.CANCELLED
-    assert reasons.pop("expires") is FinishReason.DEADLINE
-    assert set(reasons.values()) == {FinishReason.LENGTH}
+    assert reasons.pop("cancelled") is EngineFinishReason.CANCELLED
+    assert reasons.pop("expires") is EngineFinishReason.DEADLINE
+    assert set(reasons.values()) == {EngineFinishReason.LENGTH}
     assert len(requests["shorter"].token_ids[0]) == 100
     requests["goes on"].check_end()
     requests["held"].check_end()
@@ -239,7 +239,7 @@ async def test_a_drain_amid_recovery_finishes_what_was_accepted(engine, executor
     executor.may_start.set()
     await engine.wait_idle()
     received.check_end()
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
     assert states == [EngineState.RECOVERING, EngineState.DRAINING]
 
 
@@ -254,7 +254,7 @@ async def test_a_worker_that_dies_amid_a_drain_is_replaced(engine, executor, sub
     await until(lambda: engine.state is EngineState.SERVING)
     await engine.wait_idle()
     received.check_end()
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
 
 
 async def test_workers_that_do_not_start_are_tried_again(engine, executor, submit, caplog):
@@ -263,7 +263,7 @@ async def test_workers_that_do_not_start_are_tried_again(engine, executor, submi
     executor.die()
     await engine.wait_idle()
     received.check_end()
-    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.reason is EngineFinishReason.LENGTH
     assert caplog.text.count("another worker did not start: no memory") == 4
     assert "another worker runs after" in caplog.text
 
@@ -277,7 +277,7 @@ async def test_after_five_failures_everything_is_told_and_ends(engine, executor,
     executor.die("killed by signal 9")
     await engine.wait_idle()
     assert states == [(EngineState.RECOVERING, 0), (EngineState.FAILED, 0)]
-    assert {r.finished.reason for r in requests} == {FinishReason.WORKER_DIED}
+    assert {r.finished.reason for r in requests} == {EngineFinishReason.WORKER_DIED}
     assert {r.finished.message for r in requests} == {"no memory"}
     for received in requests:
         received.check_end()
@@ -285,7 +285,7 @@ async def test_after_five_failures_everything_is_told_and_ends(engine, executor,
         submit(engine, "later")
     assert refused.value.kind is RefusalKind.WORKER_DOWN
     assert refused.value.retry_after_ms is None
-    assert not engine.abort("0", FinishReason.CANCELLED)
+    assert not engine.abort("0", EngineFinishReason.CANCELLED)
     assert not engine.resume()
 
 
@@ -301,7 +301,7 @@ async def test_stop_amid_recovery_leaves_nothing(new_engine, executor, submit, w
         await until(lambda: executor.num_starts > 2)
     num_starts = executor.num_starts
     await asyncio.wait_for(engine.stop(), 120)
-    assert received.finished.reason is FinishReason.SHUTDOWN
+    assert received.finished.reason is EngineFinishReason.SHUTDOWN
     assert engine.state is EngineState.STOPPED
     await asyncio.sleep(0.01)
     assert executor.num_starts == num_starts
@@ -326,10 +326,10 @@ async def test_a_step_that_does_not_end_is_fatal_and_found_out(new_engine, submi
     killer = submit(engine, "hangs", prompt=[POISON] * 5, max_tokens=5)
     others.append(submit(engine, "late", first=30, max_tokens=40))
     await engine.wait_idle()
-    assert killer.finished.reason is FinishReason.KILLED_WORKER
+    assert killer.finished.reason is EngineFinishReason.KILLED_WORKER
     for received in others:
         received.check_end()
-        assert received.finished.reason is FinishReason.LENGTH
+        assert received.finished.reason is EngineFinishReason.LENGTH
     assert "a step took more than 0.05 s" in caplog.text
 
 
@@ -374,25 +374,25 @@ async def _wait_for(items):
 
 def test_when_to_give_up():
     now = 0.0
-    restarts = Restarts(1.0, clock=lambda: now)
+    restarts = RestartBudget(1.0, clock=lambda: now)
     restarts.answered()
-    restarts.died(Failure.KILLED)
+    restarts.died(WorkerFailure.KILLED)
     assert restarts.delay_s == 0
     delays = []
     while not restarts.is_hopeless:
-        restarts.failed(Failure.BY_ITSELF)
+        restarts.failed(WorkerFailure.BY_ITSELF)
         delays.append(restarts.delay_s)
     assert delays == [1, 2, 4, 8, 16]
     restarts.succeeded()
     now = LONG_LIFE_S + 1
-    restarts.died(Failure.BY_ITSELF)
+    restarts.died(WorkerFailure.BY_ITSELF)
     assert not restarts.is_hopeless
     assert restarts.delay_s == 0
 
 
-@pytest.mark.parametrize("failure", Failure)
+@pytest.mark.parametrize("failure", WorkerFailure)
 def test_a_worker_that_dies_before_its_first_step_again_and_again_is_given_up(failure):
-    restarts = Restarts()
+    restarts = RestartBudget()
     restarts.answered()
     count = 0
     while not restarts.is_hopeless:

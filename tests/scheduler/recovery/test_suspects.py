@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from penstock.scheduler.recovery.crash_bisector import CRASHES_ALONE, MAX_PROBATION, Suspects
+from penstock.scheduler.recovery.crash_bisector import CRASHES_ALONE, MAX_PROBATION, CrashBisector
 
 NUM_TOKENS = 40
 
@@ -18,7 +18,7 @@ class Machine:
     """Killers, and the number of tokens at which their steps are fatal."""
     room: int = 1000
     lengths: dict[str, int] = field(default_factory=dict)
-    suspects: Suspects = field(default_factory=Suspects)
+    suspects: CrashBisector = field(default_factory=CrashBisector)
     ended: set[str] = field(default_factory=set)
     refused: list[str] = field(default_factory=list)
     crashes: list[set[str]] = field(default_factory=list)
@@ -93,7 +93,7 @@ def test_a_request_that_was_alone_all_along_is_refused_after_two_crashes():
 
 
 def test_a_crash_that_does_not_come_back_halves_nothing():
-    suspects = Suspects()
+    suspects = CrashBisector()
     step = dict.fromkeys(names(8), 10)
     assert suspects.crashed(step) == []
     assert suspects.on_trial == set(step)
@@ -103,7 +103,7 @@ def test_a_crash_that_does_not_come_back_halves_nothing():
 
 
 def test_chunks_of_a_history_do_not_clear_those_who_died_behind_it():
-    suspects = Suspects()
+    suspects = CrashBisector()
     suspects.crashed({"a": 100, "b": 100})
     suspects.answered({"a": 100, "b": 100})
     assert suspects.on_trial == {"a", "b"}
@@ -112,7 +112,7 @@ def test_chunks_of_a_history_do_not_clear_those_who_died_behind_it():
 
 
 def test_a_group_of_one_runs_alone_and_others_only_after_it():
-    suspects = Suspects()
+    suspects = CrashBisector()
     for group in ("abcd", "abcd", "ab"):
         suspects.crashed(dict.fromkeys(group, 10))
     assert suspects.on_trial == {"a"}
@@ -127,7 +127,7 @@ def test_a_group_of_one_runs_alone_and_others_only_after_it():
 
 
 def test_members_who_were_not_in_the_fatal_step_are_no_longer_tried_with_those_who_were():
-    suspects = Suspects()
+    suspects = CrashBisector()
     suspects.crashed(dict.fromkeys("abcd", 10))
     suspects.crashed(dict.fromkeys("ab", 10))
     assert suspects.on_trial == {"a"}
@@ -138,7 +138,7 @@ def test_members_who_were_not_in_the_fatal_step_are_no_longer_tried_with_those_w
 
 def test_a_step_without_the_group_on_trial_has_its_own_suspects():
     """What was on its way when the group changed may still be fatal."""
-    suspects = Suspects()
+    suspects = CrashBisector()
     suspects.crashed(dict.fromkeys("abcd", 10))
     suspects.crashed(dict.fromkeys("abcd", 10))
     suspects.answered(dict.fromkeys("ab", 11))
@@ -151,7 +151,7 @@ def test_a_step_without_the_group_on_trial_has_its_own_suspects():
 
 def test_a_killer_that_dies_only_some_steps_after_its_trial_is_found():
     """Each time that it was cleared it has to live on for twice as long."""
-    suspects = Suspects()
+    suspects = CrashBisector()
     length, crashes = {"a": 10, "b": 10}, 0
     next_fatal = 14
     while "a" in length:
@@ -170,7 +170,7 @@ def test_a_killer_that_dies_only_some_steps_after_its_trial_is_found():
 
 
 def test_probation_has_a_limit():
-    suspects = Suspects()
+    suspects = CrashBisector()
     length = 10
     for _ in range(20):
         suspects.crashed({"a": length, "b": length})
@@ -201,7 +201,7 @@ def test_members_that_find_no_room_do_not_hold_up_the_rest():
 
 
 def test_nobody_waits_for_one_that_is_held():
-    suspects = Suspects()
+    suspects = CrashBisector()
     suspects.hold("b", True)
     suspects.crashed(dict.fromkeys("abc", 10))
     assert suspects.on_trial == {"a", "c"}
@@ -223,7 +223,7 @@ def test_nobody_waits_for_one_that_is_held():
 
 
 def test_a_request_that_ends_while_it_is_on_trial_makes_way():
-    suspects = Suspects()
+    suspects = CrashBisector()
     suspects.crashed(dict.fromkeys("abcd", 10))
     suspects.crashed(dict.fromkeys("abcd", 10))
     suspects.answered({"a": 11, "b": 10})
@@ -237,7 +237,7 @@ def test_a_request_that_ends_while_it_is_on_trial_makes_way():
 
 
 def test_a_death_of_an_idle_worker_accuses_nobody():
-    suspects = Suspects()
+    suspects = CrashBisector()
     assert suspects.crashed({}) == []
     assert not suspects
 

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from penstock.scheduler.timing.queue_time import _USUAL_LATENESS, Forecast, Load, OutputLengths, Prediction
+from penstock.scheduler.timing.queue_time import _USUAL_LATENESS, OutputLengths, Prediction, QueueLoad, QueueTimeModel
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
-from penstock.scheduler.timing.step_time import StepModel, StepWork
+from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 STEP_S, TOKEN_S = 0.010, 0.0001
 
 
 def flat_model():
     """A step takes 10 ms, and 0.1 ms more for each token of a prompt."""
-    model = StepModel()
+    model = StepTimeModel()
     for number in range(400):
         tokens = (0, 100, 500)[number % 3]
         work = StepWork(tokens, tokens * 50 * (number % 7), 4, 4 * (number % 11), min(tokens, 1), tokens)
@@ -21,7 +21,7 @@ def flat_model():
     return model
 
 
-def load(**fields: Any) -> Load:
+def load(**fields: Any) -> QueueLoad:
     defaults: dict[str, Any] = {
         "in_flight_s": 0.0,
         "decodes": 0,
@@ -33,12 +33,12 @@ def load(**fields: Any) -> Load:
         "num_blocks": 1000,
         "block_size": 16,
     }
-    return Load(**defaults | fields)
+    return QueueLoad(**defaults | fields)
 
 
 def always_full_forecast(budget=1000, model=None):
     """Outputs are always as long as they may be."""
-    forecast = Forecast(model or flat_model(), budget, None)
+    forecast = QueueTimeModel(model or flat_model(), budget, None)
     for _ in range(200):
         forecast.learn(100, 100)
     return forecast
@@ -53,7 +53,7 @@ def ahead(number, num_tokens):
     return {"ahead": total_work([work(num_tokens // number)] * number)}
 
 
-def predict(forecast: Forecast, load: Load, own: QueuedWork, max_tokens: int) -> Prediction:
+def predict(forecast: QueueTimeModel, load: QueueLoad, own: QueuedWork, max_tokens: int) -> Prediction:
     prediction = forecast.predict(load, own, max_tokens)
     assert prediction is not None
     return prediction
@@ -64,7 +64,7 @@ def full(remaining):
 
 
 def test_nothing_is_foretold_while_nothing_is_known():
-    forecast = Forecast(StepModel(), 1000, None)
+    forecast = QueueTimeModel(StepTimeModel(), 1000, None)
     assert forecast.predict(load(), work(100), 100) is None
     assert forecast.service_s(0, 0, work(100), 100) is None
     assert forecast.alone_s(work(100), 100) is None
@@ -95,7 +95,7 @@ def test_time_to_first_token(fields, tokens, expected_s):
 
 def test_what_was_foretold_to_take_no_time_teaches_a_little_all_the_same():
     """A model that has seen few kinds of steps may find that another one is free."""
-    forecast = Forecast(flat_model(), 1000, None)
+    forecast = QueueTimeModel(flat_model(), 1000, None)
     before = predict(forecast, load(), work(100), 10)
     for took_s in (0.0, 1.0, float("inf")):
         forecast.learn_total(work(100), 0.0, took_s)
@@ -117,13 +117,13 @@ def test_the_whole_output_is_foretold():
 
 
 def test_a_target_makes_chunks_smaller_and_the_first_token_later():
-    forecast = Forecast(flat_model(), 1000, target_itl_s=0.020)
+    forecast = QueueTimeModel(flat_model(), 1000, target_itl_s=0.020)
     prediction = predict(forecast, load(decodes=2, remaining=(500, 500), free_rows=2), work(1000), 10)
     assert prediction.ttft_s == pytest.approx(10 * 0.020, rel=0.2)
 
 
 def test_outputs_that_end_early_free_their_rows_early():
-    forecast = Forecast(flat_model(), 1000, None)
+    forecast = QueueTimeModel(flat_model(), 1000, None)
     for _ in range(400):
         forecast.learn(10, 1000)
     prediction = predict(forecast, load(**full((1000, 1000, 1000, 1000))), work(100), 1000)

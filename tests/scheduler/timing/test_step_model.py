@@ -6,7 +6,7 @@ import pytest
 
 from penstock.scheduler.plan import MeasuredStep
 from penstock.scheduler.testing.simulation import cpu_step_s
-from penstock.scheduler.timing.step_time import COMFORT_S, MIN_CHUNK, MIN_SHARE, StepModel, StepWork
+from penstock.scheduler.timing.step_time import COMFORT_S, MIN_CHUNK, MIN_SHARE, StepTimeModel, StepWork
 
 
 def some_work(rng):
@@ -20,7 +20,7 @@ def some_work(rng):
 
 def taught(seed=0, num_steps=60, noise=0.1, first_s=None):
     rng = random.Random(seed)
-    model = StepModel()
+    model = StepTimeModel()
     if first_s is not None:
         model.observe(StepWork(16, 128, 0, 0, 1, 16), first_s)
     for _ in range(num_steps):
@@ -29,7 +29,7 @@ def taught(seed=0, num_steps=60, noise=0.1, first_s=None):
     return model
 
 
-def predict(model: StepModel, work: StepWork) -> float:
+def predict(model: StepTimeModel, work: StepWork) -> float:
     seconds = model.predict(work)
     assert seconds is not None
     return seconds
@@ -45,7 +45,7 @@ def median_error(model, seed=99):
 
 
 def test_copies_come_on_top_of_what_is_computed():
-    model, twin = StepModel(copy_s=1e-3), StepModel()
+    model, twin = StepTimeModel(copy_s=1e-3), StepTimeModel()
     for tokens in range(16, 1600, 16):
         work = StepWork(tokens, tokens * tokens / 2, 0, 0, 1, tokens)
         twin.observe(work, cpu_step_s(work))
@@ -57,14 +57,14 @@ def test_copies_come_on_top_of_what_is_computed():
 
 
 def test_a_step_is_never_taken_to_be_copies_alone():
-    model = StepModel(copy_s=1.0)
+    model = StepTimeModel(copy_s=1.0)
     for _ in range(50):
         model.observe(StepWork(0, 0, 8, 800, copied_blocks=10), 0.1)
     assert predict(model, StepWork(0, 0, 8, 800)) == pytest.approx(0.05, rel=0.1)
 
 
 def test_nothing_is_said_before_enough_is_known():
-    model = StepModel()
+    model = StepTimeModel()
     assert model.predict(StepWork(0, 0, 1, 10)) is None
     assert model.max_prefill(4, 100, 0, 0.01, at_most=512) == 512
 
@@ -77,7 +77,7 @@ def test_what_a_worker_measured_at_its_start_is_enough_to_size_chunks(num_decode
     def step_s(work: StepWork) -> float:
         return 0.045 + 6e-4 * work.prefill_tokens + 1e-3 * work.decodes
 
-    model = StepModel()
+    model = StepTimeModel()
     for start, end, decodes in ((0, 128, 0), (128, 144, 0), (0, 0, 1), (0, 0, 16)):
         work = StepWork.measured(MeasuredStep(start, end, decodes, 0))
         model.observe(work, step_s(work))
@@ -126,7 +126,7 @@ def test_a_machine_that_is_suddenly_slower_is_noticed_at_once():
 def test_no_coefficient_is_negative():
     """A step with more work never takes less time, however odd what was seen."""
     rng = random.Random(3)
-    model = StepModel()
+    model = StepTimeModel()
     for _ in range(200):
         work = some_work(rng)
         model.observe(work, rng.uniform(0.001, 0.1))

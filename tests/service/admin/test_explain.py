@@ -10,7 +10,7 @@ from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.scheduler.timeline import Kind
+from penstock.scheduler.timeline import EntryKind
 from penstock.v1 import admin_pb2, generation_pb2 as pb
 
 BLOCK = 16
@@ -265,7 +265,7 @@ async def test_changed_and_cancelled_by_its_caller(explain, new_reading):
     assert decoded.num_tokens >= 3
     assert decoded.last_step - decoded.first_step >= 2
     await call.write(pb.GenerateRequest(update=pb.Update(ref=1, priority=2, max_tokens=2000)))
-    await until(lambda: Kind.UPDATED in [entry.kind for entry in service.engine.explain(request_id).entries()])
+    await until(lambda: EntryKind.UPDATED in [entry.kind for entry in service.engine.explain(request_id).entries()])
     await call.write(pb.GenerateRequest(cancel=pb.Cancel(refs=[1])))
     await call.done_writing()
     await reading.read(call)
@@ -312,7 +312,7 @@ async def test_an_id_that_can_be_none(explain, request_id):
 
 def test_every_kind_is_on_the_wire():
     names = {name.removeprefix("TIMELINE_KIND_") for name in admin_pb2.TimelineKind.keys()}  # noqa: SIM118 - an enum
-    assert names == {kind.name for kind in Kind} | {"UNSPECIFIED"}
+    assert names == {kind.name for kind in EntryKind} | {"UNSPECIFIED"}
 
 
 async def test_a_prediction_beyond_its_field_is_the_most_that_it_holds(explain):

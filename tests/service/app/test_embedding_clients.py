@@ -9,7 +9,7 @@ import pytest
 from penstock.clients import AsyncClient, Client, InvalidOption, RequestFailed
 from penstock.clients.embeddings import build_embed_request
 from penstock.models.checkpoint.checkpoint import resolve_model
-from penstock.models.checkpoint.pooling_config import Embedding
+from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.testing.fake_worker import vector_of
 from penstock.service.app.serve import prepare
@@ -85,8 +85,8 @@ class TestServe:
         def embedding(*flags):
             return prepare(parse_config([str(model), "--port=0", "--admin-listen=off", *flags])).server.embedding
 
-        assert embedding() == Embedding(Pooling.MEAN, normalize=False)
-        assert embedding("--pooling", "cls") == Embedding(Pooling.CLS, normalize=False)
+        assert embedding() == PoolingConfig(Pooling.MEAN, normalize=False)
+        assert embedding("--pooling", "cls") == PoolingConfig(Pooling.CLS, normalize=False)
 
     def test_the_flag_knows_three(self):
         with pytest.raises(ConfigError, match=r"--pooling: .*last.*mean.*cls"):

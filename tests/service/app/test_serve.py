@@ -26,7 +26,7 @@ from penstock.clients.errors import RequestFailed
 from penstock.kernels.cpu.bindings import LEVELS, find_kernels
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.service.app import serve
-from penstock.service.app.usage_examples import Administration, Calls, Transport
+from penstock.service.app.usage_examples import Administration, Transport, UsageExamples
 from penstock.service.config.addresses import Address
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -143,7 +143,7 @@ def call_as_buf_would(arguments):
 
 def test_a_call_fits_where_the_service_listens():
     def calls(listen, **options):
-        return Calls(Address.parse(listen), **{"takes_chat": False, "wants_key": False, **options})
+        return UsageExamples(Address.parse(listen), **{"takes_chat": False, "wants_key": False, **options})
 
     everywhere = calls("0.0.0.0:80")
     assert 'Client("127.0.0.1:80")' in everywhere.python
@@ -161,7 +161,7 @@ def test_a_call_fits_where_the_service_listens():
 
 def test_a_call_has_what_tls_asks_for():
     def calls(transport):
-        return Calls(Address.parse("10.0.0.5:80"), takes_chat=True, wants_key=False, transport=transport)
+        return UsageExamples(Address.parse("10.0.0.5:80"), takes_chat=True, wants_key=False, transport=transport)
 
     one_way, mutual = calls(Transport.TLS), calls(Transport.MUTUAL_TLS)
     assert 'import Client, Tls; client = Client("10.0.0.5:80", tls=Tls(ca="CA.pem"))' in one_way.python

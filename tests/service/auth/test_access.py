@@ -22,7 +22,7 @@ from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.identity import ACCESS, Access
 from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.config.serve_config import ServeConfig
-from penstock.service.requests.generate import Converter
+from penstock.service.requests.generate import RequestBuilder
 from penstock.v1 import generation_pb2 as pb
 
 KEYS = {"acme": "a" * 40, "zenith": "z" * 40, "operators": "o" * 40}
@@ -302,7 +302,7 @@ class TestChanges:
             assert dict(error.value.trailing_metadata())["grpc-retry-pushback-ms"] == str(delay_ms)
         assert await complete(service, KEYS["operators"]) is grpc.StatusCode.OK
         # Nothing is spent on what is refused for its rate alone: its prompt is not even tokenized.
-        monkeypatch.setattr(Converter, "prepare", lambda *_: pytest.fail("was prepared"))
+        monkeypatch.setattr(RequestBuilder, "prepare", lambda *_: pytest.fail("was prepared"))
         assert await complete(service, KEYS["acme"]) is grpc.StatusCode.RESOURCE_EXHAUSTED
         config = service.engine.config
         assert config.tenants["acme"].weight == 1  # the file says it all: what it no longer names is at its default

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from penstock.service.auth.identity import ACCESS, Caller
+from penstock.service.auth.identity import ACCESS, Principal
 from penstock.service.auth.reloaded_files import FileError
 from penstock.service.errors import ServiceError
 from penstock.v1 import generation_pb2 as pb, model_pb2, tokenizer_pb2
@@ -40,16 +40,16 @@ def start(**fields):
 
 
 def test_keys_are_known_by_their_hashes(keys):
-    assert keys.authenticate(bearer(KEY)) == Caller("acme")
-    assert keys.authenticate(bearer(GATEWAY_KEY)) == Caller("gateway", may_act_for_others=True)
+    assert keys.authenticate(bearer(KEY)) == Principal("acme")
+    assert keys.authenticate(bearer(GATEWAY_KEY)) == Principal("gateway", may_act_for_others=True)
 
 
 def test_a_key_may_have_several_rights_in_any_order(tmp_path, load_keys):
     path = tmp_path / "keys"
     for rights, caller in (
-        ("admin", Caller("acme", may_administer=True)),
-        ("admin act-for-others", Caller("acme", may_act_for_others=True, may_administer=True)),
-        ("act-for-others admin", Caller("acme", may_act_for_others=True, may_administer=True)),
+        ("admin", Principal("acme", may_administer=True)),
+        ("admin act-for-others", Principal("acme", may_act_for_others=True, may_administer=True)),
+        ("act-for-others admin", Principal("acme", may_act_for_others=True, may_administer=True)),
     ):
         path.write_text(f"{hash_key(KEY)} acme {rights}\n")
         assert load_keys(path).authenticate(bearer(KEY)) == caller
@@ -120,7 +120,7 @@ def test_the_line_that_an_error_shows_makes_a_key(tmp_path, load_keys):
     command = str(error.value).partition("; ")[2].removesuffix(" makes a line")
     made = subprocess.run(["bash", "-c", command], env={"KEY": KEY}, capture_output=True, text=True, check=True)
     (tmp_path / "keys").write_text(made.stdout)
-    assert load_keys(tmp_path / "keys").authenticate(bearer(KEY)) == Caller("some-tenant")
+    assert load_keys(tmp_path / "keys").authenticate(bearer(KEY)) == Principal("some-tenant")
 
 
 async def test_without_a_key_nobody_gets_in(start_service, keys):

@@ -12,7 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from penstock.service.auth.identity import Caller
+from penstock.service.auth.identity import Principal
 from penstock.service.auth.jwt import TokenKeys, TokenRules
 from penstock.service.auth.reloaded_files import FileError, NamedFile
 from penstock.service.errors import Reason, ServiceError
@@ -47,19 +47,19 @@ def refusal(keys, token):
 
 @pytest.mark.parametrize("kid", ["rsa", "ec", "ed"])
 def test_each_kind_of_key_signs(issuer, keys, kid):
-    assert keys.caller_of(issuer.token(kid)) == Caller("acme")
+    assert keys.caller_of(issuer.token(kid)) == Principal("acme")
 
 
 @pytest.mark.parametrize(
     ("scope", "caller"),
     [
-        ("", Caller("acme")),
-        ("openid admin act-for-others", Caller("acme")),
-        ("openid penstock:admin", Caller("acme", may_administer=True)),
-        (["penstock:act-for-others"], Caller("acme", may_act_for_others=True)),
-        ("penstock:admin penstock:act-for-others", Caller("acme", may_act_for_others=True, may_administer=True)),
-        ({"penstock:admin": 1}, Caller("acme")),
-        (None, Caller("acme")),
+        ("", Principal("acme")),
+        ("openid admin act-for-others", Principal("acme")),
+        ("openid penstock:admin", Principal("acme", may_administer=True)),
+        (["penstock:act-for-others"], Principal("acme", may_act_for_others=True)),
+        ("penstock:admin penstock:act-for-others", Principal("acme", may_act_for_others=True, may_administer=True)),
+        ({"penstock:admin": 1}, Principal("acme")),
+        (None, Principal("acme")),
     ],
 )
 def test_rights_are_words_of_a_claim(issuer, keys, scope, caller):
@@ -69,7 +69,7 @@ def test_rights_are_words_of_a_claim(issuer, keys, scope, caller):
 def test_claims_may_have_other_names(issuer):
     rules = TokenRules(RULES.issuer, RULES.audience, "https://id.example/team", "roles")
     token = issuer.token(**{"https://id.example/team": "zenith", "roles": ["penstock:admin"]})
-    assert parse(issuer.jwks(), rules).caller_of(token) == Caller("zenith", may_administer=True)
+    assert parse(issuer.jwks(), rules).caller_of(token) == Principal("zenith", may_administer=True)
 
 
 def test_clocks_may_differ_a_little(issuer, keys):
@@ -162,7 +162,7 @@ def test_keys_that_sign_nothing_here_are_passed_over(issuer):
         {"kty": "new", "kid": "new"},
     ]
     keys = parse({"keys": [*others, ours]})
-    assert keys.caller_of(issuer.token("rsa")) == Caller("acme")
+    assert keys.caller_of(issuer.token("rsa")) == Principal("acme")
     assert refusal(keys, issuer.token("rsa", headers={"kid": "other"})).startswith("no valid API key")
     with pytest.raises(FileError, match="holds no key that signs tokens"):
         parse({"keys": others})

@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.service.auth.identity import Caller
+from penstock.service.auth.identity import Principal
 from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 GENERATION, TOKENIZER = "GenerationService", "TokenizerService"
@@ -48,7 +48,7 @@ class Keys:
 
     def authenticate(self, metadata):
         key = dict(metadata)["authorization"]
-        return Caller(key, may_act_for_others=key == "gateway")
+        return Principal(key, may_act_for_others=key == "gateway")
 
 
 @pytest.fixture

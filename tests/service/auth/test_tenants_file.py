@@ -5,7 +5,7 @@ import pytest
 from penstock.scheduler.config import TenantLimits
 from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.auth.reloaded_files import FileError, NamedFile
-from penstock.service.auth.tenant_limits import TENANTS_FLAG, Tenants, parse_tenants
+from penstock.service.auth.tenant_limits import TENANTS_FLAG, TenantLimitsFile, parse_tenants
 from penstock.service.config.serve_config import parse_config
 
 
@@ -27,12 +27,12 @@ def test_a_key_for_each_tenant_and_one_for_all_others(load):
     )
     acme = TenantLimits(2.5, max_prompt_tokens=8000, max_tokens=1000)
     zenith = TenantLimits(requests_per_second=0.5, tokens_per_minute=100_000)
-    assert tenants == Tenants(TenantLimits(max_live_requests=200), {"acme": acme, "zenith": zenith})
+    assert tenants == TenantLimitsFile(TenantLimits(max_live_requests=200), {"acme": acme, "zenith": zenith})
 
 
 @pytest.mark.parametrize("text", ["{}", "# no limits\n{}\n"])
 def test_an_empty_mapping_changes_nothing(load, text):
-    assert load(text) == Tenants()
+    assert load(text) == TenantLimitsFile()
 
 
 def test_names_are_text_whatever_yaml_would_take_them_for(load):

@@ -9,9 +9,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
-from penstock.service.chat_templates.chat_template import ToolCall
+from penstock.service.chat_templates.chat_template import TemplateToolCall
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.text.tokenizer import Chat, Message, Tokenizer
+from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
 
 ALTERNATE = (
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -89,11 +89,11 @@ def load(libraries, tmp_path):
 
 
 def user(content):
-    return Message("user", content)
+    return TemplateMessage("user", content)
 
 
 def assistant(content):
-    return Message("assistant", content)
+    return TemplateMessage("assistant", content)
 
 
 @pytest.mark.parametrize("library", ["byte-level", "metaspace"])
@@ -102,22 +102,22 @@ def assistant(content):
 def test_a_turn_has_the_tokens_of_the_whole_conversation(load, template, library, question):
     tokenizer = load(TEMPLATES[template], library)
     turns = [user("What is a penstock?"), assistant("A pipe."), user(question)]
-    whole = tokenizer.encode_chat(Chat(turns))
-    more = tokenizer.encode_chat_after(Chat(turns[2:]))
+    whole = tokenizer.encode_chat(TemplateInput(turns))
+    more = tokenizer.encode_chat_after(TemplateInput(turns[2:]))
     assert whole[-len(more) :] == more
     before = tokenizer.decode(whole[: -len(more)], include_special_tokens=True)
     assert before.endswith("A pipe.")
     if library == "byte-level" and template != "plain":  # whose opening lacks the space before the answer
-        assert whole == tokenizer.encode_chat(Chat(turns[:1])) + tokenizer.encode_after("A pipe.") + more
+        assert whole == tokenizer.encode_chat(TemplateInput(turns[:1])) + tokenizer.encode_after("A pipe.") + more
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama-3", "plain"])
 def test_several_messages_of_any_role_and_no_opening(load, template):
     tokenizer = load(TEMPLATES[template])
-    turns = [user("What?"), assistant("A pipe."), Message("tool", "42"), user("So?")]
+    turns = [user("What?"), assistant("A pipe."), TemplateMessage("tool", "42"), user("So?")]
     for opens_turn in (True, False):
-        more = tokenizer.encode_chat_after(Chat(turns[2:], opens_turn))
-        assert tokenizer.encode_chat(Chat(turns, opens_turn))[-len(more) :] == more
+        more = tokenizer.encode_chat_after(TemplateInput(turns[2:], opens_turn))
+        assert tokenizer.encode_chat(TemplateInput(turns, opens_turn))[-len(more) :] == more
 
 
 def test_the_demo_models_template():
@@ -130,9 +130,9 @@ def test_the_demo_models_template():
         user("?"),
     ]
     for end in (3, 5):
-        known = tokenizer.encode_chat(Chat(turns[: end - 2])) + tokenizer.encode_after(turns[end - 2].content)
-        assert tokenizer.encode_chat(Chat(turns[:end])) == known + tokenizer.encode_chat_after(
-            Chat(turns[end - 1 : end])
+        known = tokenizer.encode_chat(TemplateInput(turns[: end - 2])) + tokenizer.encode_after(turns[end - 2].content)
+        assert tokenizer.encode_chat(TemplateInput(turns[:end])) == known + tokenizer.encode_chat_after(
+            TemplateInput(turns[end - 1 : end])
         )
 
 
@@ -147,14 +147,14 @@ def test_the_demo_models_template():
 )
 def test_a_template_that_does_not_show_an_answer_as_it_is_cannot_follow_one(load, template):
     with pytest.raises(ServiceError, match="send the whole conversation without continue_from") as error:
-        load(template).encode_chat_after(Chat([user("x")]))
+        load(template).encode_chat_after(TemplateInput([user("x")]))
     assert error.value.reason is Reason.CHAT_NOT_CONTINUABLE
     assert error.value.code is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_a_template_may_refuse_what_follows(load):
     with pytest.raises(ServiceError, match="roles must alternate") as error:
-        load(GEMMA).encode_chat_after(Chat([assistant("me again")]))
+        load(GEMMA).encode_chat_after(TemplateInput([assistant("me again")]))
     assert error.value.field == "chat"
 
 
@@ -187,19 +187,21 @@ def test_the_demo_models_template_is_chatml_with_tools_in_the_form_of_hermes(wit
         {"role": "assistant", "content": "Yes."},
         {"role": "user", "content": " When?"},
     ]
-    calls = [ToolCall("c", "w", arguments)] * 2
+    calls = [TemplateToolCall("c", "w", arguments)] * 2
     turns = [
-        Message(each["role"], each.get("content"), calls if "tool_calls" in each else (), each.get("tool_call_id", ""))
+        TemplateMessage(
+            each["role"], each.get("content"), calls if "tool_calls" in each else (), each.get("tool_call_id", "")
+        )
         for each in messages
     ]
     tools = [tool] if with_tools else []
     expected = reference.apply_chat_template(
         messages, tools=tools or None, add_generation_prompt=True, return_dict=False
     )
-    assert tokenizer.encode_chat(Chat(turns, tools=tools)) == expected
+    assert tokenizer.encode_chat(TemplateInput(turns, tools=tools)) == expected
     text = tokenizer.decode(expected, include_special_tokens=True)
     assert text.count('<tool_call>\n{"name": "w", "arguments": {"city": "Köln"}}\n</tool_call>') == 2
     assert ("<tools>" in text) is with_tools
     plain = [turns[0], turns[1], turns[4], turns[5]]
     chatml = "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in plain)
-    assert tokenizer.render_chat(Chat(plain)) == f"{chatml}<|im_start|>assistant\n"
+    assert tokenizer.render_chat(TemplateInput(plain)) == f"{chatml}<|im_start|>assistant\n"

@@ -6,10 +6,10 @@ import jinja2.sandbox
 import pytest
 import tokenizers
 
-from penstock.service.chat_templates.chat_template import ToolCall
+from penstock.service.chat_templates.chat_template import TemplateToolCall
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.chat import check_chat
-from penstock.service.text.tokenizer import Chat, Message, Tokenizer
+from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
 from penstock.v1 import generation_pb2 as pb
 
 
@@ -29,7 +29,7 @@ def load(byte_tokenizer_path, tmp_path):
 def test_a_template_sees_the_content_as_it_is(load):
     template = "{% set text = messages[0].content %}{{ text.split('</think>')[-1].lstrip('\\n') }}|{{ text | length }}"
     tokenizer = load(template)
-    assert tokenizer.render_chat(Chat([Message("assistant", "hm</think>\n\nyes")])) == "yes|15"
+    assert tokenizer.render_chat(TemplateInput([TemplateMessage("assistant", "hm</think>\n\nyes")])) == "yes|15"
 
 
 def test_templates_have_what_they_are_written_for(load):
@@ -40,8 +40,8 @@ def test_templates_have_what_they_are_written_for(load):
         "{{ tools is none }}"
     )
     tokenizer = load(template, bos_token={"content": "<|turn|>"})
-    messages = [Message("user", "one"), Message("assistant", "two")]
-    assert tokenizer.render_chat(Chat(messages)) == '<|turn|>{"a": "é<"}\none\n4True'
+    messages = [TemplateMessage("user", "one"), TemplateMessage("assistant", "two")]
+    assert tokenizer.render_chat(TemplateInput(messages)) == '<|turn|>{"a": "é<"}\none\n4True'
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_templates_have_what_they_are_written_for(load):
 def test_a_template_that_fails_fails_one_request_alone(template, load):
     tokenizer = load(template)
     with pytest.raises(ServiceError, match="chat: the model's chat template fails on it") as caught:
-        tokenizer.encode_chat(Chat([Message("user", "secret words")]))
+        tokenizer.encode_chat(TemplateInput([TemplateMessage("user", "secret words")]))
     assert caught.value.reason is Reason.INVALID_FIELD
     assert "secret" not in caught.value.message
 
@@ -66,18 +66,20 @@ REFUSES = "{{ raise_exception('Only user and assistant roles!') }}"
 
 def refusal(tokenizer, *messages):
     with pytest.raises(ServiceError) as caught:
-        tokenizer.encode_chat(Chat(messages))
+        tokenizer.encode_chat(TemplateInput(messages))
     assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "chat")
     return caught.value.message
 
 
 def test_a_template_may_refuse_in_words_of_its_own(load):
-    said = refusal(load(REFUSES), Message("system", "x"))
+    said = refusal(load(REFUSES), TemplateMessage("system", "x"))
     assert said == "chat: the model's chat template refuses it: Only user and assistant roles!"
-    said = refusal(load("{% set why = 'No ' 'tools.' %}{{ raise_exception(why) }}"), Message("user", "x"))
+    said = refusal(load("{% set why = 'No ' 'tools.' %}{{ raise_exception(why) }}"), TemplateMessage("user", "x"))
     assert said.endswith("refuses it: No tools.")
     long = "x" * 300
-    assert refusal(load(f"{{{{ raise_exception('{long}') }}}}"), Message("user", "x")).endswith(f": {long[:200]}")
+    assert refusal(load(f"{{{{ raise_exception('{long}') }}}}"), TemplateMessage("user", "x")).endswith(
+        f": {long[:200]}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_a_template_may_refuse_in_words_of_its_own(load):
 )
 def test_what_the_caller_wrote_is_in_no_refusal(words, load):
     """A status is no place for prompts, and a template may put them anywhere."""
-    said = refusal(load(f"{{{{ raise_exception({words}) }}}}"), Message("secret", "secret words <|end|>"))
+    said = refusal(load(f"{{{{ raise_exception({words}) }}}}"), TemplateMessage("secret", "secret words <|end|>"))
     assert said == "chat: the model's chat template refuses it"
 
 
@@ -100,7 +102,7 @@ def test_without_a_template_there_are_no_chats(load):
     tokenizer = load(None)
     assert not tokenizer.has_chat_template
     with pytest.raises(ServiceError) as caught:
-        tokenizer.encode_chat(Chat([Message("user", "x")]))
+        tokenizer.encode_chat(TemplateInput([TemplateMessage("user", "x")]))
     assert caught.value.reason is Reason.NO_CHAT_TEMPLATE
 
 
@@ -135,12 +137,12 @@ def test_any_other_role_is_refused_with_those_that_there_are(role, load):
 
 
 def test_the_developer_is_the_system_where_the_template_knows_none(load):
-    chat = Chat([Message("developer", "x")])
+    chat = TemplateInput([TemplateMessage("developer", "x")])
     assert load("{{ messages[0].role }}").render_chat(chat) == "system"
     assert load("{{ messages[0].role }}{{ messages[0].role == 'developer' }}").render_chat(chat) == "developerTrue"
 
 
-CALL = Message("assistant", None, [ToolCall("c", "w", {})])
+CALL = TemplateMessage("assistant", None, [TemplateToolCall("c", "w", {})])
 
 
 @pytest.mark.parametrize(
@@ -154,19 +156,22 @@ CALL = Message("assistant", None, [ToolCall("c", "w", {})])
     ],
 )
 def test_a_call_without_content(template, rendered, load):
-    assert load(template).render_chat(Chat([CALL])) == rendered
+    assert load(template).render_chat(TemplateInput([CALL])) == rendered
 
 
 def test_an_empty_content_is_no_missing_one(load):
     tokenizer = load("{{ messages[0].content is none }}{{ messages[0].content is string }}")
-    assert tokenizer.render_chat(Chat([CALL._replace(content="")])) == "FalseTrue"
+    assert tokenizer.render_chat(TemplateInput([CALL._replace(content="")])) == "FalseTrue"
 
 
 def test_reasoning_has_the_names_that_templates_read(load):
     template = "{% for n in ['reasoning_content', 'reasoning', 'thinking'] %}{{ messages[0][n] }},{% endfor %}"
-    message = Message("assistant", "x", reasoning="hm")
-    assert load(template).render_chat(Chat([message])) == "hm,hm,hm,"
-    assert load("{{ messages[0].thinking is defined }}").render_chat(Chat([Message("assistant", "x")])) == "False"
+    message = TemplateMessage("assistant", "x", reasoning="hm")
+    assert load(template).render_chat(TemplateInput([message])) == "hm,hm,hm,"
+    assert (
+        load("{{ messages[0].thinking is defined }}").render_chat(TemplateInput([TemplateMessage("assistant", "x")]))
+        == "False"
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,9 +184,9 @@ def test_reasoning_has_the_names_that_templates_read(load):
     ],
 )
 def test_arguments_that_are_no_object_are_shown_as_text(shows, rendered, load):
-    message = Message("assistant", "x", [ToolCall("c", "w", '{"a": ')])
+    message = TemplateMessage("assistant", "x", [TemplateToolCall("c", "w", '{"a": ')])
     tokenizer = load("{% set c = messages[0].tool_calls[0].function %}" + shows)
-    assert tokenizer.render_chat(Chat([message])) == rendered
+    assert tokenizer.render_chat(TemplateInput([message])) == rendered
 
 
 THINKS = (
@@ -202,7 +207,7 @@ def test_a_template_that_tests_for_special_tokens_sees_the_content_as_it_is(cont
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": THINKS}))
     tokenizer = Tokenizer.load(tmp_path)
-    chat = Chat([Message("assistant", content)])
+    chat = TemplateInput([TemplateMessage("assistant", content)])
     expected = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(THINKS)
     assert tokenizer.render_chat(chat) == expected.render(messages=[{"role": "assistant", "content": content}])
     splits = "</think>" in content

@@ -8,11 +8,16 @@ import psutil
 import pytest
 
 from penstock.service.chat_templates import renderers as template_renderers
-from penstock.service.chat_templates.chat_template import Chat, Message, TemplateError, compile_templates
+from penstock.service.chat_templates.chat_template import (
+    TemplateError,
+    TemplateInput,
+    TemplateMessage,
+    compile_templates,
+)
 from penstock.service.chat_templates.frames import FREE_GROWTH_CHARS, LONG_FRAME_BYTES
 from penstock.service.chat_templates.text import runs
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.thread_pool import Lane
+from penstock.service.thread_pool import FairThreadPool
 
 SPIN = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 FILL = "{% set bytes = 'x' * 10**10 %}"
@@ -26,7 +31,7 @@ def compiled(source, timeout_s=template_renderers.DEFAULT_TIMEOUT_S, **special_t
 
 
 def chat(content, **options):
-    return Chat([Message("user", content)], **options)
+    return TemplateInput([TemplateMessage("user", content)], **options)
 
 
 def connections(template):
@@ -57,7 +62,7 @@ def test_what_takes_too_much_fails_alone(trap):
 @pytest.mark.parametrize("tenant", ["spinner", "other"])
 async def test_others_go_on_meanwhile(tenant):
     template = compiled(TEMPLATE, 30.0)
-    lane = Lane("test", 1, 1 << 20, num_giving_way=3)
+    lane = FairThreadPool("test", 1, 1 << 20, num_giving_way=3)
     spinning = asyncio.ensure_future(lane.run(lambda: template.render(chat("spin")), 10, "spinner"))
     try:
         for _ in range(20):
@@ -74,7 +79,7 @@ async def test_others_go_on_meanwhile(tenant):
 
 async def test_one_tenants_loops_leave_room_for_anothers():
     template = compiled(TEMPLATE, 30.0)
-    lane = Lane("test", 1, 1 << 20, num_giving_way=3)
+    lane = FairThreadPool("test", 1, 1 << 20, num_giving_way=3)
     spinning = [asyncio.ensure_future(lane.run(lambda: template.render(chat("spin")), 10, "spinner")) for _ in range(8)]
     try:
         assert await lane.run(lambda: template.render(chat("hi")), 10, "other") == "<|user|>hi"

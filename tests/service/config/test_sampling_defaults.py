@@ -14,7 +14,7 @@ from penstock.service.config.flags import ConfigError
 from penstock.service.config.limits import ModelLimits, Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from penstock.service.config.serve_config import parse_config
-from penstock.service.requests.generate import Converter, Origin
+from penstock.service.requests.generate import Origin, RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.text.tokenizer import TokenizerPool
 from penstock.v1 import generation_pb2 as pb, model_pb2
@@ -128,7 +128,7 @@ def convert(byte_tokenizer):
 
     async def make(defaults, **sampling):
         validator = Validator(ModelLimits(byte_tokenizer.vocab_size, 4096))
-        converter = Converter(
+        converter = RequestBuilder(
             validator, pool, "m", 4096, max_retain_s=1, grammars=GrammarChecks(byte_tokenizer), defaults=defaults
         )
         start = pb.Start(text="hello", sampling=pb.Sampling(**sampling))

@@ -17,7 +17,7 @@ from penstock.service.app.embedded import local_service
 from penstock.service.app.serve import prepare
 from penstock.service.config.serve_config import parse_config
 from penstock.service.requests.grammar_check import GrammarChecks
-from penstock.service.text.tokenizer import Chat, Message, Tokenizer
+from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
 from penstock.service.text.tokenizer_files import foresee_facts
 from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
@@ -88,7 +88,7 @@ def test_warnings_are_logged_at_the_start(directory, tmp_path, caplog):
 
 def test_its_own_tokens_are_still_the_tokenizers(tokenizer):
     assert tokenizer.encode("a penstock") == [97, 32, WORD]
-    assert tokenizer.encode_chat(Chat([Message("user", "show")]))[-1] == IMAGE
+    assert tokenizer.encode_chat(TemplateInput([TemplateMessage("user", "show")]))[-1] == IMAGE
     assert IMAGE not in tokenizer.encode("<|image|>")
     assert tokenizer.bad_word_ids(["penstock", "a"]) == ((97,), (32, 97))
 

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.scheduler.request import Context
 from penstock.service.requests import contexts as conversations
-from penstock.service.requests.contexts import FULL_TENANTS, Conversations
+from penstock.service.requests.contexts import FULL_TENANTS, ContextStore
 
 
 class Clock:
@@ -29,7 +29,7 @@ def make(clock):
     """Keeps 10 s, and 100 tokens a tenant unless a test says otherwise."""
 
     def make(ttl_s=10.0, tokens_per_tenant=100):
-        return Conversations(ttl_s, tokens_per_tenant, clock)
+        return ContextStore(ttl_s, tokens_per_tenant, clock)
 
     return make
 

@@ -10,14 +10,14 @@ from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Context
 from penstock.service.config.limits import ModelLimits, Validator
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.requests.contexts import Conversations
+from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.generate import (
     MAX_LOGPROB_ENTRIES,
     MAX_TOKENS_IN_ALL,
     MAX_WHOLE_ANSWER,
-    Answer,
-    Converter,
     Origin,
+    RequestBuilder,
+    ResponseMode,
 )
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.text import tokenizer as tokenizer_module
@@ -37,7 +37,7 @@ def make_converter(byte_tokenizer):
         pool = TokenizerPool(tokenizer, block_size=16, max_prompt_tokens=max_model_len - 1)
         pools.append(pool)
         validator = Validator(ModelLimits(tokenizer.vocab_size, max_model_len))
-        return Converter(
+        return RequestBuilder(
             validator,
             pool,
             "bytes",
@@ -54,7 +54,7 @@ def make_converter(byte_tokenizer):
 
 @pytest.fixture
 def convert(make_converter):
-    async def convert(start, converter=None, tenant="default", answer=Answer.STREAMED, context=None, **origin):
+    async def convert(start, converter=None, tenant="default", answer=ResponseMode.STREAMED, context=None, **origin):
         converter = converter or make_converter()
         converter.check(start)
         whose = Origin("id", tenant, arrival=time.monotonic(), **origin)
@@ -219,14 +219,14 @@ async def test_an_answer_in_one_message_may_have_fewer_logprobs(convert, make_co
     converter = make_converter(max_model_len=1 << 20)
     prompt = "x" * (MAX_WHOLE_ANSWER // 16 - 1)
     fits = pb.Start(text=prompt, output=output, sampling=pb.Sampling(n=n, max_tokens=max_tokens))
-    assert await convert(fits, converter, answer=Answer.WHOLE)
+    assert await convert(fits, converter, answer=ResponseMode.WHOLE)
     more = pb.Start()
     more.CopyFrom(fits)
     if field == "output.logprobs":
         more.sampling.max_tokens += 1
     else:
         more.text += "x"
-    error = await refusal(convert(more, converter, answer=Answer.WHOLE))
+    error = await refusal(convert(more, converter, answer=ResponseMode.WHOLE))
     assert (error.reason, error.field) == (Reason.TOO_EXPENSIVE, field)
     assert "GenerateOne" in error.message
     assert await convert(more, converter)
@@ -235,7 +235,7 @@ async def test_an_answer_in_one_message_may_have_fewer_logprobs(convert, make_co
 async def test_logprobs_of_output_and_prompt_count_together(convert, make_converter):
     half = MAX_WHOLE_ANSWER // 2
     request = start("x" * (half // 2), pb.Output(logprobs=0, prompt_logprobs=1), max_tokens=half // 2 + 1)
-    error = await refusal(convert(request, make_converter(max_model_len=1 << 20), answer=Answer.WHOLE))
+    error = await refusal(convert(request, make_converter(max_model_len=1 << 20), answer=ResponseMode.WHOLE))
     assert error.field == "output.logprobs"
     assert len(error.message) < 300
 
@@ -249,9 +249,9 @@ async def test_an_answer_in_one_message_has_fewer_tokens(convert, make_converter
     converter = make_converter(max_model_len=1 << 20)
     most = MAX_WHOLE_ANSWER // (2 * units)
     output = pb.Output(format=format_)
-    assert await convert(start("x", output, n=2, max_tokens=most), converter, answer=Answer.WHOLE)
+    assert await convert(start("x", output, n=2, max_tokens=most), converter, answer=ResponseMode.WHOLE)
     more = start("x", output, n=2, max_tokens=most + 1)
-    error = await refusal(convert(more, converter, answer=Answer.WHOLE))
+    error = await refusal(convert(more, converter, answer=ResponseMode.WHOLE))
     assert (error.reason, error.field) == (Reason.TOO_EXPENSIVE, "sampling.max_tokens")
     assert "call GenerateOne" in error.message
     assert await convert(more, converter)
@@ -259,11 +259,11 @@ async def test_an_answer_in_one_message_has_fewer_tokens(convert, make_converter
 
 async def test_a_default_fits_an_answer_in_one_message(convert, make_converter):
     converter = make_converter(max_model_len=1 << 20)
-    assert (await convert(start("x"), converter, answer=Answer.WHOLE)).max_tokens == MAX_WHOLE_ANSWER
+    assert (await convert(start("x"), converter, answer=ResponseMode.WHOLE)).max_tokens == MAX_WHOLE_ANSWER
     request = start("x" * 1000, pb.Output(logprobs=2, prompt_logprobs=0), n=4)
-    assert (await convert(request, converter, answer=Answer.WHOLE)).max_tokens == (MAX_WHOLE_ANSWER - 1000) // 16
+    assert (await convert(request, converter, answer=ResponseMode.WHOLE)).max_tokens == (MAX_WHOLE_ANSWER - 1000) // 16
     request = start("x", n=4, min_tokens=MAX_WHOLE_ANSWER // 4 + 1)
-    assert (await refusal(convert(request, converter, answer=Answer.WHOLE))).reason is Reason.TOO_EXPENSIVE
+    assert (await refusal(convert(request, converter, answer=ResponseMode.WHOLE))).reason is Reason.TOO_EXPENSIVE
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])
@@ -301,7 +301,7 @@ class TestContinueFrom:
     def kept(self):
         """Of the tenant "default": x, 40 times."""
         ids = [ord("x")] * 40
-        conversations = Conversations(600.0, 1_000_000)
+        conversations = ContextStore(600.0, 1_000_000)
         hashes = hash_blocks(ids, 16, tenant_salt("bytes", "default"))
         assert conversations.keep("R", "default", Context(ids, hashes), wanted=True)
         return conversations.find("R", "default")

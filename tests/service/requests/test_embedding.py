@@ -8,7 +8,7 @@ import grpc
 import pytest
 from waiting import until
 
-from penstock.models.checkpoint.pooling_config import Embedding
+from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.testing.fake_executor import FakeExecutor
@@ -62,7 +62,7 @@ def is_idle(service):
 class TestVectors:
     @pytest.mark.parametrize("pooling", list(Pooling), ids=lambda pooling: pooling.value)
     async def test_come_in_the_order_of_the_inputs(self, start_service, pooling):
-        service = await start_service(embedding=Embedding(pooling))
+        service = await start_service(embedding=PoolingConfig(pooling))
         inputs = ["hello", list(range(100)), "x", "hello", "y" * 300]
         response = await service.embedding.Embed(request(*inputs))
         ids = [list(item.encode()) if isinstance(item, str) else item for item in inputs]
@@ -78,7 +78,7 @@ class TestVectors:
         assert vectors(response) == [raw(list(b"ab"), Pooling.LAST)]
 
     async def test_the_models_files_say_whether_they_are_scaled(self, start_service):
-        service = await start_service(embedding=Embedding(Pooling.MEAN, normalize=False))
+        service = await start_service(embedding=PoolingConfig(Pooling.MEAN, normalize=False))
         plain = raw(list(b"ab"), Pooling.MEAN)
         assert vectors(await service.embedding.Embed(request("ab"))) == [plain]
         [vector] = vectors(await service.embedding.Embed(request("ab", normalize=True)))
@@ -101,7 +101,7 @@ class TestVectors:
         """And the other way round; the other poolings want every hidden state."""
         text = "a prompt of more than two blocks, to be sure"
         for pooling, cached in ((Pooling.LAST, 32), (Pooling.MEAN, 0), (Pooling.CLS, 0)):
-            service = await start_service(embedding=Embedding(pooling))
+            service = await start_service(embedding=PoolingConfig(pooling))
             start = generation_pb2.Start(text=text, sampling=generation_pb2.Sampling(max_tokens=1))
             await service.generation.Complete(generation_pb2.CompleteRequest(start=start))
             response = await service.embedding.Embed(request(text, text + "!"))
@@ -137,7 +137,7 @@ class TestVectors:
     async def test_survive_the_worker(self, start_service):
         """What is computed stays computed; the rest begins again."""
         executor = paced(0.005)
-        service = await start_service(executor, SchedulerConfig(max_num_seqs=8), embedding=Embedding(Pooling.MEAN))
+        service = await start_service(executor, SchedulerConfig(max_num_seqs=8), embedding=PoolingConfig(Pooling.MEAN))
         inputs = [[index] * 40 for index in range(100)]
         call = asyncio.ensure_future(service.embedding.Embed(request(*inputs, normalize=False)))
         for _ in range(2):

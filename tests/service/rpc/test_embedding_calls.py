@@ -9,7 +9,7 @@ from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.auth.identity import Caller
+from penstock.service.auth.identity import Principal
 from penstock.service.errors import Reason, ServiceError
 from penstock.v1 import embedding_pb2 as pb, generation_pb2
 
@@ -49,7 +49,7 @@ class Keys:
         key = dict(metadata).get("authorization")
         if key not in ("acme", "gateway"):
             raise ServiceError(Reason.UNAUTHENTICATED)
-        return Caller(key, may_act_for_others=key == "gateway")
+        return Principal(key, may_act_for_others=key == "gateway")
 
 
 class TestCallers:

@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from penstock.scheduler.request import FinishReason, RefusalKind, Refused
+from penstock.scheduler.request import EngineFinishReason, RefusalKind, Refused
 from penstock.service.errors import (
     CATALOGUE,
     MAX_STATUS_BYTES,
@@ -87,19 +87,19 @@ def test_a_full_queue_that_never_empties_enough_is_not_tried_again():
     assert dict(trailers(to_status(known, REQUEST_ID)))["grpc-retry-pushback-ms"] == "-1"
 
 
-@pytest.mark.parametrize("reason", FinishReason)
+@pytest.mark.parametrize("reason", EngineFinishReason)
 def test_every_end_has_a_status(reason):
     status = ending_status(reason, "secret of the worker", REQUEST_ID)
-    is_fine = reason in (FinishReason.STOP, FinishReason.LENGTH)
+    is_fine = reason in (EngineFinishReason.STOP, EngineFinishReason.LENGTH)
     assert (status.code == 0) == is_fine
-    if reason in (FinishReason.INTERNAL, FinishReason.WORKER_DIED, FinishReason.KILLED_WORKER):
+    if reason in (EngineFinishReason.INTERNAL, EngineFinishReason.WORKER_DIED, EngineFinishReason.KILLED_WORKER):
         assert "secret" not in status.message
 
 
 def test_what_is_reported_to_the_operator_has_its_id_in_the_message():
     """Tools such as buf show the details as base64."""
     assert to_status(ServiceError(Reason.INTERNAL), REQUEST_ID).message.endswith(f"the request id {REQUEST_ID}")
-    assert ending_status(FinishReason.INTERNAL, "", REQUEST_ID).message.endswith(REQUEST_ID)
+    assert ending_status(EngineFinishReason.INTERNAL, "", REQUEST_ID).message.endswith(REQUEST_ID)
 
 
 def test_a_bug_of_ours_is_not_in_the_catalogue():

@@ -11,7 +11,7 @@ from waiting import until
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import Delta, RefusalKind, Refused
+from penstock.scheduler.request import RefusalKind, Refused, SequenceDelta
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.requests import lifecycle as live
 from penstock.service.rpc import generation
@@ -397,7 +397,7 @@ class TestSingle:
         answer = generation._WholeAnswer()
         form = OutputForm(text=True, token_ids=True)
         for choice in (1, 0, 1):
-            answer.delta(0, Delta(choice, [97], "a\r\n", TokenLogprobs(1, [-1.0], [98], [-2.0])), form, False)
+            answer.delta(0, SequenceDelta(choice, [97], "a\r\n", TokenLogprobs(1, [-1.0], [98], [-2.0])), form, False)
         monkeypatch.delattr(generation, "fill_delta")
         answer.finished(pb.Finished(request_id="id"))
         response = await answer.whole

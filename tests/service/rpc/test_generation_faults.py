@@ -14,13 +14,13 @@ from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth import identity
 from penstock.service.errors import ServiceError
-from penstock.service.requests.generate import Converter
-from penstock.service.requests.lifecycle import LiveRequest
+from penstock.service.requests.generate import RequestBuilder
+from penstock.service.requests.lifecycle import RequestLifecycle
 from penstock.service.rpc import generation
 from penstock.service.streaming import messages
 from penstock.service.streaming.outbox import Outbox
 from penstock.service.telemetry.tracing import Telemetry
-from penstock.service.text.detokenizer import IncrementalText
+from penstock.service.text.detokenizer import IncrementalDetokenizer
 from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
 from penstock.v1 import generation_pb2 as pb
 
@@ -86,17 +86,17 @@ class FailingExecutor(FakeExecutor):
 
 # Where, and what is put there. The class is patched, so that every instance of the service's has it.
 SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "validator": (Converter, "check", raises(Fault)),
-    "preparation": (Converter, "prepare", raises(Fault)),
+    "validator": (RequestBuilder, "check", raises(Fault)),
+    "preparation": (RequestBuilder, "prepare", raises(Fault)),
     "pool": (TokenizerPool, "run", raises(Fault)),
     "pool is cancelled": (TokenizerPool, "run", raises(own_cancel)),
     "tokenizer": (Tokenizer, "encode", raises(Fault)),
-    "tenant": (identity.Caller, "tenant_for", raises(Fault)),
+    "tenant": (identity.Principal, "tenant_for", raises(Fault)),
     "telemetry of a call": (Telemetry, "call", raises(Fault)),
     "telemetry of a request": (Telemetry, "request", raises(Fault)),
-    "text state is made": (Converter, "_make_text", raises(Fault)),
-    "text state": (IncrementalText, "feed", raises(Fault)),
-    "sink": (LiveRequest, "_deliver", raises(Fault)),
+    "text state is made": (RequestBuilder, "_make_text", raises(Fault)),
+    "text state": (IncrementalDetokenizer, "feed", raises(Fault)),
+    "sink": (RequestLifecycle, "_deliver", raises(Fault)),
     "sink's accepted": (Outbox, "accepted", raises(Fault)),
     "sink's delta": (Outbox, "delta", raises(Fault)),
     "sink's end": (Outbox, "finished", raises(Fault)),
@@ -110,8 +110,8 @@ SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "stream": (generation._Stream, "_take", raises(Fault)),
     "call": (generation.GenerationService, "new_request", raises(Fault)),
     "call is cancelled": (generation.GenerationService, "new_request", raises(own_cancel)),
-    "authenticator": (identity.Everyone, "authenticate", raises(Fault)),
-    "authenticator is cancelled": (identity.Everyone, "authenticate", raises(own_cancel)),
+    "authenticator": (identity.AllowAll, "authenticate", raises(Fault)),
+    "authenticator is cancelled": (identity.AllowAll, "authenticate", raises(own_cancel)),
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from penstock.service.auth.identity import Bearers
+from penstock.service.auth.identity import BearerAuthenticator
 from penstock.service.transport import call_limits
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -33,7 +33,7 @@ OPEN = {
 @pytest.fixture
 async def channel(start_service):
     """To a service that knows no key."""
-    return (await start_service(authenticator=Bearers([]))).channel
+    return (await start_service(authenticator=BearerAuthenticator([]))).channel
 
 
 async def failure(call):
@@ -72,7 +72,7 @@ async def test_every_message_of_a_stream_that_is_open_to_everyone_is_small(chann
 async def test_what_is_open_to_everyone_does_not_wait_for_ever(start_service, path, monkeypatch):
     """gRPC keeps the beginning of a message for as long as somebody waits for its end."""
     monkeypatch.setattr(call_limits, "OPEN_PATIENCE_S", 0.01)
-    channel = (await start_service(authenticator=Bearers([]))).channel
+    channel = (await start_service(authenticator=BearerAuthenticator([]))).channel
     error = await failure(channel.stream_stream(path)())
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "0.01 s" in error.details()

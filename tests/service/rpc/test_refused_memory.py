@@ -17,7 +17,7 @@ from tokenizers import normalizers
 from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.service.auth.identity import ACCESS, Caller
+from penstock.service.auth.identity import ACCESS, Principal
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.transport.call_limits import MAX_MESSAGE_BYTES
@@ -38,11 +38,11 @@ GENERATION = "/penstock.v1.GenerationService"
 class Keys:
     """A key is its tenant's name; an operator's begins with ``ops``."""
 
-    def authenticate(self, metadata: Any) -> Caller:
+    def authenticate(self, metadata: Any) -> Principal:
         key = dict(metadata).get("authorization")
         if key is None:
             raise ServiceError(Reason.UNAUTHENTICATED)
-        return Caller(key, may_administer=key.startswith("ops"))
+        return Principal(key, may_administer=key.startswith("ops"))
 
 
 def chat(**fields: Any) -> pb.Chat:

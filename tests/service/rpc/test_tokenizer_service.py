@@ -9,7 +9,7 @@ import pytest
 from waiting import until
 
 from penstock.clients.host.parse_turns import ParseTurns
-from penstock.service.auth.identity import Caller
+from penstock.service.auth.identity import Principal
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.rpc import tokenizer as tokenizer_service
 from penstock.service.text.tokenizer import TokenizerPool
@@ -33,7 +33,7 @@ class Keys:
         key = dict(metadata).get("authorization")
         if key is None:
             raise ServiceError(Reason.UNAUTHENTICATED)
-        return Caller(key)
+        return Principal(key)
 
 
 async def refused_field(call, details_of):

@@ -3,20 +3,20 @@
 import pytest
 from google.rpc import status_pb2
 
-from penstock.scheduler.request import Accepted, Finished, FinishReason, Timings, Usage
+from penstock.scheduler.request import EngineFinishReason, RequestAccepted, RequestFinished, RequestTimings, TokenUsage
 from penstock.service.streaming.messages import finished_message
 from penstock.v1 import generation_pb2 as pb
 
 
-@pytest.mark.parametrize("reason", FinishReason)
+@pytest.mark.parametrize("reason", EngineFinishReason)
 def test_every_end_has_its_reason(reason):
-    finished = Finished(reason, Usage(), Timings())
+    finished = RequestFinished(reason, TokenUsage(), RequestTimings())
     message = finished_message(1, "R", finished, status_pb2.Status(), None, False)
     assert message.reason != pb.FINISH_REASON_UNSPECIFIED
 
 
 def test_an_end_is_told_with_all_that_is_known():
-    finished = Finished(FinishReason.STOP, Usage(1, 2, 3), Timings(10, 20, 30, 40, 5, 6))
+    finished = RequestFinished(EngineFinishReason.STOP, TokenUsage(1, 2, 3), RequestTimings(10, 20, 30, 40, 5, 6))
     message = finished_message(7, "R", finished, status_pb2.Status(), 2**64 - 1, True)
     assert message == pb.Finished(
         ref=7,
@@ -39,7 +39,7 @@ async def test_a_prediction_counts_from_arrival(start_service, new_reading, monk
         sink = request.sink
 
         def predicting(event):
-            if isinstance(event, Accepted):
+            if isinstance(event, RequestAccepted):
                 event.predicted_ttft_s = predicted_ttft_s
             sink(event)
 

@@ -6,10 +6,10 @@ import pytest
 from waiting import until
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.request import Delta, FinishReason, Matched, PromptLogprobs
+from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta, StopMatch
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.streaming import backlog as backlog_module, outbox as outbox_module, pacing as alarm_module
-from penstock.service.streaming.backlog import Backlog, Pacer
+from penstock.service.streaming.backlog import BufferBudget, WritePacer
 from penstock.service.streaming.messages import stream_message
 from penstock.service.streaming.outbox import Outbox
 from penstock.service.streaming.pending_message import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PART_BYTES, OutputForm
@@ -49,8 +49,8 @@ async def make_outbox():
         outbox = Outbox(
             writer.write,
             stream_message,
-            pacer or Pacer(),
-            backlog or Backlog(),
+            pacer or WritePacer(),
+            backlog or BufferBudget(),
             lambda: pb.SERVICE_STATE_SERVING,
             writer.stalls.append,
             heartbeat_s,
@@ -73,7 +73,7 @@ async def turns(number=20):
 
 
 def delta(text="a", ids=(97,), choice=0, **fields):
-    return Delta(choice, list(ids), text, **fields)
+    return SequenceDelta(choice, list(ids), text, **fields)
 
 
 def logprobs(num_tokens, num_top):
@@ -102,7 +102,7 @@ async def test_what_waits_of_a_choice_becomes_one_delta(make_outbox):
     outbox.delta(1, delta("ab", [1, 2], logprobs=logprobs(2, 1)), BOTH, False)
     outbox.delta(2, delta("x", [9]), TEXT, False)
     outbox.delta(1, delta("c", [3], choice=1), BOTH, False)
-    end = Matched(FinishReason.STOP, stop="!")
+    end = StopMatch(EngineFinishReason.STOP, stop="!")
     outbox.delta(1, delta("d", [4], logprobs=logprobs(1, 1), end=end), BOTH, False)
     outbox.close()
     await outbox.run()
@@ -126,7 +126,7 @@ async def test_nothing_is_sent_of_what_is_not_wanted(make_outbox):
 
 async def test_no_message_is_above_64_kib_and_nothing_is_lost(make_outbox):
     outbox, writer, _ = make_outbox(run=False)
-    outbox.prompt_logprobs(1, PromptLogprobs(1, logprobs(2048, 20)))
+    outbox.prompt_logprobs(1, PromptLogprobsChunk(1, logprobs(2048, 20)))
     for ref in range(2000):
         outbox.delta(ref, delta("täxt" * 25, range(100)), BOTH, False)
     outbox.close()
@@ -155,9 +155,9 @@ async def sent(make_outbox, delta, form):
 
 async def test_a_delta_above_64_kib_is_split_where_tokens_end(make_outbox):
     """What a stop string of 1,024 bytes held back, with all that a token may have with it."""
-    end = Matched(FinishReason.STOP, stop="!" * 1024)
+    end = StopMatch(EngineFinishReason.STOP, stop="!" * 1024)
     likely = logprobs(1000, 20)
-    held = Delta(0, list(range(1000)), "x" * 1000, likely, end)
+    held = SequenceDelta(0, list(range(1000)), "x" * 1000, likely, end)
     parts = await sent(make_outbox, held, BOTH)
     assert len(parts) > 2
     assert [i for part in parts for i in part.token_ids] == held.token_ids
@@ -175,9 +175,9 @@ async def test_a_delta_above_64_kib_is_split_where_tokens_end(make_outbox):
 @pytest.mark.parametrize("char", ["x", "ä", "\N{GRINNING FACE}"])
 async def test_a_text_above_64_kib_is_split_between_characters(make_outbox, char):
     text = f"{char * 70_000}."
-    end = Matched(FinishReason.LENGTH)
+    end = StopMatch(EngineFinishReason.LENGTH)
     for form, ids in ((TEXT, []), (BOTH, list(range(30_000)))):
-        parts = await sent(make_outbox, Delta(0, list(range(30_000)), text, end=end), form)
+        parts = await sent(make_outbox, SequenceDelta(0, list(range(30_000)), text, end=end), form)
         assert "".join(part.text for part in parts) == text
         assert all(part.text or part.token_ids for part in parts)
         assert [i for part in parts for i in part.token_ids] == ids
@@ -212,7 +212,7 @@ async def test_accepted_does_not_wait_for_long(make_outbox):
 
 
 async def test_many_streams_take_turns_but_first_tokens_and_ends_go_at_once(make_outbox):
-    pacer = Pacer(write_cost_s=1.0)
+    pacer = WritePacer(write_cost_s=1.0)
     outbox, writer, _ = make_outbox(pacer)
     outbox.opened()
     await turns()
@@ -231,7 +231,7 @@ async def test_many_streams_take_turns_but_first_tokens_and_ends_go_at_once(make
 
 async def test_streams_that_wait_leave_in_the_same_turn_of_the_loop(make_outbox, monkeypatch):
     monkeypatch.setattr(alarm_module, "TURN_S", 1e4)
-    pacer = Pacer(write_cost_s=5.0)
+    pacer = WritePacer(write_cost_s=5.0)
     pacer.add(1)
     waiting = []
     for _ in range(3):
@@ -248,7 +248,7 @@ async def test_streams_that_wait_leave_in_the_same_turn_of_the_loop(make_outbox,
 
 
 async def test_only_streams_with_live_requests_count(make_outbox):
-    pacer = Pacer(write_cost_s=1.0)
+    pacer = WritePacer(write_cost_s=1.0)
     outboxes = [make_outbox(pacer) for _ in range(3)]
     await turns()
     assert pacer.interval == 0
@@ -400,7 +400,7 @@ async def test_a_stalled_stream_that_fills_on_is_cut_off_at_once(make_outbox, sm
 
 async def test_all_streams_together_have_a_bound_and_the_fullest_is_stalled_first(make_outbox, monkeypatch):
     monkeypatch.setattr(backlog_module, "MAX_TOTAL_BYTES", 2_000_000)
-    backlog = Backlog()
+    backlog = BufferBudget()
     streams = [make_outbox(backlog=backlog) for _ in range(12)]
     for _, writer, _ in streams:
         writer.open.clear()

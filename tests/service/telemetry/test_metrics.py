@@ -18,12 +18,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from waiting import until
 
-from penstock.scheduler.request import Finished, FinishReason, Timings, Usage
+from penstock.scheduler.request import EngineFinishReason, RequestFinished, RequestTimings, TokenUsage
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.auth.identity import Caller
+from penstock.service.auth.identity import Principal
 from penstock.service.config.addresses import Address, ListenError, metrics_address
 from penstock.service.telemetry import collector as metrics_reader, prometheus as metrics_page
-from penstock.service.telemetry.catalog import Kind, instruments
+from penstock.service.telemetry.catalog import MetricKind, instruments
 from penstock.service.telemetry.histogram import Histogram, merged, one_two_five
 from penstock.service.telemetry.metrics import MAX_TENANTS, OTHER_TENANTS, End, Metrics
 from penstock.v1 import embedding_pb2, generation_pb2 as pb
@@ -204,8 +204,8 @@ def test_names_follow_the_rules_of_both():
         if not instrument.is_for_prometheus_alone:
             assert re.fullmatch(r"[a-z][a-z0-9_.]*", instrument.name)
         assert re.fullmatch(r"(vllm:)?[a-z][a-z0-9_]*", instrument.prometheus_name)
-        assert instrument.prometheus_name.endswith("_total") == (instrument.kind is Kind.COUNTER)
-        assert bool(instrument.bounds) == (instrument.kind is Kind.HISTOGRAM)
+        assert instrument.prometheus_name.endswith("_total") == (instrument.kind is MetricKind.COUNTER)
+        assert bool(instrument.bounds) == (instrument.kind is MetricKind.HISTOGRAM)
         assert list(instrument.bounds) == sorted(set(instrument.bounds))
 
 
@@ -242,7 +242,7 @@ class Proxy:
     """Whoever calls may act for every tenant."""
 
     def authenticate(self, metadata):
-        return Caller("proxy", may_act_for_others=True)
+        return Principal("proxy", may_act_for_others=True)
 
 
 async def test_live_requests_of_all_tenants_count_under_a_bounded_number_of_labels(start_service, new_reading):
@@ -283,10 +283,10 @@ def test_a_method_is_a_label_only_if_it_is_served():
 @pytest.mark.parametrize(
     ("reason", "told"),
     [
-        (FinishReason.STOP, "stop"),
-        (FinishReason.CANCELLED, "abort"),
-        (FinishReason.DEADLINE, "abort"),
-        (FinishReason.WORKER_DIED, "error"),
+        (EngineFinishReason.STOP, "stop"),
+        (EngineFinishReason.CANCELLED, "abort"),
+        (EngineFinishReason.DEADLINE, "abort"),
+        (EngineFinishReason.WORKER_DIED, "error"),
     ],
 )
 def test_vllm_has_four_reasons(reason, told):
@@ -295,14 +295,14 @@ def test_vllm_has_four_reasons(reason, told):
     assert +metrics.finished == {told: 1}
 
 
-def end_of(tenant, reason=FinishReason.STOP):
-    usage, timings = Usage(10, 0, 5), Timings(1000, 1000, 2000, 10_000)
+def end_of(tenant, reason=EngineFinishReason.STOP):
+    usage, timings = TokenUsage(10, 0, 5), RequestTimings(1000, 1000, 2000, 10_000)
     return End(
         request_id="id",
         client_request_id="",
         tenant=tenant,
         operation="chat",
-        finished=Finished(reason, usage, timings),
+        finished=RequestFinished(reason, usage, timings),
         refusal=None,
         code=grpc.StatusCode.OK,
         was_accepted=True,

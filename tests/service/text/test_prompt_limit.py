@@ -8,7 +8,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text.prompt_limit import PromptLimit
-from penstock.service.text.tokenizer import Chat, Message, Tokenizer
+from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
 
 MIB = 1 << 20
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
@@ -55,7 +55,7 @@ def encoded(monkeypatch):
 
 
 def encode(tokenizer, kind, text, limit):
-    chat = Chat([Message("user", text)])
+    chat = TemplateInput([TemplateMessage("user", text)])
     return {
         "text": lambda: tokenizer.encode(text, limit=limit),
         "chat": lambda: tokenizer.encode_chat(chat, limit),
@@ -101,7 +101,7 @@ def test_a_long_text_of_long_tokens_is_taken(load, encoded, kind, known):
 
 def test_spaces_that_a_token_takes_are_not_estimated(load, encoded):
     tokenizer = load(known=False, rstrip=True)
-    chat = Chat([Message("user", "a"), Message("user", " " * 300_000 + "a")])
+    chat = TemplateInput([TemplateMessage("user", "a"), TemplateMessage("user", " " * 300_000 + "a")])
     assert len(tokenizer.encode_chat(chat, PromptLimit(10, "chat"))) == 4
 
 

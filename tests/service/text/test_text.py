@@ -9,8 +9,8 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from penstock.scheduler.request import Released
-from penstock.service.text.detokenizer import IdsOnly, IncrementalText, text_offsets, text_states
+from penstock.scheduler.request import TextDelta
+from penstock.service.text.detokenizer import IdsOnly, IncrementalDetokenizer, text_offsets, text_states
 from penstock.service.text.stop_strings import StopStrings
 from penstock.service.text.tokenizer import Tokenizer, TokenizerError
 
@@ -100,7 +100,7 @@ def ids_of(tokenizer, max_size=40):
 def test_the_parts_together_are_the_text_decoded_at_once(kind, data, include_special_tokens):
     tokenizer = KINDS[kind]
     token_ids = data.draw(ids_of(tokenizer))
-    released = feed(IncrementalText(tokenizer, (), include_special_tokens), token_ids)
+    released = feed(IncrementalDetokenizer(tokenizer, (), include_special_tokens), token_ids)
     assert text_of(released) == tokenizer.decode(token_ids, include_special_tokens)
     assert sum(part.num_tokens for part in released) == len(token_ids)
 
@@ -111,7 +111,7 @@ def test_a_release_is_the_text_of_its_own_tokens(token_ids):
     """Each part's tokens, decoded by themselves, are the part: so none ends in the middle of a character."""
     tokenizer = KINDS["byte-level"]
     begin = 0
-    for part in feed(IncrementalText(tokenizer), token_ids):
+    for part in feed(IncrementalDetokenizer(tokenizer), token_ids):
         assert tokenizer.decode(token_ids[begin : begin + part.num_tokens]) == part.text
         begin += part.num_tokens
     assert begin == len(token_ids)
@@ -123,7 +123,7 @@ def test_a_release_is_the_text_of_its_own_tokens(token_ids):
 def test_ordinary_text_comes_back(kind, text):
     tokenizer = KINDS[kind]
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    assert text_of(feed(IncrementalText(tokenizer), token_ids)) == tokenizer.decode(token_ids)
+    assert text_of(feed(IncrementalDetokenizer(tokenizer), token_ids)) == tokenizer.decode(token_ids)
 
 
 def first_stop(text, stops):
@@ -148,7 +148,7 @@ def test_stop_strings_cut_where_they_would_in_the_whole_text(kind, data):
     stops |= set(data.draw(st.lists(st.text("the <nd>\n�", min_size=1, max_size=4), max_size=3)))
     stops.discard("")
     expected, stop = first_stop(text, stops)
-    released = feed(IncrementalText(tokenizer, stops), token_ids)
+    released = feed(IncrementalDetokenizer(tokenizer, stops), token_ids)
     assert text_of(released) == expected
     assert released[-1].stop == stop
     # What was let go before the end can be no part of a stop string that was still open.
@@ -236,73 +236,73 @@ def plain(released):
 
 def test_a_stop_string_across_tokens_is_held_and_never_shows():
     tokenizer = KINDS["llama"]
-    state = IncrementalText(tokenizer, ["<end>"])
+    state = IncrementalDetokenizer(tokenizer, ["<end>"])
     the, lower, end, greater = spelled(tokenizer, "▁the", "▁<", "end", ">")
-    assert state.feed(the) == Released(1, "the")
-    assert state.feed(lower) == Released(0, "")
-    assert state.feed(end) == Released(0, "")
-    assert plain(state.feed(greater)) == Released(1, " ", "<end>")
+    assert state.feed(the) == TextDelta(1, "the")
+    assert state.feed(lower) == TextDelta(0, "")
+    assert state.feed(end) == TextDelta(0, "")
+    assert plain(state.feed(greater)) == TextDelta(1, " ", "<end>")
 
 
 def test_what_was_no_stop_string_after_all_is_released():
     tokenizer = KINDS["llama"]
-    state = IncrementalText(tokenizer, ["<end>"])
+    state = IncrementalDetokenizer(tokenizer, ["<end>"])
     lower, end, cat = spelled(tokenizer, "▁<", "end", "▁cat")
     assert state.feed(lower).num_tokens == 0
     assert state.feed(end).num_tokens == 0
-    assert plain(state.feed(cat)) == Released(3, "<end cat")
+    assert plain(state.feed(cat)) == TextDelta(3, "<end cat")
 
 
 def test_a_stop_string_inside_one_token():
     tokenizer = KINDS["llama"]
-    state = IncrementalText(tokenizer, ["n"])
+    state = IncrementalDetokenizer(tokenizer, ["n"])
     (end,) = spelled(tokenizer, "end")
-    assert plain(state.feed(end)) == Released(1, "e", "n")
+    assert plain(state.feed(end)) == TextDelta(1, "e", "n")
 
 
 def test_of_overlapping_stop_strings_the_first_complete_one_wins_then_the_longest():
     tokenizer = KINDS["llama"]
     (the, end) = spelled(tokenizer, "▁the", "end")
-    assert plain(IncrementalText(tokenizer, ["hex", "the", "he", "e"]).feed(the)) == Released(0, "", "the")
-    assert plain(IncrementalText(tokenizer, ["h", "the"]).feed(the)) == Released(1, "t", "h")
-    state = IncrementalText(tokenizer, ["ndt", "nde"])
+    assert plain(IncrementalDetokenizer(tokenizer, ["hex", "the", "he", "e"]).feed(the)) == TextDelta(0, "", "the")
+    assert plain(IncrementalDetokenizer(tokenizer, ["h", "the"]).feed(the)) == TextDelta(1, "t", "h")
+    state = IncrementalDetokenizer(tokenizer, ["ndt", "nde"])
     assert state.feed(end).num_tokens == 0
-    assert plain(state.feed(end)) == Released(1, "e", "nde")
+    assert plain(state.feed(end)) == TextDelta(1, "e", "nde")
 
 
 def test_a_character_split_over_tokens_comes_whole():
     tokenizer = KINDS["byte-level"]
     face = tokenizer.encode("🤔", add_special_tokens=False)
     assert len(face) > 1
-    state = IncrementalText(tokenizer)
-    assert [state.feed(token_id) for token_id in face[:-1]] == [Released(0, "")] * (len(face) - 1)
-    assert plain(state.feed(face[-1])) == Released(len(face), "🤔")
+    state = IncrementalDetokenizer(tokenizer)
+    assert [state.feed(token_id) for token_id in face[:-1]] == [TextDelta(0, "")] * (len(face) - 1)
+    assert plain(state.feed(face[-1])) == TextDelta(len(face), "🤔")
 
 
 def test_an_unfinished_character_ends_as_a_replacement():
     tokenizer = KINDS["byte-level"]
     *begun, _ = tokenizer.encode("🤔", add_special_tokens=False)
-    state = IncrementalText(tokenizer)
+    state = IncrementalDetokenizer(tokenizer)
     assert {state.feed(token_id).text for token_id in begun} == {""}
-    assert plain(state.finish()) == Released(len(begun), "�")
+    assert plain(state.finish()) == TextDelta(len(begun), "�")
 
 
 def test_a_stop_string_of_bytes_that_end_with_the_output_still_cuts():
     tokenizer = KINDS["llama"]
-    state = IncrementalText(tokenizer, ["🙂"])
+    state = IncrementalDetokenizer(tokenizer, ["🙂"])
     the, *face = spelled(tokenizer, "▁the", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>")
-    assert state.feed(the) == Released(1, "the")
+    assert state.feed(the) == TextDelta(1, "the")
     assert {state.feed(token_id).num_tokens for token_id in face} == {0}
-    assert plain(state.finish()) == Released(0, "", "🙂")
+    assert plain(state.finish()) == TextDelta(0, "", "🙂")
 
 
 def test_a_long_run_of_broken_beginnings_is_not_held():
     tokenizer = KINDS["byte-level"]
     (begin,) = (token_id for token_id, data in tokenizer.pieces.split.items() if data == b"\xe2")
-    state = IncrementalText(tokenizer)
+    state = IncrementalDetokenizer(tokenizer)
     released = [state.feed(begin) for _ in range(100)]
-    assert released[0] == Released(0, "")
-    assert released[1:] == [Released(1, "�")] * 99
+    assert released[0] == TextDelta(0, "")
+    assert released[1:] == [TextDelta(1, "�")] * 99
 
 
 def test_choices_share_their_stop_strings_but_not_their_state():
@@ -311,8 +311,8 @@ def test_choices_share_their_stop_strings_but_not_their_state():
     first, second = make_text(), make_text()
     (the,) = spelled(tokenizer, "▁the")
     assert first.feed(the).num_tokens == 0
-    assert second.finish() == Released(0, "")
-    assert first.finish() == Released(1, "the")
+    assert second.finish() == TextDelta(0, "")
+    assert first.finish() == TextDelta(1, "the")
 
 
 @every_kind
@@ -365,7 +365,7 @@ def test_the_space_that_a_text_loses_is_in_no_token():
 
 def test_the_tokens_of_a_stop_string_have_their_places_too():
     tokenizer = KINDS["llama"]
-    state = IncrementalText(tokenizer, ["<end>"])
+    state = IncrementalDetokenizer(tokenizer, ["<end>"])
     the, lower, end, greater = spelled(tokenizer, "▁the", "▁<", "end", ">")
     released = [state.feed(token_id) for token_id in (the, lower, end, greater)]
     assert [part.text_lengths() for part in released] == [(3,), (), (), (2, 3, 1)]
@@ -373,8 +373,8 @@ def test_the_tokens_of_a_stop_string_have_their_places_too():
 
 def test_ids_only_holds_nothing():
     state = IdsOnly()
-    assert state.feed(5) == Released(1, "")
-    assert state.finish() == Released(0, "")
+    assert state.feed(5) == TextDelta(1, "")
+    assert state.finish() == TextDelta(0, "")
 
 
 def test_a_decoder_without_tables_is_refused_by_name():

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken
 
 from penstock.models.structured_output.compiler import read_tokenizer, to_grammar
-from penstock.service.text.tokenizer import Chat, Message, Tokenizer, TokenizerError
+from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer, TokenizerError
 from penstock.service.text.tokenizer_files import foresee_facts
 
 START, END, PLAIN = "<|start|>", "<|stop|>", "(plain)"
@@ -103,14 +103,14 @@ def test_tokens_are_those_of_transformers(write, load_oracle, layout):
     word = "there" if PLAIN in served.special_tokens else PLAIN
     chat = [{"role": "user", "content": f"hi {word} there"}, {"role": "assistant", "content": "good"}]
     text = oracle.apply_chat_template(chat, tokenize=False)
-    messages = [Message(turn["role"], turn["content"]) for turn in chat]
-    assert served.render_chat(Chat(messages)) == text
-    assert served.encode_chat(Chat(messages)) == oracle.encode(text, add_special_tokens=False)
+    messages = [TemplateMessage(turn["role"], turn["content"]) for turn in chat]
+    assert served.render_chat(TemplateInput(messages)) == text
+    assert served.encode_chat(TemplateInput(messages)) == oracle.encode(text, add_special_tokens=False)
     assert oracle.eos_token_id in served.eos_token_ids
     assert served.vocab_size == len(oracle)
     special = {token_id for token_id, token in oracle.added_tokens_decoder.items() if token.special}
     assert special <= served.special_ids
-    ids = served.encode_chat(Chat(messages))
+    ids = served.encode_chat(TemplateInput(messages))
     assert served.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
     assert served.decode(ids, include_special_tokens=True) == oracle.decode(ids)
     assert foresee_facts(path) == served.facts
@@ -120,7 +120,7 @@ def test_tokens_are_those_of_transformers(write, load_oracle, layout):
 def test_a_caller_cannot_write_them(write, layout):
     served = Tokenizer.load(write("{% for m in messages %}{{ m.content }}{% endfor %}", **LAYOUTS[layout]))
     text = f"a{START}{END} <|image|> <|end|>"
-    for ids in (served.encode(text), served.encode_chat(Chat([Message("user", text)]))):
+    for ids in (served.encode(text), served.encode_chat(TemplateInput([TemplateMessage("user", text)]))):
         assert not served.special_ids & set(ids)
         assert served.decode(ids) == text
 
@@ -222,7 +222,7 @@ def test_single_words_and_spaces_are_those_of_transformers(write, load_oracle, s
         for content in ("", "x", " x"):
             text = oracle.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
             expected = oracle.encode(text, add_special_tokens=False)
-            assert served.encode_chat(Chat([Message("user", content)])) == expected, text
+            assert served.encode_chat(TemplateInput([TemplateMessage("user", content)])) == expected, text
 
 
 def test_a_caller_cannot_write_a_single_word(write):
@@ -230,4 +230,4 @@ def test_a_caller_cannot_write_a_single_word(write):
     library.add_tokens([AddedToken("<w>", single_word=True, special=True, normalized=False)])
     served = Tokenizer.load(write("a {{ messages[0].content }} b", library, tokenizer_config={"eos_token": "<|end|>"}))
     for content in ("<w>", "x<w>y", " <w> "):
-        assert not served.special_ids & set(served.encode_chat(Chat([Message("user", content)])))
+        assert not served.special_ids & set(served.encode_chat(TemplateInput([TemplateMessage("user", content)])))

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.text.tokenizer import Chat, Message, Tokenizer, TokenizerError
+from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer, TokenizerError
 from penstock.service.text.tokenizer_files import foresee_facts
 
 
@@ -30,7 +30,7 @@ def write(directory, library, template=None, config=None, **files):
 
 def test_where_a_template_comes_from(tmp_path, library):
     def rendered(**options):
-        return Tokenizer.load(tmp_path, **options).render_chat(Chat([Message("user", "x")]))
+        return Tokenizer.load(tmp_path, **options).render_chat(TemplateInput([TemplateMessage("user", "x")]))
 
     listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "listed"}]
     write(tmp_path, library, listed)
@@ -143,8 +143,8 @@ def test_of_what_is_no_tokenizer_nothing_is_foreseen(tmp_path, content):
 
 
 NAMED = {"default": "plain", "tool_use": "{{ tools | length }} tools", "rag": "{{ documents }}"}
-TOOL = Chat([Message("user", "x")], tools=[{"type": "function"}])
-QUESTION = Chat([Message("user", "x")])
+TOOL = TemplateInput([TemplateMessage("user", "x")], tools=[{"type": "function"}])
+QUESTION = TemplateInput([TemplateMessage("user", "x")])
 
 
 def write_named(directory, library, in_files):

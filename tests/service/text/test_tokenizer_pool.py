@@ -9,10 +9,10 @@ import pytest
 from waiting import until
 
 from penstock.kv.block_hash import hash_blocks
-from penstock.service.auth.identity import Caller, current_caller
+from penstock.service.auth.identity import Principal, current_caller
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text.tokenizer import TokenizerPool
-from penstock.service.thread_pool import Lane
+from penstock.service.thread_pool import FairThreadPool
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ async def test_a_tenant_leaves_room_for_others(pool):
 
 async def test_tenants_take_turns_and_each_has_a_thread_at_a_time():
     """Here for one thread: see the next test for what more of them do."""
-    lane = Lane("test", 1, 100_000)
+    lane = FairThreadPool("test", 1, 100_000)
     gate = threading.Event()
     order: list[str] = []
     tenants = ["greedy"] * 4 + ["modest", "other"] * 2
@@ -115,7 +115,7 @@ async def test_nobody_waits_for_a_job_of_another_tenant(byte_tokenizer, num_byte
 
 
 async def test_a_tenant_alone_has_as_many_threads_as_it_may(byte_tokenizer):
-    lane = Lane("test", 4, 100_000, threads_per_tenant=2)
+    lane = FairThreadPool("test", 4, 100_000, threads_per_tenant=2)
     both = threading.Barrier(2)
     async with asyncio.timeout(120):
         await asyncio.gather(*[lane.run(both.wait, 1, "a") for _ in range(6)])
@@ -126,7 +126,7 @@ async def test_work_without_a_tenant_is_the_callers(pool):
     gate = threading.Event()
     blocked = []
     for tenant in ("a", "a", "b"):
-        current_caller.set(Caller(tenant))
+        current_caller.set(Principal(tenant))
         blocked.append(asyncio.create_task(pool.run(gate.wait, 100)))
     await asyncio.sleep(0)
     assert set(pool._short._waiting_bytes) == {"a", "b"}

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.auth.identity import Bearers
+from penstock.service.auth.identity import BearerAuthenticator
 from penstock.v1 import generation_pb2 as pb
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -267,7 +267,7 @@ async def test_a_path_that_is_no_text_is_no_end_of_the_service(start_service, ca
 
 async def test_a_key_that_is_no_text_is_in_no_log(start_service, caplog):
     """By itself gRPC would log it."""
-    service = await start_service(authenticator=Bearers([]))
+    service = await start_service(authenticator=BearerAuthenticator([]))
     call = headers(1, "Complete", END_HEADERS | END_STREAM, {"authorization": "Bearer canary-key?"})
     received = await answer_to(service, call.replace(b"?", b"\xa0"))
     assert GOAWAY not in [kind for kind, _ in frames_of(received)]

@@ -13,7 +13,7 @@ from raw_http2 import raw_client
 from waiting import until
 
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.auth.identity import Bearers, Caller, Everyone
+from penstock.service.auth.identity import AllowAll, BearerAuthenticator, Principal
 from penstock.service.auth.tls import ServerTls
 from penstock.service.streaming import outbox
 from penstock.service.transport import call_end, call_limits, unread
@@ -45,7 +45,7 @@ class OneKey:
     """Of one tenant."""
 
     def caller_of(self, credential):
-        return Caller("one") if credential == "key" else None
+        return Principal("one") if credential == "key" else None
 
 
 KEY = {"authorization": "Bearer key"}
@@ -55,9 +55,11 @@ KEY = {"authorization": "Bearer key"}
 async def listener(request, start_service, tmp_path, new_authority):
     """Where a service listens, as what, and what a client wants to know of its TLS."""
     if request.param == "unix":
-        return await start_service(listen=f"unix:{tmp_path / 'socket'}", authenticator=Bearers([OneKey])), None
+        return await start_service(
+            listen=f"unix:{tmp_path / 'socket'}", authenticator=BearerAuthenticator([OneKey])
+        ), None
     if request.param == "tcp":
-        return await start_service(authenticator=Bearers([OneKey])), None
+        return await start_service(authenticator=BearerAuthenticator([OneKey])), None
     authority = new_authority("ours")
     certificate, key = authority.issue()
     paths = [tmp_path / name for name in ("certificate", "key", "ca")]
@@ -65,7 +67,7 @@ async def listener(request, start_service, tmp_path, new_authority):
         path.write_bytes(content)
     context = ssl.create_default_context(cafile=str(paths[2]))
     context.set_alpn_protocols(["h2"])
-    service = await start_service(tls=ServerTls(paths[0], paths[1]), authenticator=Bearers([OneKey]))
+    service = await start_service(tls=ServerTls(paths[0], paths[1]), authenticator=BearerAuthenticator([OneKey]))
     return service, context
 
 
@@ -73,7 +75,7 @@ async def listener(request, start_service, tmp_path, new_authority):
 async def service(start_service):
     """For callers with a key, and with an administration."""
     return await start_service(
-        FakeExecutor(vocab_size=258), authenticator=Bearers([OneKey]), admin_listen="127.0.0.1:0"
+        FakeExecutor(vocab_size=258), authenticator=BearerAuthenticator([OneKey]), admin_listen="127.0.0.1:0"
     )
 
 
@@ -162,7 +164,7 @@ async def test_a_message_without_a_key_that_never_ends_gives_way(listener, path,
 @pytest.mark.parametrize("path", CALLERS)
 async def test_a_message_that_never_ends_has_a_time_limit(start_service, path, monkeypatch):
     monkeypatch.setattr(call_limits, "PATIENCE_S", 0.2)
-    service = await start_service(authenticator=Bearers([OneKey]))
+    service = await start_service(authenticator=BearerAuthenticator([OneKey]))
     async with raw_client(service.target) as client:
         stream = await begin_message(client, path, KEY)
         assert await client.end(stream) == DEADLINE
@@ -172,7 +174,7 @@ async def test_a_message_that_never_ends_has_a_time_limit(start_service, path, m
 @pytest.mark.parametrize("path", [DRAIN, WATCH_STATS])
 async def test_a_message_to_the_administration_that_never_ends_has_a_time_limit(start_service, path, monkeypatch):
     monkeypatch.setattr(call_limits, "PATIENCE_S", 0.2)
-    service = await start_service(authenticator=Everyone(), admin_listen="127.0.0.1:0")
+    service = await start_service(authenticator=AllowAll(), admin_listen="127.0.0.1:0")
     async with raw_client(service.server.admin_target) as client:
         assert await client.end(await begin_message(client, path)) == DEADLINE
 
@@ -190,10 +192,10 @@ async def test_a_tenant_may_not_have_all_messages_that_are_on_their_way(start_se
 
     class Keys:
         def caller_of(self, credential):
-            return Caller(credential)
+            return Principal(credential)
 
     monkeypatch.setattr(call_limits, "HOLD_S", 3600.0)
-    service = await start_service(authenticator=Bearers([Keys]))
+    service = await start_service(authenticator=BearerAuthenticator([Keys]))
     async with raw_client(service.target) as client, raw_client(service.target) as other:
         stuck = [client.begin(COMPLETE, {"authorization": "Bearer a"}) for _ in range(call_limits.MESSAGES_OF_TENANT)]
         for stream in stuck:
@@ -234,11 +236,11 @@ async def test_waiting_calls_of_a_tenant_do_not_keep_another_out(start_service, 
 
     class Keys:
         def caller_of(self, credential):
-            return Caller(credential, may_administer=credential == "operator")
+            return Principal(credential, may_administer=credential == "operator")
 
     for name, value in (("HOLD_S", 3600.0), ("MESSAGES", 1), ("_WAITING_OF_TENANT", 2), ("_MAX_WAITING", 2)):
         monkeypatch.setattr(call_limits, name, value)
-    service = await start_service(authenticator=Bearers([Keys]), admin_listen="127.0.0.1:0")
+    service = await start_service(authenticator=BearerAuthenticator([Keys]), admin_listen="127.0.0.1:0")
     async with raw_client(service.target) as client, raw_client(service.server.admin_target) as admin:
         stuck = [client.begin(COMPLETE, {"authorization": "Bearer a"}) for _ in range(4)]
         for stream in stuck:
@@ -254,7 +256,7 @@ async def test_waiting_calls_of_a_tenant_do_not_keep_another_out(start_service, 
 
 async def test_a_call_without_a_key_counts_until_its_answer_is_sent(start_service, monkeypatch):
     monkeypatch.setattr(call_limits, "OPEN_CALLS_OF_HOST", 3)
-    service = await start_service(authenticator=Bearers([OneKey]))
+    service = await start_service(authenticator=BearerAuthenticator([OneKey]))
     async with raw_client(service.target, window=0) as client:
         streams = []
         for _ in range(4):
@@ -266,7 +268,7 @@ async def test_a_call_without_a_key_counts_until_its_answer_is_sent(start_servic
 
 async def test_calls_without_a_key_that_last_give_way(start_service, monkeypatch):
     monkeypatch.setattr(call_limits, "OPEN_CALLS_OF_HOST", 3)
-    service = await start_service(authenticator=Bearers([OneKey]))
+    service = await start_service(authenticator=BearerAuthenticator([OneKey]))
     async with raw_client(service.target) as client:
         watches = []
         for _ in range(4):
@@ -302,7 +304,7 @@ async def test_an_answer_that_nobody_reads_has_a_time_limit(start_service, path,
     monkeypatch.setattr(unread, "LOOK_S", 0.02)
     monkeypatch.setattr(unread, "SOON_S", 0.02)
     monkeypatch.setattr(outbox, "STALLED_S", 0.05)
-    service = await start_service(authenticator=Bearers([OneKey]), heartbeat_s=0.05)
+    service = await start_service(authenticator=BearerAuthenticator([OneKey]), heartbeat_s=0.05)
     async with raw_client(service.target, window=0) as client, raw_client(service.target) as other:
         stream = client.begin(path, KEY)
         await client.put(stream, framed(ANSWERED[path]), ends=path != GENERATE)
@@ -318,7 +320,7 @@ async def test_too_many_answers_that_nobody_reads_end_sooner(start_service, monk
     monkeypatch.setattr(unread, "LOOK_S", 0.02)
     monkeypatch.setattr(unread, "SOON_S", 0.0)
     monkeypatch.setattr(unread, "MAX_BYTES_OF_TENANT", 2 * unread.CALL_BYTES + 7000)
-    service = await start_service(authenticator=Bearers([OneKey]))
+    service = await start_service(authenticator=BearerAuthenticator([OneKey]))
     async with raw_client(service.target, window=0) as client:
         streams = []
         for _ in range(3):

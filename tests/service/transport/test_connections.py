@@ -12,10 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_http2 import raw_client
 from waiting import until
 
-from penstock.service.auth.identity import Bearers, Caller
+from penstock.service.auth.identity import BearerAuthenticator, Principal
 from penstock.service.config.addresses import Address
 from penstock.service.transport import connections
-from penstock.service.transport.connections import Connection, Connections, max_connections, peer_of
+from penstock.service.transport.connections import ClientConnection, Connections, max_connections, peer_of
 from penstock.v1 import model_pb2
 
 NAMES = {
@@ -98,7 +98,10 @@ def test_when_no_file_can_be_opened_there_are_many(monkeypatch):
 def test_the_newest_silent_connection_gives_way_last():
     """Its file may have the smallest number: that of a connection that was closed."""
     found = Connections()
-    old, new = [Connection(("10.0.0.1", number), number) for number in (2, 3, 4)], Connection(("10.0.0.1", 1), 1)
+    old, new = (
+        [ClientConnection(("10.0.0.1", number), number) for number in (2, 3, 4)],
+        ClientConnection(("10.0.0.1", 1), 1),
+    )
     assert found.by_age({80: old}, 1.0) == {80: [peer for peer, _ in old]}
     peers = found.by_age({80: [new, *old]}, 2.0)[80]
     assert found.giving_way(peers, 5) == [old[0].peer]
@@ -147,10 +150,10 @@ async def test_silent_connections_leave_room_for_callers(start_service, monkeypa
 
     class Keys:
         def caller_of(self, credential):
-            return Caller("one")
+            return Principal("one")
 
     monkeypatch.setattr(connections, "LOOK_S", 0.02)
-    service = await start_service(max_connections=8, authenticator=Bearers([Keys]))
+    service = await start_service(max_connections=8, authenticator=BearerAuthenticator([Keys]))
     host, _, port = service.target.rpartition(":")
     stop = asyncio.Event()
 

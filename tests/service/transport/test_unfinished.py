@@ -8,16 +8,16 @@ import pytest
 from raw_http2 import raw_client
 from waiting import until
 
-from penstock.service.auth.identity import Bearers, Caller
+from penstock.service.auth.identity import BearerAuthenticator, Principal
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.transport import unfinished
-from penstock.service.transport.connections import Connection, Connections
+from penstock.service.transport.connections import ClientConnection, Connections
 from penstock.service.transport.unfinished import UnfinishedMessages
 from penstock.v1 import generation_pb2 as pb
 
 GENERATE = "/penstock.v1.GenerationService/Generate"
 MIB = 1 << 20
-IDLE, GUILTY = Connection(("10.0.0.1", 1), 1), Connection(("10.0.0.2", 2), 2)
+IDLE, GUILTY = ClientConnection(("10.0.0.1", 1), 1), ClientConnection(("10.0.0.2", 2), 2)
 EXHAUSTED = "8"
 
 
@@ -88,11 +88,11 @@ async def test_unfinished_messages_end_and_idle_streams_go_on(start_service, mon
 
     class Keys:
         def caller_of(self, credential):
-            return Caller("one")
+            return Principal("one")
 
     for name, value in (("LOOK_S", 0.05), ("QUIET_S", 0.1), ("MAX_UNFINISHED_BYTES", 2 * MIB)):
         monkeypatch.setattr(unfinished, name, value)
-    service = await start_service(authenticator=Bearers([Keys]))
+    service = await start_service(authenticator=BearerAuthenticator([Keys]))
     limits = service.server._running._limits
     async with AsyncExitStack() as stack:
         idle, guilty = [await stack.enter_async_context(raw_client(service.target)) for _ in range(2)]
@@ -120,10 +120,10 @@ async def test_unfinished_messages_end_and_idle_streams_go_on(start_service, mon
 
 async def test_bytes_of_an_earlier_connection_of_the_same_name_do_not_count(monkeypatch):
     found = Connections()
-    received = {Connection(("10.0.0.1", 1), 7): 5000}
+    received = {ClientConnection(("10.0.0.1", 1), 7): 5000}
     monkeypatch.setattr("penstock.service.transport.connections._received", lambda ports: received)
     found.begin_call("ipv4:10.0.0.1:1", "one")
     found.count("ipv4:10.0.0.1:1", 4_000_000)
     assert sum((await found.unfinished_bytes()).values()) == 0
-    received = {Connection(("10.0.0.1", 1), 8): 5000}
+    received = {ClientConnection(("10.0.0.1", 1), 8): 5000}
     assert sum((await found.unfinished_bytes()).values()) == 5000

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
 from penstock.clients import AsyncClient, Delta
 from penstock.clients.cli.admin.client import AdminClient
-from penstock.clients.cli.options import Connection
+from penstock.clients.cli.options import ConnectionOptions
 from penstock.v1 import admin_pb2
 
 LAG = "loop_lag_p99_ms"
@@ -93,7 +93,7 @@ async def loop_lag(admin: str) -> AsyncIterator[dict[str, float]]:
     figures: dict[str, float] = {}
     request = admin_pb2.WatchStatsRequest(interval_ms=WATCH_INTERVAL_MS)
     async with (
-        AdminClient.opened(Connection(admin)) as client,
+        AdminClient.opened(ConnectionOptions(admin)) as client,
         aclosing(client.watch("WatchStats", request)) as answers,
     ):
         await anext(answers)  # of the time before
