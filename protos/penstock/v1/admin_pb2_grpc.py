@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Serves operators and routers, on a listener of its own (`penstock serve --admin-listen`), never beside the callers'.
+    """Serves operators and routers, on a listener of its own (`penstock serve --admin-listen`), never on the callers' one.
+    If the service has keys or tokens, each method requires the right to administer: `admin` in the key file, or the
+    token's right `penstock:admin`.
     """
 
     def __init__(self, channel):
@@ -78,63 +80,69 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Serves operators and routers, on a listener of its own (`penstock serve --admin-listen`), never beside the callers'.
+    """Serves operators and routers, on a listener of its own (`penstock serve --admin-listen`), never on the callers' one.
+    If the service has keys or tokens, each method requires the right to administer: `admin` in the key file, or the
+    token's right `penstock:admin`.
     """
 
     def WatchStats(self, request, context):
-        """Tells where the engine stands: at once, then every interval, until the caller leaves.
+        """Streams statistics of the engine: at once, and then after every interval, until the caller cancels. The stream ends
+        with UNAVAILABLE when the service stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new requests from now on; those that were accepted go on. Health says NOT_SERVING. Answers at once;
-        WatchStats tells when none is left.
+        """Refuses new requests from now on; accepted ones continue. Health reports NOT_SERVING. Returns at once; WatchStats
+        shows when no request is left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Takes new requests again after Drain. FAILED_PRECONDITION if the service is going down.
+        """Accepts new requests again after Drain. FAILED_PRECONDITION if the service is shutting down.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Forgets every cached block that no request holds, retained ones included. Requests lose time by it, nothing else.
+        """Drops every cached block that no request holds, including retained ones and those in host memory. Requests may take
+        longer; nothing else changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSettings(self, request, context):
-        """Tells the settings that may be changed while the service runs.
+        """Returns the settings that can be changed while the service runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateSettings(self, request, context):
-        """Changes settings: all that are given, or none where one of them is refused with INVALID_ARGUMENT. No request is lost
-        by it; what is new holds from the next step on, and ends with the process.
+        """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT. No request is lost.
+        The change applies from the next step on and ends with the process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Tells what became of a request: live, or among the last that ended (`--explain-requests`). NOT_FOUND otherwise.
+        """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
+        NOT_FOUND otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchKvEvents(self, request, context):
-        """Tells which KV blocks the cache has, and every change: for routers that send a request where its prefix is. The first
-        message comes at once. These events tell prompts, as token ids.
+        """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
+        prefix is cached. The first message comes at once. The events contain prompts, as token ids. The stream ends with
+        UNAVAILABLE when the service stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,7 +200,9 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Serves operators and routers, on a listener of its own (`penstock serve --admin-listen`), never beside the callers'.
+    """Serves operators and routers, on a listener of its own (`penstock serve --admin-listen`), never on the callers' one.
+    If the service has keys or tokens, each method requires the right to administer: `admin` in the key file, or the
+    token's right `penstock:admin`.
     """
 
     @staticmethod

@@ -28,37 +28,40 @@ class _ConstraintStartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Const
     CONSTRAINT_START_UNSPECIFIED: _ConstraintStart.ValueType  # 0
     """Means CONSTRAINT_START_AFTER_REASONING."""
     CONSTRAINT_START_AFTER_REASONING: _ConstraintStart.ValueType  # 1
-    """After the model's reasoning, if there is any, and up to two spaces or line breaks. Reasoning is what the prompt has
-    opened and not closed, with <think> or [THINK], or what the model opens itself as the first thing in its output,
-    where its chat template shows one of these. Any token may come in it, except for the model's end of sequence. A
-    quarter of `max_tokens`, but no more than 1,024, is kept for the answer: reasoning that fills the rest is closed, if
-    the model has a token for that. Without reasoning the constraint holds from the first token on.
+    """After the model's reasoning, if there is any, and up to two spaces or line breaks. Reasoning is a section that the
+    prompt opens with <think> or [THINK] and does not close, or, if the chat template contains one of these, that the
+    model opens as the first thing in its output. Reasoning may contain any token except the model's end of sequence. A
+    quarter of `max_tokens`, but no more than 1,024, is reserved for the answer: reasoning that uses up the rest is
+    closed, if the model has a token for that. Without reasoning, the constraint applies from the first token.
     """
     CONSTRAINT_START_FIRST_TOKEN: _ConstraintStart.ValueType  # 2
-    """With the first token: the output has no reasoning, also where the prompt has opened it."""
+    """At the first token: the output has no reasoning, even if the prompt has opened it."""
 
 class ConstraintStart(_ConstraintStart, metaclass=_ConstraintStartEnumTypeWrapper):
-    """Where a constraint begins to hold."""
+    """Where a constraint begins to apply."""
 
 CONSTRAINT_START_UNSPECIFIED: ConstraintStart.ValueType  # 0
 """Means CONSTRAINT_START_AFTER_REASONING."""
 CONSTRAINT_START_AFTER_REASONING: ConstraintStart.ValueType  # 1
-"""After the model's reasoning, if there is any, and up to two spaces or line breaks. Reasoning is what the prompt has
-opened and not closed, with <think> or [THINK], or what the model opens itself as the first thing in its output,
-where its chat template shows one of these. Any token may come in it, except for the model's end of sequence. A
-quarter of `max_tokens`, but no more than 1,024, is kept for the answer: reasoning that fills the rest is closed, if
-the model has a token for that. Without reasoning the constraint holds from the first token on.
+"""After the model's reasoning, if there is any, and up to two spaces or line breaks. Reasoning is a section that the
+prompt opens with <think> or [THINK] and does not close, or, if the chat template contains one of these, that the
+model opens as the first thing in its output. Reasoning may contain any token except the model's end of sequence. A
+quarter of `max_tokens`, but no more than 1,024, is reserved for the answer: reasoning that uses up the rest is
+closed, if the model has a token for that. Without reasoning, the constraint applies from the first token.
 """
 CONSTRAINT_START_FIRST_TOKEN: ConstraintStart.ValueType  # 2
-"""With the first token: the output has no reasoning, also where the prompt has opened it."""
+"""At the first token: the output has no reasoning, even if the prompt has opened it."""
 Global___ConstraintStart: _TypeAlias = ConstraintStart  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
-    """What output must match: only tokens that lead to a match are chosen, and at its end only the model's end of sequence.
-    An output that is cut off (`max_tokens`, `stop`, a deadline) is the beginning of a match. Not with `ignore_eos` or
-    `allowed_token_ids`. What cannot be compiled within the service's bounds on size, time and memory is INVALID_ARGUMENT;
-    what turns out to be too costly to follow later ends the request with RESOURCE_EXHAUSTED.
+    """A constraint that the output must match. Only tokens that lead to a match are chosen, and the output ends, with the
+    model's end-of-sequence token, only where it matches. An output that is cut off (`max_tokens`, `stop`, a deadline) is
+    a prefix of a match. Not allowed with `ignore_eos` or `allowed_token_ids`.
+
+    A constraint that does not compile within the service's limits on size, time and memory is INVALID_ARGUMENT, or
+    FAILED_PRECONDITION if the model's tokenizer does not support constraints. A constraint that later becomes too costly
+    to follow ends its request with RESOURCE_EXHAUSTED, and one that reaches a dead end with INVALID_ARGUMENT.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -71,22 +74,22 @@ class Constraint(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """JSON that a schema describes: the schema's JSON text. At most 256 KiB."""
+    """A JSON schema as JSON text, 1 byte to 256 KiB. The output is JSON that the schema describes."""
     regex: _builtins.str
-    """A regular expression, which the whole output matches; without look-around and back-references. At most 64 KiB."""
+    """A regular expression that the whole output matches, without look-around and back-references. At most 64 KiB."""
     lark: _builtins.str
-    """A context-free grammar in the form of Lark, whose rule `start` the output matches. At most 256 KiB."""
+    """A context-free grammar in Lark format. The output matches its rule `start`. 1 byte to 256 KiB."""
     gbnf: _builtins.str
-    """The same in the form of llama.cpp, GBNF, with the rule `root`. At most 256 KiB."""
+    """A context-free grammar in GBNF, the format of llama.cpp. The output matches its rule `root`. 1 byte to 256 KiB."""
     start: Global___ConstraintStart.ValueType
-    """Where it begins to hold. Default: CONSTRAINT_START_AFTER_REASONING."""
+    """Where the constraint begins to apply. Default: CONSTRAINT_START_AFTER_REASONING."""
     @_builtins.property
     def any_json(self) -> Global___AnyJson:
         """Any JSON object."""
 
     @_builtins.property
     def choices(self) -> Global___Choices:
-        """One of some strings."""
+        """One of a list of strings."""
 
     def __init__(
         self,
@@ -128,14 +131,14 @@ Global___AnyJson: _TypeAlias = AnyJson  # noqa: Y015
 
 @_typing.final
 class Choices(_message.Message):
-    """Strings, one of which is the output."""
+    """A list of strings. The output is one of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """1 to 1,024, none empty, together at most 256 KiB of UTF-8."""
+        """The strings: 1 to 1,024, none empty, together at most 256 KiB of UTF-8."""
 
     def __init__(
         self,

@@ -26,12 +26,13 @@ if _version_not_supported:
 
 
 class EmbeddingServiceStub(object):
-    """Embeds texts by the loaded model: one vector each, of the hidden states after the model's last norm.
+    """Computes embeddings of texts with the loaded model: one vector for each text, from the hidden states after the
+    model's last norm.
 
-    Embedding shares steps, limits and the prefix cache's blocks with generation; a request's inputs are computed
-    together where there is room. An input's vector depends on nothing but the input. Which hidden states it is made of is
-    the operator's choice (`--pooling`), or that of the model's 1_Pooling/config.json: the last token's, the first
-    token's, or the mean of all.
+    Embedding shares steps, limits and the blocks of the prefix cache with generation. The inputs of a request are
+    computed together if there is room. The vector of an input depends only on that input. The operator (`--pooling`), or
+    else the model's 1_Pooling/config.json, chooses the hidden states: those of the last token (the default), those of
+    the first token, or the mean of all.
     """
 
     def __init__(self, channel):
@@ -48,17 +49,18 @@ class EmbeddingServiceStub(object):
 
 
 class EmbeddingServiceServicer(object):
-    """Embeds texts by the loaded model: one vector each, of the hidden states after the model's last norm.
+    """Computes embeddings of texts with the loaded model: one vector for each text, from the hidden states after the
+    model's last norm.
 
-    Embedding shares steps, limits and the prefix cache's blocks with generation; a request's inputs are computed
-    together where there is room. An input's vector depends on nothing but the input. Which hidden states it is made of is
-    the operator's choice (`--pooling`), or that of the model's 1_Pooling/config.json: the last token's, the first
-    token's, or the mean of all.
+    Embedding shares steps, limits and the blocks of the prefix cache with generation. The inputs of a request are
+    computed together if there is room. The vector of an input depends only on that input. The operator (`--pooling`), or
+    else the model's 1_Pooling/config.json, chooses the hidden states: those of the last token (the default), those of
+    the first token, or the mean of all.
     """
 
     def Embed(self, request, context):
-        """Answers a request whole, below 4 MiB: all inputs, or none. The call's deadline is the request's, and cancelling the
-        call ends it.
+        """Returns the vectors of all inputs in one response below 4 MiB, or fails as a whole. The deadline of the call is the
+        deadline of the request. Cancelling the call ends the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,12 +83,13 @@ def add_EmbeddingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EmbeddingService(object):
-    """Embeds texts by the loaded model: one vector each, of the hidden states after the model's last norm.
+    """Computes embeddings of texts with the loaded model: one vector for each text, from the hidden states after the
+    model's last norm.
 
-    Embedding shares steps, limits and the prefix cache's blocks with generation; a request's inputs are computed
-    together where there is room. An input's vector depends on nothing but the input. Which hidden states it is made of is
-    the operator's choice (`--pooling`), or that of the model's 1_Pooling/config.json: the last token's, the first
-    token's, or the mean of all.
+    Embedding shares steps, limits and the blocks of the prefix cache with generation. The inputs of a request are
+    computed together if there is room. The vector of an input depends only on that input. The operator (`--pooling`), or
+    else the model's 1_Pooling/config.json, chooses the hidden states: those of the last token (the default), those of
+    the first token, or the mean of all.
     """
 
     @staticmethod

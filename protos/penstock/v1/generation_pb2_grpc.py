@@ -28,9 +28,9 @@ if _version_not_supported:
 class GenerationServiceStub(object):
     """Generates text from one loaded model.
 
-    Start with GenerateOne: proxies balance, retry, limit and trace it like any other call. Generate is the fast lane for
-    gateways: many requests on one stream, one response message a step. Two to four streams to a replica are enough; a
-    reset ends everything that its stream carries.
+    Start with GenerateOne: proxies balance, retry, limit and trace it like any other call. Generate is for gateways:
+    many requests on one stream, one message per step. Two to four streams per replica are enough. A reset ends all
+    requests of its stream.
     """
 
     def __init__(self, channel):
@@ -59,36 +59,36 @@ class GenerationServiceStub(object):
 class GenerationServiceServicer(object):
     """Generates text from one loaded model.
 
-    Start with GenerateOne: proxies balance, retry, limit and trace it like any other call. Generate is the fast lane for
-    gateways: many requests on one stream, one response message a step. Two to four streams to a replica are enough; a
-    reset ends everything that its stream carries.
+    Start with GenerateOne: proxies balance, retry, limit and trace it like any other call. Generate is for gateways:
+    many requests on one stream, one message per step. Two to four streams per replica are enough. A reset ends all
+    requests of its stream.
     """
 
     def GenerateOne(self, request, context):
-        """Streams one request's output. The call's status is the request's status.
+        """Streams the output of one request. The status of the call is the status of the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """Answers one request whole. The call's status is the request's status. Where a request fails after it entered the
-        queue, its Finished, without the status, is among the details of the call's status: it tells the usage.
+        """Returns the whole output of one request. The status of the call is the status of the request. If a request fails
+        after it entered the queue, the details of the status include its Finished, without the status, for the usage.
 
-        The answer stays below 4 MiB, which is what gRPC's clients take by default. Counted in 8 bytes, it may have 512,000:
-        n x max_tokens x t, where t is what the vocabulary's longest token takes, rounded up, and logprobs + 1 more where
-        `output.logprobs` is set; and prompt tokens x (prompt_logprobs + 1), where `output.prompt_logprobs` is. More is
-        refused with INVALID_ARGUMENT; without `sampling.max_tokens` the output gets what room there is. GenerateOne takes
-        more.
+        The response stays below 4 MiB, the default limit of gRPC clients. For this, n x max_tokens x t, plus prompt tokens
+        x (prompt_logprobs + 1) if that is set, is at most 512,000. t is the size of an output token in units of 8 bytes,
+        rounded up: the longest text of a token if text is sent, plus 3 bytes if ids are. If logprobs is set, t includes
+        logprobs + 1. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets what room there is.
+        GenerateOne allows more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request_iterator, context):
-        """Carries many requests at once. A request's failure is in band, in its `finished`; the call's status speaks of the
-        stream alone. Half-close means "no more input, finish the rest"; a dropped stream aborts what is on it. What breaks
-        the rules of the stream itself ends it, and all that it carries: see GenerateRequest.
+        """Carries many requests at once. The failure of a request is reported in band, in its `finished`; the status of the
+        call is only that of the stream. Half-close means "no more input, finish the rest". A dropped stream aborts all its
+        requests. A violation of the rules of the stream ends it and all its requests: see GenerateRequest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,9 +123,9 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 class GenerationService(object):
     """Generates text from one loaded model.
 
-    Start with GenerateOne: proxies balance, retry, limit and trace it like any other call. Generate is the fast lane for
-    gateways: many requests on one stream, one response message a step. Two to four streams to a replica are enough; a
-    reset ends everything that its stream carries.
+    Start with GenerateOne: proxies balance, retry, limit and trace it like any other call. Generate is for gateways:
+    many requests on one stream, one message per step. Two to four streams per replica are enough. A reset ends all
+    requests of its stream.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub(object):
-    """Tells what model is served.
+    """Describes the loaded model.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class ModelServiceStub(object):
 
 
 class ModelServiceServicer(object):
-    """Tells what model is served.
+    """Describes the loaded model.
     """
 
     def GetModel(self, request, context):
-        """Describes the loaded model, the service's limits and features.
+        """Returns the loaded model, and the limits and features of the service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """Tells what model is served.
+    """Describes the loaded model.
     """
 
     @staticmethod

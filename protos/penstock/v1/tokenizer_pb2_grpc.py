@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class TokenizerServiceStub(object):
-    """Turns text into tokens and back, exactly as generation does. An answer has at most 4 MiB, what gRPC's clients take by
-    default. A request for more is refused with INVALID_ARGUMENT; it has to be sent in parts.
+    """Converts between text and tokens exactly as generation does. A response has at most 4 MiB, the default limit of gRPC
+    clients. A request whose response would be larger is INVALID_ARGUMENT; split it into several. Calls count against the
+    tenant's `requests_per_second`, separately from requests for generation and embedding.
     """
 
     def __init__(self, channel):
@@ -59,33 +60,35 @@ class TokenizerServiceStub(object):
 
 
 class TokenizerServiceServicer(object):
-    """Turns text into tokens and back, exactly as generation does. An answer has at most 4 MiB, what gRPC's clients take by
-    default. A request for more is refused with INVALID_ARGUMENT; it has to be sent in parts.
+    """Converts between text and tokens exactly as generation does. A response has at most 4 MiB, the default limit of gRPC
+    clients. A request whose response would be larger is INVALID_ARGUMENT; split it into several. Calls count against the
+    tenant's `requests_per_second`, separately from requests for generation and embedding.
     """
 
     def Tokenize(self, request, context):
-        """Text to token ids.
+        """Converts text to token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids to text.
+        """Converts token ids to text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenderChat(self, request, context):
-        """Messages to the prompt that the chat template makes of them.
+        """Renders messages to a prompt with the chat template.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeTokens(self, request, context):
-        """What each of some token ids stands for by itself, as log-probabilities show it.
+        """Returns the text of each token by itself, as a client shows it beside log-probabilities. Calls with at most 1,024
+        ids do not count against the rate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,8 +126,9 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenizerService(object):
-    """Turns text into tokens and back, exactly as generation does. An answer has at most 4 MiB, what gRPC's clients take by
-    default. A request for more is refused with INVALID_ARGUMENT; it has to be sent in parts.
+    """Converts between text and tokens exactly as generation does. A response has at most 4 MiB, the default limit of gRPC
+    clients. A request whose response would be larger is INVALID_ARGUMENT; split it into several. Calls count against the
+    tenant's `requests_per_second`, separately from requests for generation and embedding.
     """
 
     @staticmethod
