@@ -84,8 +84,9 @@ class Toy:
             head_dim=HEAD_DIM, rotary_dim=ROTARY, num_ropes=2, num_experts=EXPERTS, experts_per_token=PER_TOKEN,
             expert_size=EXPERT_INNER, normalise_experts=0, expert_activation=GemmActivation.SILU,
             qk_norm=QkNormKind.HEAD, activation=GemmActivation.SILU, block_size=BLOCK, norm_eps=EPS,
-            embedding_scale=EMBEDDING_SCALE, attention_scale=SCALE, attention_soft_cap=CAP, logit_soft_cap=LOGIT_CAP, embedding_format=StorageFormat.F32,
-            packed_embedding=table, head=LinearProgram(1, (Matrix * 3)(table)), norm=self.keep(self.norm),
+            embedding_scale=EMBEDDING_SCALE, attention_scale=SCALE, attention_soft_cap=CAP, logit_soft_cap=LOGIT_CAP,
+            embedding_format=StorageFormat.F32, packed_embedding=table,
+            head=LinearProgram(1, (Matrix * 3)(table)), norm=self.keep(self.norm),
             layers=ctypes.addressof(layers), ropes=ctypes.addressof(ropes), kv=kv, pages=pages.address,
             layer_bytes=layer_bytes,
         )  # fmt: skip
