@@ -1,4 +1,5 @@
-"""The README's calls, as printed, against a service on the demo model; only the port is another."""
+"""The calls in the README and in the pages for callers, as printed, against a service on the demo model; only the port
+is another."""
 
 import os
 import re
@@ -6,17 +7,23 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CLIENT, GRPC, BATCH, DEVELOPING, INSTALL = [
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("client", "grpc", "batch", "developing", "install")
+]
 PRINTED_TARGET = "127.0.0.1:50051"
 PENSTOCK = Path(sys.executable).with_name("penstock")
 # buf comes from npm, with `make check`; a system's own will do.
-PATH = f"{ROOT / 'node_modules/.bin'}{os.pathsep}{os.environ['PATH']}"
+PATH = os.pathsep.join([str(PENSTOCK.parent), str(ROOT / "node_modules/.bin"), os.environ["PATH"]])
+MAX_WORDS = 1200
 
 
 @pytest.fixture(scope="module")
@@ -35,29 +42,71 @@ def target() -> Iterator[str]:
     assert process.returncode == 0
 
 
-def blocks(language: str, containing: str = "") -> list[str]:
-    """The README's blocks of code in a language."""
-    found: list[str] = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(page: str, language: str, containing: str = "") -> list[str]:
+    """A page's blocks of code in a language."""
+    found: list[str] = re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     return [block for block in found if containing in block]
 
 
-def run(line: str) -> str:
+def run(line: str, directory: Path | None = None) -> str:
     """What a shell prints for a line that succeeds."""
     environment = {**os.environ, "PATH": PATH}
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    command = ["bash", "-eu", "-c", line]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=directory
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+def run_python(code: str, target: str) -> str:
+    """What a block of Python prints."""
+    return run(shlex.join([sys.executable, "-P", "-c", code.replace(PRINTED_TARGET, target)]))
+
+
 def test_the_python_call_streams_text(target: str) -> None:
-    (code,) = blocks("python")
+    (code,) = blocks(README, "python")
     assert PRINTED_TARGET in code
-    assert len(run(shlex.join([sys.executable, "-P", "-c", code.replace(PRINTED_TARGET, target)]))) > 20
+    assert len(run_python(code, target)) > 20
+
+
+@pytest.mark.parametrize(
+    ("containing", "printed"),
+    [
+        ("continue_from=first", r".{20}"),
+        ("AsyncClient", r" 16\n.* 16\n"),
+        ("request.update", r"LENGTH after 20 tokens, seed \d+"),
+        ("except RequestFailed", r"NOT_FOUND CONTEXT_NOT_FOUND False .*did you mean temperature\?"),
+        ("LLM(", r".{20}"),
+    ],
+    ids=["client", "asyncio", "events", "errors", "library"],
+)
+def test_the_examples_of_the_client_run(target: str, containing: str, printed: str) -> None:
+    (code,) = blocks(CLIENT, "python", containing)
+    assert re.search(printed, run_python(code, target), re.DOTALL)
+
+
+def test_every_example_of_the_client_is_run() -> None:
+    assert len(blocks(CLIENT, "python")) == 5
+
+
+def test_the_commands_for_batch_files_answer_every_line(target: str, tmp_path: Path) -> None:
+    """The blocks follow each other in one directory."""
+    commands = blocks(BATCH, "sh")
+    assert len(commands) == 3
+    for command in commands:
+        assert PRINTED_TARGET in command
+        run(command.replace(PRINTED_TARGET, target), tmp_path)
+    for source, output in (("in.jsonl", "out.jsonl"), ("openai.jsonl", "openai-out.jsonl")):
+        num_lines = len((tmp_path / source).read_text().splitlines())
+        answers = (tmp_path / output).read_text().splitlines()
+        assert len(answers) == num_lines
+        assert not any('"error":{' in answer for answer in answers)
 
 
 @pytest.mark.skipif(shutil.which("buf", path=PATH) is None, reason="buf is not installed; `make check` brings it")
 def test_the_call_with_buf_streams_text(target: str) -> None:
-    (line,) = blocks("sh", "buf curl")
+    (line,) = blocks(GRPC, "sh", "buf curl")
     assert PRINTED_TARGET in line
     answer = run(line.replace(PRINTED_TARGET, target))
     assert '"accepted"' in answer
@@ -66,22 +115,32 @@ def test_the_call_with_buf_streams_text(target: str) -> None:
 
 
 def test_the_call_with_grpcurl_is_the_one_with_buf() -> None:
-    (buf,), (grpcurl,) = blocks("sh", "buf curl"), blocks("sh", "grpcurl")
+    (buf,), (grpcurl,) = blocks(GRPC, "sh", "buf curl"), blocks(GRPC, "sh", "grpcurl")
     *_, data, url = shlex.split(buf)
     assert shlex.split(grpcurl) == ["grpcurl", "-plaintext", "-d", data, *url.removeprefix("http://").split("/", 1)]
 
 
 def test_the_commands_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    verbs = set(re.findall(r"^    make (\w+)", README, re.MULTILINE))
+    pages = README + DEVELOPING + INSTALL
+    verbs = set(re.findall(r"(?:^ {4}|`)make ([\w-]+)", pages, re.MULTILINE))
     assert {"serve", "test", "check", "bench", "soak", "protos"} <= verbs
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert [verb for verb in verbs if not re.search(rf"^{verb}:", makefile, re.MULTILINE)] == []
     help_text = run(f"{shlex.quote(str(PENSTOCK))} --help")
-    commands = set(re.findall(r"`penstock (\w+)", README))
-    assert [command for command in commands if command not in help_text] == []
+    commands = set(re.findall(r"(?:^ {4}|`)penstock ([a-z-]+)", pages, re.MULTILINE))
+    assert {"serve", "top", "explain", "generate", "doctor"} <= commands
+    assert [command for command in commands if not re.search(rf"^  {command} ", help_text, re.MULTILINE)] == []
 
 
-def test_the_files_that_it_links_exist() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
-    assert len(links) > 8
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_the_badges_are_true() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    prefix = "Programming Language :: Python :: "
+    versions = [name.removeprefix(prefix) for name in project["classifiers"] if name.startswith(prefix)]
+    assert f"[Python: {', '.join(versions)}]" in README
+    assert f"/python-{'%20%7C%20'.join(versions)}-" in README
+    assert f"[Licence: {project['license']}]" in README
+    assert f"/licence-{project['license'].replace('-', '--')}-" in README
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= MAX_WORDS

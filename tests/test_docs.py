@@ -1,0 +1,44 @@
+"""The pages below docs/: their links lead somewhere, the map has all of them, and the lists in them are whole."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.models.checkpoint.families import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that links may use for the page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_the_map_has_every_page_once() -> None:
+    index = ROOT / "docs/index.md"
+    listed = re.findall(r"^- \[[^]]+\]\((\w+\.md)\): ", index.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == [page.name for page in PAGES[1:] if page != index]
+
+
+def test_supported_models_names_every_architecture() -> None:
+    page = (ROOT / "docs/supported_models.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"`(\w+ForCausalLM)`", page)) == sorted(FAMILIES)
