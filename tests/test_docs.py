@@ -17,9 +17,10 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that links may use for the page's headings, as GitHub makes them."""
+    """The names that links may use: those that GitHub makes of headings, and those that the page gives."""
     headings = re.findall(r"^#+ +(.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([\w-]+)"></a>', prose(page)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -142,5 +142,14 @@ def test_the_badges_are_true() -> None:
     assert f"/licence-{project['license'].replace('-', '--')}-" in README
 
 
+def test_the_speeds_are_those_of_the_benchmarks() -> None:
+    benchmarks = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]+\| (?:bf16|int8|q8_0) \| (.*) ms \|$", README, re.MULTILINE)
+    assert len(rows) == 8
+    assert [row for row in rows if f"| {row} |" not in benchmarks] == []
+    assert (date := re.search(r"measured (\S+) with `make bench-cpu`", README)) is not None
+    assert date[1] in benchmarks
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.split()) <= MAX_WORDS
