@@ -1,1 +1,1 @@
-"""Triton for CUDA, C++ for CPU and a torch reference for both; it imports nothing else of penstock."""
+"""Kernels: Triton for CUDA, C++ for CPUs, and a torch reference for both. Imports nothing else from penstock."""

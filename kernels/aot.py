@@ -1,4 +1,4 @@
-"""Compiles kernels ahead of time, for a GPU that need not be there, and prints what each takes of it."""
+"""Compiles kernels ahead of time and prints the shared memory and registers that each needs. Needs no GPU."""
 
 import argparse
 import re
@@ -32,7 +32,7 @@ from penstock.kernels.cuda.sampling.sample import sampling_variants
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit_variant, prepare_variant
 
 MAX_SHARED_BYTES = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Of a program, by compute capability."""
+"""The limit for one program, by compute capability."""
 
 QUANTIZED: dict[str, dict[str, Any]] = {
     "int8": {"codes": Codes.INT8},
@@ -43,11 +43,11 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "int4": {"codes": Codes.INT4, "group": 128},
     "int4-ordered": {"codes": Codes.INT4, "group": 128, "is_ordered": True},
 }
-"""Weights that a model may have quantised: what their layouts have in common."""
+"""The kinds of quantised weights, each with the fields that its layouts share."""
 
 
 def variants(shape: ModelShape) -> Iterator[KernelVariant]:
-    """All that a model of that shape launches, but for products of quantised weights."""
+    """All kernels that a model of this shape launches, except the matrix products with quantised weights."""
     yield from _norm_variants(shape)
     if shape.deterministic:
         yield from float_variants(shape)
@@ -67,7 +67,7 @@ def variants(shape: ModelShape) -> Iterator[KernelVariant]:
             norm_eps=shape.norm_eps if shape.norms_heads else None,
         )
     )
-    sequences = MIN_SEQUENCES  # and a form for each power of 2 up to the first that is enough
+    sequences = MIN_SEQUENCES  # and one variant for each power of 2, up to the first that suffices
     of_rows = (shape.max_pages, shape.max_positions, shape.slots, shape.vocab_size)
     yield prepare_variant(sequences, *of_rows)
     while sequences < shape.max_sequences:
@@ -85,11 +85,11 @@ def variants(shape: ModelShape) -> Iterator[KernelVariant]:
 def _norm_variants(shape: ModelShape) -> Iterator[KernelVariant]:
     dtype, hidden, eps = shape.dtype, shape.hidden_size, shape.norm_eps
     if shape.norms_before:
-        # What the first layer begins with.
+        # The first layer's norm.
         yield rms_norm_variant(dtype, hidden, hidden, hidden, eps)
     else:
         yield add_rms_norm_variant(dtype, hidden, eps, norms_delta=shape.norms_after, norms_sum=False)
-    # The other layers, or the model's last norm.
+    # The norms of the other layers, and the model's last norm.
     yield add_rms_norm_variant(dtype, hidden, eps, norms_delta=shape.norms_after, norms_sum=True)
     if shape.norms_queries:
         row = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
@@ -98,7 +98,7 @@ def _norm_variants(shape: ModelShape) -> Iterator[KernelVariant]:
 
 
 def float_variants(shape: ModelShape) -> Iterator[KernelVariant]:
-    """Products of weights that are not quantised."""
+    """Matrix products with weights that are not quantised."""
     products = [*shape.products, (shape.num_logits or shape.vocab_size, shape.hidden_size, False)]
     if shape.experts is not None:
         products.append((shape.experts.num_experts, shape.hidden_size, shape.experts.biased))
@@ -108,7 +108,7 @@ def float_variants(shape: ModelShape) -> Iterator[KernelVariant]:
 
 
 def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelVariant]:
-    """Products of the weights of a layer, if they are so ``QUANTIZED``."""
+    """Matrix products with the weights of a layer, for one of the kinds in ``QUANTIZED``."""
     for rows, columns, is_biased in shape.products:
         layout = WeightLayout(rows=rows, columns=columns, **QUANTIZED[quantization])
         for deterministic in (False, True):
@@ -119,19 +119,20 @@ def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelV
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What a program of a variant takes."""
+    """The resources that one program of a variant needs."""
 
     name: str
     """The kernel, the types of its tensors, and its constants."""
     shared_bytes: int
     registers: int
-    """Of a thread."""
+    """Registers per thread."""
     spilled_bytes: int
-    """Of a thread: what is kept in local memory, for want of registers or because it is indexed."""
+    """Bytes of local memory per thread, used where registers run out or values are indexed."""
 
 
 def wanted(shapes: Iterable[ModelShape]) -> dict[str, KernelVariant]:
-    """All that those models launch, each once, by its description; also with fp8 KV, and where bits are kept."""
+    """All variants that those models launch, by description and without duplicates. Includes fp8 KV and deterministic
+    mode."""
     found: dict[str, KernelVariant] = {}
     for shape in shapes:
         others = replace(shape, kv_dtype=torch.float8_e4m3fn), replace(shape, deterministic=True)
@@ -141,7 +142,8 @@ def wanted(shapes: Iterable[ModelShape]) -> dict[str, KernelVariant]:
 
 
 def describe(variant: KernelVariant) -> str:
-    """A line that no other variant has. What dtypes are among its constants follows from those of its tensors."""
+    """A line that identifies the variant. Leaves out dtypes among the constants, since they follow from the tensors'
+    dtypes."""
     types = dict.fromkeys(TYPES[kind] for kind in variant.arguments.values() if isinstance(kind, torch.dtype))
     constants = (f"{name}={value}" for name, value in variant.constants.items() if not isinstance(value, tl.dtype))
     sizes = f"WARPS={variant.num_warps} STAGES={variant.num_stages}"
@@ -149,7 +151,7 @@ def describe(variant: KernelVariant) -> str:
 
 
 def measure(variant: KernelVariant, capability: int) -> KernelResources:
-    """Compiles it; the figures are those of the machine code."""
+    """Compiles the variant and reads the figures from the machine code."""
     compiled = variant.compile(capability)
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
@@ -162,19 +164,19 @@ def measure(variant: KernelVariant, capability: int) -> KernelResources:
 
 
 def settle_keys(compiled: Iterable[KernelVariant]) -> None:
-    """The key by which Triton finds a compiled kernel on disk depends on what was asked for its key before it: so it
-    is done in order, before threads compile in any order."""
+    """Computes the cache keys in order, before threads compile in any order. The key by which Triton finds a compiled
+    kernel on disk depends on which keys were computed before it."""
     for variant in compiled:
         if isinstance(variant.kernel, JITFunction):
             assert variant.kernel.cache_key
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Ends with status 1 where a variant needs more shared memory than there is."""
+    """Exits with status 1 if a variant needs more shared memory than the GPU has."""
     parser = argparse.ArgumentParser(prog="python -m penstock.kernels.aot", description=__doc__)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SHAPES)}; all of them by default")
-    parser.add_argument("--capability", type=int, default=90, choices=sorted(MAX_SHARED_BYTES), help="90 is Hopper's")
-    parser.add_argument("--quantization", choices=QUANTIZED, help="only the products of weights quantised so")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"one of {', '.join(SHAPES)} (default: all)")
+    parser.add_argument("--capability", type=int, default=90, choices=sorted(MAX_SHARED_BYTES), help="90: Hopper")
+    parser.add_argument("--quantization", choices=QUANTIZED, help="compile only the products with weights of this kind")
     options = parser.parse_args(arguments)
     unknown = [model for model in options.models if model not in SHAPES]
     if unknown:

@@ -1,1 +1,1 @@
-"""The CPU's kernels: a library in C++, how it is built, and its bindings."""
+"""CPU kernels: a C++ library, its build and its bindings."""

@@ -1,4 +1,5 @@
-"""Loads the CPU library, and mirrors its types: ``csrc/core/kernel_table.h`` says what each means. Knows no model."""
+"""Loads the CPU library and mirrors its types, which are documented in ``csrc/core/kernel_table.h``. Independent of
+models."""
 
 import ctypes
 import os
@@ -23,24 +24,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 LANES = 16
-"""Columns of a panel of weights, tokens of a page of KV."""
+"""Columns in a panel of weights, and tokens in a KV page."""
 SPLIT = 256
 QUERY_TILE = 16
 
 LIBRARY = Path(__file__).parent / "libpenstock_cpu.so"
 SOURCES = Path(__file__).parent / "csrc"
-"""What a library is built from; not there in a wheel."""
+"""The C++ sources; absent from a wheel."""
 VARIABLE = "PENSTOCK_CPU_LIBRARY"
-"""Of the environment: names another build of the library."""
+"""The environment variable that selects another build of the library."""
 BUILD_IT = "install penstock again with pip's --force-reinstall --no-cache-dir; in a checkout, run make native"
-"""What helps a library that is missing or stale."""
+"""The remedy for a missing or stale library."""
 
 LEVELS = ("amx", "avx512_bf16", "avx512", "avx2", "generic")
-"""Instruction sets, from the best on."""
+"""Instruction sets, best first."""
 
 
 class LibraryMissing(Exception):
-    """There is no library that can be loaded; the text says why, and the remedy."""
+    """No library can be loaded. The text has the reason and the remedy."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"{what}: {remedy}")
@@ -48,7 +49,7 @@ class LibraryMissing(Exception):
 
 
 class StorageFormat(IntEnum):
-    """What a matrix or a page of KV holds."""
+    """The element format of a matrix or a KV page."""
 
     F32 = 0
     BF16 = 1
@@ -66,7 +67,7 @@ class GemmActivation(IntEnum):
 
 
 class OutputMode(IntEnum):
-    """What a product does with its result."""
+    """How a matrix product writes its result."""
 
     STORE = 0
     ADD = 1
@@ -83,20 +84,20 @@ class Matrix(Structure):
 
 
 class Inputs(Structure):
-    """Prepared rows."""
+    """Input rows after ``prepare``."""
 
     _fields_ = (("data", c_void_p), ("stride", c_int64), ("rows", c_int32))
 
 
 class GemmOutput(Structure):
-    """Where a product writes."""
+    """The destination of a matrix product."""
 
     _fields_ = (("data", c_void_p), ("stride", c_int64), ("mode", c_int32), ("activation", c_int32), ("alpha", c_float),
                 ("limit", c_float))  # fmt: skip
 
 
 class KvLayout(Structure):
-    """A page."""
+    """The layout of a KV page."""
 
     _fields_ = (("format", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("head_bytes", c_int64),
                 ("page_bytes", c_int64))  # fmt: skip
@@ -119,7 +120,7 @@ class AttentionRow(Structure):
 
 
 class AttentionItem(Structure):
-    """A piece of a row's attention."""
+    """A work item: a piece of a row's attention."""
 
     _fields_ = (
         ("row", c_int32), ("kv_head_begin", c_int32), ("kv_head_end", c_int32), ("query_begin", c_int32),
@@ -128,7 +129,7 @@ class AttentionItem(Structure):
 
 
 class SamplingRow(Structure):
-    """What chooses a row's token."""
+    """The sampling parameters of a row."""
 
     _fields_ = (
         ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("repetition_penalty", c_double),
@@ -141,7 +142,7 @@ class SamplingRow(Structure):
 
 
 class SampledToken(Structure):
-    """A row's next token."""
+    """The token chosen for a row."""
 
     _fields_ = (("token_id", c_int64), ("logprob", c_float), ("num_top", c_int32), ("noise", c_double))
 
@@ -150,8 +151,8 @@ _P, _I, _L = c_void_p, c_int32, c_int64
 
 
 class Kernels(Structure):
-    """The table of one instruction set. Addresses are integers, as ``tensor.ctypes.data`` and ``data_ptr()`` give them;
-    structures go by reference. Nothing is checked."""
+    """The function table of one instruction set. Addresses are integers, as returned by ``tensor.ctypes.data`` and
+    ``data_ptr()``; structures are passed by reference. Arguments are not checked."""
 
     _fields_ = (
         ("name", c_char_p),
@@ -185,17 +186,17 @@ class Kernels(Structure):
 
 
 def address(array: NDArray[np.generic]) -> int:
-    """Where a contiguous array begins. Whoever keeps the address keeps the array too."""
-    return int(array.__array_interface__["data"][0])  # array.ctypes takes several times as long
+    """The address of a contiguous array. The caller keeps the array alive as long as it uses the address."""
+    return int(array.__array_interface__["data"][0])  # several times as fast as array.ctypes
 
 
 def library_path() -> Path:
-    """Where the library is: beside this file, or another build of it, which the environment names."""
+    """The path of the library: the one beside this file, or the one that the environment variable names."""
     return Path(os.environ.get(VARIABLE) or LIBRARY)
 
 
 def load_library(path: Path | None = None) -> ctypes.CDLL:
-    """The library; its calls release the GIL. Raises LibraryMissing."""
+    """Loads the library; its calls release the GIL. Raises LibraryMissing."""
     return _load(path or library_path())
 
 
@@ -203,9 +204,9 @@ def load_library(path: Path | None = None) -> ctypes.CDLL:
 def _load(path: Path) -> ctypes.CDLL:
     if not path.exists():
         if path != LIBRARY:
-            raise LibraryMissing(f"{path}, which {VARIABLE} names, is not there", f"leave {VARIABLE} out")
+            raise LibraryMissing(f"{path}, which {VARIABLE} names, does not exist", f"unset {VARIABLE}")
         raise LibraryMissing(
-            f"{path} is not there, because no C++ compiler worked when penstock was installed",
+            f"{path} does not exist, because no C++ compiler worked when penstock was installed",
             f"install one (Debian, Ubuntu: apt-get install g++), then {BUILD_IT}",
         )
     try:
@@ -219,7 +220,8 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _check_sources(library: ctypes.CDLL, path: Path) -> None:
-    """Where the sources are, a library of others is refused: its types may not be those that are mirrored here."""
+    """Refuses a library that was built from other sources, if the sources are here: its types may differ from the ones
+    mirrored in this file."""
     if not SOURCES.is_dir():
         return
     from penstock.kernels.cpu.build import digest
@@ -228,12 +230,12 @@ def _check_sources(library: ctypes.CDLL, path: Path) -> None:
     if tell is not None:
         tell.restype = c_char_p
     if tell is None or tell() != digest().encode():
-        remedy = "run make native" if path == LIBRARY else f"build it again, or leave {VARIABLE} out"
-        raise LibraryMissing(f"{path} was built from other sources than those that are here now", remedy)
+        remedy = "run make native" if path == LIBRARY else f"build it again, or unset {VARIABLE}"
+        raise LibraryMissing(f"{path} was built from other sources than those in csrc", remedy)
 
 
 def find_kernels(level: str | None = None, path: Path | None = None) -> Kernels | None:
-    """The table of an instruction set, or of the best one; None where this machine cannot run it."""
+    """The function table of an instruction set, by default the best one; None if this machine cannot run it."""
     found = load_library(path).penstock_kernels(level.encode() if level else None)
     return found.contents if found else None
 

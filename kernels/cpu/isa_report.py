@@ -1,5 +1,5 @@
-"""Prints the instruction sets that this machine runs the CPU library with, the best first; or why it cannot be used,
-and the remedy. ``penstock doctor`` runs it in a process of its own."""
+"""Prints the instruction sets with which this machine can run the CPU library, best first, or else why the library
+cannot be used, and the remedy. ``penstock doctor`` runs this in a separate process."""
 
 import contextlib
 import sys
@@ -8,10 +8,10 @@ from penstock.kernels.cpu.bindings import LEVELS, LibraryMissing, find_kernels
 
 
 def main() -> None:
-    """Ends with status 1, and the reason and the remedy on stderr, where the library is of no use."""
+    """Exits with status 1 and prints the reason and the remedy on stderr if the library cannot be used."""
     try:
         found = [level for level in LEVELS if find_kernels(level)]
-        with contextlib.suppress(ModuleNotFoundError):  # of numpy: the bare install serves nothing anyway
+        with contextlib.suppress(ModuleNotFoundError):  # no numpy in the client-only installation, which cannot serve
             from penstock.kernels.cpu.program import typed_library
 
             typed_library()

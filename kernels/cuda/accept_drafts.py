@@ -1,4 +1,5 @@
-"""What of a step's tokens a row keeps: a draft is right if it is the very token that was chosen in its place."""
+"""Verifies drafts: decides how many of a step's tokens each row keeps. A draft is accepted if it equals the token that
+was chosen at its position."""
 
 from functools import cache
 
@@ -12,7 +13,7 @@ from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.sampling.tensors import COUNTS, NUM_INTEGERS, SamplerRows, SamplerShape
 
 BLOCK = 32
-"""Lines of a sequence that are compared at once; a power of 2. Few have more."""
+"""Lines of a sequence that are compared at once; a power of 2. Few sequences have more."""
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -40,7 +41,7 @@ def _accept(
         num_right = tl.full([], BLOCK, tl.int32)
         while num_right == BLOCK:
             lines = start + kept + places
-            # The last line has no draft behind it.
+            # No draft follows the last line.
             inside = lines < end - 1
             tokens = tl.load(token_ids + lines, mask=inside, other=-1)
             followed = inside & (tl.load(drafts + lines, mask=inside, other=-1) == tokens)
@@ -51,7 +52,7 @@ def _accept(
         row = tl.load(rows + start).to(tl.int64)
         counted = tl.load(integers + row * NUM_INTEGERS + COUNTS)
         if counted >= 0:
-            # One after another: a token may come twice.
+            # One after another, since a token may occur twice.
             line = start
             while line < start + kept:
                 place = counts + counted * VOCAB + tl.load(token_ids + line)
@@ -88,12 +89,12 @@ def accept(
     num_kept: Tensor,
     last: Tensor,
 ) -> None:
-    """How many of its tokens each of B sequences keeps, and the last of them; all int32.
+    """Computes how many of its tokens each of B sequences keeps, and the last of them; all int32.
 
-    Sequence b has lines [line_starts[b], line_starts[b + 1]) where it samples. Of N lines, ``token_ids`` is the token
-    that was chosen, ``drafts`` the one that the sequence's next line took for granted, if there is such. Kept are
-    tokens up to the first that differs from its draft, or to the last; they are counted. ``num_kept`` (B,) is 0 for a
-    sequence without lines, whose ``last`` (B,) stays as it is.
+    A sequence b that samples has lines [line_starts[b], line_starts[b + 1]). For each of N lines, ``token_ids`` is the
+    chosen token, and ``drafts`` the token that the sequence's next line assumes, if there is a next line. A sequence
+    keeps the tokens up to the first that differs from its draft, or up to the last, and counts them for penalties.
+    ``num_kept`` (B,) is 0 for a sequence without lines; its ``last`` (B,) does not change.
     """
     (num_lines,), (num_sequences,) = token_ids.shape, num_kept.shape
     check(line_starts, (num_sequences + 1,), torch.int32)

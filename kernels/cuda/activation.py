@@ -1,5 +1,5 @@
-"""Gated activations of an MLP's fused product, where a program makes ``BLOCK`` columns of one token; and what the
-experts' product, which makes its own, shares with them."""
+"""The gated activation after an MLP's fused gate and up product; one program computes ``BLOCK`` columns of one token.
+The experts' fused product shares its functions."""
 
 from functools import cache
 
@@ -12,12 +12,12 @@ from penstock.kernels.cuda.core.common import check, load_wide, num_warps
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK = 2048
-"""Columns of a program, at most."""
+"""The maximum number of columns per program."""
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """In fp32, as ``gated_activation`` says."""
+    """The activation function of ``gated_activation``, in fp32."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":
@@ -49,7 +49,7 @@ def _gated_activation(gate_up, out, WIDTH: tl.constexpr, ACTIVATION: tl.constexp
 
 @cache
 def gated_activation_variant(dtype: torch.dtype, width: int, activation: str) -> KernelVariant:
-    """The variant of ``gated_activation`` for so many columns of its result."""
+    """The variant of ``gated_activation`` for a result with ``width`` columns."""
     block = min(BLOCK, triton.next_power_of_2(width))
     constants = {"WIDTH": width, "ACTIVATION": activation, "BLOCK": block}
     return KernelVariant(_gated_activation, {"gate_up": dtype, "out": dtype}, constants, num_warps=num_warps(block))

@@ -1,4 +1,4 @@
-"""What of a model its kernels are compiled for, and some models that have different kernels."""
+"""The properties of a model that its kernels are compiled for, and examples of models whose kernels differ."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,30 +10,30 @@ from penstock.kernels.cuda.attention.plan import DecodeShape
 from penstock.kernels.cuda.sampling.tensors import SamplerShape
 
 MEASURED_LINES = 64
-"""Of the largest step that is measured to know what drafts cost; however few rows there may be."""
+"""Lines of logits in the largest step that the cost model of drafts measures, even if there are fewer rows."""
 MAX_VERIFIED = 16
-"""Queries of a row: with more, its keys and values would have to be read more than once."""
+"""The maximum number of queries per row that decodes. With more, keys and values would be read more than once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Of experts: what their router does."""
+    """A mixture of experts and its router."""
 
     num_experts: int
     per_token: int
     normalise: bool
-    """The chosen probabilities are divided by their sum."""
+    """Whether the chosen probabilities are divided by their sum."""
     biased: bool = False
-    """The experts' products have biases."""
+    """Whether the experts' products have biases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model, and what serves it."""
+    """A model, and the limits of the service that runs it."""
 
     hidden_size: int
     intermediate_size: int | None
-    """Of the MLP; None where every layer has experts."""
+    """The intermediate size of the MLP; None if every layer has experts."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -41,70 +41,71 @@ class ModelShape:
     vocab_size: int
     norm_eps: float
     qkv_bias: bool = False
-    """Products have biases."""
+    """Whether the product has biases; ``output_bias`` and ``mlp_bias`` likewise."""
     output_bias: bool = False
     mlp_bias: bool = False
     norms_before: bool = True
-    """Attention and the MLP have a norm before them."""
+    """Whether a norm precedes attention and the MLP."""
     norms_after: bool = False
-    """They have one after them."""
+    """Whether a norm follows attention and the MLP."""
     norms_heads: bool = False
-    """Queries and keys are normed, each head by itself."""
+    """Whether queries and keys are normed, each head by itself."""
     norms_queries: bool = False
-    """All queries are normed as one vector, and so are all keys."""
+    """Whether all queries are normed as one vector, and all keys as another."""
     activation: str = "silu"
     """silu, gelu or gelu_tanh."""
     clamped_gate: tuple[float, float] | None = None
-    """Alpha and limit of the gate that experts have in the place of the activation."""
+    """Alpha and limit of the clamped gate that experts use in place of the activation."""
     experts: Mixture | None = None
-    """In the place of the MLP, in some layers or in all."""
+    """The experts that replace the MLP, in some layers or in all."""
     expert_size: int = 0
     """The intermediate size of an expert."""
     windows: tuple[int | None, ...] = (None,)
-    """Of attention: None in a layer that sees all. Each kind of layer once."""
+    """The attention windows of the model's kinds of layers, each once; None for full attention."""
     attention_scale: float | None = None
-    """Of attention's scores; None: 1 / sqrt(head_dim)."""
+    """The scale of attention scores; None: 1 / sqrt(head_dim)."""
     cap: float | None = None
-    """Attention scores s become cap tanh(s / cap); None: they are kept."""
+    """The soft cap of attention scores: s becomes cap tanh(s / cap). None: no cap."""
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     """``dtype`` or float8_e4m3fn."""
     logits_dtype: torch.dtype | None = None
     """None: ``dtype``."""
     num_logits: int | None = None
-    """Tokens that can be sampled, from the first on; None: all."""
+    """The number of tokens that can be sampled, from id 0 on; None: all."""
     max_positions: int
-    """Of a row."""
+    """Positions per row."""
     max_sequences: int = 256
-    """Of a step."""
+    """Sequences per step."""
     max_tokens: int = 8192
-    """Of a step."""
+    """Tokens per step."""
     slots: int = 16
-    """Of a page."""
+    """Slots per page."""
     max_drafts: int = 15
-    """Of a row that decodes; 0: nothing is drafted."""
+    """Drafts per row that decodes; 0: nothing is drafted."""
     deterministic: bool = False
-    """A token's results are the same bits in every batch."""
+    """Whether a token's results are bitwise the same in every batch."""
 
     @property
     def max_pages(self) -> int:
-        """Of a row."""
+        """Pages per row."""
         return -(-self.max_positions // self.slots)
 
     @property
     def max_lines(self) -> int:
-        """Of logits, of a step: each sequence has one, and one more for each draft."""
+        """Lines of logits per step: one for each sequence, and one more for each draft."""
         if not self.max_drafts:
             return self.max_sequences
         return min(self.max_tokens, max(MEASURED_LINES, self.max_sequences * (1 + self.max_drafts)))
 
     @property
     def max_queries(self) -> list[int]:
-        """Of a row that decodes: one token, or one and its drafts. Rows of more are computed like prompts."""
+        """The numbers of queries that the decoding kernel is compiled for: one token, or one token and its drafts. Rows
+        with more queries are computed as prompts are."""
         return sorted({1, min(1 + self.max_drafts, MAX_VERIFIED)})
 
     def attention(self) -> Iterator[DecodeShape]:
-        """Of each kind of layer, for each number of queries, ascending."""
+        """The attention of each kind of layer, for each number of queries in ascending order."""
         for window in self.windows:
             layer = AttentionShape(
                 num_heads=self.num_heads,
@@ -120,14 +121,14 @@ class ModelShape:
                 yield DecodeShape(layer, max_queries)
 
     def sampler(self) -> SamplerShape:
-        """Lines of logits lie one behind the other."""
+        """The shape of the sampler. Lines of logits are contiguous."""
         num_logits = self.num_logits or self.vocab_size
         return SamplerShape(num_logits, self.logits_dtype or self.dtype, num_logits, self.max_positions)
 
     @property
     def products(self) -> list[tuple[int, int, bool]]:
-        """Outputs and inputs of a layer's, and whether there is a bias: queries, keys and values; their heads' output;
-        gate and up; down."""
+        """The matrix products of a layer, each as outputs, inputs, and whether there is a bias: QKV, attention output,
+        gate and up, down."""
         width, hidden, inner = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
         attention = [
             (width + 2 * self.num_kv_heads * self.head_dim, hidden, self.qkv_bias),

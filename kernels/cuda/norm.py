@@ -1,4 +1,4 @@
-"""RMS norms, alone and with the addition to the residual stream before them. A program norms one token."""
+"""RMS norms, separate or fused with the preceding addition to the residual stream. A program norms one token."""
 
 from functools import cache
 
@@ -45,7 +45,7 @@ def _add_rms_norm(x, delta, y, weight, delta_weight, WIDTH: tl.constexpr, EPS: t
     added = load_wide(delta + at, inside)
     if delta_weight is not None:
         added = rounded(_normed(added, delta_weight, columns, inside, WIDTH, EPS), x)
-    # The norm sees what the next layer will read.
+    # The norm reads the rounded sum, which is what the next layer reads.
     total = rounded(load_wide(x + at, inside) + added, x)
     tl.store(x + at, total.to(x.dtype.element_ty), mask=inside)
     if weight is not None:
@@ -55,7 +55,7 @@ def _add_rms_norm(x, delta, y, weight, delta_weight, WIDTH: tl.constexpr, EPS: t
 
 @cache
 def rms_norm_variant(dtype: torch.dtype, width: int, x_stride: int, y_stride: int, eps: float) -> KernelVariant:
-    """The variant of ``rms_norm`` for rows that are so many elements apart."""
+    """The variant of ``rms_norm`` for rows that are ``x_stride`` and ``y_stride`` elements apart."""
     block = triton.next_power_of_2(width)
     return KernelVariant(
         _rms_norm,
@@ -87,8 +87,8 @@ def add_rms_norm_variant(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, y: Tensor) -> None:
     """y = x / sqrt(mean(x^2) + eps) * weight, over each row.
 
-    ``x`` and ``y`` are (T, W) of one dtype; they may be the same, and columns of wider rows. ``weight`` is (W,) in
-    fp32: the checkpoint's weight and the model's offset together.
+    ``x`` and ``y`` are (T, W) of the same dtype. They may be the same tensor, and slices of wider rows. ``weight`` is
+    (W,) in fp32: the checkpoint's weight plus the model's offset.
     """
     tokens, width = x.shape
     check(weight, (width,), torch.float32)
@@ -106,10 +106,11 @@ def add_rms_norm(
     y: Tensor | None = None,
     delta_weight: Tensor | None = None,
 ) -> None:
-    """x += delta, in place; then y = norm(x) * weight, if there is a ``weight`` and so a ``y``.
+    """x += delta, in place; then y = norm(x) * weight, if ``weight`` and ``y`` are given.
 
-    ``delta_weight``, if there is one, norms what is added: x += norm(delta) * delta_weight. The norm is that of
-    ``rms_norm``. ``x``, ``delta`` and ``y`` are (T, W) of one dtype, the weights (W,) in fp32; ``y`` may be ``delta``.
+    If ``delta_weight`` is given, the delta is normed first: x += norm(delta) * delta_weight. The norm is that of
+    ``rms_norm``. ``x``, ``delta`` and ``y`` are (T, W) of the same dtype, the weights (W,) in fp32; ``y`` may be
+    ``delta``.
     """
     tokens, width = x.shape
     assert (weight is None) == (y is None)

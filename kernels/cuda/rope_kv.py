@@ -1,5 +1,5 @@
-"""What stands between the product that makes queries, keys and values and attention, in one: the norm of each head,
-rotation, and the write to KV pages. A program makes some heads of one token: queries, or keys and their values."""
+"""Fuses the steps between the QKV product and attention: the norm of each head, the rotary embedding, and the write to
+KV pages. A program computes some heads of one token: queries, or keys and their values."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +13,7 @@ from penstock.kernels.cuda.core.common import check, load_wide, narrowed, num_wa
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK = 1024
-"""Elements of the heads of a program."""
+"""Elements per program, over all its heads."""
 
 
 @triton.jit
@@ -33,14 +33,15 @@ def _turn_heads(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """From heads side by side in ``source`` to heads ``OUT_STRIDE`` apart; cosines and sines are of one position."""
+    """Norms, rotates and stores heads: from heads side by side in ``source`` to heads ``OUT_STRIDE`` apart. Cosines and
+    sines are those of one position."""
     pairs = tl.arange(0, BLOCK_PAIRS)
     paired = pairs < PAIRS
     both = inside[:, None] & paired[None, :]
     head = source + heads[:, None] * HEAD_DIM
     low = load_wide(head + pairs[None, :], both)
     high = load_wide(head + PAIRS + pairs[None, :], both)
-    # What follows the rotated dimensions.
+    # The dimensions after the rotated ones.
     beyond = 2 * PAIRS + tl.arange(0, BLOCK_REST)
     left = inside[:, None] & (beyond < HEAD_DIM)[None, :]
     if BLOCK_REST > 1:
@@ -105,7 +106,7 @@ def _rope_kv(
     else:
         heads -= query_blocks * BLOCK_HEADS
         slot = tl.load(slots + token)
-        # One comparison: Triton 3.9's interpreter makes no mask of a vector's and a number's.
+        # A single comparison, since Triton 3.9's interpreter cannot combine a vector mask with a scalar one.
         inside = heads < tl.where(slot >= 0, KV_HEADS, 0)
         page = pages + (slot // SLOTS) * (2 * KV_HEADS * SLOTS * HEAD_DIM) + (slot % SLOTS) * HEAD_DIM
         key_scale = None
@@ -129,19 +130,19 @@ def _rope_kv(
 
 @dataclass(frozen=True)
 class RopeKv:
-    """What a model's ``rope_kv`` depends on."""
+    """The properties of a model that ``rope_kv`` is compiled for."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    """The model's, or float8_e4m3fn."""
+    """The model's dtype, or float8_e4m3fn."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rotary_dim: int
     slots: int
-    """Of a page."""
+    """Slots per page."""
     norm_eps: float | None
-    """Of the norm of each head; None: there is none."""
+    """The epsilon of the norm of each head; None: heads are not normed."""
 
 
 @cache
@@ -196,15 +197,15 @@ def rope_kv(
 ) -> None:
     """Norms and rotates the queries and keys of T tokens; queries go to ``query``, keys and values to their slots.
 
-    ``qkv`` is (T, (H + 2K) D): query heads, key heads, value heads. Of each head, pairs (i, i + N) of the first 2N
-    dimensions turn by the angle whose cosine and sine are ``cosines[p, i]`` and ``sines[p, i]``, both (P, N) in fp32, p
-    being the token's entry in ``positions`` (T,) int32. ``query`` is (T, H, D) of the dtype of ``qkv``. ``pages`` is
-    (pages, 2, K, S, D), keys before values, of that dtype or float8_e4m3fn. ``slots`` is (T,) int64: token t has slot
-    ``slots[t] % S`` of page ``slots[t] // S``, and none where that is negative.
+    ``qkv`` is (T, (H + 2K) D): query heads, key heads, value heads. In each head, the pairs (i, i + N) of the first 2N
+    dimensions are rotated by the angle whose cosine and sine are ``cosines[p, i]`` and ``sines[p, i]``, both (P, N) in
+    fp32, p being the token's entry in ``positions`` (T,) int32. ``query`` is (T, H, D) of the dtype of ``qkv``.
+    ``pages`` is (pages, 2, K, S, D), keys before values, of that dtype or float8_e4m3fn. ``slots`` is (T,) int64: token
+    t is stored in slot ``slots[t] % S`` of page ``slots[t] // S``, or not at all if ``slots[t]`` is negative.
 
-    ``norm`` is the weights of queries and keys, both (D,) in fp32, and eps: each head is RMS-normed before it is
-    turned. ``scales``, for fp8 alone, are those of keys and values, both (K,) in fp32: what is stored was divided by
-    them.
+    ``norm`` has the weights of queries and keys, both (D,) in fp32, and eps: each head is RMS-normed before it is
+    rotated. ``scales``, only for fp8, has the scales of keys and values, both (K,) in fp32; keys and values are divided
+    by them before they are stored.
     """
     tokens, heads, head_dim = query.shape
     num_pages, _, kv_heads, page_slots, _ = pages.shape

@@ -1,4 +1,5 @@
-"""A step's beginning and end on the device, where its rows stand: the host need not know how far they came."""
+"""The beginning and end of a step, computed on the device from the state of its rows, so the host need not know how
+many tokens they have."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,48 +13,49 @@ from penstock.kernels.cuda.core.common import check, num_warps
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 MIN_SEQUENCES = 256
-"""Of a variant, so that nearly every step has the same."""
+"""The minimum number of sequences of a variant, so that nearly all steps use the same one."""
 BLOCK = 8192
-"""Comparisons of tokens with sequences that a program makes at once."""
+"""Comparisons of tokens with sequences that a program does at once."""
 COMMIT_BLOCK = 256
-"""Sequences of a program."""
+"""Sequences per program."""
 
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """R rows, which keep their numbers from step to step."""
+    """The state of R rows, whose numbers stay the same from step to step."""
 
     tables: Tensor
-    """(R, N) int32: pages in the order of positions; negative where nothing may be written."""
+    """(R, N) int32: pages in the order of positions; negative if nothing may be written there."""
     lengths: Tensor
-    """(R,) int32: tokens whose keys and values stand in the pages."""
+    """(R,) int32: the number of tokens whose keys and values are in the pages."""
     next_tokens: Tensor
-    """(R,) int32: the token after these, where it was sampled."""
+    """(R,) int32: the token after these, if it was sampled."""
     histories: Tensor
-    """(R, L) int32: the tokens of every position that a step computed, rejected drafts as well, until other tokens are
-    computed there."""
+    """(R, L) int32: the token at every position that a step computed. Rejected drafts stay until other tokens are
+    computed at their positions."""
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """A step's B sequences and T tokens. The first sequences and tokens count, the others fill a graph's buffers."""
+    """A step's B sequences and T tokens. Only the first ones are used; the others pad the buffers of a CUDA graph."""
 
     rows: Tensor
-    """(B,) int32: a row's number; no row is there twice."""
+    """(B,) int32: the row numbers, without duplicates."""
     num_queries: Tensor
-    """(B,) int32: how many tokens the sequence has, which follow those of the sequence before; 0 behind the last."""
+    """(B,) int32: the number of tokens in each sequence, which follow those of the previous sequence; 0 after the
+    last."""
     given: Tensor
-    """(T,) int32: tokens that the host knows; negative: the row's next token."""
+    """(T,) int32: tokens that the host knows; a negative entry stands for the row's next token."""
     token_ids: Tensor
-    """(T,) int32; from here on, what ``prepare`` makes."""
+    """(T,) int32; this and the following are written by ``prepare``."""
     positions: Tensor
     """(T,) int32."""
     slots: Tensor
-    """(T,) int64: page * S + slot; -1 where nothing is to be stored."""
+    """(T,) int64: page * S + slot; -1 for a token that is not stored."""
     query_starts: Tensor
     """(B + 1,) int32: sequence b has tokens [query_starts[b], query_starts[b + 1])."""
     contexts: Tensor
-    """(B,) int32: tokens in KV once the step has written its own; 0 behind the last sequence."""
+    """(B,) int32: the number of tokens in KV after the step has written its own; 0 after the last sequence."""
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
@@ -93,7 +95,7 @@ def _prepare(
 
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = tokens < num_tokens
-    # A token belongs to the sequence that as many end before, or at it, as its index says.
+    # The index of a token's sequence is the number of sequences that end at or before the token.
     before = (ends[None, :] <= tokens[:, None]) & there[None, :]
     owner = tl.sum(before.to(tl.int32), axis=1)
     start = tl.max(tl.where(before, ends[None, :], 0), axis=1)
@@ -103,7 +105,7 @@ def _prepare(
     tabled = owned & (position < MAX_PAGES * SLOTS)
     past = row.to(tl.int64) * MAX_HISTORY + position
     noted = owned & (position < MAX_HISTORY)
-    # Neither a token nor a position out of range must ever be an address.
+    # Tokens and positions are clamped, so that none out of range becomes an address.
     position = tl.where(owned, tl.minimum(position, MAX_PAGES * SLOTS - 1), 0)
     known = tl.load(given + tokens, mask=owned, other=0)
     sampled = tl.load(next_tokens + row, mask=owned & (known < 0), other=0)
@@ -130,8 +132,9 @@ def _commit(rows, num_kept, sampled, lengths, next_tokens, num_sequences, BLOCK:
 
 
 def prepare_variant(num_sequences: int, max_pages: int, max_history: int, slots: int, vocab_size: int) -> KernelVariant:
-    """The variant of ``prepare`` for so many sequences, histories of so many tokens, and tables of so many pages of so
-    many slots. It is the same for all numbers of sequences up to ``MIN_SEQUENCES``, and up to each power of 2 above."""
+    """The variant of ``prepare`` for the given numbers of sequences, pages in a table, tokens in a history, and slots
+    in a page. All numbers of sequences up to ``MIN_SEQUENCES`` share a variant, and then all up to each further power
+    of 2."""
     block_sequences = max(triton.next_power_of_2(num_sequences), MIN_SEQUENCES)
     return _prepare_variant(block_sequences, max_pages, max_history, slots, vocab_size)
 
@@ -173,11 +176,11 @@ def commit_variant() -> KernelVariant:
 
 
 def prepare(rows: DeviceRows, step: StepTensors, slots: int, vocab_size: int) -> None:
-    """Fills in what a step's sequences, tokens and rows say, for pages of so many slots; and notes the tokens in the
-    rows' histories.
+    """Fills in a step's tensors from its sequences, tokens and rows, for pages of ``slots`` slots, and records the
+    tokens in the rows' histories.
 
-    A sequence's tokens stand behind the row's length. Token ids outside the vocabulary become the nearest within, and
-    so do positions and contexts beyond what a table can hold. A token for which the row has no page is stored nowhere.
+    A sequence's tokens start at the row's length. Token ids outside the vocabulary are clamped, and so are positions
+    and contexts beyond the capacity of a table. A token for which the row has no page is not stored.
     """
     (sequences,), (tokens,), (num_rows, max_pages) = step.rows.shape, step.given.shape, rows.tables.shape
     max_history = rows.histories.shape[1]
@@ -212,8 +215,8 @@ def prepare(rows: DeviceRows, step: StepTensors, slots: int, vocab_size: int) ->
 
 
 def commit(rows: DeviceRows, step: StepTensors, num_kept: Tensor, sampled: Tensor) -> None:
-    """Moves each sequence's row on: it keeps the first ``num_kept`` (B,) int32 of its tokens, and ``sampled`` (B,)
-    int32, where it isn't negative, becomes its next token. Nothing changes for a sequence that keeps none."""
+    """Advances each sequence's row: it keeps the first ``num_kept`` (B,) int32 of its tokens, and ``sampled`` (B,)
+    int32, if not negative, becomes its next token. Nothing changes for a sequence that keeps none."""
     (sequences,) = step.rows.shape
     for tensor in (step.rows, num_kept, sampled):
         check(tensor, (sequences,), torch.int32)

@@ -1,1 +1,1 @@
-"""Every kernel in plain torch: what the fast ones must compute."""
+"""Every kernel in plain torch: the results that the fast kernels must reproduce."""

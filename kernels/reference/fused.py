@@ -1,4 +1,4 @@
-"""Torch references of what CUDA kernels do in one, and of what is only done there. T, H, K, D and S are those of
+"""Torch references of fused CUDA kernels, and of those that exist only for CUDA. T, H, K, D and S are defined as in
 ``penstock.kernels.reference.ops``; pages are (pages, 2, K, S, D), keys before values."""
 
 import torch
@@ -9,7 +9,8 @@ from penstock.kernels.reference.wide import widened
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, eps: float, delta_weight: Tensor | None = None) -> Tensor:
-    """x + delta; with a ``delta_weight``, x + norm(delta) * delta_weight. Of the shape and dtype of ``x``."""
+    """Returns x + delta, or x + norm(delta) * delta_weight if ``delta_weight`` is given, in the shape and dtype of
+    ``x``."""
     return x + (delta if delta_weight is None else rms_norm(delta, delta_weight, eps))
 
 
@@ -23,8 +24,8 @@ def rope_kv(
     norm: tuple[Tensor, Tensor, float] | None,
     scales: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Norms and rotates queries and keys, stores keys and values in ``pages`` and returns the queries (T, H, D). What
-    each argument is, ``cuda.rope_kv`` says."""
+    """Norms and rotates queries and keys, stores keys and values in ``pages`` and returns the queries (T, H, D). For
+    the arguments see ``cuda.rope_kv``."""
     _, _, num_kv_heads, page_slots, head_dim = pages.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     query, key, value = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -53,7 +54,8 @@ def prepare(
     page_slots: int,
     vocab_size: int,
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Token ids, positions, slots, query starts and contexts of a step. ``cuda.prepare`` says what each argument is."""
+    """The token ids, positions, slots, query starts and contexts of a step. For the arguments see
+    ``cuda.step.prepare``."""
     token_ids, positions, slots = [0] * len(given), [0] * len(given), [-1] * len(given)
     query_starts, contexts = [0], []
     for row, count in zip(rows, num_queries, strict=True):
@@ -74,7 +76,7 @@ def prepare(
 def commit(
     rows: list[int], num_kept: list[int], sampled: list[int], lengths: list[int], next_tokens: list[int]
 ) -> None:
-    """Moves rows on, in place. What each argument is, ``cuda.prepare`` says."""
+    """Advances the rows, in place. For the arguments see ``cuda.step.commit``."""
     for row, kept, token in zip(rows, num_kept, sampled, strict=True):
         if kept:
             lengths[row] += kept
@@ -83,8 +85,8 @@ def commit(
 
 
 def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, order: Tensor | None) -> Tensor:
-    """W = (code - zero) * scale (N, K), its columns as they stand, in at least fp32. What each argument is,
-    ``cuda.quantized_weight.pack_int4`` says."""
+    """W = (code - zero) * scale (N, K) in at least fp32, with columns in the order of W. For the arguments see
+    ``cuda.quantized.weights.pack_int4``."""
     columns = codes.shape[1]
     groups = torch.arange(columns, device=codes.device) // (group or columns)
     wide = codes.to(scales.dtype) if zeros is None else codes.to(scales.dtype) - zeros.to(scales.dtype)[:, groups]
@@ -93,7 +95,8 @@ def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, 
 
 
 def narrow_inputs(x: Tensor, dtype: torch.dtype, group: int = 0) -> tuple[Tensor, Tensor]:
-    """Bytes of that dtype, int8 or float8_e4m3fn, and scales (T, groups), whose products are x (T, K), nearly."""
+    """Quantises x (T, K) to a dtype of one byte, int8 or float8_e4m3fn. Returns the codes and the scales (T, groups);
+    their products approximate x."""
     limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     parts = widened(x).split(group or x.shape[1], dim=1)
     largest = torch.stack([part.abs().amax(1) for part in parts], dim=1)

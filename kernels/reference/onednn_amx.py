@@ -1,7 +1,7 @@
-"""Keeps torch from AMX where its products of bfloat16 would die of an illegal instruction.
+"""Keeps torch from using AMX where its bfloat16 products would crash with an illegal instruction.
 
-Some virtual machines show AMX, and hide the CPUID leaf from which oneDNN, torch's library, reads how tiles are set up.
-Knows no model, and imports torch only where there is something to try.
+Some virtual machines report AMX but hide the CPUID leaf from which oneDNN, torch's library, reads the tile
+configuration. Imports torch only if there is something to try.
 """
 
 import faulthandler
@@ -11,18 +11,19 @@ import signal
 from pathlib import Path
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
-"""Of the environment: names the most that oneDNN may use. Read at its first product, inherited by child processes."""
+"""The environment variable that limits the instruction set of oneDNN, which reads it at its first product. Child
+processes inherit it."""
 WITHOUT_TILES = "AVX512_CORE_FP16"
 TRIAL_S = 20
-"""For the trial, which takes some milliseconds."""
+"""The time limit of the trial, which takes a few milliseconds."""
 
 
 def avoid_broken_tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Where the processor has AMX, tries a product in a child process, some 50 ms; if the child dies, oneDNN does
-    without AMX in this process and its children. To be called before torch's first product."""
+    """If the processor has AMX, tries a product in a child process, which takes some 50 ms. If the child crashes, turns
+    AMX off for oneDNN in this process and its children. Call it before torch's first product."""
     if VARIABLE in os.environ or not cpuinfo.exists() or " amx_tile " not in cpuinfo.read_text():
         return
-    import torch  # fork copies it; the child computes with one thread, whatever was set here
+    import torch  # fork copies it; the child computes with one thread whatever the number here
 
     child = os.fork()
     if child == 0:
@@ -34,7 +35,7 @@ def avoid_broken_tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
             torch.set_num_threads(1)
             ones = torch.ones(16, 64, dtype=torch.bfloat16)
             torch.nn.functional.linear(ones, ones)
-        finally:  # whatever is raised: the child must never go on as a second parent
+        finally:  # even after an exception: the child must never continue as a second parent
             os._exit(0)
     if os.WIFSIGNALED(os.waitpid(child, 0)[1]):
         os.environ[VARIABLE] = WITHOUT_TILES

@@ -1,6 +1,7 @@
-"""Torch references of the kernels: what each computes, in the plainest form. Faster kernels are compared with these.
+"""Torch references of the kernels, in the plainest form. Tests compare the fast kernels with these.
 
-T is the tokens of a step, H the query heads, K the key heads (K divides H), D the head size, S the slots of a page.
+T is the number of tokens in a step, H of query heads, K of key heads (K divides H), D the head size, and S the number
+of slots in a page.
 """
 
 import itertools
@@ -13,9 +14,9 @@ from torch.nn import functional
 from penstock.kernels.reference.wide import widened
 
 MAX_SCORES = 1 << 18
-"""Scores of one product in ``attention``: what stays in a CPU's cache."""
+"""Scores computed by one product in ``attention``: as many as stay in a CPU's cache."""
 MIN_QUERIES = 16
-"""... but not fewer queries at a time than make a product worth calling."""
+"""The minimum number of queries per product in ``attention``. Fewer do not pay for the call."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,8 +70,8 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def choose_experts(logits: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The likeliest ``num_chosen`` experts by a router's ``logits`` (T, E), equal ones by lowest number, and their
-    probabilities in at least fp32, both (T, num_chosen); ``normalise`` divides the chosen probabilities by their
+    """The ``num_chosen`` likeliest experts by a router's ``logits`` (T, E), ties broken by lowest number, and their
+    probabilities in at least fp32, both (T, num_chosen). ``normalise`` divides the chosen probabilities by their
     sum."""
     chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     probabilities = widened(logits).softmax(-1).gather(-1, chosen)
@@ -90,7 +91,7 @@ def write_kv(pages: Tensor, slots: Tensor, values: Tensor) -> None:
 def gather_kv(pages: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
     """Copies pages into rows: ``pages`` (K, pages, S, D), ``table`` (B, N) int64 of page ids; returns (K, B, N * S, D).
 
-    ``out``, of K * B * N * S * D elements, takes the copy if it is given.
+    The copy is written to ``out`` if it is given; it has K * B * N * S * D elements.
     """
     num_heads, _, slots, head_dim = pages.shape
     rows, num_pages = table.shape
@@ -115,9 +116,9 @@ def attention(
 
     ``query`` is (B, Q, H, D), ``key`` and ``value`` (K, B, L, D), ``mask`` (B, Q, L) bool: true where the query sees
     the key; None: everything. Masked values must be finite. ``reach`` promises that query i of every row sees no key
-    from ``reach + i`` on, which need not be computed then. ``scale`` is 1 / sqrt(D) unless it is given, ``cap`` a soft
-    cap of the scores, and ``sinks`` (H,) a score of each head that takes part in the softmax and has no value. Returns
-    (B, Q, H, D).
+    from ``reach + i`` on, so those scores are not computed. ``scale`` is 1 / sqrt(D) unless it is given, ``cap`` is a
+    soft cap of the scores, and ``sinks`` (H,) is one more score per head, which takes part in the softmax and has no
+    value. Returns (B, Q, H, D).
     """
     rows, num_queries, num_heads, head_dim = query.shape
     num_kv_heads, _, num_keys, _ = key.shape
@@ -138,7 +139,8 @@ def attention(
         queries = slice(begin, min(begin + step, num_queries))
         seen = slice(num_keys if reach is None else min(num_keys, reach + queries.stop - 1))
         part = scaled[head, :, :, queries].reshape(rows, -1, head_dim)
-        # Keys times queries: a product packs its right side, which for few queries would be most of the work.
+        # Keys times queries, since a product packs its right operand: with few queries, packing the keys would be most
+        # of the work.
         scores = widened(torch.matmul(key[head, :, seen], part.transpose(1, 2))).transpose(1, 2).contiguous()
         scores = _capped(scores, cap).view(rows, group, -1, scores.shape[-1])
         scores.masked_fill_(hidden[:, :, queries, seen], -math.inf)
@@ -153,7 +155,8 @@ def _capped(scores: Tensor, cap: float | None) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the last dimension, with one more score in ``sinks`` (..., 1), which takes its share and is left out."""
+    """The softmax over the last dimension. A score in ``sinks`` (..., 1) takes its share and is dropped from the
+    result."""
     if sinks is None:
         return scores.softmax(-1)
     return torch.cat((scores, sinks.expand(*scores.shape[:-1], 1).to(scores.dtype)), dim=-1).softmax(-1)[..., :-1]
@@ -172,11 +175,12 @@ def paged_attention(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Ragged causal attention over paged KV, a row at a time: the reference for every batched form of it.
+    """Ragged causal attention over paged KV, one row at a time: the reference for all batched forms.
 
     Row r's queries are ``query[begin:end]`` with (begin, end) = ``query_spans[r]``, at positions ``starts[r]`` onward;
-    its keys lie in the pages ``tables[r]``. Query position p sees key positions s with s <= p and, with a window w,
-    s > p - w. ``query`` is (T, H, D), pages are (K, pages, S, D); returns (T, H, D). The rest is as for ``attention``.
+    its keys are in the pages ``tables[r]``. Query position p sees key positions s with s <= p and, with a window w, s >
+    p - w. ``query`` is (T, H, D), pages are (K, pages, S, D); returns (T, H, D). For the other arguments see
+    ``attention``.
     """
     out = torch.empty_like(query)
     for table, (begin, end), start in zip(tables, query_spans, starts, strict=True):
@@ -193,6 +197,7 @@ def paged_attention(
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Which keys a query sees: ``key <= query``, and ``key > query - window`` where there is a window. Broadcasts."""
+    """The mask of the keys that each query sees: ``key <= query``, and ``key > query - window`` if there is a window.
+    Broadcasts."""
     mask = key_positions <= query_positions
     return mask if window is None else mask & (key_positions > query_positions - window)

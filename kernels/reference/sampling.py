@@ -1,7 +1,8 @@
-"""Torch references of the sampling kernels: filters without a sort of the vocabulary, and noise that is a pure
-function.
+"""Torch references of the sampling kernels: filters that do not sort the vocabulary, and noise that is a pure function
+of its key.
 
-Logits are (R, V) in fp32 or fp64; minus infinity marks what is masked. R is rows, V the vocabulary.
+Logits are (R, V) in fp32 or fp64, R being the number of rows and V the size of the vocabulary. Minus infinity marks
+masked tokens.
 """
 
 import math
@@ -17,14 +18,14 @@ MIX_2 = -7723592293110705685
 """0x94D049BB133111EB."""
 
 NOISE_RANGE = 26.0
-"""In nats; the noise of two tokens differs by less: u lies in [1, 2^32] / (2^32 + 1), so the noise lies between -3.10
-and 22.19. An entry further below the best one cannot win."""
+"""In nats. The noise of two tokens differs by less than this: u lies in [1, 2^32] / (2^32 + 1), so the noise lies
+between -3.10 and 22.19. An entry further below the best one cannot win."""
 
 MAX_DRAWS = 1 << 19
-"""Entries whose noise is held at a time."""
+"""Entries whose noise is in memory at a time."""
 
 NUM_BINS = 4096
-"""Of the histogram by which top-p finds its pivot."""
+"""Bins of the histogram with which top-p finds its pivot."""
 
 
 def mix64(x: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """The logical right shift, of which torch has only the arithmetic one."""
+    """A logical right shift; torch has only the arithmetic one."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -43,8 +44,8 @@ def keyed_uniform(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor
     """u = (h + 1) / (2^32 + 1), h being the upper 32 bits of mix(mix(mix(seed) + position G) + (id + 1) G); fp64 in (0,
     1).
 
-    That is SplitMix64's stream from a state which seed and position choose, so it's the same on every device. All
-    int64, broadcast against each other.
+    This is SplitMix64's stream from a state that seed and position select, so it is the same on every device. The
+    arguments are int64 and broadcast against each other.
     """
     return _uniform(_stream(seeds, positions), token_ids)
 
@@ -69,9 +70,9 @@ def _gumbel(streams: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor) -> None:
-    """Masks, in place, all but the ``top_k`` largest entries of each row; of equal ones the lowest ids are kept.
+    """Masks, in place, all but the ``top_k`` largest entries of each row. Among equal entries the lowest ids are kept.
 
-    ``top_k`` is (R,) int64 of at least 1.
+    ``top_k`` is (R,) int64, each at least 1.
     """
     width = min(int(top_k.max()), logits.shape[1])
     largest = torch.topk(logits, width, dim=1).values
@@ -84,14 +85,14 @@ def keep_top_k(logits: Tensor, top_k: Tensor) -> None:
 def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
     """Masks, in place, all but the smallest set of the likeliest entries whose probability reaches ``top_p``.
 
-    Of equal ones at the pivot the lowest ids are kept; the likeliest entry always is. ``top_p`` is (R,) in [0, 1].
-    A histogram over distances from the best entry finds the bin that holds the pivot; only that bin is sorted.
+    Among entries equal to the pivot the lowest ids are kept; the likeliest entry is always kept. ``top_p`` is (R,) in
+    [0, 1]. A histogram over distances from the best entry finds the bin that holds the pivot; only that bin is sorted.
     """
     target = top_p.double().unsqueeze(1)
     log_total = torch.logsumexp(logits, 1, keepdim=True)
-    # Distances grow as logits fall, rounded or not, so whatever is in an earlier bin is likelier.
+    # Distances grow as logits fall, even after rounding, so entries in an earlier bin are likelier.
     distance = logits.amax(1, keepdim=True) - logits
-    # A broken model's NaN must not become an index that is none.
+    # A NaN from a broken model must not become an invalid index.
     bins = (distance * (NUM_BINS / NOISE_RANGE)).nan_to_num_(0.0).clamp_(0, NUM_BINS - 1).long()
     mass = torch.zeros(logits.shape[0], NUM_BINS, dtype=torch.float64, device=logits.device)
     reached = mass.scatter_add_(1, bins, (logits - log_total).double().exp()).cumsum(1)
@@ -99,11 +100,11 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
     before = torch.where(crossing > 0, reached.gather(1, (crossing - 1).clamp(min=0)), 0.0)
     inside = bins == crossing
     count = inside.sum(1, keepdim=True)
-    # Where rounding keeps the sum of all from reaching the target, the last bin may be empty: the pivot is then -inf.
+    # If rounding keeps the total from reaching the target, the last bin may be empty; the pivot is then -inf.
     width = max(1, int(count.max()))
     ranked = torch.topk(logits.masked_fill(~inside, -math.inf), width, dim=1).values
     reached = before + (ranked - log_total).double().exp().cumsum(1)
-    # Entry i is kept if what comes before it has not reached the target.
+    # Entry i is kept if the entries before it have not reached the target.
     last = torch.minimum((reached < target).sum(1, keepdim=True), count - 1).clamp(min=0)
     pivot = ranked.gather(1, last)
     _keep_to_pivot(logits, pivot, last + 1 - (ranked > pivot).sum(1, keepdim=True))
@@ -117,7 +118,8 @@ def keep_min_p(logits: Tensor, min_p: Tensor) -> None:
 
 
 def _keep_to_pivot(logits: Tensor, pivot: Tensor, num_equal: Tensor) -> None:
-    """Masks what is below the pivot, and what equals it after the first ``num_equal`` ids. Both are (R, 1)."""
+    """Masks the entries below the pivot, and those equal to it after the first ``num_equal`` ids. Both arguments are
+    (R, 1)."""
     logits.masked_fill_(logits < pivot, -math.inf)
     equal = logits == pivot
     if bool((equal.sum(1, keepdim=True) > num_equal).any()):
@@ -125,10 +127,10 @@ def _keep_to_pivot(logits: Tensor, pivot: Tensor, num_equal: Tensor) -> None:
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """argmax over ids of logit + keyed Gumbel noise, which draws from softmax(logits); equal sums: the lowest id.
+    """argmax over ids of logit + keyed Gumbel noise, which draws from softmax(logits). Ties go to the lowest id.
 
-    Noise is drawn only for entries that could win, and for a few rows at a time, which bounds the memory of it.
-    ``seeds`` and ``positions`` are (R,) int64; returns (R,) int64, of a row without a finite logit any id.
+    Noise is drawn only for entries that could win, and for a few rows at a time, which bounds its memory. ``seeds`` and
+    ``positions`` are (R,) int64. Returns (R,) int64, with an arbitrary id for a row without a finite logit.
     """
     streams = _stream(seeds, positions)
     num_rows = max(1, MAX_DRAWS // logits.shape[1])

@@ -1,4 +1,4 @@
-"""The dtype in which references compute."""
+"""The dtype in which the references compute."""
 
 import torch
 from torch import Tensor

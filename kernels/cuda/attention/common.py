@@ -1,7 +1,7 @@
-"""What the two attention kernels share: the shape of a layer's attention, the walk over pages, the softmax as it goes.
+"""Shared by the two attention kernels: the shape of a layer's attention, the loop over pages, and the online softmax.
 
-Scores are logarithms to base 2: exp(s) = exp2(s log2 e), and log2 e goes into the scale. A running maximum may be
--inf, of a query that has seen no key yet; nothing is ever subtracted from that.
+Scores are logarithms to base 2: exp(s) = exp2(s log2 e), with log2 e folded into the scale. The running maximum of a
+query that has seen no key yet is -inf; it is replaced by 0 before anything is subtracted.
 """
 
 import math
@@ -18,32 +18,33 @@ PAGE_SLOTS = 16
 SLOTS = tl.constexpr(PAGE_SLOTS)
 LOG2E = tl.constexpr(math.log2(math.e))
 BLOCK_SEQUENCES = tl.constexpr(128)
-"""Sequences that a search looks at together."""
+"""Sequences that a search compares at a time."""
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-"""Multiples of 8 between these."""
+"""Head sizes are multiples of 8 in this range."""
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the attention of a layer is compiled for: the same for most layers of a model, or one of two."""
+    """The properties of a layer's attention that kernels are compiled for. A model's layers have one or two different
+    ones."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    """Of queries and output."""
+    """The dtype of queries and output."""
     kv_dtype: torch.dtype
-    """Of pages: ``dtype``, or float8_e4m3fn with a scale of each KV head."""
+    """The dtype of pages: ``dtype``, or float8_e4m3fn with a scale for each KV head."""
     scale: float
     window: int | None = None
-    """A query at position p sees those from p - window + 1 on; None: all."""
+    """A query at position p sees positions from p - window + 1 on; None: all."""
     cap: float | None = None
-    """Scores s become cap tanh(s / cap); None: they are kept."""
+    """The soft cap of scores: s becomes cap tanh(s / cap). None: no cap."""
 
     def __post_init__(self) -> None:
-        """Our own bugs."""
+        """Asserts that the kernels support the shape; the caller has validated the model."""
         assert self.num_heads % self.num_kv_heads == 0
         assert MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM
         assert self.head_dim % 8 == 0
@@ -55,16 +56,16 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """The number of query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def block_dim(self) -> int:
-        """The head size, as wide as it is computed."""
+        """The head size, padded to a power of 2 for computing."""
         return int(triton.next_power_of_2(self.head_dim))
 
     def constants(self) -> dict[str, object]:
-        """What every kernel is told of it."""
+        """The constants that every attention kernel is compiled with."""
         return {
             "NUM_KV_HEADS": self.num_kv_heads,
             "GROUP": self.group,
@@ -79,19 +80,19 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """A step's B sequences on the device. Those that only fill a bucket have no queries, and a context of 0."""
+    """A step's B sequences on the device. Sequences that only pad a bucket have no queries and a context of 0."""
 
     tables: Tensor
-    """(R, max_pages) int32: pages of every row; what is no page of the row's context may hold anything."""
+    """(R, max_pages) int32: the pages of each row. Entries after the row's context may have any value."""
     rows: Tensor
     """(B,) int32: the row of each sequence."""
     query_starts: Tensor
-    """(B + 1,) int32: its tokens are those from ``query_starts[b]`` up to ``query_starts[b + 1]``."""
+    """(B + 1,) int32: sequence b has the tokens from ``query_starts[b]`` up to ``query_starts[b + 1]``."""
     contexts: Tensor
-    """(B,) int32: its tokens in pages, those of this step with them."""
+    """(B,) int32: the number of each sequence's tokens in pages, including this step's."""
 
     def __post_init__(self) -> None:
-        """Our own bugs."""
+        """Asserts shapes and dtypes."""
         (num_sequences,) = self.rows.shape
         assert self.query_starts.shape == (num_sequences + 1,)
         assert self.contexts.shape == (num_sequences,)
@@ -102,24 +103,24 @@ class RaggedRows:
 
     @property
     def num_sequences(self) -> int:
-        """B."""
+        """The number of sequences, B."""
         return int(self.rows.shape[0])
 
 
 @dataclass(frozen=True)
 class PagedKV:
-    """A layer's keys and values, and what else its attention reads."""
+    """A layer's keys and values, with their scales and the attention sinks."""
 
     pages: Tensor
     """(num_pages, 2, K, 16, D): keys, then values."""
     key_scales: Tensor
-    """(K,) fp32: what stored keys are multiplied by; 1 unless they are fp8."""
+    """(K,) fp32: the factors of stored keys; 1 unless they are fp8."""
     value_scales: Tensor
     sinks: Tensor
-    """(H,) fp32: a score of each head that takes part in the softmax and has no value; -inf where there is none."""
+    """(H,) fp32: one score per head that takes part in the softmax and has no value; -inf where there is none."""
 
     def check(self, shape: AttentionShape) -> None:
-        """Our own bugs."""
+        """Asserts shapes and dtypes."""
         heads = shape.num_kv_heads
         assert self.pages.shape[1:] == (2, heads, PAGE_SLOTS, shape.head_dim), self.pages.shape
         assert self.pages.dtype == shape.kv_dtype
@@ -130,11 +131,11 @@ class PagedKV:
 
 
 NUMBERS = ("max_pages", "num_sequences")
-"""Arguments of both kernels that are no tensors."""
+"""The arguments of both kernels that are numbers."""
 
 
 def shared_arguments(shape: AttentionShape) -> dict[str, torch.dtype | str]:
-    """What the kernels of decoding and of prefill both are given."""
+    """The arguments that the decoding and the prefill kernel share."""
     return {
         **dict.fromkeys(("query", "out"), shape.dtype),
         "pages": shape.kv_dtype,
@@ -153,7 +154,7 @@ def shared_values(query: Tensor, out: Tensor, kv: PagedKV, batch: RaggedRows) ->
 
 @triton.jit
 def find_sequence(starts, num_sequences, unit):
-    """b with ``starts[b] <= unit < starts[b + 1]``, for ascending ``starts`` (num_sequences + 1,)."""
+    """Returns b such that ``starts[b] <= unit < starts[b + 1]``; ``starts`` (num_sequences + 1,) is ascending."""
     found = 0
     for begin in range(0, num_sequences, BLOCK_SEQUENCES):
         at = begin + tl.arange(0, BLOCK_SEQUENCES)
@@ -177,7 +178,7 @@ def query_offsets(
 ):
     """The rows of a tile are all heads of a group for its first query, then those for its second, and so on.
 
-    Returns of each row: its query in the sequence, its row in (T * H, D), whether there is such a query.
+    Returns for each row: its query in the sequence, its row in (T * H, D), and whether the query exists.
     """
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     index = row // GROUP
@@ -213,11 +214,11 @@ def attend(
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Takes the keys and values from ``begin``, a multiple of BLOCK_N, up to ``end`` into the running softmax.
+    """Adds the keys and values from ``begin``, a multiple of BLOCK_N, up to ``end`` to the running softmax.
 
-    For each query: ``maximum`` of its scores, ``total`` of exp2(score - maximum), and ``mixed``, the values weighted by
-    those. MASKED: not every query sees every position there is in these blocks; positions below ``lowest`` and from
-    ``end`` on are not read, so that it does not matter what lies there.
+    Keeps for each query: the ``maximum`` of its scores, the ``total`` of exp2(score - maximum), and ``mixed``, the
+    values weighted by those. MASKED: some queries do not see all positions in these blocks. Positions below ``lowest``
+    and from ``end`` on are not read then, so their contents do not matter.
     """
     BLOCK_D: tl.constexpr = query.shape[1]
     dims = tl.arange(0, BLOCK_D)
@@ -227,7 +228,8 @@ def attend(
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         slot = page.to(tl.int64) * (2 * page_size) + positions % SLOTS * HEAD_DIM
-        # The next block's pages, ahead of time: a load that waits for a load of its own round could not be prefetched.
+        # Load the next block's pages early: a load that depends on another load of the same iteration cannot be
+        # prefetched.
         page = page_ids(table, start + BLOCK_N, lowest, end, BLOCK_N)
         pointers = pages + slot[:, None] + dims[None, :]
         if MASKED or BLOCK_D != HEAD_DIM:
@@ -248,7 +250,8 @@ def attend(
             if WINDOW is not None:
                 seen &= positions[None, :] > query_positions[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
-        # What is left to multiply by comes behind the mask: masked or not, each weight is exp2 of one multiply-add.
+        # The remaining factor is applied after the mask, so that each weight is exp2 of one multiply-add, masked or
+        # not.
         rest = factor if CAP is None else CAP * LOG2E
         raised = tl.maximum(maximum, tl.max(scores, axis=1) * rest)
         base = tl.where(raised == float("-inf"), 0.0, raised)
@@ -262,7 +265,7 @@ def attend(
 
 @triton.jit
 def score_factor(key_scale, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """What a product of query and key is multiplied by: to make it a score in log2, or the 2x of the cap's exp(2x)."""
+    """The factor that turns a product of query and key into a score in log2, or into the 2x of the cap's exp(2x)."""
     if CAP is None:
         return key_scale * (SCALE * LOG2E)
     else:
@@ -271,7 +274,7 @@ def score_factor(key_scale, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def final_weight(maximum, total, sink):
-    """What mixed values are multiplied by in the end: 1 / total, with the sink in it; 0 if nothing was seen."""
+    """The final factor of the mixed values: 1 / total, including the sink; 0 if nothing was seen."""
     raised = tl.maximum(maximum, sink * LOG2E)
     base = tl.where(raised == float("-inf"), 0.0, raised)
     kept = tl.exp2(maximum - base)

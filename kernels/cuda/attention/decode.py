@@ -1,7 +1,7 @@
-"""Attention of sequences with few queries each, over a fixed number of programs: decoding, verification of drafts.
+"""Attention of sequences with few queries each (decoding, verification of drafts) on a fixed number of programs.
 
-Each program takes a contiguous share of all units (attention_plan tells what these are), and may begin and end within a
-part. What it has of a part that others have too goes to a workspace, and attention_join joins it.
+Each program takes a contiguous share of all units (plan.py defines units and parts), and may begin and end within a
+part. If several programs share a part, their partial results go to a workspace, and merge.py merges them.
 """
 
 import functools
@@ -32,24 +32,24 @@ from penstock.kernels.cuda.core.launch import KernelVariant
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Partial results. All layers of a model may use the same, one after another."""
+    """Partial results. The layers of a model share one workspace, one after another."""
 
     num_programs: int
-    """Over which the reading is divided: the GPU's multiprocessors times ``shape.tiles.programs``."""
+    """The number of programs that share the work: the GPU's multiprocessors times ``shape.tiles.programs``."""
     mixed: Tensor
-    """(num_partials, block_m, D) fp32: the values that a part of the keys weighs."""
+    """(num_partials, block_m, D) fp32: the values weighted by some of a part's keys."""
     weights: Tensor
     """(num_partials, block_m) fp32: log2 of the sum of 2^score over those keys."""
 
     @classmethod
     def allocate(cls, shape: DecodeShape, num_programs: int, device: torch.device) -> "DecodeWorkspace":
-        """For any step: a program may begin and end within a part."""
+        """Allocates room for any step: two partial results per program, since it may begin and end within a part."""
         rows = (2 * num_programs, shape.tiles.block_m)
         mixed = torch.empty((*rows, shape.attention.head_dim), dtype=torch.float32, device=device)
         return cls(num_programs, mixed, torch.empty(rows, dtype=torch.float32, device=device))
 
     def check(self, shape: DecodeShape) -> None:
-        """Our own bugs."""
+        """Asserts shapes."""
         rows = (2 * self.num_programs, shape.tiles.block_m)
         assert self.mixed.shape == (*rows, shape.attention.head_dim)
         assert self.weights.shape == rows
@@ -85,7 +85,8 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A program's share of the units: of each part that it has all of, the result; of others, what it has."""
+    """Computes a program's share of the units. Stores the result of each part that the program has all of, and partial
+    results of the others."""
     dims = tl.arange(0, BLOCK_D)
     units = tl.load(unit_starts + num_sequences) * NUM_KV_HEADS
     share = tl.cdiv(units, tl.num_programs(0))
@@ -136,7 +137,7 @@ def decode_kernel(
         else:
             partial = 2 * tl.program_id(0) + (offset == 0).to(tl.int32)
             lines = partial.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            # of a query that saw nothing here, 0 and -inf
+            # 0 and -inf for a query that saw nothing here
             total = tl.where(total > 0.0, total, 1.0)
             result = mixed * (value_scale / total)[:, None]
             tl.store(partials + lines[:, None] * HEAD_DIM + dims[None, :], result, mask=there)
@@ -146,7 +147,7 @@ def decode_kernel(
 
 @functools.cache
 def decode_variant(shape: DecodeShape) -> KernelVariant:
-    """For a layer of that shape."""
+    """The variant of the decoding kernel for a layer of this shape."""
     return KernelVariant(
         decode_kernel,
         {
@@ -169,9 +170,9 @@ def decode_attention(
     workspace: DecodeWorkspace,
     out: Tensor,
 ) -> None:
-    """Attention of the sequences that have units in ``unit_starts`` (B + 1,) int32.
+    """Computes the attention of the sequences that have units in ``unit_starts`` (B + 1,) int32.
 
-    The rest is as for ``attention.paged_attention``, which checks it.
+    The other arguments are those of ``paged_attention``, which checks them.
     """
     workspace.check(shape)
     decode_variant(shape).launch(

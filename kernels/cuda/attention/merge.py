@@ -1,4 +1,4 @@
-"""Joins what programs of attention_decode have of the same part."""
+"""Merges the partial results that several programs of the decoding kernel computed of one part."""
 
 import functools
 
@@ -11,7 +11,7 @@ from penstock.kernels.cuda.attention.plan import DecodeShape, extent
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK_JOINED = tl.constexpr(32)
-"""Pieces that are read together."""
+"""Pieces that are read at a time."""
 
 
 @triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["num_sequences"])
@@ -32,10 +32,10 @@ def join_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Joins the pieces of a part, which decode_kernel left. A program's second index is a row of the part's tile.
+    """Merges the pieces of a part that decode_kernel stored. A program's second index is a row of the part's tile.
 
-    Its first is one of decode_kernel's programs: joined is the part that begins in that one's share and goes on
-    beyond, if one does.
+    Its first index is one of decode_kernel's programs. It merges the part that begins in that program's share and
+    continues beyond it, if there is one.
     """
     program = tl.program_id(0)
     units = tl.load(unit_starts + num_sequences) * NUM_KV_HEADS
@@ -64,7 +64,7 @@ def join_kernel(
     mixed = tl.zeros((BLOCK_D,), tl.float32)
     for done in range(0, num_pieces, BLOCK_JOINED):
         index = done + tl.arange(0, BLOCK_JOINED)
-        # the part begins at the end of a program's share, and goes on at the beginning of others'
+        # the part begins at the end of one program's share and continues at the beginning of the next ones
         partial = 2 * (program + index) + (index == 0).to(tl.int32)
         line = partial.to(tl.int64) * BLOCK_M + tl.program_id(1)
         there = index < num_pieces
@@ -85,7 +85,7 @@ def join_kernel(
 
 @functools.cache
 def join_variant(shape: DecodeShape) -> KernelVariant:
-    """For what ``attention_decode.decode_variant`` of that shape leaves."""
+    """The variant that merges the partial results of ``decode_variant`` of the same shape."""
     return KernelVariant(
         join_kernel,
         {

@@ -1,6 +1,7 @@
-"""Ragged paged attention: prefill, decoding and verification of drafts in one step, each by the kernel that is its own.
+"""Ragged paged attention: prefill, decoding and verification of drafts in one step, with a kernel for prefill and one
+for decoding.
 
-Grids are fixed by a bucket's sizes, and lengths are read from device memory, so that a CUDA graph may hold all of it.
+Grids depend only on a bucket's sizes, and lengths are read from device memory, so that a CUDA graph can capture it.
 """
 
 from torch import Tensor
@@ -26,11 +27,11 @@ def paged_attention(
 ) -> None:
     """softmax(cap(scale q k^T)) v for each query head h with its KV head, h * K // H, over what each query sees.
 
-    ``query`` and ``out`` are (T, H, D) in the shape's dtype. The last token of sequence b stands at position
-    ``contexts[b] - 1``, those before it in front of that; each sees positions up to its own, and with a window w those
-    above its own minus w. The reference is ``kernels.reference.paged_attention``. Tokens of no sequence are left as
-    they are in ``out``. ``starts`` are those of ``plan_attention`` for this step. ``any_longer``: sequences of more
-    than ``shape.max_queries`` queries are computed too, as they always are where that is 0.
+    ``query`` and ``out`` are (T, H, D) in the shape's dtype. The last token of sequence b is at position ``contexts[b]
+    - 1``, and the others are at the positions before it. Each sees positions up to its own p, and with a window w only
+    those above p - w. The reference is ``paged_attention`` in ``kernels/reference``. Entries of ``out`` that belong to
+    no sequence are not written. ``starts`` is the result of ``plan_attention`` for this step. ``any_longer``: sequences
+    of more than ``shape.max_queries`` queries are computed too; if ``shape.max_queries`` is 0 they always are.
     """
     heads = (shape.attention.num_heads, shape.attention.head_dim)
     assert query.shape == out.shape == (query.shape[0], *heads)
@@ -45,6 +46,6 @@ def paged_attention(
 
 
 def attention_variants(shape: DecodeShape) -> list[KernelVariant]:
-    """All that ``plan_attention`` and ``paged_attention`` launch for that shape."""
+    """All variants that ``plan_attention`` and ``paged_attention`` launch for a shape."""
     decoding = [decode_variant(shape), join_variant(shape)] if shape.max_queries else []
     return [plan_variant(shape), *decoding, prefill_variant(shape.attention)]

@@ -1,12 +1,12 @@
-"""How a step's attention is divided, which the device computes once a step from the lengths that lie there.
+"""Divides a step's attention among programs, once per step and on the device, where the lengths are.
 
-A sequence of few queries is *decoded*: bound by reading its keys and values, so that the reading is divided evenly,
-whatever the batch looks like. Its *parts* are its KV heads times its tiles of BLOCK_M rows (queries times heads of a
-group), each of them a walk over the same positions. A *unit* is what is not divided further: a block of BLOCK_N
-positions of a part.
+A sequence of few queries is *decoded*. This is bound by reading its keys and values, so the reads are divided evenly,
+whatever the batch looks like. A sequence has one *part* for each KV head and each tile of BLOCK_M rows (queries times
+heads of a group); all its parts loop over the same positions. A *unit*, the smallest piece of work, is a block of
+BLOCK_N positions of a part.
 
-A sequence of more queries is *prefilled*: bound by products; its tiles are divided. Where a query's result must be the
-same bits in every batch and chunk, all sequences are.
+A sequence of more queries is *prefilled*. This is bound by matrix products, so its tiles are divided. If a query's
+result must be bitwise the same in every batch and chunk, all sequences are prefilled.
 """
 
 import functools
@@ -22,26 +22,26 @@ from penstock.kernels.cuda.attention.prefill import prefill_tiles
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK_PLANNED = tl.constexpr(128)
-"""Sequences that are planned together."""
+"""Sequences that are planned at a time."""
 MAX_DECODED = 64
-"""Queries of a sequence that is decoded; with more, reading is not what it waits for."""
+"""The maximum number of queries of a sequence that is decoded. With more, it is not bound by reading."""
 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Sizes that keep reading under way while a block is computed, and fit shared memory and registers."""
+    """Sizes that keep loads in flight while a block is computed, and fit shared memory and registers."""
 
     block_m: int
-    """Rows, queries times heads of a group, that are computed together."""
+    """Rows (queries times heads of a group) that are computed together."""
     block_n: int
     """Positions that are read together."""
     num_stages: int
     programs: int
-    """On a multiprocessor."""
+    """Programs per multiprocessor."""
 
 
 def decode_tiles(shape: AttentionShape, max_rows: int) -> DecodeTiles:
-    """For that shape, and at most so many rows of a sequence and KV head."""
+    """The sizes for a shape and at most ``max_rows`` rows per sequence and KV head."""
     wide = shape.block_dim > 128 or shape.dtype == torch.float32
     block_m = min(max(triton.next_power_of_2(max_rows), 16), 32 if wide else 64)
     if wide:
@@ -59,24 +59,25 @@ class DecodeShape:
 
     attention: AttentionShape
     max_queries: int
-    """Of a sequence that is decoded; 0: all are prefilled, and a query's result is the same bits in every step."""
+    """The maximum number of queries of a sequence that is decoded. 0: all sequences are prefilled, and a query's result
+    is bitwise the same in every step."""
 
     def __post_init__(self) -> None:
-        """Our own bugs."""
+        """Asserts that the number is supported."""
         assert 0 <= self.max_queries <= MAX_DECODED
 
     @property
     def max_rows(self) -> int:
-        """Queries times heads of a group, at most."""
+        """The maximum number of rows: queries times heads of a group."""
         return self.max_queries * self.attention.group
 
     @property
     def tiles(self) -> DecodeTiles:
-        """The sizes for this."""
+        """The sizes for this shape."""
         return decode_tiles(self.attention, self.max_rows)
 
     def constants(self) -> dict[str, object]:
-        """What both kernels are told."""
+        """The constants of the decoding and the merging kernel."""
         return {
             "NUM_KV_HEADS": self.attention.num_kv_heads,
             "GROUP": self.attention.group,
@@ -90,27 +91,27 @@ class DecodeShape:
 
 @dataclass(frozen=True)
 class WorkStarts:
-    """Where each sequence's work begins, in the order of sequences, for layers of one shape."""
+    """The start of each sequence's work, in the order of sequences, for layers of one shape."""
 
     units: Tensor
-    """(B + 1,) int32: units of decoding, for each KV head."""
+    """(B + 1,) int32: units of decoding, per KV head."""
     tiles: Tensor
     """(B + 1,) int32: tiles of prefill."""
 
     @classmethod
     def allocate(cls, num_sequences: int, device: torch.device) -> "WorkStarts":
-        """For B sequences."""
+        """Allocates the tensors for B sequences."""
         units, tiles = torch.empty((2, num_sequences + 1), dtype=torch.int32, device=device)
         return cls(units, tiles.clone())
 
     def check(self, num_sequences: int) -> None:
-        """Our own bugs."""
+        """Asserts shapes."""
         assert self.units.shape == self.tiles.shape == (num_sequences + 1,)
 
 
 @triton.jit
 def extent(context, num_queries, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What each part of a sequence walks over: its first block, its number of blocks."""
+    """The blocks that each part of a sequence reads: the first one, and their number."""
     first = lowest_seen(context - num_queries, WINDOW) // BLOCK_N
     return first, tl.cdiv(context, BLOCK_N) - first
 
@@ -129,7 +130,7 @@ def plan_kernel(
     BLOCK_N: tl.constexpr,
     PREFILL_BLOCK_M: tl.constexpr,
 ):
-    """One program. A sequence of at most MAX_QUERIES queries has units, one of more has tiles."""
+    """Runs as one program. A sequence of at most MAX_QUERIES queries has units; one with more has tiles."""
     units_before = 0
     tiles_before = 0
     tl.store(unit_starts, 0)
@@ -152,7 +153,7 @@ def plan_kernel(
 
 @functools.cache
 def plan_variant(shape: DecodeShape) -> KernelVariant:
-    """For layers of that shape."""
+    """The variant for layers of a shape."""
     names = ("query_starts", "contexts", "unit_starts", "tile_starts")
     return KernelVariant(
         plan_kernel,
@@ -170,7 +171,7 @@ def plan_variant(shape: DecodeShape) -> KernelVariant:
 
 
 def plan_attention(shape: DecodeShape, batch: RaggedRows, starts: WorkStarts) -> None:
-    """Divides a step's work, into ``starts``. Once a step for all layers that have the same shape."""
+    """Divides a step's work and writes ``starts``. Called once per step for all layers of the same shape."""
     starts.check(batch.num_sequences)
     plan_variant(shape).launch(
         (1,), batch.query_starts, batch.contexts, starts.units, starts.tiles, batch.num_sequences

@@ -1,8 +1,8 @@
-"""Attention of sequences with many queries each, which is bound by products: prefill.
+"""Attention of sequences with many queries each (prefill), which is bound by matrix products.
 
-A program takes a tile of BLOCK_M rows, all heads of a group for some queries of a sequence, and walks over the
-positions that these see: those at the window's edge and at the diagonal under a mask, those between without. Blocks
-begin at multiples of BLOCK_N whatever the chunk, so that a query's result is the same bits in every chunk and batch.
+A program takes a tile of BLOCK_M rows, all heads of a group for some queries of a sequence, and loops over the
+positions that these see. It masks only at the edge of the window and at the diagonal. Blocks begin at multiples of
+BLOCK_N in every chunk, so a query's result is bitwise the same in every chunk and batch.
 """
 
 import functools
@@ -32,8 +32,8 @@ from penstock.kernels.cuda.core.launch import KernelVariant
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """Sizes that fill Hopper's matrix units, and fit its shared memory and registers. With 3 stages a block is read
-    while the one before it is computed; with 2, Triton waits for it at once."""
+    """Sizes that fill Hopper's tensor cores and fit its shared memory and registers. With 3 stages a block is loaded
+    while the previous one is computed; with 2, Triton waits for each load immediately."""
 
     block_m: int
     block_n: int
@@ -43,7 +43,7 @@ class PrefillTiles:
 
 @functools.cache
 def prefill_tiles(shape: AttentionShape) -> PrefillTiles:
-    """For that shape."""
+    """The sizes for a shape."""
     if shape.dtype == torch.float32:
         return PrefillTiles(64, 32 if shape.block_dim <= 128 else 16, 8, 3)
     if shape.block_dim > 128:
@@ -79,7 +79,8 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A program's first index is a KV head, its second counts tiles from the last, which sees most, to the first."""
+    """A program's first index is a KV head. Its second counts tiles backwards, since the last tile sees the most
+    positions."""
     head = tl.program_id(0)
     unit = tl.load(tile_starts + num_sequences) - 1 - tl.program_id(1)
     if unit < 0:
@@ -99,7 +100,8 @@ def prefill_kernel(
     query_positions = context - num_queries + index
     factor = score_factor(tl.load(key_scales + head), SCALE, CAP)
 
-    # Positions: lowest .. below `opened` some queries see; .. below `closed` all queries; .. below `end` some.
+    # Positions from `lowest` to below `opened` are seen by some queries, to below `closed` by all, to below `end` by
+    # some.
     first = context - num_queries + tile * BLOCK_M // GROUP
     last = tl.minimum(context - num_queries + (tile * BLOCK_M + BLOCK_M - 1) // GROUP, context - 1)
     lowest = lowest_seen(first, WINDOW)
@@ -139,7 +141,7 @@ def prefill_kernel(
 
 @functools.cache
 def prefill_variant(shape: AttentionShape) -> KernelVariant:
-    """For a layer of that shape."""
+    """The variant of the prefill kernel for a layer of this shape."""
     tiles = prefill_tiles(shape)
     return KernelVariant(
         prefill_kernel,
@@ -153,10 +155,10 @@ def prefill_variant(shape: AttentionShape) -> KernelVariant:
 def prefill_attention(
     shape: AttentionShape, query: Tensor, kv: PagedKV, batch: RaggedRows, tile_starts: Tensor, shorter: int, out: Tensor
 ) -> None:
-    """Attention of the sequences that have tiles in ``tile_starts`` (B + 1,) int32, each of more than ``shorter``
-    queries.
+    """Computes the attention of the sequences that have tiles in ``tile_starts`` (B + 1,) int32, each with more than
+    ``shorter`` queries.
 
-    The rest is as for ``attention.paged_attention``, which checks it.
+    The other arguments are those of ``paged_attention``, which checks them.
     """
     num_tokens = query.shape[0]
     num_sequences = min(batch.num_sequences, num_tokens // (shorter + 1))

@@ -1,1 +1,1 @@
-"""How Triton kernels are compiled and launched, and what they share."""
+"""Compiles and launches Triton kernels; helpers that kernels share."""

@@ -1,4 +1,4 @@
-"""What several kernels share."""
+"""Helpers that several kernels share."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_FP8 = tl.constexpr(448.0)
-"""The largest float8_e4m3fn."""
+"""The largest value of float8_e4m3fn."""
 
 
 def check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -17,12 +17,13 @@ def check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def num_warps(elements: int) -> int:
-    """For a program that holds so many elements at a time: 16 a thread, which for 16 bits each are two loads."""
+    """The number of warps for a program that holds ``elements`` elements at a time: 16 per thread, which is two loads
+    for 16-bit elements."""
     return min(max(elements // 512, 1), 16)
 
 
 def product_dtype(dtype: torch.dtype) -> tl.dtype:
-    """What is multiplied: values of the model's dtype; fp32 in the interpreter, which multiplies bf16 wrong."""
+    """The dtype of a product's operands: the model's, or fp32 in the interpreter, which multiplies bf16 incorrectly."""
     if triton.knobs.runtime.interpret:
         return tl.float32
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
@@ -30,19 +31,20 @@ def product_dtype(dtype: torch.dtype) -> tl.dtype:
 
 @triton.jit
 def load_wide(pointers, mask):
-    """In fp32; 0 where masked."""
+    """Loads values as fp32; 0 where masked."""
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def rounded(x, pointer):
-    """Fp32 as it is once it went through the memory that a pointer points to."""
+    """An fp32 value rounded to the dtype that ``pointer`` points to."""
     return x.to(pointer.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def narrowed(x, scale, pointer):
-    """``x / scale`` in the dtype that a pointer points to, kept within that of fp8; without a scale, ``x`` itself."""
+    """``x / scale`` in the dtype that ``pointer`` points to, clamped to the range of fp8; without a scale, only
+    converted."""
     if scale is not None:
         x = tl.minimum(tl.maximum(x / scale, -MAX_FP8), MAX_FP8)
     return x.to(pointer.dtype.element_ty)
@@ -50,12 +52,12 @@ def narrowed(x, scale, pointer):
 
 @triton.jit
 def order_of(x):
-    """int32 that rises with a float32, which is no NaN; 0 and -0 are one."""
+    """Maps a float32, which must not be NaN, to an int32 of the same order; 0 and -0 map to the same."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(order):
-    """The float32 that ``order_of`` makes this of."""
+    """The inverse of ``order_of``."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

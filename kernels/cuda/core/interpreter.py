@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on a CPU, without what it does again and again."""
+"""Speeds up Triton's interpreter, which runs kernels on a CPU, by caching work that it repeats for every launch."""
 
 from functools import cache
 from typing import Any
@@ -8,15 +8,14 @@ from triton.runtime import interpreter
 
 @cache
 def patch_language_once() -> None:
-    """Has the interpreter put its own functions in the place of the language's once for each kernel, and leave them
-    there. It does so for each launch, and for each call of a function in a kernel, which takes longer than all that
-    kernels compute here."""
+    """Makes the interpreter patch Triton's language once per kernel and leave it patched. By itself it does so for each
+    launch and for each call of a function in a kernel, which takes longer than the kernels' own work."""
     patch = interpreter._patch_lang  # noqa: SLF001
 
     @cache
     def patch_and_leave(function: Any) -> Any:
         patch(function)
-        # A scope in which nothing was changed has nothing to restore.
+        # An empty scope restores nothing.
         return interpreter._LangPatchScope()  # noqa: SLF001
 
     interpreter._patch_lang = patch_and_leave  # noqa: SLF001

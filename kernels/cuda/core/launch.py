@@ -1,8 +1,8 @@
-"""A kernel with all that its code depends on: what launches it, warms it up and compiles it ahead of time.
+"""Kernel variants: launches them, warms them up, and compiles them ahead of time.
 
-Triton compiles a kernel anew for each new kind of argument: a type, a constant, and, unless the kernel forbids it, a
-number that is 1 or a multiple of 16. Here a variant names types and constants, kernels forbid the rest
-(``do_not_specialize``), and pointers are always aligned, so a variant is compiled once.
+Triton compiles a kernel again for each new kind of argument: a type, a constant, and, unless the kernel forbids it, a
+number that is 1 or a multiple of 16. Here a variant fixes types and constants, kernels forbid the rest
+(``do_not_specialize``), and pointers are always aligned, so each variant is compiled once.
 """
 
 import logging
@@ -22,7 +22,7 @@ from penstock.kernels.cuda.core.interpreter import patch_language_once
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
-"""Of pointers, in bytes."""
+"""The alignment of pointers, in bytes."""
 
 TYPES = {
     torch.float64: "fp64",
@@ -36,24 +36,26 @@ TYPES = {
     torch.int64: "i64",
     torch.bool: "i1",
 }
-"""What Triton calls them."""
+"""Triton's names of dtypes."""
 
 
 @dataclass(frozen=True, eq=False)
 class KernelVariant:
-    """One compiled form of a kernel. Made once, by a cached function of what it depends on."""
+    """One compiled form of a kernel. Create it in a cached function of everything it depends on, so that it exists
+    once."""
 
     kernel: Any
     """A function under ``triton.jit``, whose numbers are in ``do_not_specialize``."""
     arguments: Mapping[str, torch.dtype | str]
-    """Types of what varies from call to call, in the order of ``launch``: a tensor's dtype, or Triton's name of a
-    number's."""
+    """The types of the arguments that vary from call to call, in the order of ``launch``: a tensor's dtype, or Triton's
+    name for the type of a number."""
     constants: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 2
 
     def launch(self, grid: tuple[int, ...], *values: Tensor | int | float | None) -> None:
-        """Runs the kernel; ``values`` are the arguments in their order. A tensor has the dtype that was named."""
+        """Runs the kernel. ``values`` are the arguments in the order of ``arguments``; tensors must have the dtypes
+        given there."""
         assert len(values) == len(self.arguments), (len(values), list(self.arguments))
         for (name, wanted), value in zip(self.arguments.items(), values, strict=True):
             if isinstance(wanted, torch.dtype):
@@ -61,12 +63,13 @@ class KernelVariant:
                 assert value.dtype == wanted, (name, value.dtype, wanted)
                 assert value.data_ptr() % ALIGNMENT == 0, name
         launches.note(self)
-        # By name: constants may stand between them.
+        # By name, since constants may come between them.
         named = dict(zip(self.arguments, values, strict=True))
         self.kernel[grid](**named, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
 
     def compile(self, capability: int) -> CompiledKernel:
-        """For a GPU of that compute capability, 90 for Hopper; needs none. Not under TRITON_INTERPRET."""
+        """Compiles for a compute capability, such as 90 for Hopper, without a GPU. Does not work under
+        TRITON_INTERPRET."""
         signature = {
             name: f"*{TYPES[kind]}" if isinstance(kind, torch.dtype) else kind for name, kind in self.arguments.items()
         }
@@ -87,25 +90,26 @@ def interpreted() -> bool:
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program on that GPU can have."""
+    """The shared memory available to a program on a GPU, in bytes."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 class Launches:
-    """Tells when a kernel is compiled after the warm-up: a request waits for that, which is a fault of the warm-up."""
+    """Detects kernels that are compiled after the warm-up. A request waits for the compilation, so the warm-up was
+    incomplete."""
 
     def __init__(self) -> None:
         self.late = 0
-        """Kernels that were compiled too late."""
+        """The number of kernels that were compiled after the warm-up."""
         self.warmed: set[KernelVariant] = set()
-        """What the last warm-up launched."""
+        """The variants that the last warm-up launched."""
         self._known: set[KernelVariant] = set()
         self._is_warm = False
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """In which everything is to be launched that ever will be."""
+        """The warm-up: every variant that will ever be used must be launched in this context."""
         self._is_warm = False
         self.warmed = set()
         yield
@@ -113,7 +117,7 @@ class Launches:
         triton.knobs.runtime.jit_post_compile_hook = self._on_compiled
 
     def note(self, variant: KernelVariant) -> None:
-        """A launch."""
+        """Records a launch."""
         if not self._is_warm:
             self.warmed.add(variant)
         if variant not in self._known:
@@ -124,14 +128,14 @@ class Launches:
                 self._tell(f"{variant.kernel.fn.__name__} {dict(variant.constants)}")
 
     def _on_compiled(self, **of: Any) -> None:
-        """Triton's own word: it may tell forms of a variant apart."""
+        """Called by Triton after each compilation. It may compile several forms of one variant."""
         if self._is_warm:
             self._tell(str(of.get("repr")))
 
     def _tell(self, what: str) -> None:
         self.late += 1
-        logger.error("a kernel was compiled while requests waited, which is a fault of the warm-up: %s", what)
+        logger.error("a kernel was compiled while requests waited, because the warm-up missed it: %s", what)
 
 
 launches = Launches()
-"""Of this process."""
+"""The launches of this process."""

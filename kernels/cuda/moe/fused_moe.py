@@ -1,7 +1,7 @@
-"""A mixture of experts behind its router: what stands in the place of a layer's MLP.
+"""A mixture of experts, which replaces a layer's MLP. Computes everything after the router's logits.
 
-No number of tiles is known on the host: there are programs for as many as there can be, so that one CUDA graph is good
-for whatever the router says.
+The host does not know the number of tiles. It launches programs for the maximum number, so that one CUDA graph works
+for any routing.
 """
 
 from collections.abc import Iterator
@@ -20,19 +20,19 @@ from penstock.kernels.cuda.moe.shapes import ExpertsShape
 
 @dataclass(frozen=True)
 class ExpertsWeights:
-    """Of a layer's E experts, in the model's dtype."""
+    """The weights of a layer's E experts, in the model's dtype."""
 
     gate_up: Tensor
     """(E, 2I, H): gate, then up."""
     down: Tensor
     """(E, H, I)."""
     gate_up_bias: Tensor | None = None
-    """(E, 2I); both or none."""
+    """(E, 2I). Either both biases are given or neither."""
     down_bias: Tensor | None = None
     """(E, H)."""
 
     def check(self, shape: ExpertsShape) -> None:
-        """Our own bugs."""
+        """Asserts shapes and dtypes."""
         experts, hidden, inner = shape.mixture.num_experts, shape.hidden_size, shape.intermediate_size
         check(self.gate_up, (experts, 2 * inner, hidden), shape.dtype)
         check(self.down, (experts, hidden, inner), shape.dtype)
@@ -44,17 +44,17 @@ class ExpertsWeights:
 
 @dataclass(frozen=True)
 class ExpertsRoom:
-    """What lies between the kernels. All layers of a model may use the same, one after another."""
+    """The kernels' intermediate results. The layers of a model share one instance, one after another."""
 
     routes: Routes
     activations: Tensor
     """(P, I) in the model's dtype, in the order of ``routes.pairs``."""
     parts: Tensor
-    """(P, H) in the model's dtype: weighted results, those of a token together."""
+    """(P, H) in the model's dtype: the weighted results, with those of a token adjacent."""
 
     @classmethod
     def allocate(cls, shape: ExpertsShape, max_tokens: int, device: torch.device) -> "ExpertsRoom":
-        """For steps of up to so many tokens."""
+        """Allocates room for steps of up to ``max_tokens`` tokens."""
         pairs = shape.num_pairs(max_tokens)
         return cls(
             routes=Routes.allocate(shape, max_tokens, device),
@@ -63,7 +63,7 @@ class ExpertsRoom:
         )
 
     def check(self, shape: ExpertsShape, num_tokens: int) -> None:
-        """Our own bugs."""
+        """Asserts shapes and capacity."""
         max_pairs = self.parts.shape[0]
         assert shape.num_pairs(num_tokens) <= max_pairs
         assert shape.max_tiles(num_tokens, shape.tiles(num_tokens).block_m) <= self.routes.tiles.shape[0]
@@ -72,7 +72,7 @@ class ExpertsRoom:
 
 
 def experts_variants(shape: ExpertsShape) -> Iterator[KernelVariant]:
-    """All that ``mix_experts`` launches, for any number of tokens."""
+    """All variants that ``mix_experts`` launches, for any number of tokens."""
     mixture = shape.mixture
     yield route_variant(mixture, shape.logits_dtype)
     yield group_variant(mixture.num_experts, mixture.per_token)
@@ -93,11 +93,12 @@ def mix_experts(
 ) -> None:
     """out_t = sum over t's experts e of p_te * (down_e(act(g) * u) + b_e), g and u being gate_e(x_t) and up_e(x_t).
 
-    ``x`` and ``out`` are (T, H) in the model's dtype and may be the same; ``logits`` (T, E) are the router's. A token's
-    experts are those of its k largest logits, and p_te their softmax, as ``experts_route.route`` says. Each p_te times
-    what it weighs is rounded to the model's dtype; they are summed in fp32, from the likeliest expert on. The token's
-    result depends on no other token, and with ``shape.deterministic``, or the same ``shape.tiles``, neither do its
-    bits. ``query_starts`` (B + 1,) int32 ends with the number of tokens that count; ``out`` is kept for the others.
+    ``x`` and ``out`` are (T, H) in the model's dtype and may be the same tensor; ``logits`` (T, E) come from the
+    router. A token's experts are those of its k largest logits, and p_te is their softmax; see ``route``. Each term,
+    p_te times an expert's output, is rounded to the model's dtype; terms are summed in fp32, likeliest expert first. A
+    token's result depends on no other token, and is bitwise the same with ``shape.deterministic`` or the same
+    ``shape.tiles``. ``query_starts`` (B + 1,) int32 ends with the number of valid tokens; ``out`` is not written for
+    the others.
     """
     num_tokens = x.shape[0]
     check(x, (num_tokens, shape.hidden_size), shape.dtype)

@@ -1,7 +1,6 @@
-"""The experts' two products, for tiles of pairs that go to one expert, and the sum of each token's results.
+"""The experts' two matrix products, for tiles of pairs that go to the same expert, and the sum of each token's results.
 
-Rows of both matrices are read along their columns, BLOCK_K at a time and in order, so that a row's result depends on
-no other row.
+Rows of both matrices are read BLOCK_K columns at a time and in order, so a row's result depends on no other row.
 """
 
 from functools import cache
@@ -17,15 +16,16 @@ from penstock.kernels.cuda.moe.routing import GROUPED
 from penstock.kernels.cuda.moe.shapes import ExpertsShape, ExpertsTiles, MoeTiles
 
 TILES_TOGETHER = tl.constexpr(16)
-"""Tiles that are multiplied with some columns of the weights, one after another, before they are with the next: what
-an expert's tiles read of weights, and what a tile reads of its rows, then comes from cache."""
+"""Tiles that are multiplied with the same block of columns, one after another, before the next block. The weights that
+an expert's tiles share, and the rows that a tile reads again, then come from cache."""
 BLOCK_SUMMED = 1024
-"""Columns of a sum that a program makes, at most."""
+"""The maximum number of columns of a sum per program."""
 
 
 @triton.jit
 def _place(made, COLUMN_BLOCKS: tl.constexpr):
-    """This program's tile and block of columns, where ``made`` tiles are; at least ``made`` if it has none."""
+    """This program's tile, of ``made`` tiles, and its block of columns. A tile number of ``made`` or more means that
+    there is no work for the program."""
     program = tl.program_id(0)
     together: tl.constexpr = TILES_TOGETHER * COLUMN_BLOCKS
     first = program // together * TILES_TOGETHER
@@ -44,7 +44,7 @@ def _multiplied(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """In fp32, the products of the rows of SIZE elements at ``left`` (BLOCK_M,), those that are ``live``, with those at
+    """The products, in fp32, of the rows of SIZE elements at ``left`` (BLOCK_M,) that are ``live`` with the rows at
     ``right`` (BLOCK_N,)."""
     inner = tl.arange(0, BLOCK_K)
     left = left[:, None] + inner[None, :]
@@ -82,7 +82,8 @@ def gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A program makes BLOCK_N columns of the activations of a tile's pairs: of gate and up as many each."""
+    """A program computes BLOCK_N columns of the activations of a tile's pairs, from BLOCK_N columns each of gate and
+    up."""
     made = tl.load(num_tiles)
     tile, block = _place(made, tl.cdiv(INNER, BLOCK_N))
     if (tile >= made) | (block * BLOCK_N >= INNER):
@@ -92,7 +93,7 @@ def gate_up_kernel(
     live = at < tl.load(tiles + 3 * tile + 2)
     token = tl.load(pairs + at, mask=live, other=0) // PER_TOKEN
 
-    # Gate and up by turns: a column's two are then in one thread. Behind the last column, it is read again.
+    # Gate and up alternate, so that both values of a column are in one thread. After the last column, it is read again.
     turn = tl.arange(0, 2 * BLOCK_N)
     row = expert * (2 * INNER) + turn % 2 * INNER + tl.minimum(block * BLOCK_N + turn // 2, INNER - 1)
     made = _multiplied(
@@ -127,7 +128,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A program makes BLOCK_N columns of the weighted results of a tile's pairs."""
+    """A program computes BLOCK_N columns of the weighted results of a tile's pairs."""
     made = tl.load(num_tiles)
     tile, block = _place(made, tl.cdiv(HIDDEN, BLOCK_N))
     if (tile >= made) | (block * BLOCK_N >= HIDDEN):
@@ -153,7 +154,7 @@ def down_kernel(
 def sum_kernel(
     parts, query_starts, out, num_sequences, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A program makes BLOCK columns of a token's sum, in the order of its experts."""
+    """A program computes BLOCK columns of a token's sum, in the order of its experts."""
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(query_starts + num_sequences):
         return
@@ -173,7 +174,8 @@ def _product_variant(
     block_m: int,
     tiles: MoeTiles,
 ) -> KernelVariant:
-    """Of one of the two products; ``names`` are those of the tensors that are neither matrices nor of tiles."""
+    """The variant of one of the two products; ``names`` are the tensors that are neither matrices nor part of
+    ``GROUPED``."""
     arguments: dict[str, torch.dtype | str] = dict.fromkeys(("x", "weight"), shape.dtype)
     constants = {"HIDDEN": shape.hidden_size, "INNER": shape.intermediate_size, **constants}
     if shape.mixture.biased:
@@ -194,7 +196,7 @@ def _product_variant(
 
 @cache
 def gate_up_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> KernelVariant:
-    """The variant of the first product with those tiles."""
+    """The variant of the first product, gate and up, with the given tiles."""
     alpha, limit = shape.clamped_gate or (None, None)
     constants = {"PER_TOKEN": shape.mixture.per_token, "ACTIVATION": shape.activation, "ALPHA": alpha, "LIMIT": limit}
     return _product_variant(gate_up_kernel, shape, (), constants, tiles.block_m, tiles.gate_up)
@@ -202,7 +204,7 @@ def gate_up_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> KernelVariant:
 
 @cache
 def down_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> KernelVariant:
-    """The variant of the second product with those tiles."""
+    """The variant of the second product, down, with the given tiles."""
     return _product_variant(down_kernel, shape, ("pair_weights",), {}, tiles.block_m, tiles.down)
 
 

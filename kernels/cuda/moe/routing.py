@@ -1,9 +1,9 @@
-"""Which experts each token goes to, and the order of pairs in which each expert's stand together.
+"""Routing: chooses each token's experts and groups the pairs of tokens and experts by expert.
 
-Tokens are taken in blocks. The first kernel chooses each token's experts, and counts for each block how many of its
-tokens chose each expert. In the second, every block sums the counts of all, and so knows where its own pairs begin
-among each expert's: in the order of tokens, whatever the order in which blocks are computed. Where one block has all
-tokens, the first kernel groups them too.
+Tokens are processed in blocks. The first kernel chooses each token's experts, and counts for each block how many of its
+tokens chose each expert. In the second, every block sums the counts of all blocks to find where its own pairs begin in
+each expert's group. So pairs are in the order of tokens, whatever order blocks are computed in. If one block has all
+tokens, the first kernel groups them as well.
 """
 
 from dataclasses import dataclass
@@ -20,36 +20,36 @@ from penstock.kernels.cuda.model_shapes import Mixture
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 
 GROUPED = ("pairs", "tiles", "num_tiles")
-"""Kernels' arguments: what ``Routes`` has of the pairs of each expert."""
+"""The fields of ``Routes`` that describe the grouped pairs, as kernel arguments."""
 BLOCK_TOKENS = 32
 BLOCK_COUNTS = 4096
-"""Counts, or comparisons of a tile with an expert, that a program takes at once."""
+"""Counts, or comparisons of a tile with an expert, that a program processes at once."""
 TAKEN = tl.constexpr(-(1 << 63))
-"""In the place of an expert that is none, or chosen already: less than any other."""
+"""The rank of an expert that does not exist or is chosen already: below all others."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """What the products are told: T tokens' P = T * k pairs, the tokens in order, each with its experts from the
-    likeliest on. There may be room for more."""
+    """The input of the products: the P = T * k pairs of T tokens, in the order of tokens, each with its experts from
+    the likeliest on. The tensors may have room for more."""
 
     ids: Tensor
-    """(T, k) int32: the expert of each pair; -1 for tokens that are none."""
+    """(T, k) int32: the expert of each pair; -1 for padding tokens."""
     weights: Tensor
-    """(T, k) fp32: what its result is multiplied by."""
+    """(T, k) fp32: the factor of the pair's result."""
     counts: Tensor
-    """(T / BLOCK_TOKENS, experts to the next power of 2) int32: how many of a block's tokens chose an expert."""
+    """(T / BLOCK_TOKENS, experts rounded up to a power of 2) int32: how many of a block's tokens chose an expert."""
     pairs: Tensor
-    """(P,) int32: pairs in the order of experts, those of an expert in the order of tokens."""
+    """(P,) int32: the pairs by expert, and those of an expert in the order of tokens."""
     tiles: Tensor
-    """(tiles, 3) int32: a tile's expert; the first of its ``pairs``; and the end of its expert's, which may be those of
-    further tiles."""
+    """(tiles, 3) int32: a tile's expert, the index of its first pair in ``pairs``, and the end of its expert's pairs,
+    which may include further tiles."""
     num_tiles: Tensor
     """(1,) int32."""
 
     @classmethod
     def allocate(cls, shape: ExpertsShape, max_tokens: int, device: torch.device) -> "Routes":
-        """For steps of up to so many tokens."""
+        """Allocates room for steps of up to ``max_tokens`` tokens."""
 
         def ints(*sizes: int) -> Tensor:
             return torch.empty(sizes, dtype=torch.int32, device=device)
@@ -67,7 +67,7 @@ class Routes:
 
     @property
     def grouped(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``GROUPED`` names them."""
+        """The tensors that ``GROUPED`` names."""
         return self.pairs, self.tiles, self.num_tiles
 
 
@@ -84,10 +84,10 @@ def _group(
     block_m,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Places the pairs of a block of tokens, and makes its share of the tiles, BLOCK_ROWS at a time.
+    """Writes the pairs of a block of tokens and the block's share of the tiles, BLOCK_ROWS at a time.
 
     ``pair`` (tokens, experts) is a pair's number, or negative where a token did not choose an expert; ``totals``
-    (experts,) are all blocks' pairs, and ``before`` those of the blocks before this one.
+    (experts,) counts the pairs of all blocks, and ``before`` those of the blocks before this one.
     """
     ends = tl.cumsum(totals, axis=0)
     position = (ends - totals + before - 1)[None, :] + tl.cumsum((pair >= 0).to(tl.int32), axis=0)
@@ -98,7 +98,7 @@ def _group(
     tl.store(num_tiles, made, mask=block == 0)
     for first in range(block * BLOCK_ROWS, made, num_blocks * BLOCK_ROWS):
         tile = first + tl.arange(0, BLOCK_ROWS)
-        # A tile belongs to the expert that as many end before, or where it begins, as its number says.
+        # A tile's expert is the number of experts whose tiles end at or before the tile.
         passed = last_tiles[None, :] <= tile[:, None]
         within = tile - tl.max(tl.where(passed, last_tiles[None, :], 0), axis=1)
         begin = tl.max(tl.where(passed, ends[None, :], 0), axis=1) + within * block_m
@@ -132,16 +132,16 @@ def route_kernel(
     BLOCK_PLACES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """A program chooses for a block of tokens, and groups their pairs if there is no other program. That isn't known
-    when it is compiled, so that weights are the same bits either way."""
+    """A program chooses the experts of a block of tokens, and groups their pairs if it is the only program. That is
+    decided at run time, so that the weights are bitwise the same in both cases."""
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     experts = tl.arange(0, BLOCK_EXPERTS)
     places = tl.arange(0, BLOCK_PLACES)
     live = tokens < tl.minimum(num_tokens, tl.load(query_starts + num_sequences))
     there = live[:, None] & (experts < NUM_EXPERTS)[None, :]
     score = load_wide(logits + tokens.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :], there)
-    score = tl.where(score == score, score, float("inf"))  # which makes all the token's weights no numbers
-    # By score, and by number where scores are equal: the lowest has the highest rank.
+    score = tl.where(score == score, score, float("inf"))  # makes all the token's weights NaN
+    # Ranked by score, and among equal scores by number, lowest first.
     rank = (order_of(score).to(tl.int64) << 32) | (BLOCK_EXPERTS - 1 - experts)[None, :]
     rank = tl.where(there, rank, TAKEN)
     chosen = tl.full((BLOCK_TOKENS, BLOCK_PLACES), TAKEN, tl.int64)
@@ -192,7 +192,7 @@ def group_kernel(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """A program groups the pairs of a block of tokens; BLOCK_ROWS blocks' counts are read at once."""
+    """A program groups the pairs of a block of tokens. It reads the counts of BLOCK_ROWS blocks at once."""
     block, num_blocks = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, BLOCK_EXPERTS)
     totals = tl.zeros((BLOCK_EXPERTS,), tl.int32)
@@ -214,7 +214,7 @@ def group_kernel(
 
 @cache
 def route_variant(mixture: Mixture, dtype: torch.dtype) -> KernelVariant:
-    """The variant of the first kernel, for logits of that dtype."""
+    """The variant of the first kernel for logits of a dtype."""
     block_experts = triton.next_power_of_2(mixture.num_experts)
     return KernelVariant(
         route_kernel,
@@ -257,11 +257,12 @@ def group_variant(num_experts: int, per_token: int) -> KernelVariant:
 
 
 def route(mixture: Mixture, block_m: int, logits: Tensor, query_starts: Tensor, routes: Routes) -> None:
-    """Chooses the experts of the first n of T tokens, whose router gives ``logits`` (T, E), and groups their pairs
-    into tiles of up to ``block_m``.
+    """Chooses the experts of the first n of T tokens by the router's ``logits`` (T, E), and groups the pairs into tiles
+    of up to ``block_m``.
 
-    ``query_starts`` (B + 1,) int32 ends with n. A token's experts are those of the largest logits, equal ones by lowest
-    number; their weights are a softmax over all logits, divided by the chosen ones' sum if they are normalised.
+    ``query_starts`` (B + 1,) int32 ends with n. A token's experts are those with the largest logits; ties go to the
+    lowest number. Their weights are a softmax over all logits, divided by the sum of the chosen ones if the mixture
+    normalises them.
     """
     num_tokens = logits.shape[0]
     num_sequences = query_starts.shape[0] - 1

@@ -1,1 +1,1 @@
-"""Products with quantized weights in Triton: int4, int8, fp8."""
+"""Matrix products with quantised weights in Triton: int4, int8, fp8."""

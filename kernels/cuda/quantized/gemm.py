@@ -1,7 +1,7 @@
-"""Products with weights that are quantised, y = x W^T + bias, of few tokens and of many; and with weights that are not,
-where a token's bits must not depend on the batch.
+"""Matrix products y = x W^T + bias with quantised weights, for few tokens and for many; and with unquantised weights,
+if a token's result must not depend on the batch in any bit.
 
-Nothing here waits for the device, so that a CUDA graph captures it; what is needed besides is allocated once.
+Nothing here waits for the device, so a CUDA graph can capture it; workspaces are allocated once.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,19 +27,19 @@ from penstock.kernels.cuda.quantized.tiles import (
 from penstock.kernels.cuda.quantized.weights import Codes, QuantizedWeight, WeightLayout
 
 BLOCK_JOINED = 1024
-"""Outputs of a program that joins parts, at most."""
+"""The maximum number of outputs of a program that adds up parts."""
 
 
 @dataclass(frozen=True)
 class ProductRoom:
-    """What products write and read again. Those that run one after another may share one."""
+    """The workspace of products. Products that run one after another may share one."""
 
     deterministic: bool
-    """Whether a token's results are the same bits in every batch."""
+    """Whether a token's results are bitwise the same in every batch."""
     partials: Tensor
-    """Flat, fp32: what parts have of sums."""
+    """Flat, fp32: the partial sums of the parts."""
     inputs: Tensor
-    """Flat, uint8: inputs made narrow, or put in order."""
+    """Flat, uint8: quantised inputs, or inputs in the order of the codes' columns."""
     input_scales: Tensor
     """Flat, fp32."""
 
@@ -53,7 +53,7 @@ class ProductRoom:
         *,
         deterministic: bool,
     ) -> "ProductRoom":
-        """For products with those weights, of at most so many tokens of that dtype."""
+        """Allocates room for products with these weights and up to ``max_tokens`` tokens of the given dtype."""
         part_tokens = min(max_tokens, STEADY_PART_TOKENS if deterministic else PART_TOKENS)
         num_partials, input_bytes, num_scales = 0, 0, 0
         for layout in layouts:
@@ -73,16 +73,16 @@ class ProductRoom:
 
     @property
     def part_tokens(self) -> int:
-        """Tokens that are multiplied at a time where their sums have parts."""
+        """Tokens that are multiplied at a time if their sums have parts."""
         return STEADY_PART_TOKENS if self.deterministic else PART_TOKENS
 
     def inputs_as(self, dtype: torch.dtype, tokens: int, columns: int) -> Tensor:
-        """(tokens, columns)."""
+        """The start of ``inputs``, viewed as (tokens, columns) of a dtype."""
         return self.inputs[: tokens * columns * dtype.itemsize].view(dtype).view(tokens, columns)
 
 
 def _finish(layout: WeightLayout, is_biased: bool) -> tuple[dict[str, torch.dtype | str], dict[str, object]]:
-    """Of what a sum is multiplied with, and what is added to it: the types of what there is, None for the rest."""
+    """The arguments for the factors of a sum and the bias: the types of those that exist, and None for the others."""
     wanted = {"input_scales": layout.narrows_inputs and not layout.narrows_groups, "bias": is_biased}
     there: dict[str, torch.dtype | str] = {name: torch.float32 for name, is_there in wanted.items() if is_there}
     return there, {name: None for name, is_there in wanted.items() if not is_there}
@@ -90,12 +90,12 @@ def _finish(layout: WeightLayout, is_biased: bool) -> tuple[dict[str, torch.dtyp
 
 @cache
 def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: GemmTiles, is_biased: bool) -> KernelVariant:
-    """The variant that multiplies."""
+    """The variant of the kernel that multiplies."""
     is_int4 = layout.codes is Codes.INT4
     finish, absent = _finish(layout, is_biased)
-    if tiles.parts > 1:  # which are another kernel's to finish
+    if tiles.parts > 1:  # another kernel finishes the sums
         finish, absent = {}, dict.fromkeys(("input_scales", "bias"))
-    if layout.narrows_groups:  # whose scales each sum of a group needs
+    if layout.narrows_groups:  # the sum of each group needs its scales
         finish = {"input_scales": torch.float32, **finish}
         absent.pop("input_scales")
     arguments: dict[str, torch.dtype | str] = {
@@ -127,7 +127,7 @@ def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: GemmTiles, 
 
 @cache
 def join_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> KernelVariant:
-    """The variant that adds up the parts."""
+    """The variant of the kernel that adds up the parts."""
     has_scales = not (layout.codes is Codes.INT4 or layout.codes.are_floats or layout.group)
     finish, absent = _finish(layout, is_biased)
     block = min(triton.next_power_of_2(layout.rows), BLOCK_JOINED)
@@ -154,7 +154,7 @@ def join_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> K
 def product_variants(
     layout: WeightLayout, dtype: torch.dtype, max_tokens: int, *, deterministic: bool, is_biased: bool
 ) -> Iterator[KernelVariant]:
-    """All that ``product`` launches for such a weight and 1 to ``max_tokens`` tokens."""
+    """All variants that ``product`` launches for such a weight and 1 to ``max_tokens`` tokens."""
     if layout.is_ordered:
         yield gather_variant(dtype, layout.columns)
     if layout.narrows_inputs:
@@ -166,11 +166,11 @@ def product_variants(
 
 
 def product(x: Tensor, weight: QuantizedWeight, out: Tensor, room: ProductRoom, bias: Tensor | None = None) -> None:
-    """out = x W^T + bias, summed in fp32; where the weight narrows inputs, x is what ``narrow_inputs`` leaves of it.
+    """out = x W^T + bias, summed in fp32; if the weight narrows inputs, x is first quantised by ``narrow_inputs``.
 
-    ``x`` is (T, K) and ``out`` (T, N), of one dtype, that of a weight of floats; ``bias`` is (N,) fp32. Where the room
-    is ``deterministic``, a token's results depend on no other token, in every bit: the columns are summed in the same
-    order, by the same instructions, however many tokens there are.
+    ``x`` is (T, K) and ``out`` (T, N), both of the same dtype, which is the weight's if that is not quantised; ``bias``
+    is (N,) fp32. If the room is ``deterministic``, no bit of a token's results depends on other tokens: the columns are
+    summed in the same order, by the same instructions, however many tokens there are.
     """
     layout, tokens = weight.layout, x.shape[0]
     check(x, (tokens, layout.columns), x.dtype)
@@ -206,7 +206,7 @@ def _multiply(
     bias: Tensor | None,
     tiles: GemmTiles,
 ) -> None:
-    """Of tokens for whose parts there is room."""
+    """Multiplies as many tokens as there is room for their partial sums."""
     layout, tokens, is_biased = weight.layout, x.shape[0], bias is not None
     finish = [tensor for tensor in (input_scales, bias) if tensor is not None]
     grid = (triton.cdiv(tokens, tiles.block_t) * triton.cdiv(layout.rows, tiles.block_n), tiles.parts)

@@ -1,5 +1,5 @@
-"""The kernels of quantized_product. A program makes BLOCK_T tokens of BLOCK_N outputs, from a part of the columns;
-where there are several parts, a second kernel adds them up, always in the same order."""
+"""The kernels of gemm.py. A program computes BLOCK_N outputs of BLOCK_T tokens, from a part of the columns. If there
+are several parts, a second kernel adds them up, always in the same order."""
 
 import triton
 import triton.language as tl
@@ -7,12 +7,12 @@ import triton.language as tl
 from penstock.kernels.cuda.quantized.unpack import unpacked, unpacked_int4
 
 TURNS = tl.constexpr(8)
-"""Blocks of tokens that are multiplied with a block of rows while a cache still has it."""
+"""Blocks of tokens that are multiplied with a block of rows while it is in cache."""
 
 
 @triton.jit
 def _block_of_program(num_tokens, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tokens and the rows of this program: TURNS blocks of tokens take turns at each block of rows."""
+    """The tokens and the rows of this program. TURNS blocks of tokens use each block of rows, one after another."""
     row_blocks: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     first = program // (TURNS * row_blocks) * TURNS
@@ -24,7 +24,7 @@ def _block_of_program(num_tokens, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLO
 
 @triton.jit
 def _load_inputs(pointers, live, columns, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Of tokens that are ``live``; 0 from COLUMNS on."""
+    """Loads the inputs of tokens that are ``live``; 0 from COLUMNS on."""
     there = live[:, None] if EVEN else live[:, None] & (columns < COLUMNS)[None, :]
     return tl.load(pointers + columns[None, :], mask=there, other=0.0)
 
@@ -45,9 +45,9 @@ def _sum_codes(
     SUM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Of the blocks from ``begin`` up to ``end``: sum of x * code, (BLOCK_T, BLOCK_N) fp32. FILLED: the last block has
-    all its codes. PRODUCT None: both are bytes and multiplied as they are; of groups, each sum is also multiplied with
-    their scales."""
+    """The sum of x * code over the blocks from ``begin`` up to ``end``, (BLOCK_T, BLOCK_N) fp32. FILLED: the last block
+    of codes is whole. PRODUCT None: both operands are bytes and are multiplied directly. With groups, each group's sum
+    is multiplied by its scales."""
     total = tl.zeros((x.shape[0], codes.shape[1]), SUM)
     k = tl.arange(0, BLOCK_K)
     for block in range(begin, end):
@@ -62,7 +62,7 @@ def _sum_codes(
             scale = tl.load(input_scales + group, mask=live, other=0.0)[:, None] * tl.load(scales + group)[None, :]
             total += scale * tl.dot(inputs, weights, out_dtype=SUM, max_num_imprecise_acc=BLOCK_K)
         elif PRODUCT is None:
-            # Of fp8, tensor cores sum with few bits; here no more than a block's.
+            # Tensor cores sum fp8 products with few bits, so they sum no more than one block.
             total = tl.dot(inputs, weights, total, out_dtype=SUM, max_num_imprecise_acc=BLOCK_K)
         else:
             total = tl.dot(inputs.to(PRODUCT), unpacked(weights, PRODUCT), total, input_precision="tf32x3")
@@ -83,7 +83,8 @@ def _sum_int4(
     PRODUCT: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Of the blocks from ``begin`` up to ``end``: sum of scale * sum of x * (code - zero), (BLOCK_T, BLOCK_N) fp32."""
+    """The sum of scale * sum of x * (code - zero) over the blocks from ``begin`` up to ``end``, (BLOCK_T, BLOCK_N)
+    fp32."""
     total = tl.zeros((x.shape[0], codes.shape[1]), tl.float32)
     half: tl.constexpr = BLOCK_K // 2
     even: tl.constexpr = COLUMNS % BLOCK_K == 0
@@ -92,7 +93,7 @@ def _sum_int4(
         columns = block * BLOCK_K + k
         low_inputs = _load_inputs(x, live, columns, COLUMNS, even)
         high_inputs = _load_inputs(x, live, columns + half, COLUMNS, even)
-        # Those of the next groups lie beside them, and stay in the cache nearest by.
+        # The zeros and scales of the next groups are adjacent, and stay in the L1 cache.
         group = 0 if GROUP == 0 else block * BLOCK_K // GROUP
         zero = tl.load(zeros + group)
         scale = tl.load(scales + group)
@@ -105,7 +106,7 @@ def _sum_int4(
 
 @triton.jit
 def _finished(total, rows, inside, row_scales, input_scale, bias):
-    """What a sum becomes: times the scales of its row and of its token, plus the bias, where there are such."""
+    """Finishes a sum: multiplies it by the scales of its row and its token, and adds the bias, where these exist."""
     if row_scales is not None:
         total *= tl.load(row_scales + rows, mask=inside, other=0.0) * input_scale
     if bias is not None:
@@ -134,12 +135,12 @@ def product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The second index of a program is its part. With several, ``out`` is (PARTS, T, N) fp32, which join_kernel
-    finishes."""
+    """A program's second index is its part. With several parts, ``out`` is (PARTS, T, N) fp32, and join_kernel finishes
+    it."""
     tokens, rows = _block_of_program(num_tokens, ROWS, BLOCK_T, BLOCK_N)
     live = tokens < num_tokens
     tokens = tokens.to(tl.int64)
-    read = rows % ROWS  # beyond the last, some other row, whose outputs are not stored
+    read = rows % ROWS  # after the last row, any row: its outputs are not stored
     x += tokens[:, None] * COLUMNS
     codes += read.to(tl.int64)[None, :] * ROW_SIZE
     num_blocks: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
@@ -181,7 +182,7 @@ def join_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program adds up the parts of BLOCK outputs of one token, from the first on."""
+    """A program adds up the parts of BLOCK outputs of one token, first part first."""
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < ROWS

@@ -1,4 +1,5 @@
-"""Makes of a product's inputs what its kernel reads: bytes with scales of each token, or columns in another order."""
+"""Prepares a product's inputs for its kernel: quantises them to bytes with a scale per token, or reorders their
+columns."""
 
 from functools import cache
 
@@ -11,15 +12,16 @@ from penstock.kernels.cuda.core.common import MAX_FP8, check, load_wide, num_war
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK_GATHERED = 2048
-"""Columns of a program, at most."""
+"""The maximum number of columns per program."""
 MAX_INT8 = tl.constexpr(127.0)
 ROUNDER = tl.constexpr(1.5 * 2**23)
-"""Added to a float32 and taken away again, it rounds to the nearest whole number, ties to even."""
+"""Adding this to a float32 and subtracting it again rounds to the nearest integer, ties to even."""
 
 
 @triton.jit
 def _narrow(x, out, scales, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
-    """A program narrows one token: GROUPS of BLOCK columns, of which GROUP are one's own."""
+    """A program quantises one token: GROUPS groups in blocks of BLOCK columns, of which the first GROUP belong to the
+    group."""
     token = tl.program_id(0).to(tl.int64)
     groups, column = tl.arange(0, GROUPS), tl.arange(0, BLOCK)
     columns = groups[:, None] * GROUP + column[None, :]
@@ -28,7 +30,7 @@ def _narrow(x, out, scales, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.
     is_whole: tl.constexpr = out.dtype.element_ty == tl.int8
     limit: tl.constexpr = MAX_INT8 if is_whole else MAX_FP8
     largest = tl.max(tl.abs(row), axis=1)
-    # What is no number, or infinite, makes none of the scale, and so of all that the token's products give.
+    # NaN or infinity in a row makes the scale NaN, and so all the token's results.
     scale = tl.where(largest == 0.0, 1.0, largest / limit) + tl.sum(row * 0.0, axis=1)
     narrow = tl.minimum(tl.maximum(row / scale[:, None], -limit), limit)
     if is_whole:
@@ -50,7 +52,7 @@ def _gather(x, order, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @cache
 def narrow_variant(dtype: torch.dtype, narrow: torch.dtype, width: int, group: int) -> KernelVariant:
-    """The variant of ``narrow_inputs`` for rows so wide, of which so many columns share a scale; 0: all."""
+    """The variant of ``narrow_inputs`` for rows of ``width`` columns, ``group`` of which share a scale; 0: all."""
     group = min(group or width, width)
     block, groups = triton.next_power_of_2(group), triton.next_power_of_2(triton.cdiv(width, group))
     return KernelVariant(
@@ -63,7 +65,7 @@ def narrow_variant(dtype: torch.dtype, narrow: torch.dtype, width: int, group: i
 
 @cache
 def gather_variant(dtype: torch.dtype, width: int) -> KernelVariant:
-    """The variant of ``gather_inputs`` for rows so wide."""
+    """The variant of ``gather_inputs`` for rows of ``width`` columns."""
     block = min(triton.next_power_of_2(width), BLOCK_GATHERED)
     return KernelVariant(
         _gather,
@@ -74,10 +76,10 @@ def gather_variant(dtype: torch.dtype, width: int) -> KernelVariant:
 
 
 def narrow_inputs(x: Tensor, out: Tensor, scales: Tensor, group: int = 0) -> None:
-    """x = out * scale, nearly: the largest magnitude of each ``group`` columns of a row, 0: of all, becomes that of the
-    dtype of ``out``, int8 (127) or float8_e4m3fn.
+    """Quantises x to ``out``, so that x is approximately out * scale. The largest magnitude in each ``group`` columns
+    of a row (0: in the row) becomes the largest of the dtype of ``out``, int8 (127) or float8_e4m3fn.
 
-    ``x`` and ``out`` are (T, K), ``scales`` is (T, groups) fp32, or (T,) where there are none.
+    ``x`` and ``out`` are (T, K), ``scales`` is (T, groups) fp32, or (T,) without groups.
     """
     tokens, width = x.shape
     check(x, (tokens, width), x.dtype)
@@ -87,7 +89,7 @@ def narrow_inputs(x: Tensor, out: Tensor, scales: Tensor, group: int = 0) -> Non
 
 
 def gather_inputs(x: Tensor, order: Tensor, out: Tensor) -> None:
-    """out[t, c] = x[t, order[c]], where ``x`` and ``out`` are (T, K) of one dtype and ``order`` is (K,) int32."""
+    """out[t, c] = x[t, order[c]], where ``x`` and ``out`` are (T, K) of the same dtype and ``order`` is (K,) int32."""
     tokens, width = x.shape
     check(x, (tokens, width), x.dtype)
     check(out, (tokens, width), x.dtype)

@@ -1,4 +1,4 @@
-"""Quantises a float matrix (N, K) as it is loaded. Torch alone; on whatever device the matrix is."""
+"""Quantises a float matrix (N, K) at load. Uses only torch, on the matrix's device."""
 
 import torch
 from torch import Tensor
@@ -9,20 +9,22 @@ from penstock.kernels.cuda.quantized.weights import QuantizedWeight, pack_bytes,
 GROUP = 128
 """Columns that share a scale in ``quantize_int4``."""
 SHRINKAGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-"""Of a group's range: what lies outside is rounded further, and what lies inside less far."""
+"""Factors by which a group's range is shrunk on trial: values outside get a larger rounding error, values inside a
+smaller one."""
 CHUNK = 4096
-"""Rows that are quantised together."""
+"""Rows that are quantised at a time."""
 
 
 def quantize_int8(weight: Tensor) -> QuantizedWeight:
-    """A row's largest magnitude becomes 127."""
+    """Quantises to int8: a row's largest magnitude becomes 127."""
     scales = _row_scales(weight, 127)
     codes = torch.cat([(part.float() / scale).round() for part, scale in _chunks(weight, scales)]).to(torch.int8)
     return pack_bytes(codes, scales)
 
 
 def quantize_fp8(weight: Tensor) -> QuantizedWeight:
-    """A row's largest magnitude becomes that of float8_e4m3fn; inputs are narrowed too."""
+    """Quantises to fp8: a row's largest magnitude becomes the largest of float8_e4m3fn. Products quantise their inputs
+    too."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     scales = _row_scales(weight, limit)
     parts = [
@@ -32,15 +34,15 @@ def quantize_fp8(weight: Tensor) -> QuantizedWeight:
 
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:
-    """A grid of 16 steps for each group of a row: of ranges around zero, from all of the group's to less, the one with
-    the least squared error."""
+    """Quantises to int4: a grid of 16 steps for each group of a row. Of several ranges around zero, the group's full
+    range and smaller ones, takes the one with the least squared error."""
     parts = [_int4_codes(part) for part in weight.split(CHUNK)]
     codes, scales, zeros = (torch.cat(part) for part in zip(*parts, strict=True))
     return pack_int4(codes, scales, zeros, group=GROUP)
 
 
 def _row_scales(weight: Tensor, limit: float) -> Tensor:
-    """(N, 1) fp32; 1 for a row of zeros."""
+    """The scales of rows, (N, 1) fp32; 1 for a row of zeros."""
     largest = weight.abs().amax(1, keepdim=True).float()
     return torch.where(largest > 0, largest / limit, 1.0)
 
@@ -50,7 +52,7 @@ def _chunks(weight: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _int4_codes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (N, K), scales and zero points (N, groups)."""
+    """Returns codes (N, K), and scales and zero points (N, groups)."""
     rows, columns = weight.shape
     groups = functional.pad(weight.float(), (0, -columns % GROUP)).view(rows, -1, GROUP)
     low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)

@@ -1,10 +1,10 @@
-"""Turns codes into the numbers that are multiplied, inside a kernel."""
+"""Converts codes into the numbers that are multiplied, inside a kernel."""
 
 import triton
 import triton.language as tl
 
-# Four bytes become eight 16-bit floats, whose bits are a constant's with the code in the lowest four: 128 + code in
-# bfloat16, 1024 + code in float16. $5 and $6 bring that, and the zero point, away again.
+# Four bytes become eight 16-bit floats. Each has the bits of a constant with the code in the lowest four bits: 128 +
+# code in bfloat16, 1024 + code in float16. Adding $5 and $6 removes the constant and the zero point again.
 _UNPACK = """{{
 .reg .b32 low, high, magic, one;
 mov.b32 magic, {magic};
@@ -27,10 +27,11 @@ UNPACK_FP16 = tl.constexpr(_UNPACK.format(magic="0x64646464", one="0x3c003c00", 
 
 @triton.jit
 def unpacked_int4(codes, zeros, dtype: tl.constexpr):
-    """``code - zero``, exactly, of the low and of the high four bits: two of (H, N) in ``dtype``, from ``codes`` (H, N)
-    uint8 and ``zeros`` (N,) uint8.
+    """Computes ``code - zero`` exactly, for the low and for the high four bits: two tensors (H, N) in ``dtype``, from
+    ``codes`` (H, N) uint8 and ``zeros`` (N,) uint8.
 
-    In 16 bits by few instructions for eight codes at a time: one by one, they would take longer than their reading.
+    For 16-bit dtypes it takes few instructions for eight codes at a time. One by one, unpacking would take longer than
+    reading the codes.
     """
     wide = zeros.to(tl.float32)
     if dtype == tl.float32:
@@ -51,8 +52,8 @@ def unpacked_int4(codes, zeros, dtype: tl.constexpr):
 
 @triton.jit
 def unpacked(codes, dtype: tl.constexpr):
-    """Signed bytes, float8_e4m3fn, or floats that are of ``dtype`` already, in ``dtype``, exactly."""
+    """Converts signed bytes or float8_e4m3fn to ``dtype``, exactly. Floats are of ``dtype`` already."""
     if codes.dtype == tl.float8e4nv:
-        # By way of float32: from float16 straight to bfloat16 goes at a quarter of the speed.
+        # Via float32, since converting float16 to bfloat16 directly runs at a quarter of the speed.
         codes = codes.to(tl.float16).to(tl.float32)
     return codes.to(dtype)

@@ -1,8 +1,8 @@
-"""Matrices as the products' kernels read them: W = (code - zero) * scale, of N rows and K columns.
+"""Matrices in the layout that the kernels read: W = (code - zero) * scale, with N rows and K columns.
 
-Codes lie row by row, in blocks of columns; the last block is filled up with zeros. Of four bits, a byte holds column j
-of the lower half of its block in its low bits and column j of the upper half in its high bits, so that what a program
-unpacks are two runs of neighbouring columns, each multiplied by itself. Floats are W itself, with nothing filled up.
+Codes are stored row by row, in blocks of columns; the last block is padded with zeros. With four bits, a byte holds
+column j of the lower half of its block in its low bits and column j of the upper half in its high bits. So a program
+unpacks two runs of adjacent columns and multiplies each by itself. Floats are W itself, without padding.
 """
 
 from dataclasses import dataclass
@@ -16,36 +16,36 @@ from penstock.kernels.cuda.core.common import check
 from penstock.kernels.reference.fused import dequantize
 
 BLOCK_COLUMNS = 128
-"""Columns that are multiplied at a time, at most."""
+"""The maximum number of columns that are multiplied at a time."""
 BLOCK_FLOATS = 64
-"""The same, of floats, which take more room."""
+"""The same for floats, which need more memory."""
 GROUP_STEP = 32
-"""A group's columns are a multiple of this."""
+"""The number of columns in a group is a multiple of this."""
 
 
 class Codes(Enum):
-    """What a weight is stored as; the value is the dtype that holds it."""
+    """The storage format of a weight; the value is the dtype that holds it."""
 
     INT8 = torch.int8
-    """Signed bytes; a scale of each row."""
+    """Signed bytes; one scale per row."""
     FP8 = torch.float8_e4m3fn
-    """A scale of each row, or of each row and group of columns."""
+    """One scale per row, or per row and group of columns."""
     INT4 = torch.uint8
-    """0 to 15, two a byte; a scale and a zero point of each row and group of columns."""
+    """0 to 15, two per byte; one scale and one zero point per row and group of columns."""
     BF16 = torch.bfloat16
-    """Floats, of the inputs' dtype, are no codes: there are no scales."""
+    """Unquantised floats in the inputs' dtype, without scales; likewise FP16 and FP32."""
     FP16 = torch.float16
     FP32 = torch.float32
 
     @property
     def are_floats(self) -> bool:
-        """Whether nothing is quantised."""
+        """Whether the weight is not quantised."""
         return self in (Codes.BF16, Codes.FP16, Codes.FP32)
 
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """What a product is compiled for, of its weight."""
+    """The properties of a weight that its product is compiled for."""
 
     codes: Codes
     rows: int
@@ -53,14 +53,14 @@ class WeightLayout:
     columns: int
     """K, the inputs."""
     group: int = 0
-    """Columns that share a scale, of INT4, and of FP8 that narrows inputs; 0: all. The last group may be short."""
+    """Columns that share a scale, for INT4, and for FP8 that narrows inputs; 0: all. The last group may be shorter."""
     narrows_inputs: bool = False
-    """Whether inputs become bytes of the codes' dtype too, with a scale of each token and group. Not with INT4."""
+    """Whether inputs are quantised to the codes' dtype as well, with one scale per token and group. Not with INT4."""
     is_ordered: bool = False
-    """Whether the codes' columns stand in another order than the inputs', of INT4."""
+    """Whether the codes' columns are in a different order than the inputs'. Only with INT4."""
 
     def __post_init__(self) -> None:
-        """Our own bugs."""
+        """Asserts that the kernels support the layout; the caller has validated the model."""
         assert self.rows > 0
         assert self.columns > 0
         assert self.group >= 0
@@ -75,29 +75,29 @@ class WeightLayout:
 
     @property
     def block(self) -> int:
-        """Columns of a block: as many as have one scale, and a power of 2."""
+        """Columns in a block: a power of 2, all with the same scale."""
         if self.codes.are_floats:
             return BLOCK_FLOATS
         return min(self.group & -self.group or BLOCK_COLUMNS, BLOCK_COLUMNS)
 
     @property
     def num_blocks(self) -> int:
-        """Of a row."""
+        """Blocks in a row."""
         return -(-self.columns // self.block)
 
     @property
     def num_groups(self) -> int:
-        """Of a row."""
+        """Groups in a row."""
         return -(-self.columns // self.group) if self.group else 1
 
     @property
     def narrows_groups(self) -> bool:
-        """Whether inputs have a scale of each group."""
+        """Whether inputs have a scale for each group."""
         return self.narrows_inputs and self.group > 0
 
     @property
     def row_size(self) -> int:
-        """Elements of a row of codes."""
+        """Elements in a row of codes."""
         if self.codes.are_floats:
             return self.columns
         columns = self.num_blocks * self.block
@@ -105,7 +105,7 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of codes, scales and zero points."""
+        """The size of codes, scales and zero points in bytes."""
         of_group = 0 if self.codes.are_floats else 5 if self.codes is Codes.INT4 else 4
         return self.rows * (self.row_size * self.codes.value.itemsize + self.num_groups * of_group)
 
@@ -118,14 +118,14 @@ class QuantizedWeight:
     codes: Tensor
     """(N, ``row_size``) of the codes' dtype."""
     scales: Tensor | None
-    """(N, groups) fp32; None of floats."""
+    """(N, groups) fp32; None for floats."""
     zeros: Tensor | None
-    """(N, groups) uint8, of INT4 alone."""
+    """(N, groups) uint8; only for INT4."""
     order: Tensor | None
-    """(K,) int32: column c of the codes is that of input ``order[c]``; None: as they stand."""
+    """(K,) int32: column c of the codes belongs to input ``order[c]``; None: the orders are equal."""
 
     def __post_init__(self) -> None:
-        """Our own bugs."""
+        """Asserts shapes and dtypes."""
         layout = self.layout
         check(self.codes, (layout.rows, layout.row_size), layout.codes.value)
         assert (self.scales is None) == layout.codes.are_floats
@@ -140,13 +140,13 @@ class QuantizedWeight:
 
 
 def keep_floats(weight: Tensor) -> QuantizedWeight:
-    """W itself, (N, K), whose memory it shares: for products that give a token the same bits in every batch."""
+    """Wraps W itself, (N, K), whose memory it shares. For deterministic products."""
     return QuantizedWeight(WeightLayout(Codes(weight.dtype), *weight.shape), weight, None, None, None)
 
 
 def pack_bytes(codes: Tensor, scales: Tensor, *, group: int = 0, narrows_inputs: bool = False) -> QuantizedWeight:
-    """W = code * scale, from ``codes`` (N, K), int8 or float8_e4m3fn, and ``scales``, one of each row and group of so
-    many columns, 0: all, or a single one, of any shape and float dtype."""
+    """W = code * scale. ``codes`` is (N, K), int8 or float8_e4m3fn. ``scales`` has one scale per row and ``group``
+    columns (0: per row), or a single one, in any shape and float dtype."""
     rows, columns = codes.shape
     layout = WeightLayout(Codes(codes.dtype), rows, columns, group, narrows_inputs)
     padded = functional.pad(codes.view(torch.uint8), (0, layout.row_size - columns)).view(codes.dtype)
@@ -160,14 +160,14 @@ def pack_int4(
     """W = (code - zero) * scale, group by group.
 
     ``codes`` is (N, K) uint8 from 0 to 15, ``scales`` (N, groups) of any float dtype, ``zeros`` (N, groups) of any
-    dtype, whole numbers from 0 to 127; ``group`` columns share them, 0: all. Column c of the codes is column
-    ``order[c]`` (K,) of W; None: as they stand.
+    dtype, integers from 0 to 127. ``group`` columns share a scale and a zero point; 0: all columns. Column c of the
+    codes is column ``order[c]`` (K,) of W; None: the orders are equal.
     """
     rows, columns = codes.shape
     layout = WeightLayout(Codes.INT4, rows, columns, group, is_ordered=order is not None)
     kept_zeros = zeros.to(torch.uint8)
-    # The kernels' 16-bit floats hold whole numbers up to there, and their difference to a code, as they are.
-    assert bool(((kept_zeros == zeros) & (kept_zeros < 128)).all()), "zero points are whole numbers"
+    # The kernels' 16-bit floats represent integers up to 127, and their differences to a code, exactly.
+    assert bool(((kept_zeros == zeros) & (kept_zeros < 128)).all()), "zero points are integers from 0 to 127"
     padded = functional.pad(codes, (0, layout.num_blocks * layout.block - columns))
     low, high = padded.view(rows, layout.num_blocks, 2, layout.block // 2).unbind(2)
     return QuantizedWeight(
@@ -180,7 +180,7 @@ def pack_int4(
 
 
 def multiplied_out(weight: QuantizedWeight, begin: int, end: int) -> Tensor:
-    """Rows of W from ``begin`` up to ``end``, its columns as they stand: (rows, K) fp32."""
+    """Dequantises the rows of W from ``begin`` up to ``end``, with columns in the order of W: (rows, K) fp32."""
     layout, codes = weight.layout, weight.codes[begin:end]
     if weight.scales is None:
         return codes.float()

@@ -1,5 +1,5 @@
-"""A line's token: of what filters have left, the one with the largest sum of score and keyed Gumbel noise, which draws
-from the softmax of scores."""
+"""Draws a line's token: among the tokens that filters have left, the one with the largest sum of score and keyed Gumbel
+noise. That is a draw from the softmax of the scores."""
 
 import triton
 import triton.language as tl
@@ -29,7 +29,7 @@ def draw(
     SLICE: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """The best sum in each slice."""
+    """Finds the best sum in each slice."""
     line, row = line_of(num_lines, rows)
     part = tl.program_id(1)
     if row < 0:
@@ -42,7 +42,7 @@ def draw(
         least = tl.load(numbers + row * NUM_NUMBERS + LEAST_SCORE).to(tl.float32)
         kept = (key_of(score, ids) >= tl.load(thresholds + line)) & (score >= least) & (score > -float("inf"))
         tl.store(drawn + line * SLICES + part, tl.full([], -float("inf"), tl.float64))
-        # Filters leave most slices empty, and noise costs more than all else.
+        # Filters leave most slices empty, and noise costs more than everything else.
         if tl.sum(kept.to(tl.int32), axis=0) > 0:
             stream = noise_stream(tl.load(integers + row * NUM_INTEGERS + SEED), tl.load(positions + line))
             sums = tl.where(kept, score.to(tl.float64) + gumbel(stream, ids), -float("inf"))
@@ -68,7 +68,7 @@ def choose(
     SLICE: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """The best of all slices."""
+    """Finds the best of all slices."""
     line, row = line_of(num_lines, rows)
     if row < 0:
         return

@@ -1,4 +1,4 @@
-"""Logits as they are sampled from: penalties, biases and masks, and the best of each slice of the vocabulary."""
+"""Applies penalties, biases and masks to logits, and finds the best of each slice of the vocabulary."""
 
 import triton
 import triton.language as tl
@@ -18,11 +18,11 @@ from penstock.kernels.cuda.sampling.tensors import (
 
 @triton.jit
 def _penalised(x, seen, own):
-    """Repetition, of what is in prompt or output: x / p where x > 0, else x p. Then x - frequency * count - presence *
-    (count > 0), counted over the output.
+    """Applies the repetition penalty to tokens in prompt or output: x / p if x > 0, else x p. Then x - frequency *
+    count - presence * (count > 0), counted over the output.
 
-    Each operation is rounded by itself, as a reference's are: the compiler may fuse a product with what is added to it,
-    but not a fused multiply-add that adds 0.
+    Each operation is rounded separately, as in the reference. The compiler may fuse a product with a following
+    addition, but not a fused multiply-add that adds 0.
     """
     repetition = tl.load(own + REPETITION).to(tl.float32) + tl.zeros_like(x)
     count = tl.maximum(seen - 1, 0)
@@ -62,7 +62,8 @@ def survey(
     SLICES: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """The best of a slice, with what is forbidden and without, and, of lines that are drawn, all of it."""
+    """Finds the best token of a slice, with and without forbidden tokens, and stores the scores of lines that are
+    drawn."""
     line, row = line_of(num_lines, rows)
     part = tl.program_id(1)
     if row < 0:
@@ -91,7 +92,7 @@ def survey(
     if tl.load(numbers + row * NUM_NUMBERS + TEMPERATURE) > 0.0:
         tl.store(scores + line * VOCAB + ids, x, mask=inside)
 
-    # A NaN tells of a broken model as an infinity does.
+    # NaN counts as infinity: both are signs of a broken model.
     x = tl.where(x == x, x, float("inf"))
     top, at = tl.max(x, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + (line * 2 + 1) * SLICES + part, top)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a token and of the likeliest ones, from the model's own logits."""
+"""Log-probabilities of the chosen token and of the likeliest ones, from the model's unmodified logits."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -13,25 +13,25 @@ from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.sampling.tensors import SamplerShape
 
 MAX_TOP = 20
-"""Likeliest tokens of a line."""
+"""The maximum number of likeliest tokens per line."""
 BLOCK_TOP = tl.constexpr(32)
-"""The same, as a power of 2."""
+"""The same, rounded up to a power of 2."""
 TAKEN = tl.constexpr(-(1 << 31))
-"""Below every order."""
+"""Marks an entry that is taken: less than every order."""
 
 
 @dataclass(frozen=True)
 class LogprobsRoom:
-    """What the kernels hand on to each other, for N lines."""
+    """The kernels' intermediate results, for N lines."""
 
     bests: Tensor
-    """(N, slices) float32: the largest logit; a NaN counts as infinite."""
+    """(N, slices) float32: the largest logit; NaN counts as infinite."""
     sums: Tensor
-    """(N, slices) float32: of e^(x - best)."""
+    """(N, slices) float32: the sum of e^(x - best)."""
     orders: Tensor
-    """(N, slices, 20) int32: bits of the largest logits, so that they are ordered as integers."""
+    """(N, slices, 20) int32: the largest logits, mapped to integers of the same order."""
     ids: Tensor
-    """(N, slices, 20) int32."""
+    """(N, slices, 20) int32: their tokens."""
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _rank(
     x = tl.where(x == x, x, float("inf"))
     best = tl.max(x, axis=0)
     tl.store(bests + at, best)
-    # Of infinities no sum is asked for.
+    # The sum is not used if the best logit is infinite.
     base = tl.where((best > -float("inf")) & (best < float("inf")), best, 0.0)
     tl.store(sums + at, tl.sum(tl.exp(tl.minimum(x - base, 0.0)), axis=0))
     order = tl.where(own < VOCAB, order_of(x), TAKEN)
@@ -109,7 +109,7 @@ def _gather(
     base = tl.where(whole, best, 0.0)
     weights = tl.exp(tl.minimum(slice_best - base, 0.0).to(tl.float64))
     mass = tl.sum(tl.load(sums + line * SLICES + parts, mask=inside, other=0.0).to(tl.float64) * weights, axis=0)
-    # Of logits that are no finite numbers all is NaN.
+    # All results are NaN if the best logit is not finite.
     log_sum = tl.where(whole, tl.log(tl.where(whole, mass, 1.0)), float("nan"))
     base = base.to(tl.float64)
     token = tl.load(token_ids + line)
@@ -144,12 +144,12 @@ ARGUMENTS = {
     "top_ids": torch.int32,
     "top": torch.float32,
 }
-"""Of the kernels, but for logits."""
+"""The types of the kernels' arguments, except logits."""
 
 
 @cache
 def logprobs_variants(shape: SamplerShape) -> tuple[KernelVariant, KernelVariant]:
-    """The variants of what ranks the tokens of each slice, and of what ranks those of all."""
+    """The variants of the two kernels: one ranks the tokens of each slice, the other those of all slices."""
     constants = {"VOCAB": shape.vocab_size, "STRIDE": shape.stride, "SLICE": shape.slice, "MAX_TOP": MAX_TOP}
     partial = {name: ARGUMENTS[name] for name in ("num_lines", "num_top", "bests", "sums", "orders", "ids")}
     logits = {"logits": shape.dtype}
@@ -160,7 +160,7 @@ def logprobs_variants(shape: SamplerShape) -> tuple[KernelVariant, KernelVariant
 
 
 def make_logprobs_room(shape: SamplerShape, num_lines: int, device: torch.device) -> LogprobsRoom:
-    """For so many lines."""
+    """Allocates room for ``num_lines`` lines."""
 
     def empty(dtype: torch.dtype, *sizes: int) -> Tensor:
         return torch.empty(num_lines, shape.slices, *sizes, dtype=dtype, device=device)
@@ -181,12 +181,13 @@ def logprobs(
     top_ids: Tensor,
     top: Tensor,
 ) -> None:
-    """x - ln sum e^x over the first V of each line of (N, stride) ``logits``, of which ``num_lines`` (1,) int32 count.
+    """Computes x - ln sum e^x over the first V entries of each line of ``logits`` (N, stride). Only the first
+    ``num_lines`` (1,) int32 lines are used.
 
-    ``num_top`` (N,) int32 is negative where a line wants none. Of the others ``chosen`` (N,) float32 gets that of the
-    line's token, one of ``token_ids`` (N,) int32, and ``top_ids`` (N, 20) int32 and ``top`` (N, 20) float32 get the
-    ``num_top`` likeliest, at most 20 and V, from the likeliest on, of equal ones the lowest ids first. All are NaN
-    where the best logit is no finite number.
+    ``num_top`` (N,) int32 is negative for a line that needs no log-probabilities. For the other lines, ``chosen`` (N,)
+    float32 receives the log-probability of the line's token in ``token_ids`` (N,) int32, and ``top_ids`` (N, 20) int32
+    and ``top`` (N, 20) float32 receive the ``num_top`` likeliest tokens, at most 20 and at most V, likeliest first;
+    ties go to the lowest ids. All are NaN if the best logit is not finite.
     """
     (lines,) = num_top.shape
     check(logits, (lines, shape.stride), shape.dtype)

@@ -1,5 +1,5 @@
-"""Noise that is a pure function of (seed, position, token id): to the bit that of ``kernels.reference_sampling``, until
-logarithms are taken of it in float64."""
+"""Noise that is a pure function of (seed, position, token id). Up to the logarithms, which are in float64, it is
+bitwise that of ``kernels/reference/sampling.py``."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ def mix64(x):
 
 @triton.jit
 def noise_stream(seed, position):
-    """The state from which a row's noise is drawn at a position; int64, uint64 out."""
+    """The state from which a row's noise is drawn at a position. Takes int64, returns uint64."""
     return mix64(mix64(seed.to(tl.uint64)) + position.to(tl.uint64) * tl.full([], GOLDEN, tl.uint64))
 
 

@@ -1,7 +1,7 @@
-"""Chooses a token for each line of logits as ``kernels.reference_sampling``, and what calls it, do on the CPU: the
-meaning, the order and the precision of each step are theirs, and so is the token.
+"""Chooses a token for each line of logits, the same one as ``kernels/reference/sampling.py`` and its callers on the
+CPU: each step has the same meaning, order and precision.
 
-Eight kernels, on fixed grids, of which those that a line has no use for return at once:
+There are eight kernels with fixed grids. A kernel that a line does not need returns immediately.
 
     forbid          lines           bits of stops that come too early, and of ends of bad words
     survey          lines x slices  penalties, biases, masks; the best of each slice
@@ -12,8 +12,8 @@ Eight kernels, on fixed grids, of which those that a line has no use for return 
     draw            lines x slices  min-p, noise; the best of each slice
     choose          lines           the best of all
 
-A slice of the vocabulary is the same in every batch, and sums that slices share are of integers: a line's token depends
-on nothing but its own logits, row and position.
+Slices of the vocabulary are the same in every batch, and sums over slices are sums of integers, so a line's token
+depends only on its logits, row and position.
 """
 
 from functools import cache
@@ -40,9 +40,9 @@ from penstock.kernels.cuda.sampling.token_masks import forbid
 from penstock.kernels.cuda.sampling.top_k_top_p import bin_weights, find_threshold, list_keys, weigh
 
 OF_LINES = (forbid, find_threshold, choose)
-"""Kernels with one program a line, the others having one a slice."""
+"""Kernels with one program per line. The others have one per slice."""
 KERNELS = (forbid, survey, weigh, bin_weights, list_keys, find_threshold, draw, choose)
-"""In their order."""
+"""All kernels in the order of their launches."""
 
 GIVEN = {
     "num_lines": torch.int32,
@@ -60,11 +60,11 @@ GIVEN = {
     "word_tokens": torch.int32,
     "token_ids": torch.int32,
 }
-"""Kernels' arguments, but for logits, and those in ``SamplerRoom``."""
+"""The types of the kernels' arguments, except logits and the fields of ``SamplerRoom``."""
 
 
 def sampling_variants(shape: SamplerShape) -> list[KernelVariant]:
-    """Those of ``KERNELS``."""
+    """The variants of all ``KERNELS``."""
     return [_variant(kernel, shape) for kernel in KERNELS]
 
 
@@ -94,8 +94,8 @@ def sample(
 ) -> None:
     """Writes the token of each line to ``token_ids`` (N,) int32.
 
-    ``logits`` is (N, stride), of which the first V of a line count. They are not changed. A line whose best logit is no
-    finite number, as a broken model computes, gets the lowest token that its mask allows, or 0.
+    ``logits`` is (N, stride), of which the first V entries of a line are used. They are not modified. If a line's best
+    logit is not finite, which means that the model is broken, it gets the lowest token that its mask allows, or 0.
     """
     num_lines = len(lines.rows)
     check(logits, (num_lines, shape.stride), shape.dtype)

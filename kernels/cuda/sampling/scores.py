@@ -1,7 +1,7 @@
-"""Scores and keys: what is left of a line's logits once it is known which token is best.
+"""Scores and keys of tokens, computed from a line's logits and its best logit.
 
-A token's score is (x - best) / temperature, in float32, so the best has 0. Its key is a number that rises with the
-score and, of equal scores, falls with the id: no two tokens have the same key, so one tells what a filter keeps.
+A token's score is (x - best) / temperature in float32, so the best score is 0. A key orders tokens by score and, among
+equal scores, lowest id first. Keys are unique, so a single key defines what a filter keeps.
 """
 
 import triton
@@ -10,15 +10,15 @@ import triton.language as tl
 from penstock.kernels.cuda.sampling.tensors import NUM_NUMBERS, TEMPERATURE
 
 ID_BITS = tl.constexpr(20)
-"""The lowest ones of a key."""
+"""The number of low bits of a key that hold the id."""
 MAX_ID = tl.constexpr((1 << 20) - 1)
 MAX_BITS = tl.constexpr(0x7FFFFFFF)
-"""Of a float32 but its sign."""
+"""All bits of a float32 except the sign."""
 
 
 @triton.jit
 def line_of(num_lines, rows):
-    """A program's line, and its row: negative for a line that only fills a graph's buffers."""
+    """A program's line and its row. The row is negative for a line that only pads a graph's buffers."""
     line = tl.program_id(0).to(tl.int64)
     return line, tl.load(rows + line, mask=line < tl.load(num_lines), other=-1).to(tl.int64)
 
@@ -32,7 +32,7 @@ def bits_of(mask, ids, inside):
 
 @triton.jit
 def best_of_line(best, best_ids, num_forbidden, line, SLICES: tl.constexpr):
-    """The best logit, its token, and whether what is forbidden is left out: not where nothing else is left."""
+    """The best logit, its token, and whether forbidden tokens are left out. They are not if no others are left."""
     parts = tl.arange(0, triton.next_power_of_2(SLICES))
     inside = parts < SLICES
     every = tl.load(best + (line * 2 + 1) * SLICES + parts, mask=inside, other=-float("inf"))
@@ -47,13 +47,13 @@ def best_of_line(best, best_ids, num_forbidden, line, SLICES: tl.constexpr):
 
 @triton.jit
 def is_number(x):
-    """Neither NaN nor infinite."""
+    """Whether a value is neither NaN nor infinite."""
     return (x > -float("inf")) & (x < float("inf"))
 
 
 @triton.jit
 def load_scores(scores, forbidden, line, part, top, forbids, numbers, row, VOCAB: tl.constexpr, SLICE: tl.constexpr):
-    """Ids of a slice, and their scores: minus infinity for what is masked, or no token."""
+    """The ids of a slice and their scores: minus infinity for masked tokens and for ids past the vocabulary."""
     ids = part * SLICE + tl.arange(0, SLICE)
     inside = ids < VOCAB
     x = tl.load(scores + line * VOCAB + ids, mask=inside, other=-float("inf"))
@@ -65,7 +65,8 @@ def load_scores(scores, forbidden, line, part, top, forbids, numbers, row, VOCAB
 
 @triton.jit
 def key_of(score, ids):
-    """int64, at least 1. Scores are not positive, so their bits but the sign fall as they rise."""
+    """The key of a token, int64, at least 1. Scores are not positive, so their bits without the sign fall as the scores
+    rise."""
     rank = MAX_BITS - (score.to(tl.int32, bitcast=True) & MAX_BITS)
     return (rank.to(tl.int64) << ID_BITS) | (MAX_ID - ids)
 

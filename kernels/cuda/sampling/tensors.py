@@ -1,6 +1,7 @@
-"""What the sampler's kernels work on: rows with their parameters, a step's lines, and room for what comes between.
+"""The tensors of the sampler's kernels: rows with their parameters, a step's lines, and intermediate results.
 
-A line is one of a step's rows of logits, from which one token is chosen. A row has several where drafts are verified.
+A line is one of a step's rows of logits, from which one token is chosen. A row has several lines if drafts are
+verified.
 """
 
 import math
@@ -38,23 +39,24 @@ MAX_VOCAB = 1 << 18
 
 @dataclass(frozen=True)
 class SamplerShape:
-    """What the kernels are compiled for."""
+    """The shape that the kernels are compiled for."""
 
     vocab_size: int
     """V, up to ``MAX_VOCAB``."""
     dtype: torch.dtype
-    """Of logits."""
+    """The dtype of logits."""
     stride: int
-    """Entries from one line of logits to the next; best a multiple of 16."""
+    """Entries from one line of logits to the next; preferably a multiple of 16."""
     max_history: int
-    """Tokens that a row may have: L."""
+    """The maximum number of tokens in a row, L."""
     slice: int = 2048
-    """Tokens of the vocabulary that a program takes, a power of 2. Always as many: how many rows there are must not
-    change the order in which numbers are added."""
+    """Tokens of the vocabulary per program, a power of 2. A constant, since the number of rows must not change the
+    order in which numbers are added."""
     bins: int = 1024
-    """By which filters narrow down where they end; a power of 2."""
+    """Bins of the histogram with which filters narrow down their threshold; a power of 2."""
     listed: int = 4096
-    """Tokens among which they then look; a power of 2. Where more share a bin it only takes longer."""
+    """Tokens in a bin that filters can list and search; a power of 2. If more share a bin, the search only takes
+    longer."""
 
     def __post_init__(self) -> None:
         assert 0 < self.vocab_size <= MAX_VOCAB, "sums of fixed-point numbers would overflow"
@@ -62,7 +64,7 @@ class SamplerShape:
 
     @property
     def slices(self) -> int:
-        """Of a vocabulary."""
+        """Slices in the vocabulary."""
         return -(-self.vocab_size // self.slice)
 
     @property
@@ -72,36 +74,36 @@ class SamplerShape:
 
     @property
     def num_warps(self) -> int:
-        """Of a program that holds a slice: 8 tokens a thread. With 16 a program takes so many registers that few run at
-        a time."""
+        """Warps of a program that holds a slice: 8 tokens per thread. With 16, a program needs so many registers that
+        few run at a time."""
         return min(max(self.slice // 256, 1), 16)
 
 
 @dataclass(frozen=True)
 class SamplerRows:
-    """R rows, which keep their numbers from step to step, and what they ask for."""
+    """The sampling parameters of R rows, whose numbers stay the same from step to step."""
 
     numbers: Tensor
     """(R, 8) float64, each line by ``number_line``."""
     integers: Tensor
     """(R, 8) int64, each line by ``integer_line``."""
     histories: Tensor
-    """(R, L) int32: what stands before each line's position, drafts included. Read of rows with words, and of drafts
-    where tokens are counted."""
+    """(R, L) int32: the tokens before each line's position, drafts included. Read for rows with words, and for drafts
+    of rows that count tokens."""
     counts: Tensor
-    """(C, V) int32: 0 for a token that is not in a row's prompt or output, else 1 more than its output has of it. A row
-    with penalties has a line of its own; drafts do not count."""
+    """(C, V) int32: 0 for a token that is neither in a row's prompt nor in its output, else 1 plus its count in the
+    output. Each row with penalties has its own line here; drafts are not counted."""
     biases: Tensor
-    """(B, V) float32: what is added to logits. So has a row with biases."""
+    """(B, V) float32: added to logits. Each row with biases has its own line here."""
     word_starts: Tensor
-    """(Q + 1,) int32: where each word begins in ``word_tokens``. A stop is a word of one token."""
+    """(Q + 1,) int32: the start of each word in ``word_tokens``. A stop is a word of one token."""
     word_tokens: Tensor
     """(P,) int32."""
 
 
 @dataclass(frozen=True)
 class Lines:
-    """N lines of a step, of which only the first ``num_lines`` count: the others fill a graph's buffers."""
+    """N lines of a step. Only the first ``num_lines`` are used; the others pad a graph's buffers."""
 
     num_lines: Tensor
     """(1,) int32."""
@@ -112,25 +114,26 @@ class Lines:
     num_drafts: Tensor
     """(N,) int32: how many tokens right before that position are drafts."""
     masks: Tensor
-    """(N,) int32: which of ``mask_words`` tells the tokens that are allowed; negative: all."""
+    """(N,) int32: the index in ``mask_words`` of the mask of allowed tokens; negative: all are allowed."""
     mask_words: Tensor
     """(M, ceil(V / 32)) int32: bit i of word w is token 32 w + i."""
 
 
 @dataclass(frozen=True)
 class SamplerRoom:
-    """What kernels hand on to each other, for N lines. Its contents mean nothing between steps."""
+    """The kernels' intermediate results, for N lines. Nothing is kept between steps."""
 
     scores: Tensor
     """(N, V) float32: logits with penalties and biases, minus infinity where masked."""
     forbidden: Tensor
-    """(N, ceil(V / 32)) int32: tokens that must not come next, where ``num_forbidden`` is not 0."""
+    """(N, ceil(V / 32)) int32: the mask of tokens that must not come next. Valid if ``num_forbidden`` is not 0."""
     num_forbidden: Tensor
     """(N,) int32."""
     best: Tensor
-    """(N, 2, slices) float32: the best of a slice that is not forbidden, and the best of all; a NaN is infinite."""
+    """(N, 2, slices) float32: the best logit of a slice that is not forbidden, and the best of all; NaN counts as
+    infinite."""
     best_ids: Tensor
-    """(N, 2, slices) int32: their tokens, of equal ones the lowest."""
+    """(N, 2, slices) int32: their tokens; ties go to the lowest id."""
     masses: Tensor
     """(N, slices) int64."""
     binned: Tensor
@@ -138,9 +141,9 @@ class SamplerRoom:
     listed: Tensor
     """(N, listed) int64: keys."""
     num_listed: Tensor
-    """(N,) int32; more than there is room for if not all are there."""
+    """(N,) int32: the number of keys; more than ``listed`` has room for if some are missing."""
     thresholds: Tensor
-    """(N,) int64: the least key that filters keep."""
+    """(N,) int64: the smallest key that filters keep."""
     drawn: Tensor
     """(N, slices) float64: the best sum of score and noise."""
     drawn_ids: Tensor
@@ -151,7 +154,7 @@ def number_line(
     temperature: float, top_p: float, min_p: float, repetition: float, presence: float, frequency: float
 ) -> list[float]:
     """A row's line of ``SamplerRows.numbers``."""
-    # The score of the best token is 0, and what min_p is compared with is float32.
+    # The score of the best token is 0, and min_p is compared with float32 values.
     likely = float(np.float32(min_p))
     least = float(np.float32(math.log(likely))) if likely > 0.0 else -math.inf
     used = [temperature, top_p, least, repetition, presence, frequency]
@@ -169,8 +172,8 @@ def integer_line(
     """A row's line of ``SamplerRows.integers``.
 
     ``seed`` has 64 bits. ``counts`` and ``biases`` are the row's lines there, negative if it has none. ``words`` are
-    the first stop, the first bad word behind the stops, and the end of these; stops are forbidden before position
-    ``free_from``.
+    the indices of the first stop, of the first bad word, which follows the stops, and of the end of both; stops are
+    forbidden before position ``free_from``.
     """
     signed = seed - (1 << 64) if seed >= 1 << 63 else seed
     return [signed, top_k, counts, biases, free_from, *words]
@@ -190,16 +193,17 @@ ROOM: dict[str, tuple[torch.dtype, *tuple[int | str, ...]]] = {
     "drawn": (torch.float64, "slices"),
     "drawn_ids": (torch.int32, "slices"),
 }
-"""Types and sizes, for a line, of what ``SamplerRoom`` has: numbers, or what of a ``SamplerShape``."""
+"""Types and sizes, per line, of the fields of ``SamplerRoom``. A size is a number or the name of an attribute of
+``SamplerShape``."""
 
 
 def sizes_of(shape: SamplerShape, sizes: Sequence[int | str]) -> tuple[int, ...]:
-    """As numbers."""
+    """The sizes as numbers."""
     return tuple(size if isinstance(size, int) else getattr(shape, size) for size in sizes)
 
 
 def make_room(shape: SamplerShape, num_lines: int, device: torch.device) -> SamplerRoom:
-    """For so many lines."""
+    """Allocates room for ``num_lines`` lines."""
     return SamplerRoom(
         **{
             name: torch.empty(num_lines, *sizes_of(shape, sizes), dtype=kind, device=device)

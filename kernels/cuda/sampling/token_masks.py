@@ -1,5 +1,5 @@
-"""Masks of tokens: which must not come next in a line, being stops that come too early or what would complete a bad
-word; and the lowest of those that may."""
+"""Masks of tokens that must not come next in a line: stops that come too early, and tokens that would complete a bad
+word. Also finds the lowest token that a mask allows."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def forbid(
     VOCAB: tl.constexpr,
     MAX_HISTORY: tl.constexpr,
 ):
-    """Bits of what is forbidden, and how many."""
+    """Writes the mask of forbidden tokens, and their number."""
     line, row = line_of(num_lines, rows)
     if row < 0:
         return
@@ -50,7 +50,7 @@ def forbid(
         longest = tl.max(ends - starts, axis=0)
         back = 1
         while back < longest:
-            # The word's token so far before its last one, and what stands where that would be.
+            # The word's token at this distance before its last one, and the history's token at the same place.
             inside = there & (ends - starts > back)
             token = tl.load(word_tokens + ends - 1 - back, mask=inside, other=0)
             past = tl.load(histories + row * MAX_HISTORY + position - back, mask=position >= back, other=-1)
@@ -66,7 +66,7 @@ def forbid(
 
 @triton.jit
 def lowest_of(mask, VOCAB: tl.constexpr):
-    """The lowest token whose bit is set, 0 where none is; int32."""
+    """The lowest token whose bit is set, or 0 if none is; int32."""
     MASK_WORDS: tl.constexpr = (VOCAB + 31) // 32
     first = tl.full([], MASK_WORDS, tl.int32)
     for begin in range(0, MASK_WORDS, BLOCK_MASK):

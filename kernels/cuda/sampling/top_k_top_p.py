@@ -1,9 +1,9 @@
-"""Where top-k and top-p end in a line, without a sort: a histogram over scores tells the bin in which, and among that
-bin's tokens a bisection over keys tells the last one kept.
+"""Finds the thresholds of top-k and top-p in a line without sorting: a histogram over scores gives the bin of the
+threshold, and a bisection over the keys of that bin's tokens gives the last token kept.
 
-Numbers are added as integers, so sums are exact and it does not matter in what order programs add. A filter is a weight
-for each token and a total that is wanted: the kept ones are the fewest of the largest keys whose weights reach it. The
-weight of top-k is 1, and k is wanted. That of top-p is the token's share, e^(score - ln sum e^score).
+Numbers are added as integers, so sums are exact and independent of the order in which programs add. A filter has a
+weight for each token and a target: it keeps the fewest tokens, largest keys first, whose weights reach the target. For
+top-k all weights are 1 and the target is k. For top-p the weight is the token's share, e^(score - ln sum e^score).
 """
 
 import triton
@@ -13,23 +13,24 @@ from penstock.kernels.cuda.sampling.scores import best_of_line, is_number, key_o
 from penstock.kernels.cuda.sampling.tensors import NUM_INTEGERS, NUM_NUMBERS, TEMPERATURE, TOP_K, TOP_P
 
 NATS = tl.constexpr(26.0)
-"""Binned, below the best. Noise of two tokens differs by less, so an entry further below cannot win, kept or not."""
+"""The range of the histogram below the best score. The noise of two tokens differs by less, so an entry further below
+cannot win, whether kept or not."""
 MASS_ONE = tl.constexpr(1 << 44)
-"""e^0 in fixed point: a vocabulary of 2^18 stays below 2^63."""
+"""e^0 in fixed point. The sum over a vocabulary of 2^18 stays below 2^63."""
 SHARE_ONE = tl.constexpr(1 << 60)
-"""The share of all."""
+"""The share of all tokens together, in fixed point."""
 
 
 @triton.jit
 def filters_of(numbers, integers, row, VOCAB: tl.constexpr):
-    """top_k, 0 where it keeps all; whether top_p filters; and the share that it wants, in fixed point. Greedy rows have
-    no use for either."""
+    """Returns top_k, or 0 if it keeps all tokens; whether top_p filters; and its target share in fixed point. Greedy
+    rows have no filters."""
     drawn = tl.load(numbers + row * NUM_NUMBERS + TEMPERATURE) > 0.0
     top_k = tl.load(integers + row * NUM_INTEGERS + TOP_K)
     top_k = tl.where(drawn & (top_k < VOCAB), top_k, 0)
     top_p = tl.load(numbers + row * NUM_NUMBERS + TOP_P)
     share = top_p.to(tl.float32).to(tl.float64) * tl.full([], SHARE_ONE, tl.float64)
-    # The likeliest is kept even if nothing is wanted.
+    # The likeliest token is kept even if the target is 0.
     return top_k, drawn & (top_p != 1.0), tl.maximum(share.to(tl.int64), 1)
 
 
@@ -41,13 +42,13 @@ def mass_of(score):
 
 @triton.jit
 def log_of_mass(mass):
-    """ln of a sum of masses, float32: rounded as the distances are that it is taken from."""
+    """ln of a sum of masses in float32, rounded like the scores that it is subtracted from."""
     return tl.log(mass.to(tl.float64) / tl.full([], MASS_ONE, tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def share_of(score, log_total):
-    """e^(score - log_total) in fixed point; the difference is taken in float32, as a reference does."""
+    """e^(score - log_total) in fixed point. The difference is computed in float32, as in the reference."""
     return (tl.exp((score - log_total).to(tl.float64)) * tl.full([], SHARE_ONE, tl.float64)).to(tl.int64)
 
 
@@ -60,14 +61,14 @@ def log_total_of_line(masses, line, SLICES: tl.constexpr):
 
 @triton.jit
 def bin_of(score, BINS: tl.constexpr):
-    """0 for the best; BINS for what lies too far below it."""
+    """The bin of a score: 0 for the best, BINS for scores too far below it."""
     bins = (tl.minimum(-score, NATS) * (BINS / NATS)).to(tl.int32)
     return tl.where(score > -NATS, tl.minimum(bins, BINS - 1), BINS)
 
 
 @triton.jit
 def crossing_of(binned, line, wanted, BINS: tl.constexpr):
-    """The bin in which the weights reach what is wanted, BINS where they don't; and the sum of those before it."""
+    """The bin in which the weights reach the target, or BINS if they do not; and the sum of the weights before it."""
     bins = tl.arange(0, BINS)
     weights = tl.load(binned + line * BINS + bins)
     crossing = tl.sum((tl.cumsum(weights, axis=0) < wanted).to(tl.int32), axis=0)
@@ -90,7 +91,7 @@ def weigh(
     SLICE: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """For top-p alone: the mass of each slice."""
+    """Computes the mass of each slice. Only for top-p without top-k."""
     line, row = line_of(num_lines, rows)
     if row < 0:
         return
@@ -121,7 +122,7 @@ def bin_weights(
     SLICES: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """The weight of each bin, of the first filter that a line has."""
+    """Adds up the weight of each bin, for the first filter of a line."""
     line, row = line_of(num_lines, rows)
     if row < 0:
         return
@@ -135,7 +136,7 @@ def bin_weights(
         least = tl.zeros([], tl.int64)
         if top_k == 0:
             weights = share_of(score, log_total_of_line(masses, line, SLICES))
-            # Tokens so unlikely that all of them together are half of what may be left out.
+            # Tokens so unlikely that all of them together are half of the share that may be dropped.
             least = (SHARE_ONE - share) // (2 * VOCAB)
         bins = bin_of(score, BINS)
         tl.atomic_add(binned + line * BINS + bins, weights, mask=(bins < BINS) & (weights >= least), sem="relaxed")
@@ -161,7 +162,8 @@ def list_keys(
     BINS: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """Keys of the tokens in the bin where the first filter ends; if top-p follows on top-k, of those before it too."""
+    """Lists the keys of the tokens in the bin where the first filter ends and, if top-p follows top-k, of those before
+    it."""
     line, row = line_of(num_lines, rows)
     if row < 0:
         return
@@ -183,8 +185,8 @@ def list_keys(
 
 @triton.jit
 def _select(keys, weights, wanted):
-    """The largest key from which on the weights reach what is wanted; 0 where all of them don't. No weight is
-    negative, and where one is 0 the key doesn't count."""
+    """The largest key such that the weights from it on reach the target; 0 if even all of them do not. Weights are not
+    negative; keys of weight 0 are ignored."""
     low = tl.min(tl.where(weights > 0, keys, 1 << 62), axis=0)
     high = tl.max(keys, axis=0)
     if tl.sum(weights, axis=0) < wanted:
@@ -203,7 +205,7 @@ def _total(
     scores, forbidden, line, top, forbids, numbers, row, least, log_total, KIND: tl.constexpr, VOCAB: tl.constexpr,
     SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Of a whole line, the weights from a key on: how many, their mass or their share."""
+    """The weights of a whole line's tokens from a key on: their number, mass or share."""
     total = tl.zeros([], tl.int64)
     for part in range((VOCAB + SLICE - 1) // SLICE):
         ids, score = load_scores(scores, forbidden, line, part, top, forbids, numbers, row, VOCAB, SLICE)
@@ -222,7 +224,8 @@ def _select_in_line(
     scores, forbidden, line, top, forbids, numbers, row, least, log_total, wanted, KIND: tl.constexpr,
     VOCAB: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """As ``_select``, over all of a line's keys from ``least`` on; ``least`` itself where they don't reach it."""
+    """Like ``_select``, but over all of a line's keys from ``least`` on. Returns ``least`` if they do not reach the
+    target."""
     low = least
     high = tl.full([], 1 << 51, tl.int64)
     if _total(scores, forbidden, line, top, forbids, numbers, row, low, log_total, KIND, VOCAB, SLICE) < wanted:
@@ -237,7 +240,7 @@ def _select_in_line(
 
 @triton.jit
 def _select_in_list(keys, top_k, takes_p, share, before, log_total):
-    """Where the filters end among the keys of a list, 0 filling it up."""
+    """The filters' threshold among the keys of a list, which is padded with 0."""
     threshold = tl.zeros([], tl.int64)
     if top_k > 0:
         threshold = _select(keys, (keys > 0).to(tl.int64), top_k - tl.where(takes_p, 0, before))
@@ -273,7 +276,8 @@ def find_threshold(
     BINS: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The least key that both filters keep. Where a list has no room for all, the whole line is searched."""
+    """Finds the smallest key that both filters keep. If the list has no room for all keys, the whole line is
+    searched."""
     line, row = line_of(num_lines, rows)
     if row < 0:
         return
