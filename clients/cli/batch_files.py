@@ -93,7 +93,7 @@ def parse_line(number: int, raw: bytes, defaults: Mapping[str, object]) -> Job |
         return _parse_openai_line(number, value, defaults)
     identity = value.get("id")
     if isinstance(identity, bool) or not isinstance(identity, str | int):
-        return BadLine(number, None, f"id: expected text or an integer, got {json.dumps(identity)[:60]}")
+        return BadLine(number, None, f"id: expected a string or an integer, got {json.dumps(identity)[:60]}")
     try:
         return Job(identity, start_from_line(value, defaults))
     except InvalidOption as error:
@@ -103,7 +103,7 @@ def parse_line(number: int, raw: bytes, defaults: Mapping[str, object]) -> Job |
 def _parse_openai_line(number: int, value: Mapping[str, Any], defaults: Mapping[str, object]) -> HttpJob | BadLine:
     identity, url, body = value["custom_id"], value.get("url"), value.get("body")
     if not isinstance(identity, str) or not identity:
-        return BadLine(number, None, f"custom_id: expected text, got {json.dumps(identity)[:60]}", is_openai=True)
+        return BadLine(number, None, f"custom_id: expected a string, got {json.dumps(identity)[:60]}", is_openai=True)
     problem = ""
     if value.get("method", "POST") != "POST":
         problem = f"method: expected POST, got {json.dumps(value['method'])[:60]}"
@@ -112,9 +112,9 @@ def _parse_openai_line(number: int, value: Mapping[str, Any], defaults: Mapping[
     elif not isinstance(body, dict):
         problem = f"body: expected an object, got {json.dumps(body)[:60]}"
     elif body.get("stream"):
-        problem = "body.stream: a batch has whole answers; leave it out"
+        problem = "body.stream: not supported in a batch; leave it out"
     elif defaults:
-        problem = f"{min(defaults)}: flags set options of lines with an id; put this one's into its body"
+        problem = f"{min(defaults)}: flags do not apply to lines in OpenAI's format; set it in the body"
     if problem:
         return BadLine(number, identity, problem, is_openai=True)
     return HttpJob(identity, str(url), json.dumps(body).encode())
@@ -332,5 +332,5 @@ def _records(path: Path) -> Iterator[tuple[dict[str, object], int]]:
                 yield record, end
             elif raw.endswith(b"\n"):
                 raise PenstockError(
-                    f"{path}, line {number} is no line of results; name another file, or --overwrite to begin again"
+                    f"{path}, line {number} is not a result; use another file, or --overwrite to start over"
                 )

@@ -80,7 +80,7 @@ class BatchRun:
         if isinstance(line, Job | HttpJob) and line.id in self._seen:
             is_openai = isinstance(line, HttpJob)
             name = "custom_id" if is_openai else "id"
-            line = BadLine(number, line.id, f"{name}: a line above has {line.id!r} too", is_openai)
+            line = BadLine(number, line.id, f"{name}: an earlier line also has {line.id!r}", is_openai)
         match line:
             case BadLine() if line.key not in self.results.bad_lines:
                 self._done(bad_line_record(line))
@@ -153,7 +153,7 @@ class BatchRun:
                 return
             except RequestFailed:
                 pass
-        raise JobStopped(f"{failure.message}\nwhat was answered is kept; run the same command again to go on")
+        raise JobStopped(f"{failure.message}\nresults so far are kept; run the same command again to resume")
 
     def _done(self, record: dict[str, object]) -> None:
         self.results.write(record)

@@ -28,14 +28,14 @@ from penstock.clients.sync_client import Client
 from penstock.v1.model_pb2 import GetModelResponse
 
 _HELP = '''\
-/help              this
-/reset             begin a new conversation
-/system TEXT       what the model is told first; without TEXT, show it; "/system -" removes it
-/set NAME=VALUE    an option of the requests, such as temperature=0.7; "NAME=" is back to its default; alone, show them
-/stats             speed and tokens, of the last answer and of all
-/exit              leave, as Ctrl-D does
-Ctrl-C ends the answer that is coming. A line that ends in a backslash goes on in the next one, and so does all between
-two lines of """.'''
+/help              show this help
+/reset             start a new conversation
+/system TEXT       set the system message; without TEXT, show it; "/system -" removes it
+/set NAME=VALUE    set a request option, such as temperature=0.7; "NAME=" restores its default; /set alone shows all
+/stats             show speed and tokens of the last answer and of all
+/exit              leave; Ctrl-D does the same
+Ctrl-C stops the current answer. A line that ends in a backslash continues on the next line. All lines between two lines
+of """ are one message.'''
 
 _EPILOG = """\
 examples:
@@ -76,7 +76,7 @@ class ChatAnswer:
 
     def __str__(self) -> str:
         if self.first is None:
-            return "no token came"
+            return "no tokens"
         seconds = self.ended - self.first
         rate = f"{(self.num_tokens - 1) / seconds:,.1f} tokens/s" if self.num_tokens > 1 and seconds > 0 else "no rate"
         prompt = ""
@@ -128,9 +128,9 @@ class ChatSession:
     def set(self, name: str, value: object) -> None:
         """Changes an option; None is its default. Raises InvalidOption."""
         if name in ("n", "format"):
-            raise InvalidOption(name, "a chat has one answer at a time, as text")
+            raise InvalidOption(name, "a chat has one answer per turn, as text")
         if name == "continue_from":
-            raise InvalidOption(name, "a chat goes on from its own last answer")
+            raise InvalidOption(name, "a chat always continues from its own last answer")
         if name == "timeout_ms":
             self._timeout = value / 1000 if isinstance(value, int) else None
         elif value is None:
@@ -149,12 +149,12 @@ class ChatSession:
             for field, value in self._defaults.ListFields()
             if field.name not in options
         ]
-        return "\n".join(lines) or "all are at their defaults"
+        return "\n".join(lines) or "all options have their defaults"
 
     def stats(self) -> str:
         """Speed and tokens."""
         if not self._answers:
-            return "there was no answer yet"
+            return "no answer yet"
         num_tokens = sum(answer.num_tokens for answer in self._answers)
         seconds = sum(answer.ended - answer.began for answer in self._answers)
         total = f"{len(self._answers):,} answers, {num_tokens:,} tokens, {seconds:,.1f} s"
@@ -177,7 +177,7 @@ class ChatSession:
     def _tell_dropped(self, dropped: int) -> None:
         if dropped:
             what = "turn is" if dropped == 1 else f"{dropped} turns are"
-            self._screen.note(f"[the context is full: the oldest {what} forgotten]")
+            self._screen.note(f"[the context is full: the oldest {what} dropped]")
 
     def _room(self) -> int:
         """Tokens to keep free for the answer."""
@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0 if chat.ask(sys.stdin.read() if arguments.once == "-" else arguments.once) else INTERRUPTED
         if sys.stdin.isatty():
             screen.note(
-                f"{model.name} at {service.target}, context of {model.max_model_len:,} tokens; /help tells more"
+                f"{model.name} at {service.target}, context of {model.max_model_len:,} tokens; /help shows the commands"
             )
         return _talk(chat, screen)
 
@@ -225,7 +225,7 @@ def _talk(chat: ChatSession, screen: Screen) -> int:
             elif text.strip():
                 chat.ask(text)
         except KeyboardInterrupt:
-            screen.note("\n[Ctrl-D leaves]")
+            screen.note("\n[press Ctrl-D to leave]")
         except EOFError:
             if sys.stdin.isatty():
                 screen.note("")
@@ -246,11 +246,11 @@ def _command(chat: ChatSession, screen: Screen, text: str) -> bool:
             screen.note(_HELP)
         case "/reset":
             chat.conversation.reset()
-            screen.note("[a new conversation]")
+            screen.note("[new conversation]")
         case "/system" if rest:
             chat.conversation.system = "" if rest == "-" else rest
         case "/system":
-            screen.note(chat.conversation.system or "there is no system message")
+            screen.note(chat.conversation.system or "no system message")
         case "/set" if rest:
             chat.set(*setting(rest))
         case "/set":
@@ -258,7 +258,7 @@ def _command(chat: ChatSession, screen: Screen, text: str) -> bool:
         case "/stats":
             screen.note(chat.stats())
         case _:
-            raise PenstockError(f"no command {name}; /help lists them")
+            raise PenstockError(f"unknown command {name}; /help shows the commands")
     return True
 
 
@@ -273,19 +273,19 @@ def _describe(client: Client) -> GetModelResponse:
             "or name another: penstock chat --target HOST:PORT"
         ) from None
     if not model.has_chat_template:
-        raise PenstockError(f"{model.name} has no chat template; penstock generate sends it plain prompts")
+        raise PenstockError(f"{model.name} has no chat template; use penstock generate to send plain prompts")
     return model
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "chat",
-        "Talks to a running service in the terminal. A turn sends what is new alone, while the service has the rest.",
+        "Chats with a running service in the terminal. A turn sends only what is new while the service has the rest.",
         f"in the chat:\n{_HELP}\n\n{_EPILOG}",
     )
-    parser.add_argument("--once", metavar="TEXT", help="ask this, print the answer and leave; - reads standard input")
-    parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told first")
-    add_setting_flag(parser, "an option of the requests, such as temperature=0.7; may be repeated")
+    parser.add_argument("--once", metavar="TEXT", help="send this, print the answer and exit; - reads standard input")
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
+    add_setting_flag(parser, "a request option, such as temperature=0.7; may be repeated")
     add_constraint_flags(parser)
-    add_connection_flags(parser, "where the service is (default: $PENSTOCK_TARGET, or 127.0.0.1:50051)")
+    add_connection_flags(parser, "address of the service (default: $PENSTOCK_TARGET, or 127.0.0.1:50051)")
     return parser

@@ -15,13 +15,13 @@ from penstock.clients.host.machine import Machine, Package, has_gpu, inspect_mac
 
 _INSTALL = "pip install 'penstock[server]'"
 _OPTIONAL = {
-    "bench": "for pictures and OpenAI's API in penstock bench",
+    "bench": "for plots and OpenAI's API in penstock bench",
     "gateway": "for OpenAI's API: penstock gateway, penstock serve --http-port",
 }
 """Extras that a service does without, and what they are for."""
 _DISPENSABLE = {
-    "transformers": "tests compare with it",
-    "triton": "kernels for a GPU need it",
+    "transformers": "the tests compare with it",
+    "triton": "GPU kernels need it",
     "uvloop": "without it the event loop costs twice as much",
 }
 _LOW_MEMORY = 2 << 30
@@ -59,15 +59,15 @@ def main(argv: list[str]) -> int:
     """Runs the command; the status is 1 if ``penstock serve`` cannot run here."""
     parser = CommandParser(
         "doctor",
-        "Tells what this machine has, which backend penstock serve will use, and what is missing.",
+        "Shows what this machine has, which backend penstock serve will use, and what is missing.",
         "examples:\n"
         "  penstock doctor                                                        this machine\n"
         "  penstock doctor --target penstock.example.com:50051 --tls-ca ca.pem    the way to a service\n\n"
-        "exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may all the same);\n"
+        "exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may still work);\n"
         "with --target 0 if the service answers, 1 if not",
     )
-    parser.add_argument("--json", action="store_true", help="print it for programs (default: a table)")
-    add_connection_flags(parser, "a service to reach, or unix:PATH: looks at the way there instead of this machine")
+    parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
+    add_connection_flags(parser, "check the connection to this service, or unix:PATH, instead of this machine")
     arguments = parser.parse_args(argv)
     if arguments.target is not None:
         return _look_at(connection(arguments, arguments.target), as_json=arguments.json)
@@ -122,7 +122,7 @@ def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
         yield Finding(
             FindingKind.MISSING,
             f"Python {machine.python} is not supported",
-            "make an environment with Python 3.11 to 3.13",
+            "create an environment with Python 3.11 to 3.13",
         )
     missing = machine.missing()
     needed = [package.name for package in missing if _is_needed(package)]
@@ -158,8 +158,8 @@ def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
     if machine.available_bytes < _LOW_MEMORY:
         yield Finding(
             FindingKind.ADVICE,
-            f"only {_gib(machine.available_bytes)} of memory are available",
-            "end other programs, or serve with a small --kv-cache-memory-bytes",
+            f"only {_gib(machine.available_bytes)} of memory is available",
+            "close other programs, or serve with a small --kv-cache-memory-bytes",
         )
 
 
@@ -170,7 +170,7 @@ def describe(machine: Machine, library: CpuLibrary, choice: BackendChoice, findi
     yield f"Python    {machine.python} at {machine.python_path}"
     yield f"System    {machine.system}"
     yield f"CPU       {machine.cpu}, cores: {cores}"
-    yield f"          {' '.join(machine.instruction_sets) or 'no instruction set that kernels would use'}"
+    yield f"          {' '.join(machine.instruction_sets) or 'no instruction set that the kernels use'}"
     if library.levels:
         yield f"Kernels   the CPU library with {library.levels[0]}, threads: {machine.num_threads()}"
     else:

@@ -28,17 +28,17 @@ _LONGEST_LINE = 64 << 20
 _LOCAL_SERVICE = "penstock.service.app.embedded"
 
 _EPILOG = """\
-a line in:   {"id": 1, "prompt": "Once upon a time", "max_tokens": 50, "temperature": 0}
-             with prompt, prompt_token_ids or messages, and the contract's options under their names
-a line out:  {"id": 1, "text": "...", "token_ids": [...], "finish_reason": "stop", "usage": {...}}
-             or {"id": 1, "error": {"code": "INVALID_ARGUMENT", "message": "..."}}; in the order in which they end
+input line:  {"id": 1, "prompt": "Once upon a time", "max_tokens": 50, "temperature": 0}
+             with prompt, prompt_token_ids or messages, and options by their names in the protos
+output line: {"id": 1, "text": "...", "token_ids": [...], "finish_reason": "stop", "usage": {...}}
+             or {"id": 1, "error": {"code": "INVALID_ARGUMENT", "message": "..."}}; in the order in which requests end
 
 Lines of OpenAI's Batch API are answered in its format (needs the extra 'gateway'):
              {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-Run it again to go on where it was stopped: ids that OUT has already are skipped.
-Exit status: 0 if every line was answered, 1 if a line failed or the job could not go on, 2 for wrong arguments, 130 if
-it was interrupted.
+Run the same command again to resume: ids that are already in OUT are skipped.
+Exit status: 0 if every line was answered, 1 if a line failed or the job could not continue, 2 for invalid arguments,
+130 if it was interrupted.
 
 examples:
   penstock generate demo --input in.jsonl --output out.jsonl
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             with _service(parser, arguments, _serve_flags(parser, more)) as service:
                 batch = asyncio.run(_run(arguments, service, source, results))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            print("\ninterrupted; run the same command again to go on", file=sys.stderr)
+            print("\ninterrupted; run the same command again to resume", file=sys.stderr)
             return 130
     _tell(batch, time.monotonic() - began)
     return 1 if batch.num_failed else 0
@@ -92,9 +92,9 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, more:
     if more and arguments.target is not None:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if (arguments.model is None) == (arguments.target is None):
-        parser.error("name either a MODEL, to run it here, or the --target of a service")
+        parser.error("specify either a MODEL, to run it here, or the --target of a service")
     if arguments.output == "-" and (arguments.overwrite or arguments.retry_failed):
-        parser.error("--overwrite and --retry-failed are for an --output that is a file")
+        parser.error("--overwrite and --retry-failed need an --output that is a file")
     if "-" not in (arguments.input, arguments.output):
         paths = Path(arguments.input), Path(arguments.output)
         if all(path.exists() for path in paths) and paths[0].samefile(paths[1]):
@@ -123,14 +123,14 @@ async def _run(
 
 
 def _tell(batch: BatchRun, seconds: float) -> None:
-    skipped = f"{batch.num_skipped:,} were there already, " if batch.num_skipped else ""
+    skipped = f"{batch.num_skipped:,} were already done, " if batch.num_skipped else ""
     print(
         f"{batch.num_done:,} lines done, {skipped}{batch.num_failed:,} failed in all; "
         f"{batch.output_tokens:,} tokens in {seconds:.1f} s",
         file=sys.stderr,
     )
     if batch.num_failed:
-        print("--retry-failed asks for the failed ones again", file=sys.stderr)
+        print("run again with --retry-failed to retry the failed lines", file=sys.stderr)
 
 
 @contextmanager
@@ -219,32 +219,32 @@ def _num_lines(file: BinaryIO) -> int | None:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "generate",
-        "Answers a file of requests. It may be interrupted anywhere, and goes on when it is run again.",
+        "Runs a file of requests. It can be interrupted at any time and resumes when it is run again.",
         _EPILOG,
     )
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="run it here: a directory, a Hugging Face id, or demo; more flags are "
-        "those of penstock serve (needs penstock[server])",
+        help="run this model here: a directory, a Hugging Face id, or demo; also takes the flags of penstock serve "
+        "(needs penstock[server])",
     )
-    parser.add_argument("--input", required=True, metavar="IN.jsonl", help="lines that ask; - is standard input")
-    parser.add_argument("--output", required=True, metavar="OUT.jsonl", help="lines that answer; - is standard output")
-    parser.add_argument("--overwrite", action="store_true", help="begin OUT again instead of going on")
-    parser.add_argument("--retry-failed", action="store_true", help="take failed lines out of OUT and ask again")
-    add_setting_flag(parser, "an option of lines that don't name it, such as max_tokens=100; may be repeated")
+    parser.add_argument("--input", required=True, metavar="IN.jsonl", help="file of requests; - is standard input")
+    parser.add_argument("--output", required=True, metavar="OUT.jsonl", help="file of results; - is standard output")
+    parser.add_argument("--overwrite", action="store_true", help="start OUT over instead of resuming")
+    parser.add_argument("--retry-failed", action="store_true", help="remove failed lines from OUT and retry them")
+    add_setting_flag(parser, "an option for lines that do not set it, such as max_tokens=100; may be repeated")
     parser.add_argument(
-        "--concurrency", type=_positive, default=256, metavar="N", help="requests at a time (default: 256)"
+        "--concurrency", type=_positive, default=256, metavar="N", help="concurrent requests, at most (default: 256)"
     )
     parser.add_argument(
         "--retry-for",
         type=float,
         metavar="SECONDS",
-        help="how long to ask again while the service is away or busy (default: 300; 2 for a model that runs here)",
+        help="how long to retry while the service is away or busy (default: 300; 2 for a model that runs here)",
     )
     add_constraint_flags(parser)
-    add_connection_flags(parser, "ask a running service instead")
+    add_connection_flags(parser, "use a running service instead")
     return parser
 
 

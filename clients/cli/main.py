@@ -28,12 +28,12 @@ COMMANDS = {
     "gateway": Command(
         "penstock.clients.gateway.server.command:main", "serve OpenAI's HTTP API for a running service", "gateway"
     ),
-    "chat": Command("penstock.clients.cli.chat:main", "talk to a running service in the terminal"),
-    "generate": Command("penstock.clients.cli.generate:main", "answer a JSONL file of requests, resumably"),
+    "chat": Command("penstock.clients.cli.chat:main", "chat with a running service in the terminal"),
+    "generate": Command("penstock.clients.cli.generate:main", "run a JSONL file of requests; can be resumed"),
     "bench": Command("penstock.clients.bench.main:main", "measure latency and throughput of a service", "bench"),
-    "top": Command("penstock.clients.cli.admin.top:main", "watch a running service"),
-    "explain": Command("penstock.clients.cli.admin.explain:main", "show what a request waited for"),
-    "drain": Command("penstock.clients.cli.admin.command:drain", "finish running requests and refuse new ones"),
+    "top": Command("penstock.clients.cli.admin.top:main", "show live statistics of a running service"),
+    "explain": Command("penstock.clients.cli.admin.explain:main", "show where a request's time went"),
+    "drain": Command("penstock.clients.cli.admin.command:drain", "refuse new requests and finish running ones"),
     "flush-cache": Command("penstock.clients.cli.admin.command:flush_cache", "drop the cached prefixes of a service"),
     "settings": Command("penstock.clients.cli.admin.command:settings", "show or change a running service's limits"),
     "doctor": Command("penstock.clients.cli.doctor:main", "show what this machine has and what is missing"),
@@ -42,9 +42,9 @@ COMMANDS = {
 _EXAMPLES = """\
 examples:
   penstock serve                       the built-in demo model on 127.0.0.1:50051
-  penstock serve Qwen/Qwen3-0.6B       a model of the Hugging Face hub
+  penstock serve Qwen/Qwen3-0.6B       a model from the Hugging Face Hub
   penstock gateway                     OpenAI's HTTP API in front of it, on http://127.0.0.1:8000/v1
-  penstock chat                        talk to what is served
+  penstock chat                        chat with the served model
   penstock chat --once "Say hello."    one question, one answer
   penstock generate demo --input in.jsonl --output out.jsonl
   penstock COMMAND --help              all flags of a command
@@ -105,8 +105,8 @@ def _dispatch(arguments: list[str]) -> int:
     if name in COMMANDS:
         return _run(name, COMMANDS[name], rest)
     near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-    return _fail("penstock", f"no command {name}; {hint}", USAGE_ERROR)
+    hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    return _fail("penstock", f"unknown command {name}; {hint}", USAGE_ERROR)
 
 
 def _run(name: str, command: Command, arguments: list[str]) -> int:

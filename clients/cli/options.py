@@ -18,7 +18,7 @@ from penstock.clients.requests import start_from_line
 TARGET_VARIABLE = "PENSTOCK_TARGET"
 ADMIN_VARIABLE = "PENSTOCK_ADMIN"
 KEY_VARIABLE = "PENSTOCK_API_KEY"
-_OF_KEY = f"file with the key; otherwise ${KEY_VARIABLE} (default: none)"
+_OF_KEY = f"file with the API key; otherwise ${KEY_VARIABLE} (default: none)"
 DEFAULT_ADMIN = "127.0.0.1:50052"
 """Where ``penstock serve`` is administered unless told otherwise."""
 
@@ -45,11 +45,11 @@ def add_connection_flags(
         metavar="FILE",
         help=of_key,
     )
-    flags.add_argument("--tls", action="store_true", help="use TLS; so does each of the flags below")
+    flags.add_argument("--tls", action="store_true", help="use TLS; implied by each of the flags below")
     flags.add_argument("--tls-ca", type=Path, metavar="FILE", help="certificates to trust (default: the system's)")
     flags.add_argument("--tls-cert", type=Path, metavar="FILE", help="the client's own certificate")
     flags.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key")
-    flags.add_argument("--tls-server-name", metavar="NAME", help="the name in the service's certificate")
+    flags.add_argument("--tls-server-name", metavar="NAME", help="the name to expect in the service's certificate")
 
 
 def connection(arguments: argparse.Namespace, target: str) -> ConnectionOptions:
@@ -73,7 +73,7 @@ def _check_tls_files(ca: Path | None, certificate: Path | None, key: Path | None
         try:
             context.load_verify_locations(ca)
         except OSError:  # an SSLError is one
-            raise PenstockError(f"--tls-ca: {ca} holds no certificate in PEM; check the file") from None
+            raise PenstockError(f"--tls-ca: {ca} contains no PEM certificate; check the file") from None
     if certificate is not None:
         try:
             context.load_cert_chain(certificate, key, password="")
@@ -88,7 +88,7 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
     """Adds ``--admin``, and the flags that ``admin_connection`` reads."""
     add_connection_flags(
         parser,
-        f"where the service is administered, or unix:PATH; otherwise ${ADMIN_VARIABLE} (default: {DEFAULT_ADMIN})",
+        f"the service's admin listener, or unix:PATH; otherwise ${ADMIN_VARIABLE} (default: {DEFAULT_ADMIN})",
         "--admin",
     )
 
@@ -105,13 +105,13 @@ def advised() -> Iterator[None]:
         yield
     except RequestFailed as failure:
         if failure.code is grpc.StatusCode.UNAUTHENTICATED:
-            raise PenstockError(f"{failure}\ngive the key with --api-key-file FILE or in ${KEY_VARIABLE}") from None
+            raise PenstockError(f"{failure}\npass the key with --api-key-file FILE or in ${KEY_VARIABLE}") from None
         if isinstance(failure, Unreachable) and failure.speaks_no_tls:
-            raise PenstockError(f"{failure}; leave --tls and its companions out") from None
+            raise PenstockError(f"{failure}; leave out --tls and the other TLS flags") from None
         if failure.code is grpc.StatusCode.UNIMPLEMENTED:
             raise PenstockError(
-                "what answers there is no penstock service, or the listener that administers one; penstock serve "
-                "prints both addresses"
+                "there is no penstock service at this address, or this is its admin listener; penstock serve prints "
+                "both addresses"
             ) from None
         raise
 
@@ -157,7 +157,7 @@ def _api_key(path: Path | None) -> str | None:
     try:
         return _read("--api-key-file", path).decode().strip()
     except UnicodeDecodeError:
-        raise PenstockError(f"--api-key-file: {path} is no text; is it the key's file?") from None
+        raise PenstockError(f"--api-key-file: {path} is not a text file; is it the right file?") from None
 
 
 def _read(flag: str, path: Path) -> bytes:

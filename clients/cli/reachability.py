@@ -44,13 +44,13 @@ def _connect(service: ConnectionOptions) -> Reached | None:
                 return _shake_hands(plain, service.tls, service.tls.server_name or _host_port(service.target)[0])
         if not service.target.startswith("unix:") and _speaks_tls(service.target):
             return Reached(
-                "the service speaks TLS, and no other language",
-                "give --tls, with --tls-ca FILE where its certificate is of an authority of your own",
+                "the service requires TLS",
+                "pass --tls, and --tls-ca FILE if the certificate is from a CA of your own",
             )
     except OSError as error:
         return Reached(
-            f"nothing answers at {service.target}: {error.strerror or error}",
-            "check the address, that penstock serve runs there, and that it listens on more than 127.0.0.1",
+            f"cannot connect to {service.target}: {error.strerror or error}",
+            "check the address, that penstock serve runs there, and that it does not listen on 127.0.0.1 only",
         )
     return None
 
@@ -59,33 +59,33 @@ def _shake_hands(plain: socket.socket, tls: Tls, name: str) -> Reached | None:
     try:
         context = _context(tls)
     except OSError as error:
-        problem = f"are no PEM files that belong together ({error})"
+        problem = f"they are not PEM files that belong together ({error})"
         raise PenstockError(f"--tls-ca, --tls-cert, --tls-key: {problem}") from None
     try:
         with context.wrap_socket(plain, server_hostname=name) as secured:
             if not secured.recv(1):  # the service's first words; its refusal of our certificate comes no earlier
-                return _refused("it ends it without a word")
+                return _refused("closed without a reason")
     except ssl.SSLCertVerificationError as error:
         return Reached(
             f"the service's certificate is not trusted: {error.verify_message}",
-            "give the file of its authority with --tls-ca, and with --tls-server-name the name that stands in it",
+            "pass the CA's file with --tls-ca, and the name in the certificate with --tls-server-name",
         )
     except ssl.SSLError as error:
         reason = error.reason or ""
         if "ALERT" in reason:
             return _refused(reason.replace("_", " ").lower())
-        return Reached("something is there, but it speaks no TLS", "leave --tls and its companions out")
+        return Reached("the server at this address does not use TLS", "leave out --tls and the other TLS flags")
     except ConnectionResetError as error:
         return _refused(error.strerror or "connection reset")
     except TimeoutError:
-        return Reached("something is there, but it says nothing", "check that it is a penstock service")
+        return Reached("the server at this address does not respond", "check that it is a penstock service")
     return None
 
 
 def _refused(how: str) -> Reached:
     return Reached(
         f"the service refuses the connection: {how}",
-        "it may want a certificate of an authority that it knows: give --tls-cert and --tls-key",
+        "it may require a client certificate from a CA that it trusts: pass --tls-cert and --tls-key",
     )
 
 
@@ -95,10 +95,10 @@ async def _call(service: ConnectionOptions) -> Reached:
             model = await asyncio.wait_for(client.model(), STEP_TIMEOUT_S)
     except RequestFailed as failure:
         if failure.code is grpc.StatusCode.UNAUTHENTICATED:
-            return Reached(failure.message, f"give a key or a token with --api-key-file FILE or in ${KEY_VARIABLE}")
-        return Reached(str(failure), "check that it is the callers' listener of a penstock service")
+            return Reached(failure.message, f"pass a key or a token with --api-key-file FILE or in ${KEY_VARIABLE}")
+        return Reached(str(failure), "check that this is the callers' listener of a penstock service")
     except TimeoutError:
-        return Reached("a connection is there, but no answer", "look at the service's log and load")
+        return Reached("connected, but the service does not respond", "check the service's log and load")
     return Reached("", "", model.name, model.version)
 
 

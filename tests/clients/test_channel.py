@@ -68,7 +68,7 @@ async def test_a_certificate_and_its_key_need_each_other(certificate, half):
         ("--tls-cert cert.pem", "--tls-cert: needs --tls-key as well: set both or neither"),
         ("--tls-key key.pem", "--tls-key: needs --tls-cert as well: set both or neither"),
         ("--tls-ca none.pem", "--tls-ca: cannot read none.pem: No such file or directory"),
-        ("--tls-ca key.pem", "--tls-ca: key.pem holds no certificate in PEM; check the file"),
+        ("--tls-ca key.pem", "--tls-ca: key.pem contains no PEM certificate; check the file"),
         ("--tls-cert key.pem --tls-key cert.pem", "--tls-cert, --tls-key: key.pem and cert.pem cannot be used; they"),
         ("--tls-cert cert.pem --tls-key secret.pem", "cannot be used; they must be a certificate and its own private"),
     ],

@@ -57,12 +57,12 @@ class AdminClient:
 def _explained(failure: RequestFailed, target: str) -> PenstockError:
     if isinstance(failure, Unreachable) and not failure.speaks_no_tls:
         return PenstockError(
-            f"{failure.message}\nname where it is administered: --admin HOST:PORT, or ${ADMIN_VARIABLE}; "
+            f"{failure.message}\npass the address of the admin listener: --admin HOST:PORT, or ${ADMIN_VARIABLE}; "
             "penstock serve prints it"
         )
     if failure.code is grpc.StatusCode.UNIMPLEMENTED:
         return PenstockError(
-            f"what answers at {target} is no administration of a penstock service; it has a listener of its own, "
-            "beside that for callers: penstock serve prints where"
+            f"{target} is not the admin listener of a penstock service, which is separate from the callers'; "
+            "penstock serve prints both addresses"
         )
     return failure

@@ -21,10 +21,10 @@ _WAIT_INTERVAL_MS = 250
 _PREFIX = "SCHEDULING_POLICY_"
 _POLICIES = {name.removeprefix(_PREFIX).lower(): number for name, number in pb.SchedulingPolicy.items() if number != 0}
 _LIMITS: Mapping[str, str] = {
-    "max_num_seqs": "rows in a step at most",
-    "max_num_batched_tokens": "tokens in a step at most",
-    "max_queued_requests": "requests that may wait",
-    "max_queued_tokens": "prompt tokens that may wait",
+    "max_num_seqs": "maximum number of rows in a step",
+    "max_num_batched_tokens": "maximum number of tokens in a step",
+    "max_queued_requests": "maximum number of requests in the queue",
+    "max_queued_tokens": "maximum number of prompt tokens in the queue",
 }
 _CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
 _FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("policy", "default_tenant", *_LIMITS)} | {
@@ -36,30 +36,30 @@ _FIELD_PATH = re.compile(r"(\w*)(?:\[(\d+)\])?\.?(.*)", re.DOTALL)
 
 _DRAIN_EPILOG = """\
 examples:
-  penstock drain --wait         before the service is stopped: until the last request has ended
-  penstock drain --resume       it takes new requests again
+  penstock drain --wait         before stopping the service: wait until the last request has ended
+  penstock drain --resume       accept new requests again
 """
 _FLUSH_EPILOG = """\
 examples:
-  penstock flush-cache          the next requests compute their prompts whole
+  penstock flush-cache          the next requests compute their whole prompts
 """
 _SETTINGS_EPILOG = """\
 examples:
-  penstock settings                                        what holds now
+  penstock settings                                        show the current settings
   penstock settings --policy fair --target-itl 20
   penstock settings --tenant acme weight=2,max-live-requests=8 --forget-tenant zenith
   penstock settings --max-queued-requests 100 --json
 
-Of a tenant, what is not given is at its default: a weight of 1, and no caps or rates. All changes are made, or none,
-and no request is lost by them. They end with the process; to make one last, give it to penstock serve too.
+Settings of a tenant that are not given get their defaults: a weight of 1, no caps and no rates. Either all changes are
+made or none, and no request is lost. Changes end with the process; to keep one, pass it to penstock serve too.
 """
 
 
 def drain(argv: list[str] | None = None) -> int:
     """Runs ``penstock drain`` and returns its exit status."""
-    parser = _parser("drain", "Has the service refuse new requests, and finish those that it has.", _DRAIN_EPILOG)
+    parser = _parser("drain", "Makes the service refuse new requests and finish the running ones.", _DRAIN_EPILOG)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--resume", action="store_true", help="take new requests again")
+    what.add_argument("--resume", action="store_true", help="accept new requests again")
     what.add_argument("--wait", action="store_true", help="wait until no request is left (default: return at once)")
     arguments = parser.parse_args(argv)
     asyncio.run(_resume(arguments) if arguments.resume else _drain(arguments))
@@ -68,9 +68,9 @@ def drain(argv: list[str] | None = None) -> int:
 
 def flush_cache(argv: list[str] | None = None) -> int:
     """Runs ``penstock flush-cache`` and returns its exit status."""
-    parser = _parser("flush-cache", "Has the service forget every cached block that no request holds.", _FLUSH_EPILOG)
+    parser = _parser("flush-cache", "Drops every cached block that no request holds.", _FLUSH_EPILOG)
     answer = asyncio.run(_call(admin_connection(parser.parse_args(argv)), "FlushCache", pb.FlushCacheRequest()))
-    print(f"{answer.flushed_blocks:,} blocks were forgotten")
+    print(f"{answer.flushed_blocks:,} blocks dropped")
     return 0
 
 
@@ -97,13 +97,13 @@ async def _call(service: ConnectionOptions, method: str, request: Any) -> Any:
 
 async def _resume(arguments: argparse.Namespace) -> None:
     await _call(admin_connection(arguments), "Resume", pb.ResumeRequest())
-    print("new requests are taken")
+    print("new requests are accepted")
 
 
 async def _drain(arguments: argparse.Namespace) -> None:
     async with AdminClient.opened(admin_connection(arguments)) as client:
         live: int = (await client.call("Drain", pb.DrainRequest())).live_requests
-        print(f"new requests are refused; {live:,} {'goes' if live == 1 else 'go'} on", flush=True)
+        print(f"new requests are refused; {live:,} {'is' if live == 1 else 'are'} still running", flush=True)
         if arguments.wait:
             await _wait(client, live)
             print("no request is left")
@@ -120,22 +120,22 @@ async def _wait(client: AdminClient, live: int) -> None:
                 if not stats.live_requests:
                     return
                 if stats.state == pb.ENGINE_STATE_SERVING:
-                    raise PenstockError("the service takes requests again: somebody resumed it")
-    raise PenstockError("the service went away before the last request ended")
+                    raise PenstockError("the service accepts requests again: it was resumed")
+    raise PenstockError("the service stopped before the last request ended")
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
 def _settings_parser() -> argparse.ArgumentParser:
-    parser = _parser("settings", "Tells what may be changed while the service runs, and changes it.", _SETTINGS_EPILOG)
-    changes = parser.add_argument_group("changes (default: none, and the settings are printed)")
-    changes.add_argument("--policy", choices=list(_POLICIES), help="who goes first")
+    parser = _parser("settings", "Shows or changes the settings of a running service.", _SETTINGS_EPILOG)
+    changes = parser.add_argument_group("changes (default: none; the settings are printed)")
+    changes.add_argument("--policy", choices=list(_POLICIES), help="which requests run first")
     changes.add_argument(
         "--target-itl",
         type=float,
         metavar="MS",
-        help="time between a stream's tokens that prompts may not exceed; 0: what the service chooses",
+        help="target time between the tokens of a stream, kept by computing prompts in chunks; 0: the service's choice",
     )
     for name, explanation in _LIMITS.items():
         changes.add_argument(_FLAGS[name], type=int, metavar="N", help=explanation)
@@ -145,13 +145,13 @@ def _settings_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar=("NAME", "KEY=VALUE,..."),
-        help=f"a tenant's settings, whole: weight, {', '.join(map(_key, _CAPS))}",
+        help=f"all settings of a tenant: weight, {', '.join(map(_key, _CAPS))}",
     )
-    changes.add_argument("--default-tenant", metavar="KEY=VALUE,...", help="those of every tenant that is not named")
+    changes.add_argument("--default-tenant", metavar="KEY=VALUE,...", help="the settings of all other tenants")
     changes.add_argument(
-        "--forget-tenant", action="append", default=[], metavar="NAME", help="the default holds for it again"
+        "--forget-tenant", action="append", default=[], metavar="NAME", help="go back to the default settings"
     )
-    parser.add_argument("--json", action="store_true", help="print them for programs (default: a table)")
+    parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
     return parser
 
 
@@ -181,7 +181,7 @@ def _tenant(flag: str, name: str, written: str) -> pb.TenantSettings:
         field = key.replace("-", "_")
         if field not in readers:
             near = nearest(key, map(_key, readers))
-            hint = f"did you mean {near}?" if near else f"there are {', '.join(map(_key, readers))}, such as weight=2"
+            hint = f"did you mean {near}?" if near else f"use one of {', '.join(map(_key, readers))}, such as weight=2"
             raise PenstockError(f"{flag}: {shown(key)} is not a setting of a tenant; {hint}")
         try:
             number = readers[field](value)

@@ -22,9 +22,9 @@ examples:
   penstock explain 01KAH3Y5W7Q2R8T4V6X0Z1B3C5 --admin gpu1:50052
   penstock explain 01KAH3Y5W7Q2R8T4V6X0Z1B3C5 --json | jq '.timeline[] | select(.kind == "waited")'
 
-The service gives a request its id: it is in accepted.request_id and finished.request_id, in the details of an error,
-in the log, and penstock chat says it with every error. Requests that live can be explained, and the last ones that
-ended (penstock serve --explain-requests).
+ID is the service's id of the request: it is in accepted.request_id and finished.request_id, in the details of an error,
+in the log, and in every error that penstock chat shows. Only live requests and the last ones that ended are known
+(penstock serve --explain-requests).
 """
 
 
@@ -32,11 +32,11 @@ def main(argv: list[str]) -> int:
     """Runs the command; the status is 1 if nothing is known of the request."""
     parser = CommandParser(
         "explain",
-        "Tells what a request waited for, which steps it was in, and where its time went.",
+        "Shows what a request waited for, which steps it was in, and where its time went.",
         _EPILOG,
     )
     parser.add_argument("id", metavar="ID", help="the service's id of the request")
-    parser.add_argument("--json", action="store_true", help="print it for programs (default: a timeline to read)")
+    parser.add_argument("--json", action="store_true", help="print JSON (default: a timeline)")
     add_admin_flags(parser)
     arguments = parser.parse_args(argv)
     told = asyncio.run(_ask(admin_connection(arguments), arguments.id))

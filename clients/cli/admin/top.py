@@ -29,10 +29,10 @@ _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 _EPILOG = """\
 examples:
-  penstock top                          Ctrl-C ends it
+  penstock top                          Ctrl-C exits
   penstock top --admin gpu1:50052 --interval 5
-  penstock top --once                   one line, for a script: speeds are of one interval
-  penstock top --json | jq .kv_usage    an object a line, with totals from the start of the service
+  penstock top --once                   one line, for a script; speeds are over one interval
+  penstock top --json | jq .kv_usage    one object per line, with totals since the start of the service
 """
 
 
@@ -40,14 +40,14 @@ def main(argv: list[str]) -> int:
     """Runs the command until the service ends, which is a failure, or Ctrl-C."""
     parser = CommandParser(
         "top",
-        "Shows what a running service does: on a terminal the whole screen, otherwise lines.",
+        "Shows live statistics of a running service: full screen on a terminal, otherwise one line per update.",
         _EPILOG,
     )
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two answers (default: 1)"
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two updates (default: 1)"
     )
-    parser.add_argument("--once", action="store_true", help="one line, or one object, and no more")
-    parser.add_argument("--json", action="store_true", help="print objects for programs")
+    parser.add_argument("--once", action="store_true", help="print one line, or one object, and exit")
+    parser.add_argument("--json", action="store_true", help="print JSON objects")
     add_admin_flags(parser)
     arguments = parser.parse_args(argv)
     service = admin_connection(arguments)
@@ -71,7 +71,7 @@ async def _watch(service: ConnectionOptions, interval_s: float, once: bool, sink
         async for stats in answers:
             if sink.show(stats) and once:
                 return
-    raise PenstockError(f"the service at {service.target} has ended")
+    raise PenstockError(f"the service at {service.target} has stopped")
 
 
 class _Sink(Protocol):
@@ -146,5 +146,5 @@ def _interval(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not _MIN_INTERVAL_S <= seconds <= _MAX_INTERVAL_S:
-        raise argparse.ArgumentTypeError(f"it must be {_MIN_INTERVAL_S} to {_MAX_INTERVAL_S:.0f} seconds")
+        raise argparse.ArgumentTypeError(f"must be {_MIN_INTERVAL_S} to {_MAX_INTERVAL_S:.0f} seconds")
     return seconds

@@ -82,7 +82,7 @@ def test_nobody_there(tool):
 def test_the_wrong_listener(tool, admin):
     done = tool.run("bench", admin.target)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "or the listener that administers one; penstock serve prints both addresses" in done.stderr
+    assert "or this is its admin listener; penstock serve prints both addresses" in done.stderr
 
 
 def test_nothing_answered_is_a_failure(tool, threaded_service):

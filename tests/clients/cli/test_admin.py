@@ -181,7 +181,7 @@ class TestSettings:
             (["--tenant", "a", "max-tokens=-1"], "--tenant a: max-tokens: -1 is out of range"),
             (
                 ["--tenant", "a", "speed=1"],
-                "--tenant a: 'speed' is not a setting of a tenant; there are weight, max-prompt-tokens",
+                "--tenant a: 'speed' is not a setting of a tenant; use one of weight, max-prompt-tokens",
             ),
             (["--tenant", "a", "wieght=1"], "--tenant a: 'wieght' is not a setting of a tenant; did you mean weight?"),
             (["--default-tenant", "weight=0"], "--default-tenant: weight: must be at least 0.001"),
@@ -252,26 +252,26 @@ class TestDrain:
         with running_request(client, max_tokens=300) as reading:
             said = run(capsys, "drain", "--wait")
             assert reading.result() == 300
-        assert said == "new requests are refused; 1 goes on\nno request is left\n"
+        assert said == "new requests are refused; 1 is still running\nno request is left\n"
         with pytest.raises(RequestFailed) as error:
             client.complete("x", max_tokens=1)
         assert error.value.code is grpc.StatusCode.UNAVAILABLE
-        assert run(capsys, "drain", "--resume") == "new requests are taken\n"
+        assert run(capsys, "drain", "--resume") == "new requests are accepted\n"
         assert client.complete("x", max_tokens=1).token_ids
 
     def test_it_returns_at_once_unless_told_to_wait(self, operator, client, capsys):
         with running_request(client) as reading:
-            assert run(capsys, "drain") == "new requests are refused; 1 goes on\n"
+            assert run(capsys, "drain") == "new requests are refused; 1 is still running\n"
             assert not reading.done()
             run(capsys, "drain", "--resume")
 
     def test_it_tells_if_somebody_else_resumes(self, operator, client, capsys):
         with running_request(client), ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(cli.main, ["drain", "--wait"])
-            wait_until(lambda: "1 goes on" in capsys.readouterr().out)
+            wait_until(lambda: "1 is still running" in capsys.readouterr().out)
             assert cli.main(["drain", "--resume"]) == 0
             assert waiting.result(120) == 1
-        assert "somebody resumed it" in capsys.readouterr().err
+        assert "it was resumed" in capsys.readouterr().err
 
     def test_resume_and_wait_do_not_go_together(self, capsys):
         assert cli.main(["drain", "--resume", "--wait"]) == 2
@@ -307,11 +307,11 @@ class TestTrouble:
 
     def test_the_callers_address(self, operator, capsys):
         said = failure(capsys, "drain", "--wait", "--admin", operator.target)
-        assert f"what answers at {operator.target} is no administration" in said
+        assert f"{operator.target} is not the admin listener" in said
 
     def test_no_key(self, operator, capsys, monkeypatch):
         monkeypatch.delenv("PENSTOCK_API_KEY")
-        assert "give the key with --api-key-file FILE or in $PENSTOCK_API_KEY" in failure(capsys, "flush-cache")
+        assert "pass the key with --api-key-file FILE or in $PENSTOCK_API_KEY" in failure(capsys, "flush-cache")
 
     def test_a_callers_key(self, operator, capsys, tmp_path):
         (tmp_path / "key").write_text(KEY)

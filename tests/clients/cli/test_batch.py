@@ -93,9 +93,9 @@ def test_bad_lines_are_answered_with_line_and_field_and_nothing_is_lost(batch):
         assert errors[2]["message"].startswith("line 2: not JSON: ")
         assert errors[3]["message"].startswith("line 3: max_tokns: there is no such field")
         assert errors[4]["message"].startswith("line 4: prompt: ")
-        assert errors[5]["message"].startswith("line 5: id: a line above has 1 too")
+        assert errors[5]["message"].startswith("line 5: id: an earlier line also has 1")
         assert {error["code"] for error in errors.values()} == {"INVALID_ARGUMENT"}
-    assert "7 were there already, 5 failed in all" in done.stderr
+    assert "7 were already done, 5 failed in all" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -109,7 +109,7 @@ def test_a_mended_line_is_asked_for_and_a_new_fault_is_reported(batch):
     done = batch()
     assert done.returncode == 0, done.stderr
     assert {record["id"] for record in batch.records() if "text" in record} == {"first", "good", "x"}
-    assert "2 lines done, 1 were there already, 0 failed in all" in done.stderr
+    assert "2 lines done, 1 were already done, 0 failed in all" in done.stderr
 
 
 def test_lines_in_openais_format_are_answered_in_it(tool, tmp_path):
@@ -172,7 +172,7 @@ def test_interrupted_it_says_how_to_go_on(batch, number):
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert b"run the same command again to go on" in err
+    assert b"run the same command again to resume" in err
     assert b"Traceback" not in err
     assert [record["id"] for record in batch.records()] == [1]
     wait_until(lambda: batch.service.streams_ended == 1)
@@ -285,7 +285,7 @@ def test_a_model_that_runs_here(tool, tmp_path):
     done = tool.run("generate", "demo", *files, "--max-model-len", "256", "--no-enable-prefix-caching")
     assert done.returncode == 1, done.stderr
     refusal, answer = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert refusal["error"]["message"] == "line 2: id: a line above has 1 too"
+    assert refusal["error"]["message"] == "line 2: id: an earlier line also has 1"
     assert (answer["finish_reason"], len(answer["token_ids"])) == ("length", 4)
 
 

@@ -40,8 +40,8 @@ def test_a_blank_line_is_nothing():
         (b"[" * 100_000, None, "line 7: not JSON: "),
         (b'{"id": 1, "prompt": "a", "top_p": NaN}', None, "line 7: not JSON: NaN is not JSON"),
         (b"[1]", None, "line 7: expected a JSON object"),
-        (b'{"prompt": "a"}', None, "line 7: id: expected text or an integer, got null"),
-        (b'{"id": true, "prompt": "a"}', None, "line 7: id: expected text or an integer, got true"),
+        (b'{"prompt": "a"}', None, "line 7: id: expected a string or an integer, got null"),
+        (b'{"id": true, "prompt": "a"}', None, "line 7: id: expected a string or an integer, got true"),
         (b'{"id": 1}', 1, "line 7: prompt: a line has one of"),
         (b'{"id": "x", "prompt": "a", "max_token": 1}', "x", "line 7: max_token: there is no such field"),
     ],
@@ -100,13 +100,13 @@ def test_a_line_in_openais_format_is_a_job():
 @pytest.mark.parametrize(
     ("change", "identity", "says"),
     [
-        ({"custom_id": 1}, None, "custom_id: expected text, got 1"),
-        ({"custom_id": ""}, None, "custom_id: expected text"),
+        ({"custom_id": 1}, None, "custom_id: expected a string, got 1"),
+        ({"custom_id": ""}, None, "custom_id: expected a string"),
         ({"method": "GET"}, "a", "method: expected POST"),
         ({"url": "/v1/audio/speech"}, "a", "url: expected one of /v1/chat/completions, "),
         ({"url": ["/v1/completions"]}, "a", "url: expected one of"),
         ({"body": None}, "a", "body: expected an object, got null"),
-        ({"body": {"stream": True}}, "a", "body.stream: a batch has whole answers"),
+        ({"body": {"stream": True}}, "a", "body.stream: not supported in a batch"),
     ],
 )
 def test_a_bad_line_in_openais_format_is_answered_in_it(change, identity, says):
@@ -122,7 +122,7 @@ def test_a_bad_line_in_openais_format_is_answered_in_it(change, identity, says):
 def test_flags_that_set_options_are_not_for_openais_format():
     bad = parse_line(3, json.dumps(OPENAI).encode(), {"temperature": 0})
     assert isinstance(bad, BadLine)
-    assert bad.problem.startswith("temperature: flags set options of lines with an id")
+    assert bad.problem.startswith("temperature: flags do not apply to lines in OpenAI's format")
 
 
 def test_which_lines_out_have_failed():
@@ -177,13 +177,13 @@ def test_what_was_answered_is_remembered_errors_and_bad_lines_too(tmp_path):
         {"id": 1},
         {"id": 2, "error": {}},
         {"id": None, "line": 9, "error": {"message": "line 9: not JSON"}},
-        {"id": 1, "line": 10, "error": {"message": "line 10: id: a line above has 1 too"}},
+        {"id": 1, "line": 10, "error": {"message": "line 10: id: an earlier line also has 1"}},
         {"id": "b", "custom_id": "c", "response": {"status_code": 200}, "error": None},
         {"id": "d", "custom_id": "e", "response": {"status_code": 400}, "error": None},
     )
     results = FileResults(path)
     assert (results.ids, results.failed_ids) == ({1, 2, "c", "e"}, {2, "e"})
-    keys = {BadLineKey(None, 9, "not JSON"), BadLineKey(1, None, "id: a line above has 1 too")}
+    keys = {BadLineKey(None, 9, "not JSON"), BadLineKey(1, None, "id: an earlier line also has 1")}
     assert results.bad_lines == keys
     results.close()
 
@@ -226,7 +226,7 @@ def test_taking_failed_lines_out_keeps_a_files_other_names(tmp_path):
 def test_a_line_out_that_is_nested_too_deeply_is_no_line_of_results(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_bytes(b'{"id": 1, "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
-    with pytest.raises(PenstockError, match="line 1 is no line of results"):
+    with pytest.raises(PenstockError, match="line 1 is not a result"):
         FileResults(path)
 
 
@@ -242,7 +242,7 @@ def test_overwrite_begins_again(tmp_path):
 def test_another_kind_of_file_is_left_alone(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("my notes\n")
-    with pytest.raises(PenstockError, match=r"notes.txt, line 1 is no line of results; .*--overwrite"):
+    with pytest.raises(PenstockError, match=r"notes.txt, line 1 is not a result; .*--overwrite"):
         FileResults(path)
     assert path.read_text() == "my notes\n"
 

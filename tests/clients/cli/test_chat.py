@@ -79,7 +79,7 @@ def test_a_context_that_grows_too_long_is_sent_anew_without_its_oldest_turns(cha
     threaded_service.keeps = True
     threaded_service.context_length = 120
     done = chat("a" * 20 + "\nb\n" + "c" * 30 + "\n", "--set", "max_tokens=40")
-    assert "[the context is full: the oldest turn is forgotten]" in done.stderr
+    assert "[the context is full: the oldest turn is dropped]" in done.stderr
     assert contents_sent(threaded_service)[2] == ["b", "b", "c" * 30]
 
 
@@ -129,7 +129,7 @@ def test_commands(chat, threaded_service):
     done = chat("\n".join(commands))
     assert done.returncode == 0
     assert done.stdout == "hello\nagain\n"
-    for text in ("/reset  ", "no answer yet", "max_tokens = 1000\ntemperature = 0.5\n", "be brief\n", "[a new conv"):
+    for text in ("/reset  ", "no answer yet", "max_tokens = 1000\ntemperature = 0.5\n", "be brief\n", "[new conv"):
         assert text in done.stderr
     assert "tokens/s, ended by stop; prompt of 5 tokens, 1 of them cached\nall: 1 answers, 5 tokens" in done.stderr
     first, second = threaded_service.starts
@@ -142,12 +142,12 @@ def test_commands(chat, threaded_service):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("/sett x=1", "no command /sett; /help lists them"),
+        ("/sett x=1", "unknown command /sett; /help shows the commands"),
         ("/set heat=1", "heat: there is no such field"),
         ("/set temperature=hot", "temperature: expected a number, got 'hot'"),
         ("/set timeout_ms=soon", "timeout_ms: expected an integer, got 'soon'"),
-        ("/set n=2", "n: a chat has one answer at a time, as text"),
-        ("/set continue_from=x", "continue_from: a chat goes on from its own last answer"),
+        ("/set n=2", "n: a chat has one answer per turn, as text"),
+        ("/set continue_from=x", "continue_from: a chat always continues from its own last answer"),
         ("fail INTERNAL", "INTERNAL: as you wish"),
     ],
 )
@@ -173,7 +173,7 @@ def test_a_question_that_failed_is_forgotten(chat, threaded_service):
 def test_the_oldest_turns_are_dropped_with_a_note(chat, threaded_service):
     threaded_service.context_length = 100
     done = chat("a" * 30 + "\nb\n" + "c" * 30 + "\n", "--set", "max_tokens=40")
-    assert "[the context is full: the oldest turn is forgotten]" in done.stderr
+    assert "[the context is full: the oldest turn is dropped]" in done.stderr
     contents = [message.content for message in threaded_service.starts[2].chat.messages]
     assert contents == ["b", "b", "c" * 30]
 
@@ -206,7 +206,7 @@ def test_tls_where_there_is_none_says_which_flag_to_drop(tool, threaded_service,
     assert done.returncode == 1
     assert done.stderr == (
         f"penstock {command[0]}: no service answers at {threaded_service.target}: what listens there speaks no TLS; "
-        "leave --tls and its companions out\n"
+        "leave out --tls and the other TLS flags\n"
     )
 
 
@@ -216,7 +216,7 @@ def test_without_a_key_where_one_is_needed_the_flag_is_named(tool, threaded_serv
     done = tool.run(*command, "--target", threaded_service.target, text="")
     assert done.returncode == 1
     assert "UNAUTHENTICATED: no valid API key" in done.stderr
-    assert done.stderr.endswith("give the key with --api-key-file FILE or in $PENSTOCK_API_KEY\n")
+    assert done.stderr.endswith("pass the key with --api-key-file FILE or in $PENSTOCK_API_KEY\n")
     tool.environment["PENSTOCK_API_KEY"] = "secret"
     assert tool.run(*command, "--target", threaded_service.target, text="").returncode == 0
 
@@ -232,7 +232,7 @@ def test_a_file_that_is_not_there_is_named_with_its_flag(tool, flag):
 
 def test_a_question_that_was_refused_is_no_answer(chat):
     done = chat("fail INTERNAL\n/stats\nhello\nfail INTERNAL\n/stats\n")
-    assert "there was no answer yet" in done.stderr
+    assert "no answer yet" in done.stderr
     assert "all: 1 answers, 5 tokens" in done.stderr
 
 
@@ -274,7 +274,7 @@ def test_on_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal, thre
     terminal.wait_for("> ")
     wait_until(lambda: threaded_service.cancelled)
     assert threaded_service.cancelled == [threaded_service.starts[0].ref]
-    terminal.interrupt("[Ctrl-D leaves]")
+    terminal.interrupt("[press Ctrl-D to leave]")
     terminal.type("hello\n")
     terminal.wait_for("hello\r\nhello\r\n")
     terminal.wait_for("> ")

@@ -30,10 +30,10 @@ def test_version(capsys):
 
 def test_an_unknown_command(capsys):
     assert cli.main(["chatt"]) == 2
-    assert capsys.readouterr().err == "penstock: no command chatt; did you mean chat?\n"
+    assert capsys.readouterr().err == "penstock: unknown command chatt; did you mean chat?\n"
     assert cli.main(["bake"]) == 2
     assert (
-        "there are serve, gateway, chat, generate, bench, top, explain, drain, flush-cache, settings, doctor"
+        "the commands are serve, gateway, chat, generate, bench, top, explain, drain, flush-cache, settings, doctor"
         in capsys.readouterr().err
     )
 

@@ -178,7 +178,7 @@ def test_what_is_dispensable_is_advice(fitted):
 
 def test_a_python_that_is_not_supported_and_a_broken_driver_are_findings(fitted):
     found = dataclasses.replace(fitted, python="3.14.1", gpu_problem="NVIDIA-SMI has failed", available_bytes=1 << 30)
-    assert remedies(found, FindingKind.MISSING) == ["make an environment with Python 3.11 to 3.13"]
+    assert remedies(found, FindingKind.MISSING) == ["create an environment with Python 3.11 to 3.13"]
     assert len(remedies(found, FindingKind.ADVICE)) == 2
     assert "NVIDIA-SMI has failed" in choose(found, LIBRARY).why
 

@@ -63,7 +63,7 @@ async def test_nobody_is_there(look, tmp_path):
     for where in (target, f"unix:{tmp_path}/none"):
         status, told = await look(where)
         assert status == 1
-        assert told["problem"].startswith(f"nothing answers at {where}: ")
+        assert told["problem"].startswith(f"cannot connect to {where}: ")
         assert "check the address" in told["remedy"]
 
 
@@ -77,7 +77,7 @@ async def test_each_mistake_with_tls_is_told_apart(new_service, look, credential
     async with new_service().serving(credentials=credentials(False)) as fake:
         assert (await look(fake.target, *trust))[0] == 0
         for flags, problem in (
-            ((), "speaks TLS, and no other language"),
+            ((), "the service requires TLS"),
             (name, "is not trusted: self-signed certificate"),
             (("--tls-ca", certificate / "strange.pem", *name), "is not trusted: "),
             (("--tls-ca", certificate / "ours.pem"), "is not trusted: IP address mismatch"),
@@ -99,7 +99,7 @@ async def test_tls_where_there_is_none(new_service, look):
     async with new_service().serving() as fake:
         status, told = await look(fake.target, "--tls")
     assert status == 1
-    assert told["problem"] == "something is there, but it speaks no TLS"
+    assert told["problem"] == "the server at this address does not use TLS"
 
 
 async def test_files_that_do_not_belong_together(new_service, credentials, certificate):

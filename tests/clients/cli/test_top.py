@@ -126,7 +126,7 @@ def test_lines_where_there_is_no_terminal(admin, capsys):
     said = capsys.readouterr()
     assert said.out.splitlines()[0] == LINE
     assert len(said.out.splitlines()) == 2
-    assert said.err == f"penstock top: the service at {admin.target} has ended\n"
+    assert said.err == f"penstock top: the service at {admin.target} has stopped\n"
     assert admin.intervals == [500]
 
 
