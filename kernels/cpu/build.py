@@ -1,10 +1,10 @@
-"""Builds the CPU library from ``csrc`` with whatever C++ compiler there is. Run by ``pip install``; by hand:
+"""Builds the CPU library from ``csrc`` with the installed C++ compiler. ``pip install`` runs it. By hand:
 
     python kernels/cpu/build.py                               the library, in this folder
     python kernels/cpu/build.py --out DIR --sanitize          one that stops at the first undefined behaviour
     python kernels/cpu/build.py --out DIR --software-tiles    one whose level "amx" needs no AMX, and is slow
 
-Imports nothing of ours, since it runs before anything is installed.
+Imports nothing else from penstock, since it runs before the package is installed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LIBRARY = "libpenstock_cpu.so"
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
           "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes",
           "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # gcc 12 finds some in its own AVX512 headers
-          "-Wno-unknown-warning-option",  # clang does not know all of these
+          "-Wno-unknown-warning-option",  # clang lacks some of these
           "-pthread")  # fmt: skip
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -37,11 +37,12 @@ LEVEL_FLAGS = {
     "avx512_bf16.cpp": AVX512_BF16,
     "amx.cpp": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
-"""Of the sources with instructions of their own; other machines than x86-64 build them empty."""
+"""Compiler flags of the sources that use particular instruction sets. On machines other than x86-64 they compile to
+nothing."""
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
 SOFTWARE_TILES = ("-DPENSTOCK_SOFTWARE_TILES",)
-# The standard library's templates are visible whatever -fvisibility says; a name that is missing fails here, not at run
-# time. A sanitizer's names come from a library that is loaded first.
+# The version script hides the standard library's templates, which -fvisibility leaves visible. Missing symbols fail at
+# link time, not at run time; a sanitizer's symbols come from a library that is loaded first.
 LINK = ("-shared", "-pthread", f"-Wl,--version-script={SOURCES / 'core/exports.map'}")
 COMPLETE = "-Wl,-z,defs"
 
@@ -49,11 +50,11 @@ INSTALL_ONE = (
     "install one (Debian, Ubuntu: apt-get install g++), then penstock again with pip's --force-reinstall "
     "--no-cache-dir; in a checkout, run make native"
 )
-SEE_ALL = "install with pip -v to see all that it says; in a checkout, run make native"
+SEE_ALL = "install with pip -v to see its full output; in a checkout, run make native"
 
 
 class CannotBuild(Exception):
-    """There is no C++ compiler, or no source, or the compiler failed, which said ``output``."""
+    """There is no C++ compiler, or there are no sources, or the compiler failed with ``output``."""
 
     def __init__(self, what: str, remedy: str, output: str = "") -> None:
         super().__init__(f"{what}: {remedy}")
@@ -61,23 +62,23 @@ class CannotBuild(Exception):
 
 
 def find_compiler() -> list[str]:
-    """The command of the compiler: $CXX, or the first of c++, g++ and clang++. Raises CannotBuild."""
+    """The compiler's command: $CXX, or the first of c++, g++ and clang++ that is installed. Raises CannotBuild."""
     named = shlex.split(os.environ.get("CXX", ""))
     for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             return command
-    raise CannotBuild(f"there is no C++ compiler{f' called {named[0]}, as CXX says' if named else ''}", INSTALL_ONE)
+    raise CannotBuild(f"there is no C++ compiler{f' {named[0]}, which CXX names' if named else ''}", INSTALL_ONE)
 
 
 def build(
     folder: Path, *, sanitize: bool = False, software_tiles: bool = False, levels: Collection[str] = LEVEL_FLAGS
 ) -> Path:
-    """Compiles every source and links them; returns the library's path. A level whose source is not among ``levels`` is
-    left out, but for the generic one. Raises CannotBuild."""
+    """Compiles and links all sources; returns the library's path. Instruction sets whose source is not in ``levels``
+    are left out, except the generic one. Raises CannotBuild."""
     compiler = find_compiler()
     sources = sorted(SOURCES.rglob("*.cpp"))
     if not sources:
-        raise CannotBuild("the sources are not here", "they are in a checkout, and in the source distribution")
+        raise CannotBuild("the sources are missing", "they are in a checkout and in the source distribution")
     target = folder / LIBRARY
     with tempfile.TemporaryDirectory() as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
@@ -93,13 +94,13 @@ def build(
         for source, made in zip(sources, objects, strict=True):
             flags = level_flags(source.name) if source.name in levels else ()
             commands.append([*common, *flags, *extra, "-c", str(source), "-o", str(made)])
-        # The levels take most of the time: they go first.
+        # The sources in target/ take the longest, so they go first.
         commands.sort(key=lambda command: f"{os.sep}target{os.sep}" not in command[-3])
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(_run, commands))
         linked = Path(scratch) / LIBRARY
         _run([*compiler, *LINK, *(extra or (COMPLETE,)), *map(str, objects), "-o", str(linked)])
-        # In one move: a worker that starts meanwhile loads the old library or the new one.
+        # Replaced atomically: a worker that starts meanwhile loads either the old or the new library.
         arrived = target.with_suffix(f".{os.getpid()}")
         shutil.copy(linked, arrived)
         arrived.replace(target)
@@ -107,8 +108,8 @@ def build(
 
 
 def build_if_possible(folder: Path) -> Path | None:
-    """The library in a folder, built anew only if a source is newer. Without a working compiler there is none, and a
-    warning on stderr says what that means: whoever installs the client alone needs no library."""
+    """Builds the library in a folder if a source is newer. Without a working compiler it removes the stale library and
+    prints a warning instead of failing, since an installation that has only the client needs no library."""
     target = folder / LIBRARY
     if is_current(target):
         return target
@@ -116,7 +117,7 @@ def build_if_possible(folder: Path) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         return build(folder)
     except CannotBuild as error:
-        target.unlink(missing_ok=True)  # what is left there is not what the sources say
+        target.unlink(missing_ok=True)  # a stale library, not built from these sources
         print(
             f"{error.output}penstock: WARNING: no CPU library was built ({error.what}), so penstock serve will compute "
             f"in plain torch, many times slower: {error.remedy}",
@@ -127,12 +128,12 @@ def build_if_possible(folder: Path) -> Path | None:
 
 
 def source_files() -> list[Path]:
-    """What a library is made of, and this script, which has the compiler's flags."""
+    """The library's sources, and this script, since it has the compiler flags."""
     return [*sorted(path for path in SOURCES.rglob("*") if path.is_file()), Path(__file__)]
 
 
 def digest() -> str:
-    """Of all that a library is made of: a library says from which it was built."""
+    """The digest of all source files. A library contains the digest of the sources that it was built from."""
     whole = hashlib.sha256()
     for source in source_files():
         whole.update(f"{source.name} {source.stat().st_size}\n".encode())
@@ -141,7 +142,7 @@ def digest() -> str:
 
 
 def is_current(library: Path) -> bool:
-    """Whether a library is there and no source is newer."""
+    """Whether the library exists and no source is newer."""
     if not library.exists():
         return False
     made = library.stat().st_mtime_ns
@@ -149,7 +150,7 @@ def is_current(library: Path) -> bool:
 
 
 def level_flags(name: str) -> tuple[str, ...]:
-    """The instructions that the compiler may use in a source."""
+    """The compiler flags for a source's instruction set."""
     return LEVEL_FLAGS.get(name, ()) if platform.machine() in ("x86_64", "AMD64") else ()
 
 
@@ -165,11 +166,11 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> None:
-    """Builds by hand."""
+    """Builds the library from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="the folder for the library")
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan")
-    parser.add_argument("--software-tiles", action="store_true", help="with AMX's tile registers in memory, for tests")
+    parser.add_argument("--software-tiles", action="store_true", help="emulate AMX's tile registers, for tests")
     parser.add_argument("--if-possible", action="store_true", help="only if a source is newer; a failure is a warning")
     arguments = parser.parse_args()
     if arguments.if_possible:

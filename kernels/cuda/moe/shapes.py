@@ -34,8 +34,8 @@ class ExpertsTiles:
 
 
 DECODE = ExpertsTiles(16, 8, MoeTiles(32, 128, 4, 5), MoeTiles(32, 128, 4, 6))
-"""For few tokens, bound by reading weights: small programs, so that even one token's experts keep the whole GPU busy, and
-many loads in flight."""
+"""For few tokens, bound by reading weights: small programs, so that even one token's experts keep the whole GPU busy,
+and many loads in flight."""
 MIDDLE = ExpertsTiles(64, 64, MoeTiles(64, 64, 4, 4), MoeTiles(128, 64, 4, 4))
 """The smallest tiles for Hopper's wgmma instructions, which are still faster than reading the weights."""
 PREFILL = ExpertsTiles(128, float("inf"), MoeTiles(128, 64, 8, 4), MoeTiles(256, 64, 8, 4))
