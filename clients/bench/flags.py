@@ -21,9 +21,9 @@ _DEFAULT_REQUESTS = 100
 _OWN_OPTIONS = {"max_tokens", "continue_from", "n"}
 
 _EPILOG = """\
-Times are the client's own, from the moment at which a request is sent. The same seed asks the same, of any server.
-Exit status: 0, 1 if it could not begin or no request was answered, 2 for wrong flags, 130 if it was interrupted (what
-there is, is told).
+Times are measured by the client, from the moment it sends a request. The same seed gives the same requests for any
+server. Exit status: 0 if a request was answered, 1 if the run could not start or no request was answered, 2 for invalid
+flags, 130 if it was interrupted (the results so far are reported).
 
 examples:
   penstock bench                                          100 requests, 16 at a time, to the service on this machine
@@ -33,8 +33,8 @@ examples:
   penstock bench --trace requests.jsonl --json out.json --plot out.png
   penstock bench http://127.0.0.1:8000 --api openai --vocab-size 32000
 
-a line of a trace: {"arrival_s": 0.25, "prompt_tokens": 300, "max_tokens": 64, "conversation": "a"}
-                   or prompt_token_ids instead of prompt_tokens; conversation may be left out
+line of a trace: {"arrival_s": 0.25, "prompt_tokens": 300, "max_tokens": 64, "conversation": "a"}
+                 or prompt_token_ids instead of prompt_tokens; conversation is optional
 """
 
 
@@ -43,23 +43,23 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.address is not None and arguments.target is not None:
-        parser.error("give the service once: as TARGET, or by --target")
+        parser.error("specify the service once: as TARGET or with --target")
     arguments.target = arguments.address or arguments.target
     if arguments.rate is not None and arguments.concurrency is not None:
-        parser.error("--rate and --concurrency are two ways to load a service; give one of them")
+        parser.error("--rate and --concurrency exclude each other; use one of them")
     if arguments.burstiness != 1 and arguments.rate is None:
-        parser.error("--burstiness is of --rate")
+        parser.error("--burstiness needs --rate")
     if arguments.prefixes > 1 and not arguments.prefix_tokens:
         parser.error("--prefixes needs --prefix-tokens")
     if arguments.trace is not None and (arguments.turns > 1 or arguments.prefix_tokens):
-        parser.error("a --trace has its own prompts and conversations: leave --turns and --prefix-tokens out")
+        parser.error("a --trace has its own prompts and conversations; leave out --turns and --prefix-tokens")
     if arguments.api == "openai":
         if arguments.vocab_size is None:
             parser.error(
-                "--api openai needs --vocab-size: prompts are random token ids, and such a server tells no size"
+                "--api openai needs --vocab-size: prompts are random token ids, and such a server reports no size"
             )
     elif arguments.endpoint is not None:
-        parser.error("--endpoint is of --api openai")
+        parser.error("--endpoint needs --api openai")
     if arguments.num_requests is None and arguments.duration is None and arguments.trace is None:
         arguments.num_requests = _DEFAULT_REQUESTS
     try:
@@ -81,7 +81,7 @@ def options(arguments: argparse.Namespace) -> dict[str, object]:
     read = setting if arguments.api == "grpc" else _body_setting
     given = dict(map(read, arguments.settings))
     if mine := sorted(_OWN_OPTIONS & given.keys()):
-        raise InvalidOption(mine[0], "each request has its own; see --output-tokens and --turns")
+        raise InvalidOption(mine[0], "set per request; see --output-tokens and --turns")
     return {**DEFAULT_OPTIONS, **given}
 
 
@@ -101,15 +101,17 @@ def _body_setting(text: str) -> tuple[str, object]:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "bench",
-        "Loads a running service, and tells how it bore it.",
+        "Measures latency and throughput of a running service.",
         _EPILOG,
     )
-    parser.add_argument("address", nargs="?", metavar="TARGET", help="the service, as --target")
-    _add_api(parser.add_argument_group("how it is called"))
-    _add_arrivals(parser.add_argument_group("when requests come"))
-    _add_shape(parser.add_argument_group("what they ask"))
-    _add_output(parser.add_argument_group("what is told"))
-    add_connection_flags(parser, f"the service (default: {default_target()}, or of --api openai http://127.0.0.1:8000)")
+    parser.add_argument("address", nargs="?", metavar="TARGET", help="the service, the same as --target")
+    _add_api(parser.add_argument_group("API"))
+    _add_arrivals(parser.add_argument_group("arrivals"))
+    _add_shape(parser.add_argument_group("requests"))
+    _add_output(parser.add_argument_group("output"))
+    add_connection_flags(
+        parser, f"the service (default: {default_target()}, or http://127.0.0.1:8000 with --api openai)"
+    )
     return parser
 
 
@@ -118,29 +120,31 @@ def _add_api(flags: "argparse._ArgumentGroup") -> None:
         "--api",
         choices=("grpc", "openai"),
         default="grpc",
-        help="penstock's own, or OpenAI's over HTTP (default: grpc)",
+        help="penstock's gRPC API, or OpenAI's HTTP API (default: grpc)",
     )
-    flags.add_argument("--model", metavar="NAME", help="what it must serve (default: what it does)")
+    flags.add_argument("--model", metavar="NAME", help="the model, which must be served (default: the served one)")
     flags.add_argument(
         "--streams",
         type=_streams,
         default=1,
         metavar="N",
-        help="Generate streams that share the requests, or per-request for a call each (default: 1)",
+        help="number of Generate streams, or per-request for one call per request (default: 1)",
     )
     flags.add_argument(
-        "--endpoint", metavar="PATH", help="of --api openai; /v1/chat/completions gets words (default: /v1/completions)"
+        "--endpoint",
+        metavar="PATH",
+        help="with --api openai; /v1/chat/completions gets words (default: /v1/completions)",
     )
-    flags.add_argument("--timeout-ms", type=_whole, metavar="MS", help="each request's deadline (default: none)")
+    flags.add_argument("--timeout-ms", type=_whole, metavar="MS", help="deadline of each request (default: none)")
     flags.add_argument(
         "--max-outstanding",
         type=_whole,
         default=MAX_OUTSTANDING,
         metavar="N",
-        help=f"conversations on their way at a time; more are not sent, and counted (default: {MAX_OUTSTANDING})",
+        help=f"conversations in flight, at most; others are counted but not sent (default: {MAX_OUTSTANDING})",
     )
     flags.add_argument(
-        "--resend-context", action="store_true", help="later turns send all of the conversation again, over grpc too"
+        "--resend-context", action="store_true", help="send the whole conversation in each later turn, over grpc too"
     )
 
 
@@ -149,30 +153,43 @@ def _add_arrivals(flags: "argparse._ArgumentGroup") -> None:
         "--concurrency",
         type=_whole,
         metavar="N",
-        help=f"closed loop: so many conversations at a time (default: {_DEFAULT_CONCURRENCY})",
+        help=f"closed loop: number of concurrent conversations (default: {_DEFAULT_CONCURRENCY})",
     )
-    flags.add_argument("--rate", type=_above_zero, metavar="R", help="open loop: so many a second, at random times")
+    flags.add_argument(
+        "--rate", type=_above_zero, metavar="R", help="open loop: conversations per second, at random times"
+    )
     flags.add_argument(
         "--burstiness",
         type=_above_zero,
         default=1.0,
         metavar="B",
-        help="shape of the times between: 1 is Poisson, less comes in bursts, more comes evenly (default: 1)",
+        help="burstiness of the arrivals: 1 is Poisson, below 1 is burstier, above 1 is more even (default: 1)",
     )
     flags.add_argument(
-        "--trace", type=Path, metavar="FILE.jsonl", help="requests of a file, at its times unless told otherwise"
+        "--trace",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="requests of a file, at its times unless --rate or --concurrency is set",
     )
     flags.add_argument(
         "--num-requests",
         type=_whole,
         metavar="N",
-        help=f"how many, all --turns of conversations counted (default: {_DEFAULT_REQUESTS}, or as --duration says)",
+        help=f"number of requests, counting all --turns (default: {_DEFAULT_REQUESTS}, or no limit with --duration or "
+        "--trace)",
     )
     flags.add_argument(
-        "--duration", type=_above_zero, metavar="SECONDS", help="send nothing more after this; what runs is waited for"
+        "--duration",
+        type=_above_zero,
+        metavar="SECONDS",
+        help="stop sending after this time, and wait for running requests",
     )
     flags.add_argument(
-        "--warmup", type=_whole_or_zero, default=4, metavar="N", help="requests before, not counted (default: 4)"
+        "--warmup",
+        type=_whole_or_zero,
+        default=4,
+        metavar="N",
+        help="requests before the run, not counted (default: 4)",
     )
 
 
@@ -183,25 +200,32 @@ def _add_shape(flags: "argparse._ArgumentGroup") -> None:
         type=_told(parse_lengths),
         default=parse_lengths("512"),
         metavar="LENGTHS",
-        help=f"of each turn: {forms} (default: 512)",
+        help=f"prompt tokens of each turn: {forms} (default: 512)",
     )
     flags.add_argument(
         "--output-tokens",
         type=_told(parse_lengths),
         default=parse_lengths("128"),
         metavar="LENGTHS",
-        help="of each turn (default: 128); stop tokens are passed over unless --set ignore_eos=false",
+        help="output tokens of each turn (default: 128); stop tokens are ignored unless --set ignore_eos=false",
     )
     flags.add_argument(
-        "--prefix-tokens", type=_whole, default=0, metavar="N", help="before the first turn, shared (default: none)"
+        "--prefix-tokens",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="tokens of a shared prefix before the first turn (default: none)",
     )
     flags.add_argument(
-        "--prefixes", type=_whole, default=1, metavar="K", help="so many different prefixes (default: 1)"
+        "--prefixes", type=_whole, default=1, metavar="K", help="number of different prefixes (default: 1)"
     )
-    flags.add_argument("--turns", type=_whole, default=1, metavar="N", help="requests of a conversation (default: 1)")
-    flags.add_argument("--seed", default="0", metavar="SEED", help="what everything is drawn from (default: 0)")
+    flags.add_argument("--turns", type=_whole, default=1, metavar="N", help="requests per conversation (default: 1)")
+    flags.add_argument("--seed", default="0", metavar="SEED", help="seed of all random choices (default: 0)")
     flags.add_argument(
-        "--vocab-size", type=_whole, metavar="N", help="ids are below it (default: asked for; --api openai needs it)"
+        "--vocab-size",
+        type=_whole,
+        metavar="N",
+        help="limit of token ids (default: the service's; --api openai needs it)",
     )
     flags.add_argument(
         "--set",
@@ -211,7 +235,7 @@ def _add_shape(flags: "argparse._ArgumentGroup") -> None:
         metavar="NAME=VALUE",
         help="an option of every request, such as temperature=0.7, tenant=a, priority=1 (default: temperature=0 and "
         "repetition_penalty=1); "
-        "of --api openai any member of the body, NAME= to leave one out; may be repeated",
+        "with --api openai any field of the body, NAME= to leave it out; may be repeated",
     )
 
 
@@ -220,10 +244,12 @@ def _add_output(flags: "argparse._ArgumentGroup") -> None:
         "--slo",
         type=_told(Slo.parse),
         metavar="BOUNDS",
-        help="count requests that keep them as goodput: ttft=500ms,itl=50ms,tpot=40ms,e2e=5s or some of these",
+        help="limits within which a request counts as goodput: ttft=500ms,itl=50ms,tpot=40ms,e2e=5s, or some of these",
     )
-    flags.add_argument("--json", metavar="FILE", help="all figures, and each request's times and tokens; - is stdout")
-    flags.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of the distributions")
+    flags.add_argument(
+        "--json", metavar="FILE", help="write all figures, and times and tokens of each request; - is stdout"
+    )
+    flags.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot of the distributions")
 
 
 def _told(parse: Callable[[str], T]) -> Callable[[str], T]:

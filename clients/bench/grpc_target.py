@@ -69,7 +69,7 @@ class GrpcCaller:
             async with asyncio.timeout(None if self._timeout_s is None else self._timeout_s + _GRACE_SECONDS):
                 await send(start, receiver)
         except TimeoutError:
-            record.fail(time.perf_counter(), "DEADLINE_EXCEEDED", "its deadline passed, and no answer came")
+            record.fail(time.perf_counter(), "DEADLINE_EXCEEDED", "the deadline passed without a response")
 
     async def close(self) -> None:
         """Cancels what still runs and closes the connection."""

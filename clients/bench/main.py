@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         report, about = runner.run(_bench(arguments))
     if report is None:
-        print("interrupted while warming up", file=sys.stderr)
+        print("interrupted during warm-up", file=sys.stderr)
         return _INTERRUPTED
     _tell(arguments, report, about)
     if report.was_stopped:

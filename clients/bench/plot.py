@@ -67,7 +67,7 @@ def _course(axis: "Axes", report: Report) -> None:
     other = axis.twinx()
     other.step(starts, running[:_MAX_BARS], where="post", color=_SECOND, linewidth=1)
     other.set_ylim(bottom=0)
-    other.set_ylabel("requests on their way", fontsize=8, color=_SECOND)
+    other.set_ylabel("requests in flight", fontsize=8, color=_SECOND)
     for each in (axis, other):
         each.tick_params(labelsize=8)
 

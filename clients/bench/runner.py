@@ -117,7 +117,7 @@ class _Sender:
             # Even if it is late already: what was sent must get its turns of the loop.
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             if len(outstanding) >= self.max_outstanding:
-                self._not_sent(conversation, f"{self.max_outstanding} were on their way already")
+                self._not_sent(conversation, f"{self.max_outstanding} were in flight already")
                 continue
             task = group.create_task(self._converse(conversation))
             outstanding.add(task)
@@ -141,7 +141,7 @@ class _Sender:
             await self._call(request, past, record)
             past.append(record)
             if not record.is_ok:
-                self._not_sent(conversation[index + 1 :], "the turn before it failed")
+                self._not_sent(conversation[index + 1 :], "the previous turn failed")
                 break
         return past[-1] if past else None
 

@@ -61,10 +61,10 @@ def _client(summary: Mapping[str, Any]) -> Iterator[str]:
     shares = f"{client['process_share']:.0%} of a core ({loop})"
     yield _line("this client", shares + (f"; sent {_time(late['p99'])} late at p99" if late else ""))
     if client["is_limit"]:
-        yield "WARNING: this client was busy itself: its own delays are in these times, and the server may be faster."
-        yield "         Ask for less at a time, or share the load among several clients."
+        yield "WARNING: this client was busy: the times include its own delays, and the server may be faster."
+        yield "         Reduce the load, or share it among several clients."
     elif late and late["p99"] > _LATE_S:
-        yield "WARNING: requests were sent late: something else uses this machine's cores."
+        yield "WARNING: requests were sent late: another program uses this machine's cores."
     if not summary["requests"]["ok"]:
         yield "WARNING: no request was answered."
 

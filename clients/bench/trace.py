@@ -97,17 +97,17 @@ class TraceReader:
         try:
             values = json.loads(line)
         except RecursionError:
-            raise BadTrace(f"{where}: this is no JSON: nested too deeply") from None
+            raise BadTrace(f"{where}: not JSON: nested too deeply") from None
         except ValueError as error:
-            raise BadTrace(f"{where}: this is no JSON: {error}") from None
+            raise BadTrace(f"{where}: not JSON: {error}") from None
         if not isinstance(values, dict):
             raise BadTrace(f"{where}: expected an object, got {type(values).__name__}")
         if unknown := sorted(set(values) - set(_FIELDS)):
-            raise BadTrace(f"{where}: {unknown[0]}: there is no such field; there are {', '.join(_FIELDS)}")
+            raise BadTrace(f"{where}: {unknown[0]}: there is no such field; the fields are {', '.join(_FIELDS)}")
         fields = _Fields(where, values)
         conversation = values.get("conversation")
         if conversation is not None and (isinstance(conversation, bool) or not isinstance(conversation, str | int)):
-            raise fields.bad("conversation", "text or a number")
+            raise fields.bad("conversation", "a string or a number")
         return BenchRequest(
             number=number,
             prompt_token_ids=self._prompt(fields, number),

@@ -132,19 +132,19 @@ def test_the_progress_bar(open_terminal, threaded_service):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "--target", "b"], "give the service once"),
-        (["--rate", "3", "--concurrency", "4"], "--rate and --concurrency are two ways"),
+        (["a", "--target", "b"], "specify the service once"),
+        (["--rate", "3", "--concurrency", "4"], "--rate and --concurrency exclude each other"),
         (["--rate", "0"], "--rate: expected a number above 0, got 0"),
-        (["--burstiness", "2"], "--burstiness is of --rate"),
+        (["--burstiness", "2"], "--burstiness needs --rate"),
         (["--prefixes", "2"], "--prefixes needs --prefix-tokens"),
         (["--trace", "t", "--turns", "2"], "a --trace has its own prompts"),
         (["--api", "openai"], "--api openai needs --vocab-size"),
-        (["--endpoint", "/v1/x"], "--endpoint is of --api openai"),
+        (["--endpoint", "/v1/x"], "--endpoint needs --api openai"),
         (["--prompt-tokens", "zipf:1"], "--prompt-tokens: expected 512, uniform:128-1024"),
         (["--slo", "ttft=9"], "--slo: expected bounds of ttft"),
         (["--streams", "x"], "--streams: expected a number above 0, got x"),
         (["--set", "temprature=1"], "--set: temprature: there is no such field; did you mean temperature?"),
-        (["--set", "max_tokens=3"], "--set: max_tokens: each request has its own; see --output-tokens"),
+        (["--set", "max_tokens=3"], "--set: max_tokens: set per request; see --output-tokens"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, message, capsys):
@@ -181,4 +181,4 @@ def test_help_has_examples(capsys):
     assert cli.main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
     assert "examples:" in out
-    assert "a line of a trace:" in out
+    assert "line of a trace:" in out

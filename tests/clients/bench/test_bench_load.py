@@ -195,9 +195,9 @@ GOOD = {"arrival_s": 0, "prompt_tokens": 3, "max_tokens": 1}
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "this is no JSON"),
+        ("{", "not JSON"),
         ([1], "expected an object, got list"),
-        (GOOD | {"max_token": 3}, "max_token: there is no such field; there are arrival_s, prompt_token_ids"),
+        (GOOD | {"max_token": 3}, "max_token: there is no such field; the fields are arrival_s, prompt_token_ids"),
         (GOOD | {"max_tokens": 0}, "max_tokens: expected a whole number from 1 to 16,777,216, got 0"),
         (GOOD | {"max_tokens": True}, "max_tokens: expected a whole number from 1 to 16,777,216, got True"),
         ({"arrival_s": 0, "prompt_tokens": 3}, "max_tokens: expected a whole number from 1 to 16,777,216, got nothing"),
@@ -214,7 +214,7 @@ GOOD = {"arrival_s": 0, "prompt_tokens": 3, "max_tokens": 1}
             {"arrival_s": 0, "max_tokens": 1, "prompt_token_ids": [1, 100]},
             r"prompt_token_ids\[1\]: expected a token id below 100, got 100",
         ),
-        (GOOD | {"conversation": 1.5}, "conversation: expected text or a number, got 1.5"),
+        (GOOD | {"conversation": 1.5}, "conversation: expected a string or a number, got 1.5"),
     ],
 )
 def test_a_bad_line_is_told_with_its_number_and_field(tmp_path, line, message):

@@ -157,7 +157,7 @@ def test_drafts_of_all_requests():
 
 
 def test_the_table_warns():
-    assert "WARNING: this client was busy itself" in table(report(answered(), client=BUSY).summary())
+    assert "WARNING: this client was busy" in table(report(answered(), client=BUSY).summary())
     assert "WARNING: requests were sent late" in table(report(answered(late_s=0.5)).summary())
     assert "WARNING: no request was answered" in table(report(refused()).summary())
     assert "(stopped early)" in table(report(answered(), was_stopped=True).summary())

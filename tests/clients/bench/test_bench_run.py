@@ -79,7 +79,7 @@ async def test_what_is_too_much_at_a_time_is_not_sent_and_told():
     report = await run(load(OpenLoop(10_000), 50), Scripted(0.2), max_outstanding=10)
     assert statuses(report).count(NOT_SENT) == 40
     assert report.failures == {NOT_SENT: 40}
-    assert {record.error for record in report.records if not record.is_ok} == {"10 were on their way already"}
+    assert {record.error for record in report.records if not record.is_ok} == {"10 were in flight already"}
 
 
 async def test_turns_follow_each_other():
