@@ -145,7 +145,7 @@ class RequestStream:
         self._begin()
         try:
             async with asyncio.timeout_at(self._give_up_at) as self._limit:
-                events = await self._mailbox.take(rest=rest)
+                events = await self._mailbox.take_event(rest=rest)
         except TimeoutError:
             self.leave()
             failure = RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "its deadline passed, and no answer came")

@@ -67,7 +67,7 @@ class Mailbox:
         self._is_over = True
         self._news.set()
 
-    async def take(self, *, rest: bool = False) -> list[Event]:
+    async def take_event(self, *, rest: bool = False) -> list[Event]:
         """All events that wait, at least one; with ``rest`` all until the end, for which the consumer is woken once.
         Raises the failure when there are none left."""
         self._wants_rest = rest

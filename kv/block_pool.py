@@ -77,7 +77,7 @@ class BlockPool:
 
     # Holders --------------------------------------------------------------------------------------------------------
 
-    def take(self, num_blocks: int) -> list[int]:
+    def take_blocks(self, num_blocks: int) -> list[int]:
         """Gives out blocks with a refcount of 1, in the order above; hashes of those that had one are forgotten. The
         caller has checked ``num_free``."""
         assert 0 <= num_blocks <= self.num_free

@@ -131,7 +131,7 @@ class KVCacheManager:
         pool.share(prefix)
         # First of all: what is evicted for the new blocks must not take their slots.
         slots = [self.host.restore(block_hash) for block_hash in restored]
-        new = pool.take(num_new)
+        new = pool.take_blocks(num_new)
         for block_hash, slot, block in zip(restored, slots, new, strict=False):
             self._copies_in.append((slot, block))
             pool.publish(block, block_hash)
@@ -144,7 +144,7 @@ class KVCacheManager:
         num_new = num_blocks - len(block_ids)
         if num_new > self.pool.num_free:
             return None
-        new = self.pool.take(num_new)
+        new = self.pool.take_blocks(num_new)
         block_ids += new
         return new
 

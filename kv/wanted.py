@@ -37,7 +37,7 @@ class WantedBlocks:
         # Only of blocks that are not at hand.
         self._whereabouts: dict[bytes, Whereabouts] = {}
 
-    def add(self, owner: Hashable, hashes: Sequence[bytes], goes_before: Callable[[Hashable], bool]) -> int:
+    def add_owner(self, owner: Hashable, hashes: Sequence[bytes], goes_before: Callable[[Hashable], bool]) -> int:
         """A sequence that needs these blocks, its first ones, begins to wait; returns how many of them another one
         needs already. It is charged for blocks of sequences that it ``goes_before``."""
         counts, num_shared = self._counts, 0

@@ -183,7 +183,7 @@ class SpeculationCounts:
         """Tokens."""
         return sum(self.accepted_at)
 
-    def add(self, num_drafted: int, num_accepted: int) -> None:
+    def count_step(self, num_drafted: int, num_accepted: int) -> None:
         """Of one row in one step."""
         self.steps += 1
         for counts, number in ((self.drafted_at, num_drafted), (self.accepted_at, num_accepted)):

@@ -136,10 +136,10 @@ class OpenAiCaller:
         async for chunk in response.content.iter_any():
             now = time.perf_counter()
             *lines, rest = (rest + chunk).split(b"\n")
-            events.take(now, lines)
+            events.take_lines(now, lines)
             if record.status:
                 return
-        events.take(time.perf_counter(), [rest])
+        events.take_lines(time.perf_counter(), [rest])
         events.end(time.perf_counter())
 
 
@@ -152,7 +152,7 @@ class _Events:
         self._num_tokens = 0
         self._usage: dict[str, Any] = {}
 
-    def take(self, now: float, lines: Sequence[bytes]) -> None:
+    def take_lines(self, now: float, lines: Sequence[bytes]) -> None:
         """Notes what came at a moment."""
         token_ids: list[int] = []
         before = self._num_tokens

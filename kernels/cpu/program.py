@@ -1,4 +1,5 @@
-"""Mirrors what ``csrc/model/program.h`` declares, a model as data and one step of it, and calls the library with it."""
+"""Mirrors the types in ``csrc/model/program.h``, a model as data and one step of it, and calls the library with
+them."""
 
 import ctypes
 import weakref
@@ -18,7 +19,7 @@ STAGES = (
 
 
 class ElementType(IntEnum):
-    """What the elements of a tensor on disk are."""
+    """The element type of a tensor on disk."""
 
     F32 = 0
     BF16 = 1
@@ -27,7 +28,7 @@ class ElementType(IntEnum):
 
 
 class QkNormKind(IntEnum):
-    """The norm of queries and keys."""
+    """How queries and keys are normed: not at all, each head by itself, or all heads together."""
 
     NONE = 0
     HEAD = 1
@@ -35,25 +36,25 @@ class QkNormKind(IntEnum):
 
 
 class LinearProgram(Structure):
-    """One product, or several side by side."""
+    """One matrix product, or several side by side."""
 
     _fields_ = (("num_parts", c_int32), ("parts", Matrix * 3))
 
 
 class Rope(Structure):
-    """Angles of a rotary embedding."""
+    """The frequencies and the scale of a rotary embedding."""
 
     _fields_ = (("frequencies", c_void_p), ("scale", c_float))
 
 
 class Expert(Structure):
-    """One expert."""
+    """One expert of a mixture."""
 
     _fields_ = (("gate_up", LinearProgram), ("down", LinearProgram))
 
 
 class LayerProgram(Structure):
-    """One layer."""
+    """One layer of a model."""
 
     _fields_ = (
         ("attention_norm", c_void_p), ("attention_post_norm", c_void_p), ("mlp_norm", c_void_p),
@@ -64,7 +65,7 @@ class LayerProgram(Structure):
 
 
 class ModelProgram(Structure):
-    """A model."""
+    """A model as data."""
 
     _fields_ = (
         ("kernels", POINTER(Kernels)), ("vocab_size", c_int32), ("num_logits", c_int32), ("hidden_size", c_int32),
@@ -82,7 +83,7 @@ class ModelProgram(Structure):
 
 
 class Step(Structure):
-    """One step: rows, tokens, and what is wanted of them."""
+    """One step: its rows and tokens, and the outputs that are requested."""
 
     _fields_ = (
         ("num_tokens", c_int32), ("num_rows", c_int32), ("num_sampled", c_int32), ("num_scored", c_int32),
@@ -98,8 +99,8 @@ class Step(Structure):
 
 
 class Memory:
-    """Zeroed memory of the library's, in huge pages where there are some; pages are taken when first written. It is
-    given back with this object, which must outlive every use of the address."""
+    """Zeroed memory that the library maps, in huge pages where the system has them. The system commits pages on first
+    write. The memory is unmapped with this object, which must outlive every use of the address."""
 
     def __init__(self, library: ctypes.CDLL, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -110,8 +111,8 @@ class Memory:
         _with(self, library.penstock_unmap, self.address, num_bytes)
 
     def populate(self, begin: int, num_bytes: int) -> None:
-        """Takes so many bytes, from ``begin`` on, from the system now, while others may read and write there. One call,
-        which holds no lock of the interpreter's."""
+        """Has the system commit ``num_bytes`` from ``begin`` on now; other threads may read and write there meanwhile.
+        One call, which releases the GIL."""
         self._c.penstock_populate(self.address + begin, num_bytes)
 
 
@@ -133,8 +134,8 @@ class Library:
     def pack(
         self, kernels: Kernels, matrix: Matrix, rows: NDArray[np.uint64], source: ElementType, stride: int
     ) -> tuple[float, float]:
-        """Packs the rows at the addresses, 0 for a missing one, with ``stride`` bytes from column to column. Returns
-        the sums of the squared errors and of the squared weights, both 0 where nothing is quantised."""
+        """Packs the rows at the given addresses, 0 for a missing row, with ``stride`` bytes from column to column.
+        Returns the sum of the squared errors and the sum of the squared weights; both are 0 if nothing is quantised."""
         errors = np.zeros((self.num_threads, 2))
         self._c.penstock_pack(
             self._threads, byref(kernels), byref(matrix), rows.ctypes.data, source, stride, errors.ctypes.data
@@ -149,17 +150,17 @@ class Library:
         scales: NDArray[np.uint64],
         zeros: NDArray[np.uint64],
     ) -> None:
-        """Packs a quantised checkpoint's codes at the addresses, 0 for a missing row."""
+        """Packs the codes of a quantised checkpoint at the given addresses, 0 for a missing row."""
         self._c.penstock_pack_codes(
             self._threads, byref(kernels), byref(matrix), codes.ctypes.data, scales.ctypes.data, zeros.ctypes.data
         )
 
     def loaded(self) -> None:
-        """No more is packed: ends the threads of loading."""
+        """Ends the threads that pack weights. Called when everything is packed."""
         self._end()
 
     def program(self, model: ModelProgram) -> "Program":
-        """What runs the model's steps."""
+        """The object that runs the model's steps."""
         return Program(self._c, self._c.penstock_program(byref(model), self.num_threads, self._cores))
 
 
@@ -172,20 +173,20 @@ class Program:
         _with(self, library.penstock_program_end, handle)
 
     def run(self, step: Step, num_threads: int) -> None:
-        """The step, on so many of the threads."""
+        """Runs the step on ``num_threads`` of the threads."""
         self._c.penstock_step(self._handle, byref(step), num_threads)
 
-    def begin(self, step: Step, num_threads: int) -> None:
-        """All of it but the choice of tokens. The step and what it points to must be kept until that is made, or
-        another step begins; what tokens are chosen by may be changed until then."""
+    def start_step(self, step: Step, num_threads: int) -> None:
+        """Runs the step except for the choice of tokens. The step and everything it points to must stay alive until
+        ``finish`` or the next step; the sampling parameters may change until then."""
         self._c.penstock_step_begin(self._handle, byref(step), num_threads)
 
     def finish(self) -> None:
-        """Chooses the tokens of the step that began."""
+        """Chooses the tokens of the step that ``start_step`` ran."""
         self._c.penstock_step_finish(self._handle)
 
     def seconds(self) -> dict[str, float]:
-        """Spent in each stage so far."""
+        """The seconds spent in each stage so far."""
         seconds = np.zeros(len(STAGES))
         count = self._c.penstock_stages(self._handle, seconds.ctypes.data)
         assert count == len(STAGES), "csrc/model/program.h has other stages"
@@ -193,14 +194,15 @@ class Program:
 
 
 def _with(owner: object, end: Callable[..., None], *arguments: int) -> Callable[[], None]:
-    """Has ``end`` called once: when the owner is gone, or by what is returned. A process that ends calls nothing."""
+    """Arranges for one call of ``end``: when the owner is collected, or when the returned function is called. Not
+    called at process exit."""
     finalizer = weakref.finalize(owner, end, *arguments)
     finalizer.atexit = False
     return finalizer
 
 
 def typed_library(path: Path | None = None) -> ctypes.CDLL:
-    """The library with the types of these functions. Raises LibraryMissing."""
+    """Loads the library and declares its functions' types. Raises LibraryMissing."""
     library = load_library(path)
     address, integer, long = c_void_p, c_int32, c_int64
     signatures: dict[str, tuple[object, list[object]]] = {

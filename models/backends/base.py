@@ -26,10 +26,10 @@ class Backend(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether ``begin`` returns before the batch is computed."""
+        """Whether ``start_step`` returns before the batch is computed."""
         ...
 
-    def renew(self, block_ids: list[int]) -> None:
+    def reset_blocks(self, block_ids: list[int]) -> None:
         """The blocks have a new owner, who will write them: forgets what they held, so that nothing of it can be
         read."""
         ...
@@ -49,7 +49,7 @@ class Backend(Protocol):
         is measured any more."""
         ...
 
-    def begin(self, batch: Batch) -> "Finish":
+    def start_step(self, batch: Batch) -> "Finish":
         """Has the layers run, writing the KV of every token, and the next token chosen of each row that has all its
         history computed; adds to the vectors of those that are pooled. Where that goes on without the caller, the next
         batch may begin before this one is finished: its rows' newest tokens are ``UNKNOWN`` then."""
@@ -57,7 +57,8 @@ class Backend(Protocol):
 
 
 Finish = Callable[[], BatchResult]
-"""Waits until a batch is computed. Called once for each, in their order; by another thread than ``begin``, perhaps."""
+"""Waits until a batch is computed. It is called once for each batch, in their order, perhaps by another thread than
+``start_step``."""
 
 
 class SynchronousBackend(ABC):
@@ -69,7 +70,7 @@ class SynchronousBackend(ABC):
     def run(self, batch: Batch) -> BatchResult:
         """The whole step."""
 
-    def begin(self, batch: Batch) -> Finish:
+    def start_step(self, batch: Batch) -> Finish:
         """Computes it, and says so."""
         result = self.run(batch)
         return lambda: result

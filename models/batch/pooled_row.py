@@ -27,7 +27,7 @@ class PooledRow:
         start, end = max(start, self._positions.start), min(end, self._positions.stop)
         return range(start, max(start, end))
 
-    def add(self, states: Floats) -> None:
+    def add_states(self, states: Floats) -> None:
         """Adds the states, (N, hidden), of positions that are ``counted``."""
         for state in states:
             self.total += state

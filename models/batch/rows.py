@@ -55,7 +55,7 @@ class Row:
         """Says which token it was."""
         self.history[position] = token_id
         if self.counts is not None:
-            self.counts.add(token_id)
+            self.counts.count_token(token_id)
 
     def append(self, token_id: int) -> None:
         """Adds a sampled token to the history."""

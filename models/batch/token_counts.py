@@ -16,14 +16,14 @@ class TokenCounts:
         for token_id in dict.fromkeys(history):
             self._place_of(token_id)
         for token_id in history[num_prompt_tokens:]:
-            self.add(token_id)
+            self.count_token(token_id)
 
     def with_more(self, token_ids: Sequence[int]) -> "TokenCounts":
         """A copy in which these are counted too."""
         copy = TokenCounts([], 0)
         copy._place, copy._ids, copy._output = self._place.copy(), self._ids.copy(), self._output.copy()
         for token_id in token_ids:
-            copy.add(token_id)
+            copy.count_token(token_id)
         return copy
 
     @property
@@ -36,7 +36,7 @@ class TokenCounts:
         """How often each of ``ids`` was output."""
         return self._output[: len(self._place)]
 
-    def add(self, token_id: int) -> None:
+    def count_token(self, token_id: int) -> None:
         """Counts one more output token."""
         place = self._place_of(token_id)  # first: it may replace the array
         self._output[place] += 1

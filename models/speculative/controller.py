@@ -67,7 +67,7 @@ class SpeculationController:
     notices when it would pay. A drafter that reads along follows the rows that pay; of the others one at a time, for
     the same share.
 
-    ``add``, ``forget``, ``choose`` and ``draft`` are called by one thread, ``read`` and ``observe`` perhaps by another.
+    One thread calls ``add_row``, ``drop_row``, ``choose`` and ``draft``; another may call ``read`` and ``observe``.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class SpeculationController:
         self._drafter.read(batch, features)
         self._reading_s = self._clock() - began
 
-    def renew(self, block_ids: Sequence[int]) -> None:
+    def reset_blocks(self, block_ids: Sequence[int]) -> None:
         """Blocks have another content than they had."""
-        self._drafter.renew(block_ids)
+        self._drafter.reset_blocks(block_ids)
 
     def measure(self, run: Callable[[int], None], most: int) -> None:
         """Finds out what steps cost: ``run`` computes one of so many tokens, up to ``most``."""
@@ -147,17 +147,17 @@ class SpeculationController:
     def _ask_each(self, rows: Sequence[Row]) -> None:
         self._drafter.propose([Wanted(row, 1) for row in rows])
 
-    def add(self, row: Row) -> None:
+    def add_row(self, row: Row) -> None:
         """A row begins."""
         if row.max_drafts and row.pooled is None:
             most = min(row.max_drafts, self._max_drafts)
             chances = RowAcceptance(most, self._drawn if row.sampling.temperature else self._greedy)
             record = RowRecord(most, chances, self._typical_s)
-            self._rows.add(row, record, self._may_try(self._to_ask_s))
+            self._rows.add_row(row, record, self._may_try(self._to_ask_s))
 
-    def forget(self, row: Row) -> None:
+    def drop_row(self, row: Row) -> None:
         """A row is dropped."""
-        self._rows.forget(row)
+        self._rows.drop_row(row)
 
     def choose(self, table: RowTable, plan: StepPlan) -> list[Wanted]:
         """Rows that the plan continues, for which ``draft`` is to be called once their tokens are known; none: nothing

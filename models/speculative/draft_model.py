@@ -118,17 +118,17 @@ class DraftModelDrafter(Drafter):
         """All rows, whose blocks are the draft model's too."""
         self._table = table
 
-    def renew(self, block_ids: Sequence[int]) -> None:
+    def reset_blocks(self, block_ids: Sequence[int]) -> None:
         """Whatever the draft model had there is lost."""
         self._is_whole[list(block_ids)] = False
-        self._backend.renew(list(block_ids))
+        self._backend.reset_blocks(list(block_ids))
 
     def backlog(self, row: Row) -> int:
         """Tokens that the draft model would read of it, besides the newest; but for what it finds in the cache."""
         draft = self._drafts.get(row)
         return max(0, min(self._max_tokens, len(row.history) - (0 if draft is None else draft.num_computed)) - 1)
 
-    def forget(self, row: Row) -> None:
+    def drop_row(self, row: Row) -> None:
         """The row is dropped."""
         draft = self._drafts.pop(row, None)
         if draft is not None:
@@ -192,7 +192,7 @@ class DraftModelDrafter(Drafter):
             token_ids += draft.row.history[start : min(end, known)]
             token_ids += draft.drafted[max(start - known, 0) : max(end - known, 0)]
         sampling = [span.draft for span in spans if span.most]
-        result = self._backend.begin(
+        result = self._backend.start_step(
             Batch(
                 rows=[draft.row for draft in drafts],
                 starts=np.array(starts, dtype=np.int64),

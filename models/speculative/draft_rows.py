@@ -48,7 +48,7 @@ class DraftedRows:
         """None: nothing may be drafted for it."""
         return self._records.get(row)
 
-    def add(self, row: Row, record: RowRecord, may_try: bool) -> None:
+    def add_row(self, row: Row, record: RowRecord, may_try: bool) -> None:
         """A row begins; ``may_try``: there is time for what does not pay. A row that has just begun is the best to be
         on trial, since the drafter reads it whole."""
         self._records[row] = record
@@ -59,14 +59,14 @@ class DraftedRows:
         elif self._reads and may_try:
             self.begin_trial(row, record)
 
-    def forget(self, row: Row) -> None:
+    def drop_row(self, row: Row) -> None:
         """A row is dropped."""
         record = self._records.pop(row, None)
         if record is not None:
             self.num_paying -= record.worth_s >= 0.0
             self.num_followed -= record.is_followed
             self.num_on_trial -= record.trials_left > 0
-            self._drafter.forget(row)
+            self._drafter.drop_row(row)
 
     def set_worth(self, row: Row, record: RowRecord, worth_s: float) -> None:
         """Whoever does not pay any more is left."""

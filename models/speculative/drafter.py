@@ -46,7 +46,7 @@ class Drafter(ABC):
         return 0
 
     def follow(self, row: Row) -> None:  # noqa: B027
-        """From now on it is given the row's hidden states, which it keeps: until ``leave`` or ``forget``."""
+        """From now on it is given the row's hidden states, which it keeps: until ``leave`` or ``drop_row``."""
 
     def leave(self, row: Row) -> None:  # noqa: B027
         """It follows the row no more."""
@@ -58,7 +58,7 @@ class Drafter(ABC):
     def attach(self, table: RowTable) -> None:  # noqa: B027
         """Called once, before all else: all rows. Who drafts from text alone needs no more than it is given later."""
 
-    def renew(self, block_ids: Sequence[int]) -> None:  # noqa: B027
+    def reset_blocks(self, block_ids: Sequence[int]) -> None:  # noqa: B027
         """Blocks have another content than they had. Who keeps nothing by blocks need not know."""
 
     @abstractmethod
@@ -66,5 +66,5 @@ class Drafter(ABC):
         """One for each row; none of its tokens is fine."""
 
     @abstractmethod
-    def forget(self, row: Row) -> None:
+    def drop_row(self, row: Row) -> None:
         """The row is dropped; what it output may help others of its tenant. Its last tokens may be ``UNKNOWN``."""

@@ -23,9 +23,9 @@ class NgramDrafter(Drafter):
         self._indexes.extend([row for row, _ in wanted])
         return [self._propose(row, max_drafts) for row, max_drafts in wanted]
 
-    def forget(self, row: Row) -> None:
+    def drop_row(self, row: Row) -> None:
         """Its index goes."""
-        self._indexes.forget(row)
+        self._indexes.drop_row(row)
 
     def _propose(self, row: Row, max_drafts: int) -> Proposal:
         history = row.history

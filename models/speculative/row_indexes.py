@@ -43,7 +43,7 @@ class RowIndexes:
             portion -= done
         return portion
 
-    def forget(self, row: Row) -> None:
+    def drop_row(self, row: Row) -> None:
         """The row is dropped."""
         cursor = self._cursors.pop(row, None)
         if cursor is not None:

@@ -29,7 +29,7 @@ class _Outputs:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def add(self, token_ids: list[int]) -> int:
+    def add_tokens(self, token_ids: list[int]) -> int:
         """Returns how many tokens that takes."""
         self.index.tokens += token_ids
         self.index.tokens.append(UNKNOWN)
@@ -69,9 +69,9 @@ class SuffixDrafter(Drafter):
                 portion -= outputs.index.extend(portion)
         return [self._propose(row, max_drafts) for row, max_drafts in wanted]
 
-    def forget(self, row: Row) -> None:
+    def drop_row(self, row: Row) -> None:
         """Keeps what it output for others of its tenant."""
-        self._indexes.forget(row)
+        self._indexes.drop_row(row)
         self._cursors.pop(row, None)
         output = row.history[row.num_prompt_tokens :]
         if UNKNOWN in output:  # a step that is not over yet chooses it
@@ -80,7 +80,7 @@ class SuffixDrafter(Drafter):
             return
         outputs = self._outputs.setdefault(row.tenant, _Outputs())
         self._outputs.move_to_end(row.tenant)
-        self._num_output += outputs.add(output)
+        self._num_output += outputs.add_tokens(output)
         while len(outputs) > self._config.suffix_decoding_max_cached_requests:
             self._num_output -= outputs.forget_oldest()
         self._make_room()

@@ -111,7 +111,7 @@ class StructuredOutputManager:
     def _add_to_background(self, row: Row, end: int, known: threading.Event) -> None:
         assert row.matcher is not None
         row.matcher.is_pending = True
-        self._background.add(RowWork(row, end, known, self._found, self._tools))
+        self._background.add_work(RowWork(row, end, known, self._found, self._tools))
 
     def wait_ready(self, rows: Sequence[Row], known: threading.Event, timeout_s: float) -> None:
         """Waits until one of the rows may be in a batch."""
@@ -155,7 +155,7 @@ class StructuredOutputManager:
             meter.charge(matcher)
         return matcher.kept(end)[:at_most]
 
-    def begin(self, lines: list[SampledPosition], known: threading.Event) -> GrammarBitmasks | None:
+    def start_masks(self, lines: list[SampledPosition], known: threading.Event) -> GrammarBitmasks | None:
         """Has the masks of a batch's lines found out; None where no row of them has a grammar. ``known`` is set when
         the newest tokens of the rows are."""
         indices = [index for index, line in enumerate(lines) if line.row.matcher is not None]
@@ -177,7 +177,7 @@ class StructuredOutputManager:
             works.append(work)
         added = [self._add(work, masks) for work in works]
         if any(added):
-            masks.begin()
+            masks.start_jobs()
         return GrammarBitmasks(indices, masks, masks.late)
 
     def _add(self, work: RowWork, masks: MaskRound) -> bool:
@@ -194,7 +194,7 @@ class StructuredOutputManager:
             self._add_to_background(work.row, work.end, work.known)
             return False
         matcher.is_pending = True
-        masks.add(work)
+        masks.add_row(work)
         return True
 
 

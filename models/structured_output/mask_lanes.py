@@ -88,7 +88,7 @@ class StepLane:
         self._stuck: list[_JobThread] = []
         self._current = self._start()
 
-    def add(self, jobs: Iterable[MaskJob]) -> None:
+    def add_jobs(self, jobs: Iterable[MaskJob]) -> None:
         """Queues jobs."""
         with self._changed:
             self._jobs += jobs
@@ -127,7 +127,7 @@ class StepLane:
                 self._changed.wait_for(lambda: self._jobs)
                 job = self._jobs.popleft()
             job.known.wait()
-            me.begin(job)
+            me.begin_job(job)
             job.run()
             with self._changed:
                 me.end()
@@ -146,7 +146,7 @@ class _JobThread:
         """Elapsed and CPU time at the job's beginning; None between jobs."""
         self._is_slow = False
 
-    def begin(self, job: MaskJob) -> None:
+    def begin_job(self, job: MaskJob) -> None:
         self.tenant = job.tenant
         self._began = time.monotonic(), time.thread_time()
 
@@ -209,7 +209,7 @@ class BackgroundLane:
         self._busy: set[str] = set()
         """Tenants that threads work for."""
 
-    def add(self, work: Work) -> None:
+    def add_work(self, work: Work) -> None:
         """Queues work. Threads start when they are needed."""
         with self._changed:
             if all(work.tenant != other.tenant for other in self._waiting):

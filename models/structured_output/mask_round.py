@@ -50,7 +50,7 @@ class MaskRound:
         self._late_lines: list[slice] = []
         self._took_s: defaultdict[CompiledGrammar, float] = defaultdict(float)
 
-    def add(self, work: RowWork) -> None:
+    def add_row(self, work: RowWork) -> None:
         """Before it is begun: one more row."""
         self._works.append(work)
         self._open.add(work)
@@ -62,7 +62,7 @@ class MaskRound:
         self.late.add(work.row.number)
         self._late_lines.append(work.lines)
 
-    def begin(self) -> None:
+    def start_jobs(self) -> None:
         """Has the masks computed: of a tenant's rows that took little time together, of each other row by itself."""
         together: defaultdict[str, list[RowWork]] = defaultdict(list)
         for work in self._works:
@@ -70,7 +70,9 @@ class MaskRound:
                 together[work.tenant].append(work)
         jobs = [MaskJob(tenant, self._known, partial(self._run_together, works)) for tenant, works in together.items()]
         alone = [work for work in self._works if not work.matcher.is_trusted]
-        self._lane.add(jobs + [MaskJob(work.tenant, self._known, partial(self._run_alone, work)) for work in alone])
+        self._lane.add_jobs(
+            jobs + [MaskJob(work.tenant, self._known, partial(self._run_alone, work)) for work in alone]
+        )
 
     def finish(self, works: Sequence[RowWork]) -> None:
         """The masks of rows are there."""
@@ -131,7 +133,7 @@ class MaskRound:
                 self.sits_out(work)
             if not self._open:
                 self._changed.notify_all()
-        self._background.add(work)
+        self._background.add_work(work)
         return False
 
     def result(self) -> Words:

@@ -43,7 +43,7 @@ class EvaluationSums:
     def bits_per_byte(self) -> float:
         return self.nats / math.log(2) / max(1, self.num_bytes)
 
-    def add(self, nats: float, num_bytes: int, num_tokens: int) -> None:
+    def add_document(self, nats: float, num_bytes: int, num_tokens: int) -> None:
         self.nats += nats
         self.num_bytes += num_bytes
         self.num_tokens += num_tokens
@@ -90,7 +90,7 @@ def measure(model: Decoder, parts: list[Window], device: str, quiet: bool = Fals
             for row, part in zip(nats, batch, strict=True):
                 count = len(part.ids) - 1
                 for name in (part.domain, "all"):
-                    tallies[name].add(float(row[:count].double().sum()), part.num_bytes, count)
+                    tallies[name].add_document(float(row[:count].double().sum()), part.num_bytes, count)
             bar.update(len(batch))
     return dict(tallies)
 

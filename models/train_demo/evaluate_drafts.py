@@ -132,7 +132,7 @@ class Steps:
     accepted: Counter[int] = field(default_factory=Counter)
     number: Counter[int] = field(default_factory=Counter)
 
-    def add(self, right: Tensor, start: int) -> None:
+    def add_predictions(self, right: Tensor, start: int) -> None:
         self.tokens += len(right) - start
         for k in COUNTS:
             accepted, steps = count_accepted(right, start, k)
@@ -180,7 +180,7 @@ def main() -> None:
     for output in tqdm(written, unit="output"):
         choice = "greedy" if output.seed is None else "temperature 1"
         for name, drafter in drafters.items():
-            tallies[name, output.kind, choice].add(drafter(output), output.start)
+            tallies[name, output.kind, choice].add_predictions(drafter(output), output.start)
         del output.noise  # of some megabytes
     print("| drafter | text | choice | tokens |", *(f"k = {k} |" for k in COUNTS))
     print("|---|---|---|---:|" + "---:|" * MAX_DRAFTS)

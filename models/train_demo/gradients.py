@@ -55,7 +55,7 @@ class Gradients(Generic[Trained]):
             self.free.put(replica)
         self.pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
 
-    def add(self, batch: Tensor) -> float:
+    def add_batch(self, batch: Tensor) -> float:
         """Adds the gradient of the mean loss of `batch`, ids of shape (rows, length + 1); returns that loss in nats."""
         length = batch.shape[1] - 1
         cos, sin = (table.to(self.device) for table in rotary_tables(self.model.shape, length))

@@ -138,7 +138,7 @@ class Trainer(Generic[Trained]):
 
     def step(self, batch: Tensor, factor: float) -> float:
         """One update on `batch`, ids of shape (rows, length + 1); returns the mean loss in nats."""
-        loss = self.gradients.add(batch)
+        loss = self.gradients.add_batch(batch)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
             for group in optimizer.param_groups:

@@ -127,7 +127,7 @@ def _run_plans(
     while (plan := plans.get()) is not None:
         if isinstance(plan, Exception):
             raise plan
-        answers.expect(runner.begin, plan)
+        answers.expect(runner.start_step, plan)
         if not runner.runs_ahead:
             answers.send_next()
 

@@ -137,7 +137,7 @@ class Runner:
         blocks = list(range(-(-num_tokens // self._backend.facts.block_size)))
         added = AddedRow(0, 0, [0], 1, 0, blocks, SamplingParams())
         plan = StepPlan(0, [], [added], [], [], [Decode(0, num_tokens)])
-        self._backend.renew(self._rows.apply(plan))
+        self._backend.reset_blocks(self._rows.apply(plan))
         self._compute(plan, Drafted({0: [0] * (num_tokens - 1)}), self._clock())()
         self._rows.apply(StepPlan(0, [0], [], [], [], []))
 
@@ -149,9 +149,9 @@ class Runner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Applies a plan and computes it. ``waited_us`` of the result is left at 0 for the caller, who knows."""
-        return self.begin(plan)()
+        return self.start_step(plan)()
 
-    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+    def start_step(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Applies a plan and has it computed; what is returned waits for the result. Plans begin in their order, and
         are waited for in their order, by another thread perhaps."""
         began = self._clock()
@@ -172,9 +172,9 @@ class Runner:
         drafting, rows = self._drafting, self._rows
         if drafting is not None:
             for number in plan.dropped:
-                drafting.forget(rows[number])
+                drafting.drop_row(rows[number])
         fresh = rows.apply(plan)
-        self._backend.renew(fresh)
+        self._backend.reset_blocks(fresh)
         if self._matching:
             self._matching.difference_update(plan.dropped)
         for added in plan.added:
@@ -184,9 +184,9 @@ class Runner:
                 rows[added.row].matcher = self._grammars.matcher(added.grammar, added.num_prompt_tokens, added.tenant)
         if drafting is not None:
             if fresh or plan.copies_in:
-                drafting.renew([*fresh, *(block for _, block in plan.copies_in)])
+                drafting.reset_blocks([*fresh, *(block for _, block in plan.copies_in)])
             for added in plan.added:
-                drafting.add(rows[added.row])
+                drafting.add_row(rows[added.row])
 
     def _without_late(self, plan: StepPlan) -> tuple[StepPlan, list[RowResult]]:
         """What a plan is without rows whose masks are not there, and these rows' results. Where that leaves nothing, it
@@ -228,9 +228,9 @@ class Runner:
         is_fenced = self._newest.is_set()
         layers = () if self._drafting is None else self._drafting.feature_layers
         batch = build_batch(self._rows, plan, drafted.drafts, layers)
-        if self._grammars is not None and (masks := self._grammars.begin(batch.lines, self._newest)) is not None:
+        if self._grammars is not None and (masks := self._grammars.start_masks(batch.lines, self._newest)) is not None:
             batch = replace(batch, masks=masks)
-        finish = self._backend.begin(batch)
+        finish = self._backend.start_step(batch)
         ends = batch.ends.tolist()
         # A backend that is still computing has waited for the masks all the same.
         late = frozenset() if batch.masks is None else batch.masks.late

@@ -100,7 +100,7 @@ class Engine:
         if request.deadline is not None:
             self._deadlines[request.request_id] = self._call_at(request.deadline, request.request_id)
         try:
-            self._scheduler.add(request)
+            self._scheduler.add_request(request)
         except BaseException:
             self._forget(request.request_id)
             raise

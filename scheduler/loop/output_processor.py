@@ -88,9 +88,9 @@ class OutputProcessor:
             self._tell(choice, delta)
 
     def _count_drafts(self, choice: SequenceState, num_drafted: int, num_accepted: int) -> None:
-        choice.live.speculation.add(num_drafted, num_accepted)
+        choice.live.speculation.count_step(num_drafted, num_accepted)
         choice.live.timeline.drafted(choice.index, num_drafted, num_accepted)
-        self._planner.counters.speculation.add(num_drafted, num_accepted)
+        self._planner.counters.speculation.count_step(num_drafted, num_accepted)
 
     def _deliver(self, choice: SequenceState, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
         live = choice.live
@@ -99,7 +99,7 @@ class OutputProcessor:
             live.timeline.first_token(live.first_token_at)
             self._outlook.began(live, live.first_token_at)
         try:
-            delta = choice.delivery.take(token_ids, logprobs)
+            delta = choice.delivery.take_tokens(token_ids, logprobs)
         except Exception as error:
             self._give_up(live, error)
             return

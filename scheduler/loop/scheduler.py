@@ -110,7 +110,7 @@ class Scheduler:
         self._intake.check_rates(tenant, kind)
         self.tenants.charge(tenant, kind)
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Takes a request into the queue and tells its sink. Raises Refused."""
         assert request.request_id not in self._requests, "request ids are unique among live requests"
         entry = self._intake.examine(request, self._num_arrived, is_first=not self._requests)
@@ -220,7 +220,7 @@ class Scheduler:
         for choice in live.choices:
             if choice.state is not SequenceStatus.ENDED:
                 self._planner.retire(choice)
-        self._suspects.forget(live.request.request_id)
+        self._suspects.drop_request(live.request.request_id)
         self.outlook.ended(live, reason)
         context = self._close(live, reason)
         del self._requests[live.request.request_id]
@@ -315,7 +315,7 @@ class Scheduler:
             logger.error("request %s ended the worker twice while it ran alone; it is refused", request_id)
             self.abort(request_id, EngineFinishReason.KILLED_WORKER)
         for request_id in fatal.keys() - self._requests.keys():
-            self._suspects.forget(request_id)
+            self._suspects.drop_request(request_id)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """From the next plan on ``config`` holds, but for what stays as it was at the start; no request is lost by it.

@@ -42,7 +42,7 @@ class TokenBucket:
         self._at = now
         return self._level
 
-    def take(self, amount: float, now: float) -> None:
+    def take_tokens(self, amount: float, now: float) -> None:
         """Also what it does not have."""
         self._level = self.level(now) - amount
 
@@ -82,16 +82,16 @@ class TenantRateLimit:
         """How long until there are so many tokens, or as many as there can be."""
         return 0.0 if self._tokens is None else self._tokens.wait_s(num_tokens, now)
 
-    def take(self, kind: Rated, now: float) -> None:
+    def take_from(self, kind: Rated, now: float) -> None:
         """Takes one from a rate."""
         bucket = self._rates[kind]
         if bucket is not None:
-            bucket.take(1.0, now)
+            bucket.take_tokens(1.0, now)
 
     def take_tokens(self, num_tokens: int, now: float) -> None:
         """So many were used."""
         if self._tokens is not None:
-            self._tokens.take(num_tokens, now)
+            self._tokens.take_tokens(num_tokens, now)
 
     def is_full(self, now: float) -> bool:
         """Whether nothing would be lost if this were made anew."""

@@ -18,7 +18,7 @@ class PinnedPrefixes:
     def __bool__(self) -> bool:
         return bool(self._choices)
 
-    def add(self, choice: SequenceState) -> None:
+    def add_sequence(self, choice: SequenceState) -> None:
         """A forked choice waits, with the blocks that it shares with the first one."""
         if choice.pinned:
             self._kv.share(choice.pinned)
@@ -39,6 +39,6 @@ class PinnedPrefixes:
             self._on_taken(choice)
         return bool(victims)
 
-    def forget(self) -> None:
+    def drop_sequences(self) -> None:
         """The blocks are gone, whoever kept them."""
         self._choices.clear()

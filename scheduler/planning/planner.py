@@ -133,7 +133,7 @@ class Planner:
 
     def enter(self, choice: SequenceState) -> None:
         """Puts a new choice into the queue; a forked one keeps its blocks of the prompt while it waits."""
-        self._pins.add(choice)
+        self._pins.add_sequence(choice)
         self.waiting.put(choice)
 
     def retire(self, choice: SequenceState) -> None:
@@ -180,7 +180,7 @@ class Planner:
             self._say_left(choice)
             self.running.remove(choice)
         self.kv.reset()
-        self._pins.forget()
+        self._pins.drop_sequences()
         for choice in waiting + begun:
             choice.restart()
             self.waiting.put(choice)
@@ -266,7 +266,7 @@ class Planner:
         while (new := self.kv.grow(choice.block_ids, num_blocks)) is None:
             if self._pins.remove_all():
                 continue
-            victim = self._giving_way.for_row(choice, not_planned)
+            victim = self._giving_way.victim_for_decode(choice, not_planned)
             needy = "it" if victim is choice else choice.live.request.request_id
             self._preempt(victim, lacked_blocks(needy, num_blocks - len(choice.block_ids)))
             if victim is choice:
@@ -289,7 +289,7 @@ class Planner:
         self.running.remove(choice)
         self.kv.retract(choice, choice.hashes[choice.num_published :])
         self.kv.free(choice.block_ids)
-        self.rows.drop(choice.row)
+        self.rows.free_row(choice.row)
         choice.leave_row()
 
     # Chunks of histories --------------------------------------------------------------------------------------------
@@ -308,10 +308,10 @@ class Planner:
             self._say_spent()
             return chunked
         this_round, behind = PrefillRound(), self._behind()
-        beginners = self.beginnings.candidates(this_round)
+        beginners = self.beginnings.schedulable(this_round)
         for choice in merge(behind, beginners, key=self.waiting.order) if len(self.waiting) else behind:
             if choice.state is SequenceStatus.WAITING:
-                if not self.beginnings.begin(plan, choice, this_round):
+                if not self.beginnings.try_add(plan, choice, this_round):
                     continue
                 self._tenants.began(choice.live.tenant)
             budget -= self._plan_chunk(plan, choice, budget)
@@ -377,7 +377,7 @@ class Planner:
         choice = self.beginnings.first_without_room()
         if choice is None:
             return False
-        victim = self._giving_way.for_waiting(choice, self.beginnings.num_missing_for(choice), self.max_rows)
+        victim = self._giving_way.victim_for_waiting(choice, self.beginnings.num_missing_for(choice), self.max_rows)
         if victim is None:
             return False
         choice.num_overtaken = MAX_OVERTAKEN  # what is freed is for nobody else

@@ -57,7 +57,7 @@ class PreemptionPolicy:
             held[choice.live.tenant] += len(choice.block_ids)
         return held
 
-    def for_row(self, needy: SequenceState, not_planned: Sequence[SequenceState]) -> SequenceState:
+    def victim_for_decode(self, needy: SequenceState, not_planned: Sequence[SequenceState]) -> SequenceState:
         """Returns the row whose blocks a decoding row takes: itself, if no row comes after it. ``not_planned``: the
         decoding rows that were not in the plan yet, some of which may have given way since; rows in the plan never
         do."""
@@ -87,7 +87,7 @@ class PreemptionPolicy:
             use.num_rows > 1 and use.num_rows - 1 >= num_rows * tenants.share_beside(use, tenant) for use in tenants
         )
 
-    def for_waiting(self, choice: SequenceState, num_blocks: int, max_rows: int) -> SequenceState | None:
+    def victim_for_waiting(self, choice: SequenceState, num_blocks: int, max_rows: int) -> SequenceState | None:
         """Who gives way to a choice that waits for ``num_blocks`` or for one of ``max_rows``; None if nobody has to, or
         if it would not be enough."""
         if self._running.held:

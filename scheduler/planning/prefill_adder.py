@@ -71,7 +71,7 @@ class PrefillAdder:
         late, self._late = self._late, []
         return late
 
-    def candidates(self, this_round: PrefillRound) -> Iterator[SequenceState]:
+    def schedulable(self, this_round: PrefillRound) -> Iterator[SequenceState]:
         """Those that may begin if there is room, in order. May be read one ahead of what is planned."""
         for choice in self._waiting.in_order():
             if this_round.is_over:
@@ -82,7 +82,7 @@ class PrefillAdder:
             if not self._is_kept_back(choice):
                 yield choice
 
-    def begin(self, plan: StepPlan, choice: SequenceState, this_round: PrefillRound) -> bool:
+    def try_add(self, plan: StepPlan, choice: SequenceState, this_round: PrefillRound) -> bool:
         """Begins a row, if there is room for it."""
         if this_round.is_over or len(self._running) >= self.max_rows:
             return False
@@ -203,10 +203,10 @@ class PrefillAdder:
         if choice.is_new:
             live.usage.cached_tokens += num_cached
         self.num_cached_tokens += num_cached
-        row, epoch = self._rows.take(choice)
-        choice.begin(row, epoch, block_ids, num_cached_blocks, self._kv.block_size)
+        row, epoch = self._rows.allocate_row(choice)
+        choice.start_row(row, epoch, block_ids, num_cached_blocks, self._kv.block_size)
         live.timeline.began(choice.index, plan.step, num_cached)
-        self._running.add(choice)
+        self._running.add_sequence(choice)
         self._kv.announce(choice, choice.hashes[num_cached_blocks:])
         plan.added.append(
             AddedRow(

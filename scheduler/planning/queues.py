@@ -133,7 +133,9 @@ class WaitingQueue:
             num_tokens = len(choice.token_ids)
             choice.num_wanted = min(len(choice.hashes), (num_tokens - 1) // self._block_size)
             hashes = choice.hashes[: choice.num_wanted]
-            num_shared = self._wanted.add(choice, hashes, lambda other: cast(SequenceState, other).rank > choice.rank)
+            num_shared = self._wanted.add_owner(
+                choice, hashes, lambda other: cast(SequenceState, other).rank > choice.rank
+            )
         choice.num_shared = num_shared
         choice.work = self._work(choice)
         choice.is_queued = True
@@ -262,7 +264,7 @@ class RunningQueue:
     def __iter__(self) -> Iterator[SequenceState]:
         return chain(self.prefilling, self.decoding, self.held)
 
-    def add(self, choice: SequenceState) -> None:
+    def add_sequence(self, choice: SequenceState) -> None:
         """Enters a choice whose row begins."""
         insort(self.prefilling, choice, key=_rank)
         choice.live.tenant.num_rows += 1

@@ -24,14 +24,14 @@ class RowIdAllocator(Generic[Holder]):
         """Numbers that can be taken now."""
         return len(self._free)
 
-    def take(self, holder: Holder) -> tuple[int, int]:
+    def allocate_row(self, holder: Holder) -> tuple[int, int]:
         """A free row number and the epoch of its new life."""
         row = self._free.pop()
         self._holders[row] = holder
         self._epochs[row] += 1
         return row, self._epochs[row]
 
-    def drop(self, row: int) -> None:
+    def free_row(self, row: int) -> None:
         """The row ends: the next plan says so."""
         assert row not in self._dropped
         self._dropped.append(row)

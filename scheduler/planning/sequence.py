@@ -293,7 +293,7 @@ class SequenceState:
             not self.is_pooled or self.live.request.reads_cache
         )
 
-    def begin(self, row: int, epoch: int, block_ids: list[int], num_cached_blocks: int, block_size: int) -> None:
+    def start_row(self, row: int, epoch: int, block_ids: list[int], num_cached_blocks: int, block_size: int) -> None:
         """A row's life starts, with KV in its first blocks."""
         assert self.state is SequenceStatus.WAITING
         assert not self.in_flight, "a row begins again before its newest plan is answered"

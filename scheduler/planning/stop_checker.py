@@ -19,7 +19,7 @@ class HeldLogprobs:
     top_token_ids: list[int] = field(default_factory=list)
     top: list[float] = field(default_factory=list)
 
-    def add(self, logprobs: TokenLogprobs, index: int) -> None:
+    def add_token(self, logprobs: TokenLogprobs, index: int) -> None:
         """Takes entry ``index`` of an answer."""
         span = slice(index * self.num_top, (index + 1) * self.num_top)
         self.chosen.append(logprobs.chosen[index])
@@ -82,7 +82,7 @@ class OutputBuffer:
         self._lengths: list[int] = []
         """Characters of the text that begin in the oldest tokens of ``_held``, as far as that is known."""
 
-    def take(self, token_ids: Sequence[int], logprobs: TokenLogprobs | None) -> SequenceDelta | None:
+    def take_tokens(self, token_ids: Sequence[int], logprobs: TokenLogprobs | None) -> SequenceDelta | None:
         """What a step's tokens let go, or None. If one of them ends the choice, ``end`` is set; the rest is ignored."""
         assert self.end is None
         num_released = 0
@@ -124,7 +124,7 @@ class OutputBuffer:
         self._held.append(token_id)
         if self._held_logprobs is not None:
             assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
-            self._held_logprobs.add(logprobs, index)
+            self._held_logprobs.add_token(logprobs, index)
 
     def _end(self, end: StopMatch) -> TextDelta:
         self.end = end

@@ -87,7 +87,7 @@ class TenantAccounting:
         if self._config.tenant(name).requests_per_second is None:
             return
         now = self._clock()
-        self._use(name, now).allowance.take(kind, now)
+        self._use(name, now).allowance.take_from(kind, now)
         self._forget_some()
 
     def enter(self, name: str, num_prompt_tokens: int) -> TenantUse:

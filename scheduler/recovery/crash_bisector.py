@@ -85,7 +85,7 @@ class CrashBisector:
         record.num_alone += 1
         if record.num_alone < CRASHES_ALONE:
             return False
-        self.forget(request_id)
+        self.drop_request(request_id)
         return True
 
     def answered(self, step: Mapping[str, int]) -> None:
@@ -114,7 +114,7 @@ class CrashBisector:
                 self._postponed.discard(request_id)
                 self._arrange([*self._groups, [request_id]])
 
-    def forget(self, request_id: str) -> None:
+    def drop_request(self, request_id: str) -> None:
         """The request has ended."""
         self._held.discard(request_id)
         self._postponed.discard(request_id)

@@ -81,7 +81,7 @@ class FakeRow:
 class Slots(Protocol):
     """What is known of the KV cache's content."""
 
-    def begin(self, row: FakeRow) -> None:
+    def start_row(self, row: FakeRow) -> None:
         """A row begins, with blocks of which the first are shared."""
         ...
 
@@ -124,7 +124,7 @@ class CheckedSlots:
         self._num_holders = [0] * num_blocks
         self._writers: list[tuple[int, int] | None] = [None] * num_blocks
 
-    def begin(self, row: FakeRow) -> None:
+    def start_row(self, row: FakeRow) -> None:
         """The blocks after the computed ones are new."""
         num_shared, rest = divmod(row.num_computed, self._block_size)
         if rest:
@@ -210,7 +210,7 @@ class CheckedSlots:
 class UncheckedSlots:
     """Knows nothing: for benchmarks, whose contexts are long."""
 
-    def begin(self, row: FakeRow) -> None:
+    def start_row(self, row: FakeRow) -> None:
         """Ignored."""
 
     def grow(self, row: FakeRow, block_ids: Sequence[int]) -> None:
@@ -319,7 +319,7 @@ class FakeWorker:
         )
         if row.pooling is not None and row.num_computed > row.pooling.positions(len(row.history)).start:
             raise BrokenPlan(f"row {number} begins after hidden states that its vector is of")
-        self._slots.begin(row)
+        self._slots.start_row(row)
         self._rows[number] = row
         if len(self._rows) > self._facts.max_num_seqs:
             raise BrokenPlan("more rows live than may run")

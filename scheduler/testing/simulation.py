@@ -150,7 +150,7 @@ class Simulation:
     def _arrive(self, outcome: Outcome) -> None:
         request = outcome.request
         try:
-            self.scheduler.add(request)
+            self.scheduler.add_request(request)
         except Refused as refused:
             outcome.refused, outcome.ended_at = refused, self.now
             return

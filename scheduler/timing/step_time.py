@@ -99,7 +99,7 @@ class _Moments:
         self.products = [[0.0] * len(_SCALES) for _ in _SCALES]
         self.sums = [0.0] * len(_SCALES)
 
-    def add(self, steps: Sequence[tuple[Sequence[float], float]]) -> None:
+    def add_steps(self, steps: Sequence[tuple[Sequence[float], float]]) -> None:
         """``steps``: the terms and the time of each, weighted."""
         keep = math.exp(-len(steps) / _MEMORY)
         self.sums = [keep * value for value in self.sums]
@@ -202,10 +202,10 @@ class StepTimeModel:
 
     def _fit(self) -> None:
         if self._new_decoding:
-            self._decoding.add(self._new_decoding)
+            self._decoding.add_steps(self._new_decoding)
             self._new_decoding = []
         if self._new_chunked:
-            self._chunked.add(self._new_chunked)
+            self._chunked.add_steps(self._new_chunked)
             self._new_chunked = []
         sums = [one + other for one, other in zip(self._decoding.sums, self._chunked.sums, strict=True)]
         products = [

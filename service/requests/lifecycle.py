@@ -70,7 +70,8 @@ class RequestContext:
 
 
 class RequestLifecycle:
-    """Begins with ``begin``; then ``receiver.finished`` is called exactly once, last, and ``on_end`` after it."""
+    """One request from ``begin_request`` to its end: ``receiver.finished`` is called exactly once, last, and ``on_end``
+    after it."""
 
     def __init__(
         self,
@@ -84,7 +85,8 @@ class RequestLifecycle:
         answer: ResponseMode = ResponseMode.STREAMED,
         time_left_s: float | None = None,
     ) -> None:
-        """``start`` is what ``begin`` will be given. ``time_left_s``: the deadline where it has none of its own."""
+        """``start`` is the argument that ``begin_request`` will get. ``time_left_s`` is the deadline of a request that
+        has none of its own."""
         self.request_id = request_id
         self.ref = start.ref
         self.status = status_pb2.Status()
@@ -121,7 +123,7 @@ class RequestLifecycle:
         self._done = False
         self._span: Span = INVALID_SPAN
 
-    def begin(self, start: pb.Start, after: "asyncio.Task[None] | None" = None) -> None:
+    def begin_request(self, start: pb.Start, after: "asyncio.Task[None] | None" = None) -> None:
         """Checks the request and has it prepared; it enters the queue after the one that ``after`` prepares, unless
         that takes long. Never raises. ``start`` is not kept: its prompt may have 4 MiB."""
         try:

@@ -108,7 +108,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         start = _required(request)
         live = self.new_request(start, outbox, current_caller.get(), on_end, context)
         outbox.opened()
-        live.begin(start)
+        live.begin_request(start)
         try:
             await outbox.run()
         finally:
@@ -121,7 +121,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         answer = _WholeAnswer()
         start = _required(request)
         live = self.new_request(start, answer, current_caller.get(), lambda live: None, context, ResponseMode.WHOLE)
-        live.begin(start)
+        live.begin_request(start)
         try:
             response = await answer.whole
         finally:
@@ -250,7 +250,7 @@ class _Stream:
         self._live[start.ref] = live
         self._outbox.opened()
         live.hold(self._outbox.is_stalled)
-        live.begin(start, after=self._last)
+        live.begin_request(start, after=self._last)
         self._num_refused = 0 if live.preparation is not None else self._num_refused + 1
         self._last = live.preparation or self._last
 

@@ -96,7 +96,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 await context.send_initial_metadata(())
                 await write(context, raw)
                 return None
-            limits.answers.add(owner, current_request_id.get(), len(raw))
+            limits.answers.add_answer(owner, current_request_id.get(), len(raw))
             return raw
 
         async def run_within_limits(request_iterator: Any, context: Context, peer: str) -> Any:

@@ -33,7 +33,7 @@ class WritePacer:
         self._num_active = 0
         self._write_cost_s = write_cost_s
 
-    def add(self, num_streams: int) -> None:
+    def add_streams(self, num_streams: int) -> None:
         """So many more streams (or fewer) have live requests."""
         self._num_active += num_streams
         self.interval = self._num_active * self._write_cost_s

@@ -365,7 +365,7 @@ class Outbox:
     def _count_active(self) -> None:
         """A stream with live requests counts for the pace of all, unless it is stalled: then it has little to write."""
         is_active = self._num_live > 0 and not self.is_stalled
-        self._pacer.add(is_active - self._is_active)
+        self._pacer.add_streams(is_active - self._is_active)
         self._is_active = is_active
 
 

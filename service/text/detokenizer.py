@@ -122,7 +122,7 @@ class IncrementalDetokenizer:
                 piece = self._pieces.opening(token_id)
                 self._opens = False
             assert piece is not None, "a token is text or bytes"
-            before, text = self._join.add(piece)
+            before, text = self._join.add_piece(piece)
             if before is not None:
                 released = self._match_joined(before)
             if released.stop is None:

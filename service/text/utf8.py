@@ -18,7 +18,7 @@ class Joined(NamedTuple):
 class Join(Protocol):
     """Joins the bytes and texts of tokens that come one after the other."""
 
-    def add(self, piece: str | bytes) -> Joined:
+    def add_piece(self, piece: str | bytes) -> Joined:
         """Takes the next piece; text is whole characters."""
         ...
 
@@ -35,7 +35,7 @@ class Utf8:
         self._open = b""
         """The beginning of a character: one to three bytes, after ``_text``."""
 
-    def add(self, piece: str | bytes) -> Joined:
+    def add_piece(self, piece: str | bytes) -> Joined:
         """See Join."""
         data = piece if isinstance(piece, bytes) else piece.encode()
         before = None
@@ -61,7 +61,7 @@ class ByteRun:
     def __init__(self) -> None:
         self._run = bytearray()
 
-    def add(self, piece: str | bytes) -> Joined:
+    def add_piece(self, piece: str | bytes) -> Joined:
         """See Join."""
         if isinstance(piece, bytes):
             self._run += piece

@@ -67,7 +67,7 @@ class _Line:
         self.wanted: asyncio.Future[Any] | None = None
         """For the next call, if gRPC waits for one."""
 
-    def take(self, task: "asyncio.Task[Any]") -> None:
+    def hand_over(self, task: "asyncio.Task[Any]") -> None:
         """Hands over a task's call or error. Drops an error that gRPC does not wait for: the server has stopped."""
         self.accepting.discard(task)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -117,7 +117,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         while len(line.accepting) + len(line.accepted) < CALLS_AT_ONCE:
             task = super()._make_request_call_future(method)
             line.accepting.add(task)
-            task.add_done_callback(line.take)
+            task.add_done_callback(line.hand_over)
         return wanted
 
     async def shutdown(self, grace: float | None) -> None:

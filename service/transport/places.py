@@ -68,7 +68,7 @@ class Places:
         """Returns an owner's places, oldest first, without those that it is about to leave."""
         return [place for place in self._taken.get(owner, ()) if not place.has_to_leave]
 
-    async def take(self, place: "HeldPlace") -> None:
+    async def take_place(self, place: "HeldPlace") -> None:
         """Waits for a place. Raises ServiceError."""
         if place.owner not in self._waiting and self._has_room(place.owner):
             self._give(place)
@@ -239,7 +239,7 @@ class HeldPlace:
             self._task.cancel()
 
     async def __aenter__(self) -> None:
-        await self._places.take(self)
+        await self._places.take_place(self)
         if self.has_to_leave:  # before it knew that it had it
             self._places.leave(self)
             raise self._error()

@@ -41,7 +41,7 @@ class UnreadAnswers:
         self._ender = CallEnder()
         _log.addFilter(_log_rate)
 
-    def add(self, tenant: str, request_id: str, num_bytes: int) -> None:
+    def add_answer(self, tenant: str, request_id: str, num_bytes: int) -> None:
         """Adds the answer that the current task is about to return to gRPC."""
         task = asyncio.current_task()
         assert task is not None

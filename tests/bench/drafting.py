@@ -74,7 +74,7 @@ def drafting_us(drafter: Drafter, table: RowTable, number: int) -> tuple[float, 
     """A step in which all rows are asked for, a row; and one in which none is worth it, all together."""
     drafting = SpeculationController(drafter, MAX_DRAFTS, StepCost(2048), runs_ahead=False)
     for row in range(number):
-        drafting.add(table[row])
+        drafting.add_row(table[row])
     plan = StepPlan(
         0, [], [], [], [], [Decode(row, 1 + MAX_DRAFTS) for row in range(number)], max_drafts=number * MAX_DRAFTS
     )
@@ -107,7 +107,7 @@ def main() -> None:
             drafter = make(config)
             late = rows_of(texts(20_000, seed=1)[text], 1)[0]
             drafter.propose([Wanted(late, 1)])
-            drafter.forget(late)
+            drafter.drop_row(late)
             best = propose_us(drafter, rows, tokens[options.history : options.history + 100])
             mean = mean_us(drafter, rows, tokens[options.history + 100 :])
             asked, idle = drafting_us(drafter, table, options.rows)

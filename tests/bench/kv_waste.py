@@ -24,7 +24,7 @@ class HeldSlots(UncheckedSlots):
         self._rows: dict[int, FakeRow] = {}
         self.held = self.waiting = self.wasted = 0
 
-    def begin(self, row: FakeRow) -> None:
+    def start_row(self, row: FakeRow) -> None:
         """It holds its blocks from now on."""
         self._rows[row.number] = row
 

@@ -62,7 +62,7 @@ class Running:
         for number in range(num_requests):
             prompt = [number & 0xFF, *range(1, 256)] * (context // 256 + 1)
             del prompt[context - number % BLOCK_SIZE :]  # or all would need a block in the same step
-            self.scheduler.add(
+            self.scheduler.add_request(
                 Request(
                     str(number),
                     prompt,

@@ -12,7 +12,7 @@ def new_pool(num_blocks: int) -> BlockPool:
 
 def published(pool: BlockPool, *hashes: bytes) -> list[int]:
     """Held blocks that these hashes find."""
-    blocks = pool.take(len(hashes))
+    blocks = pool.take_blocks(len(hashes))
     for block, block_hash in zip(blocks, hashes, strict=True):
         assert pool.publish(block, block_hash)
     return blocks
@@ -22,47 +22,47 @@ def evicted(pool: BlockPool) -> list[int]:
     """All blocks that are free, in the order in which they are given out."""
     order = []
     while pool.num_free:
-        order += pool.take(1)
+        order += pool.take_blocks(1)
     return order
 
 
 def test_blanks_are_given_out_before_cache_is_evicted():
     pool = new_pool(4)
-    blocks = pool.take(3)
+    blocks = pool.take_blocks(3)
     pool.publish(blocks[0], b"a")
     pool.release(blocks)
     assert (pool.num_free, pool.num_cached) == (4, 1)
-    pool.take(3)
+    pool.take_blocks(3)
     assert pool.find(b"a") == blocks[0]
-    assert pool.take(1) == [blocks[0]]
+    assert pool.take_blocks(1) == [blocks[0]]
     assert pool.find(b"a") is None
 
 
 def test_a_sequence_loses_its_tail_first_and_the_oldest_sequence_goes_first():
     pool = new_pool(6)
-    old, new = pool.take(3), pool.take(3)
+    old, new = pool.take_blocks(3), pool.take_blocks(3)
     for number, block in enumerate(old + new):
         pool.publish(block, bytes([number]))
     pool.release(old)
     pool.release(new)
-    assert [pool.take(1)[0] for _ in range(6)] == [*reversed(old), *reversed(new)]
+    assert [pool.take_blocks(1)[0] for _ in range(6)] == [*reversed(old), *reversed(new)]
 
 
 def test_a_hit_makes_a_block_young_again():
     pool = new_pool(2)
-    first, second = pool.take(2)
+    first, second = pool.take_blocks(2)
     pool.publish(first, b"first")
     pool.publish(second, b"second")
     pool.release([first])
     pool.release([second])
     pool.share([first])
     pool.release([first])
-    assert pool.take(1) == [second]
+    assert pool.take_blocks(1) == [second]
 
 
 def test_a_shared_block_is_free_when_the_last_holder_is_gone():
     pool = new_pool(2)
-    (block,) = pool.take(1)
+    (block,) = pool.take_blocks(1)
     pool.share([block])
     pool.release([block])
     assert pool.num_free == 1
@@ -74,7 +74,7 @@ def test_a_shared_block_is_free_when_the_last_holder_is_gone():
 
 def test_the_first_block_with_a_hash_keeps_it():
     pool = new_pool(2)
-    first, second = pool.take(2)
+    first, second = pool.take_blocks(2)
     pool.publish(first, b"same")
     pool.publish(second, b"same")
     assert pool.find(b"same") == first
@@ -187,7 +187,7 @@ def test_a_flush_forgets_what_nobody_holds():
     kept, held = published(pool, b"a"), published(pool, b"b")
     pool.retain([b"a", b"b"], until=10.0, owner="tenant")
     pool.release(kept)
-    blank = pool.take(1)
+    blank = pool.take_blocks(1)
     assert pool.flush() == 1
     pool.check([held, blank])
     assert (pool.num_free, pool.num_cached) == (2, 0)
@@ -206,12 +206,12 @@ def test_after_a_reset_nobody_holds_or_finds_anything():
     pool.reset()
     pool.check([])
     assert (pool.num_free, pool.num_cached, pool.find(b"a")) == (4, 0, None)
-    assert pool.take(2) == [0, 1]
+    assert pool.take_blocks(2) == [0, 1]
 
 
 def test_blocks_with_one_holder_are_counted():
     pool = new_pool(4)
-    blocks = pool.take(3)
+    blocks = pool.take_blocks(3)
     pool.share(blocks[:1])
     assert pool.num_unshared(blocks) == 2
     assert pool.num_freed([blocks]) == 2
@@ -230,7 +230,7 @@ def test_the_pool_agrees_with_its_tables_after_any_operations(operations):
     for operation, number in operations:
         family = [bytes([number % 5, index]) for index in range(3)]
         if operation == "take" and number % 4 <= pool.num_free:
-            tables.append(pool.take(number % 4))
+            tables.append(pool.take_blocks(number % 4))
         elif operation == "release" and tables:
             pool.release(tables.pop(number % len(tables)))
         elif operation == "publish" and tables:
@@ -286,7 +286,7 @@ def test_within_a_sequence_the_tail_is_evicted_before_the_head(turns, now):
     gone: list[bytes] = []
     while pool.num_free:
         before = set(pool.hashes)
-        pool.take(1)
+        pool.take_blocks(1)
         gone += before - set(pool.hashes)
     for branch in range(4):
         chain = [block_hash for block_hash in (b"trunk", bytes([branch, 0]), bytes([branch, 1])) if block_hash in gone]

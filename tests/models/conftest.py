@@ -75,7 +75,7 @@ class Runner:
     def measure_steps(self):
         return []
 
-    def begin(self, plan):
+    def start_step(self, plan):
         assert not plan.dropped, "row 5 does not exist"
         return lambda: StepResult(plan.step, [], [], 0, 1)
 

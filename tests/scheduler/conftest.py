@@ -60,7 +60,7 @@ class World:
     def add(self, request: Request) -> Received | None:
         received = Received(request)
         try:
-            self.scheduler.add(request)
+            self.scheduler.add_request(request)
         except Refused:
             self.num_refused += 1
             return None

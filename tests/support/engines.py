@@ -81,7 +81,7 @@ class InProcessExecutor:
         self.plans.append(plan)
         # As the worker does: a backend that runs ahead has the next plan before it answers the last one.
         runner = self._runner
-        self._due.append(runner.begin(plan) if runner.runs_ahead else partial(runner.run, plan))
+        self._due.append(runner.start_step(plan) if runner.runs_ahead else partial(runner.run, plan))
         self._changed.set()
 
     async def results(self) -> AsyncIterator[StepResult]:

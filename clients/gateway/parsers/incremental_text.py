@@ -36,7 +36,7 @@ class IncrementalText:
         self._kept: list[str] = []
         """The text from ``_kept_from`` up to ``_text``."""
 
-    def add(self, text: str) -> None:
+    def append_text(self, text: str) -> None:
         """Adds more text. Drops what was read, unless ``keep`` was called."""
         index = self._index
         if self._kept_from is not None:
@@ -56,9 +56,9 @@ class IncrementalText:
         if self.at < self._base:
             self._text = "".join([*self._kept, self._text])
             self._base = self.at
-        self.forget()
+        self.end_keep()
 
-    def forget(self) -> None:
+    def end_keep(self) -> None:
         """Ends ``keep``."""
         self._kept_from = None
         self._kept.clear()
@@ -77,7 +77,7 @@ class IncrementalText:
         """Returns how many characters at the end may be the beginning of ``marker``."""
         return num_held(self._text[max(self._index, len(self._text) - len(marker)) :], marker)
 
-    def take(self, length: int) -> str:
+    def read_text(self, length: int) -> str:
         """Reads ``length`` characters that have come."""
         start, self.at = self.at, self.at + length
         return self._since(start)
@@ -123,7 +123,7 @@ class IncrementalText:
 
     def string(self) -> Reading[str | None]:
         """Reads a JSON string, whose quote is next; None if it is none."""
-        parts = [self.take(1)]
+        parts = [self.read_text(1)]
         if not (yield from self.to_quote('"', parts.append)):
             return None
         try:
@@ -238,18 +238,18 @@ class HeldSpace:
         self._parts: list[str] = []
         self._length = 0
 
-    def add(self, text: str) -> tuple[str, int]:
+    def append_text(self, text: str) -> tuple[str, int]:
         """Adds text. Returns what is no longer held back, and how many characters are now."""
         said = text.rstrip()
         space = text[len(said) :]
         if said:
-            said = self.take() + said
+            said = self.take_text() + said
         if space:
             self._parts.append(space)
             self._length += len(space)
         return said, self._length
 
-    def take(self) -> str:
+    def take_text(self) -> str:
         """Returns what was held back, which is held no longer."""
         held = "".join(self._parts)
         self._parts.clear()

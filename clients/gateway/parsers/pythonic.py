@@ -28,7 +28,7 @@ def read_parentheses(source: IncrementalText) -> Reading[str | None]:
         char = yield from source.char()
         if not char:
             break
-        parts.append(source.take(1))
+        parts.append(source.read_text(1))
         num_chars += len(parts[-2]) + 1
         if char in "'\"":
             if not (yield from source.to_quote(char, parts.append)):

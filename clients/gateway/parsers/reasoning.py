@@ -62,7 +62,7 @@ class ReasoningParser:
 
     def end(self) -> ParsedDelta:
         """See AnswerParser."""
-        held, self._held = self._held_space.take() + self._held, ""
+        held, self._held = self._held_space.take_text() + self._held, ""
         if self._in_reasoning:
             return ParsedDelta(reasoning=held)
         self._is_begun = self._is_begun or self._may_open
@@ -73,16 +73,16 @@ class ReasoningParser:
         held back."""
         begun = text.lstrip()
         if begun.startswith(self._form.opens):
-            self._held_space.take()
+            self._held_space.take_text()
             self._in_reasoning, self._may_open = True, False
             return begun.removeprefix(self._form.opens)
         if self._form.opens.startswith(begun):
-            self._held_space.add(text[: len(text) - len(begun)])
+            self._held_space.append_text(text[: len(text) - len(begun)])
             self._held = begun
             return ""
         self._may_open = False
         self._is_begun = not self._in_reasoning  # an answer without reasoning keeps its first white space
-        return self._held_space.take() + text
+        return self._held_space.take_text() + text
 
     def _reasoning_piece(self, text: str) -> ParsedDelta:
         reasoning, marker, answer = text.partition(self._form.closes)
@@ -91,9 +91,9 @@ class ReasoningParser:
             reasoning, self._held = reasoning[:end], reasoning[end:]
         if not self._is_begun:
             reasoning = reasoning.lstrip()
-        said, _ = self._held_space.add(reasoning)
+        said, _ = self._held_space.append_text(reasoning)
         if marker:
-            self._held_space.take()
+            self._held_space.take_text()
             self._in_reasoning, self._is_begun = False, False
             return replace(self._answer_piece(answer), reasoning=said)
         self._is_begun = self._is_begun or bool(said)

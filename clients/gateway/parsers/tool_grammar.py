@@ -44,7 +44,7 @@ def call_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, 
     lark = _Lark(shape)
     writing = _WRITINGS[tool_format](shape.shown_call)
     more = "" if one or writing.between is None else f" ({writing.between} marked)*"
-    lark.add(f"start: {lark.before}marked{more}", f"marked: {lark.marker(writing.marker)} group")
+    lark.add_rules(f"start: {lark.before}marked{more}", f"marked: {lark.marker(writing.marker)} group")
     return lark.with_calls(writing, tools, one=one)
 
 
@@ -53,14 +53,14 @@ def text_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, 
     is one of MARKED_FORMATS. Raises CannotBeHeld."""
     lark = _Lark(shape)
     writing = _WRITINGS[tool_format](shape.shown_call)
-    lark.add(f"start: {lark.before}marked{'?' if one else '*'} text")
-    lark.add("marked: before_call group", "text: /(?s:.*)/")
+    lark.add_rules(f"start: {lark.before}marked{'?' if one else '*'} text")
+    lark.add_rules("marked: before_call group", "text: /(?s:.*)/")
     if writing.marker in shape.special_tokens:
-        lark.add(f"before_call: text {lark.marker(writing.marker)}")
+        lark.add_rules(f"before_call: text {lark.marker(writing.marker)}")
     else:  # lazy: as soon as the marker is there, the text is over
         opens = None if shape.reasoning is None else REASONING_FORMATS[shape.reasoning].opens
         thinks = "" if opens is None or opens in shape.special_tokens else rf" & ~/\s*{_escaped(opens)}(?s:.*)/"
-        lark.add("before_call[lazy]: BEFORE_CALL", f"BEFORE_CALL: /(?s:.*){_escaped(writing.marker)}/{thinks}")
+        lark.add_rules("before_call[lazy]: BEFORE_CALL", f"BEFORE_CALL: /(?s:.*){_escaped(writing.marker)}/{thinks}")
     return lark.with_calls(writing, tools, one=one)
 
 
@@ -91,7 +91,7 @@ class _Lark:
             self.before = "thought space " if shape.in_reasoning else "(thought space)? "
             self._add_thought(shape.reasoning)
 
-    def add(self, *rules: str) -> None:
+    def add_rules(self, *rules: str) -> None:
         """Rules, or terminals."""
         self._rules += rules
 
@@ -104,20 +104,20 @@ class _Lark:
         """The whole, with the rules for a group of calls."""
         names = [f"call_{index}" for index in range(len(tools))]
         more = "" if one or writing.next_call is None else f" ({writing.next_call} call)*"
-        self.add(f"group: {writing.opens} call{more} {writing.closes}", f"call: {' | '.join(names)}")
+        self.add_rules(f"group: {writing.opens} call{more} {writing.closes}", f"call: {' | '.join(names)}")
         for name, tool in zip(names, tools, strict=True):
-            self.add(f"{name}: {writing.call(self, name, tool)}")
+            self.add_rules(f"{name}: {writing.call(self, name, tool)}")
         return "\n".join(self._rules)
 
     def _add_thought(self, reasoning: str) -> None:
         form, specials = REASONING_FORMATS[reasoning], self._shape.special_tokens
         if form.closes in specials:
             opens = "" if self._shape.in_reasoning else self.marker(form.opens)
-            self.add(f"thought: {opens} THOUGHT? {self.marker(form.closes)}", "THOUGHT: /(?s:.+)/")
+            self.add_rules(f"thought: {opens} THOUGHT? {self.marker(form.closes)}", "THOUGHT: /(?s:.+)/")
         else:
             opens = "" if self._shape.in_reasoning else rf"[ \n]{{0,2}}{_escaped(form.opens)}"
-            self.add(f"thought[lazy]: /{opens}(?s:.*){_escaped(form.closes)}/")
-        self.add(r"space: /[ \n]{0,2}/")
+            self.add_rules(f"thought[lazy]: /{opens}(?s:.*){_escaped(form.closes)}/")
+        self.add_rules(r"space: /[ \n]{0,2}/")
 
 
 def _json(schema: Schema | None) -> str:
@@ -182,9 +182,9 @@ def _python_call(lark: _Lark, rule: str, tool: CallableTool) -> str:
         argument = f"{rule}_{index}"
         held = {**known, **(value if isinstance(value, Mapping) else {"allOf": [value]})}
         is_optional = name not in required
-        lark.add(f"{argument}: {quoted(f'{name}=')} {_json(held)}")
-        lark.add(f"{argument}_first: {argument} {after}" + f" | {first}" * is_optional)
-        lark.add(f"{argument}_after: {quoted(', ')} {argument} {after}" + f" | {after}" * is_optional)
+        lark.add_rules(f"{argument}: {quoted(f'{name}=')} {_json(held)}")
+        lark.add_rules(f"{argument}_first: {argument} {after}" + f" | {first}" * is_optional)
+        lark.add_rules(f"{argument}_after: {quoted(', ')} {argument} {after}" + f" | {after}" * is_optional)
         first, after = f"{argument}_first", f"{argument}_after"
     return f"{quoted(f'{tool.name}(')} {first} {quoted(')')}"
 

@@ -52,7 +52,7 @@ class ToolCallParser:
 
     def feed(self, text: str) -> ParsedDelta:
         """See AnswerParser."""
-        self._source.add(text)
+        self._source.append_text(text)
         next(self._reading, None)
         return self._take()
 
@@ -61,7 +61,7 @@ class ToolCallParser:
         self._source.ended = True
         next(self._reading, None)
         self._add_rest(self._source.num_unread)
-        space = self._held_space.take()
+        space = self._held_space.take_text()
         self._say(space, self._source.at - len(space))
         return self._take()
 
@@ -84,7 +84,7 @@ class ToolCallParser:
         if not text:
             return
         self._after_call = False
-        said, num_held = self._held_space.add(text)
+        said, num_held = self._held_space.append_text(text)
         self._say(said, end - num_held - len(said))
 
     def _say(self, text: str, begin: int) -> None:
@@ -95,10 +95,10 @@ class ToolCallParser:
 
     def _add_rest(self, length: int) -> None:
         """Reads ``length`` characters that have come: they are content."""
-        self._add_content(self._source.take(length), self._source.at)
+        self._add_content(self._source.read_text(length), self._source.at)
 
     def _open_call(self, name: str, call_id: str = "") -> None:
-        self._held_space.take()
+        self._held_space.take_text()
         self._after_call = True
         self._num_calls += 1
         self._add_call(ToolCallDelta(self._num_calls - 1, call_id or self._new_id(), name))
@@ -142,7 +142,7 @@ class ToolCallParser:
         self._source.keep()
         found = yield from attempt
         if found:
-            self._source.forget()
+            self._source.end_keep()
             return True
         self._source.go_back()
         if num_calls == self._num_calls:
@@ -185,18 +185,18 @@ class ToolCallParser:
         """An object, or the text of one in a string, or null."""
         call.has_arguments = True
         if first == "{":
-            whole = yield from self._source.nested(call.add)
+            whole = yield from self._source.nested(call.append_text)
             if call.is_open and not whole:
                 self._break_off()
             return whole
         if first == '"':
             text = yield from self._source.string()
             if text is not None:
-                call.add(text or "{}")
+                call.append_text(text or "{}")
             return text is not None
         is_null = (yield from self._source.scalar()) == "null"
         if is_null:
-            call.add("{}")
+            call.append_text("{}")
         return is_null
 
     def _pass_value(self, first: str) -> Reading[bool]:
@@ -221,9 +221,9 @@ class _ObjectCall:
     def set_name(self, name: str) -> None:
         self.name = name
         if self._early:
-            self.add("".join(self._early))
+            self.append_text("".join(self._early))
 
-    def add(self, text: str) -> None:
+    def append_text(self, text: str) -> None:
         if not self.name:
             self._early.append(text)
             return
@@ -235,7 +235,7 @@ class _ObjectCall:
     def end(self) -> bool:
         """At the last brace: whether it is a call."""
         if self.name and not self.has_arguments:
-            self.add("{}")
+            self.append_text("{}")
         return bool(self.name)
 
 

@@ -49,7 +49,7 @@ class CustomInput:
         """Whether the text has begun."""
         self._is_over = False
 
-    def add(self, arguments: str) -> str:
+    def append_arguments(self, arguments: str) -> str:
         """The part of the input that more arguments bring."""
         if self._is_over:
             return ""

@@ -66,7 +66,7 @@ class _Conversation:
         if self._instructions:
             self.messages[0].content = "\n\n".join(self._instructions)
 
-    def add(self, role: str, content: str | None, item: str, text: str, call_id: str | None = None) -> None:
+    def add_message(self, role: str, content: str | None, item: str, text: str, call_id: str | None = None) -> None:
         """Adds a message; for ``item`` and ``text`` see ``_ItemPlace``. Instructions at the beginning become one
         message: many chat templates refuse a second one, and Codex sends several."""
         if content is not None and role in _INSTRUCTING and len(self.messages) == bool(self._instructions):
@@ -88,7 +88,7 @@ class _Conversation:
         """Text and calls of one answer are one message of a chat; reasoning between them begins another.
         ``arguments``: the field with them."""
         if not self.messages or self.messages[-1].role != "assistant" or self._reasoning:
-            self.add("assistant", None, item, item)
+            self.add_message("assistant", None, item, item)
         last = self.messages[-1]
         if last.tool_calls is None:
             last.tool_calls = []
@@ -182,20 +182,20 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
 def _conversation(body: ResponsesRequest) -> _Conversation:
     found = _Conversation()
     if body.instructions is not None:
-        found.add("system", body.instructions, "instructions", "instructions")
+        found.add_message("system", body.instructions, "instructions", "instructions")
     if isinstance(body.input, str):
-        found.add("user", body.input, "input", "input")
+        found.add_message("user", body.input, "input", "input")
     for at, item in enumerate(() if isinstance(body.input, str) else body.input):
         where = f"input[{at}]"
         match item:
             case MessageItem():
-                found.add(item.role, _text(item.content), where, f"{where}.content")
+                found.add_message(item.role, _text(item.content), where, f"{where}.content")
             case CallItem():
                 found.add_call(_call(item, item.arguments), where, f"{where}.arguments")
             case CustomCallItem():
                 found.add_call(_call(item, custom_arguments(item.input)), where, f"{where}.input")
             case CallOutputItem():
-                found.add("tool", _text(item.output), where, f"{where}.output", item.call_id)
+                found.add_message("tool", _text(item.output), where, f"{where}.output", item.call_id)
             case ReasoningItem():
                 found.add_reasoning(part.text for part in item.content or item.summary or ())
             case AdditionalToolsItem():

@@ -25,7 +25,7 @@ class ContentTokens:
         self._num_read = 0
         self._waiting: deque[tuple[int, int, Json]] = deque()
 
-    def add(self, text: str, token_ids: Sequence[int], entries: Sequence[Json], names: TokenNames) -> None:
+    def add_tokens(self, text: str, token_ids: Sequence[int], entries: Sequence[Json], names: TokenNames) -> None:
         """More text with its tokens: whole characters, of which a stop string may have cut the last ones."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         at, self._num_read = self._num_read, self._num_read + len(text)
@@ -38,7 +38,7 @@ class ContentTokens:
             if begin < end:
                 self._waiting.append((begin, end, entry))
 
-    def take(self, spans: Spans) -> list[PlacedEntry]:
+    def take_entries(self, spans: Spans) -> list[PlacedEntry]:
         """The entries of content that stands there; of what is before it, none will be taken any more."""
         taken: list[PlacedEntry] = []
         told = 0

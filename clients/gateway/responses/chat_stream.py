@@ -105,7 +105,7 @@ class ChatReader:
         if delta.logprobs is not None:
             entries = chat_entries(delta.token_ids, delta.logprobs, names)
             choice.logprobs += entries
-            choice.content.add(text, delta.token_ids, entries, names)
+            choice.content.add_tokens(text, delta.token_ids, entries, names)
         piece = choice.parser.feed(text)
         if delta.end is not None:
             piece += choice.parser.end()
@@ -116,7 +116,7 @@ class ChatReader:
         choice.has_half_call = choice.has_half_call or any(call.breaks_off for call in piece.calls)
         if not piece and delta.end is None:
             return None
-        part = Part(delta.choice, piece, choice.logprobs, choice.content.take(piece.spans), choice.token_ids)
+        part = Part(delta.choice, piece, choice.logprobs, choice.content.take_entries(piece.spans), choice.token_ids)
         choice.logprobs, choice.token_ids = [], []
         if delta.end is not None:
             part.finish_reason = self._finish_reason(choice, delta.end)

@@ -35,7 +35,7 @@ _encode = msgspec.json.encode
 class Whole(Protocol):
     """Folds chunks into one answer."""
 
-    def add(self, chunk: Json) -> None:
+    def add_chunk(self, chunk: Json) -> None:
         """The next chunk, which is taken over."""
         ...
 
@@ -50,11 +50,11 @@ class AnswerWriter(Protocol):
     num_kept_bytes: int
     """Of the request's body, as far as the answer shows it again."""
 
-    def begin(self, request_id: str) -> list[Json]:
+    def begin_response(self, request_id: str) -> list[Json]:
         """Before any output, when the service has taken the request."""
         ...
 
-    async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
+    async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
         """What events add. Raises RequestFailed."""
         ...
 
@@ -101,7 +101,7 @@ class StreamingOrWholeResponse(Response):
         watcher.add_done_callback(lambda _: self._exchange.abandon())
         has_begun = False
         try:
-            self._exchange.begin()
+            self._exchange.send_requests()
             await self._exchange.accepted()
             self._exchange.keep_of_body(self._writer.num_kept_bytes)
             if self._stream:
@@ -125,17 +125,17 @@ class StreamingOrWholeResponse(Response):
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange, writer, whole = self._exchange, self._writer, self._writer.whole()
-        chunks = writer.begin(exchange.request_id)
+        chunks = writer.begin_response(exchange.request_id)
         num_portions = 0
         for portion in portions(await exchange.collect()):
             if num_portions:
                 await asyncio.sleep(0)
             num_portions += 1
-            for chunk in chunks + await writer.add(portion):
-                whole.add(chunk)
+            for chunk in chunks + await writer.add_arrivals(portion):
+                whole.add_chunk(chunk)
             chunks = []
         for chunk in writer.end():
-            whole.add(chunk)
+            whole.add_chunk(chunk)
         answer = whole.result()
         body = _encode(answer) if num_portions == 1 else await encoded(answer)
         headers = {"x-request-id": exchange.request_id}
@@ -145,14 +145,14 @@ class StreamingOrWholeResponse(Response):
         exchange, writer = self._exchange, self._writer
         headers = [*_SSE_HEADERS, (b"x-request-id", exchange.request_id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        pending = _events(writer.begin(exchange.request_id))
+        pending = _events(writer.begin_response(exchange.request_id))
 
         async def pass_on(arrivals: Sequence[Arrival]) -> None:
             nonlocal pending
             for number, portion in enumerate(portions(arrivals)):
                 if number:
                     await asyncio.sleep(0)
-                data = pending + _events(await writer.add(portion))
+                data = pending + _events(await writer.add_arrivals(portion))
                 if data or not portion:
                     pending = b""
                     ticks.postpone()

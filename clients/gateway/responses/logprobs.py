@@ -102,7 +102,9 @@ class CompletionEntries:
         """The output comes after this text."""
         self._offset = self._text_length = len(text)
 
-    def add(self, token_ids: Sequence[int], logprobs: Logprobs, text: str, names: TokenNames, *, is_last: bool) -> Json:
+    def add_tokens(
+        self, token_ids: Sequence[int], logprobs: Logprobs, text: str, names: TokenNames, *, is_last: bool
+    ) -> Json:
         """What more tokens, and the text that comes with them, add to the lists. What ended the output may be the last
         tokens, and not in the text: they stand at its end."""
         base, self._text_length = self._text_length, self._text_length + len(text)

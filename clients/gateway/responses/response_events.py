@@ -35,11 +35,11 @@ class ResponseEvents:
         self._open: _Item | None = None
         """The item that grows; those before it are whole."""
 
-    def begin(self) -> list[Json]:
+    def begin_response(self) -> list[Json]:
         """Before any output."""
         return [self._of_response("response.created"), self._of_response("response.in_progress")]
 
-    def add(self, piece: ParsedDelta, logprobs: Sequence[PlacedEntry]) -> list[Json]:
+    def add_delta(self, piece: ParsedDelta, logprobs: Sequence[PlacedEntry]) -> list[Json]:
         """More of the answer; ``logprobs`` are of its content's tokens."""
         events: list[Json] = []
         calls = list(piece.calls)
@@ -259,7 +259,7 @@ class _CustomCall(_Call):
         self._input = CustomInput()
 
     def read(self, arguments: str) -> str:
-        return self._input.add(arguments)
+        return self._input.append_arguments(arguments)
 
     def rest(self) -> str:
         return self._input.end()

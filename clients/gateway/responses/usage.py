@@ -30,7 +30,7 @@ class UsageTracker:
         self._output_tokens = 0
         self._finished: list[Finished] = []
 
-    def begin(self, request_id: str) -> None:
+    def set_request_id(self, request_id: str) -> None:
         """The service has taken the request."""
         self._common["id"] = self._id_prefix + request_id
 

@@ -154,7 +154,7 @@ async def _receive_body(request: Request, caller: UpstreamCaller) -> bytearray:
         async with asyncio.timeout(timeout_s) as limit:
             counted.evict = partial(_end_soon, limit)
             async for part in request.stream():
-                await counted.add(len(part))
+                await counted.add_bytes(len(part))
                 whole += part
     except TimeoutError:
         if counted.evict is None:

@@ -109,9 +109,9 @@ class ChatWriter:
         self._shows_logprobs = bool(body.logprobs)
         self._num_reasoning_tokens = 0
 
-    def begin(self, request_id: str) -> list[Json]:
+    def begin_response(self, request_id: str) -> list[Json]:
         """Whose turn it is, in a chunk for each choice."""
-        self._tally.begin(request_id)
+        self._tally.set_request_id(request_id)
         chunks = [
             self._tally.chunk([self._choice(index, {"role": "assistant", "content": self._echoed})])
             for index in range(self._body.num_choices)
@@ -122,7 +122,7 @@ class ChatWriter:
             chunks[0]["prompt_logprobs"] = [None]
         return chunks
 
-    async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
+    async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
         """What is new."""
         chunks: list[Json] = []
         for _, event in arrivals:
@@ -202,7 +202,7 @@ class _WholeChoice:
         self._token_ids: list[int] | None = None
         self._end: Json = {}
 
-    def add(self, part: Json) -> None:
+    def add_part(self, part: Json) -> None:
         delta = part["delta"]
         self._content.append(delta.get("content", ""))
         self._reasoning.append(delta.get("reasoning_content", ""))
@@ -249,14 +249,14 @@ class WholeChat:
         self._of_prompt: Json = {}
         self._choices: dict[int, _WholeChoice] = {}
 
-    def add(self, chunk: Json) -> None:
+    def add_chunk(self, chunk: Json) -> None:
         """The next chunk."""
         self._answer = chunk
         for name in ("prompt_token_ids", "prompt_logprobs"):
             if name in chunk:
                 self._of_prompt.setdefault(name, []).extend(chunk.pop(name))
         for part in chunk["choices"]:
-            self._choices.setdefault(part["index"], _WholeChoice()).add(part)
+            self._choices.setdefault(part["index"], _WholeChoice()).add_part(part)
 
     def result(self) -> Json:
         """The answer; the last chunk has all that belongs to none of the choices."""

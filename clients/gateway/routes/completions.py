@@ -138,12 +138,12 @@ class CompletionWriter:
         self._names_tokens = self._names_prompts or body.logprobs is not None or bool(body.include_stop_str_in_output)
         self._begun = False
 
-    def begin(self, request_id: str) -> list[Json]:
+    def begin_response(self, request_id: str) -> list[Json]:
         """Nothing is known yet that a caller would see."""
-        self._tally.begin(request_id)
+        self._tally.set_request_id(request_id)
         return []
 
-    async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
+    async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
         """The prompts, if they are shown, and what is new."""
         known = await self._describe(arrivals) if self._names_tokens else {}
         names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
@@ -230,7 +230,7 @@ class CompletionWriter:
         shown["text"] = with_stop(delta, self._body, names)
         if delta.logprobs is not None:
             is_last = delta.end is not None
-            shown["logprobs"] = choice.entries.add(
+            shown["logprobs"] = choice.entries.add_tokens(
                 delta.token_ids, delta.logprobs, shown["text"], names, is_last=is_last
             )
         if self._shows_ids:
@@ -250,7 +250,7 @@ class WholeCompletion:
         self._choices: dict[int, Json] = {}
         self._texts: dict[int, list[str]] = {}
 
-    def add(self, chunk: Json) -> None:
+    def add_chunk(self, chunk: Json) -> None:
         """The next chunk."""
         self._answer = chunk
         for part in chunk["choices"]:

@@ -117,12 +117,12 @@ class ResponseWriter:
         self._is_cut = False
         self._num_reasoning_tokens = 0
 
-    def begin(self, request_id: str) -> list[Json]:
+    def begin_response(self, request_id: str) -> list[Json]:
         """The response, before any output."""
         self._events = ResponseEvents({"id": f"resp_{request_id}"} | self._settled, self._tools.named)
-        return self._events.begin()
+        return self._events.begin_response()
 
-    async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
+    async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
         """What is new."""
         for _, event in arrivals:
             if isinstance(event, Finished):
@@ -130,7 +130,7 @@ class ResponseWriter:
         events: list[Json] = []
         for part in await self._reader.read(arrivals):
             self._is_cut = part.finish_reason == "length"
-            events += self._events.add(part.piece, part.content_logprobs)
+            events += self._events.add_delta(part.piece, part.content_logprobs)
         if any(isinstance(event, Finished) for _, event in arrivals):
             self._num_reasoning_tokens = await self._reader.count_reasoning_tokens()
         return events
@@ -164,7 +164,7 @@ class WholeResponse:
     def __init__(self) -> None:
         self._response: Json = {}
 
-    def add(self, chunk: Json) -> None:
+    def add_chunk(self, chunk: Json) -> None:
         """The next event."""
         self._response = chunk.get("response", self._response)
 

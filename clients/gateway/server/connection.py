@@ -95,7 +95,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             self._num_head = 0
             self._have_head()
             self._read_absolute_target()
-            self._places.begin(self)
+            self._places.mark_busy(self)
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

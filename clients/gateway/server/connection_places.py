@@ -61,7 +61,7 @@ class ConnectionPlaces:
         self._idle.pop(connection, None)
         self.catch_up(connection)
 
-    def begin(self, connection: HttpConnection) -> None:
+    def mark_busy(self, connection: HttpConnection) -> None:
         """Marks a connection as busy, since the head of a request has arrived: it does not give way."""
         self._idle.pop(connection, None)
 

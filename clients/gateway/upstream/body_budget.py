@@ -32,9 +32,9 @@ class BodyInMemory:
         self.evict: Callable[[], None] | None = None
         """Gives up waiting for the rest of the body; None for a body that is whole."""
 
-    async def add(self, num_bytes: int) -> None:
+    async def add_bytes(self, num_bytes: int) -> None:
         """Counts bytes that arrived. Without room, evicts slower bodies, or waits. Raises NoRoomForBody."""
-        await self._budget.take(self, num_bytes)
+        await self._budget.take_bytes(self, num_bytes)
 
     def shrink_to(self, num_bytes: int) -> None:
         """Counts only ``num_bytes`` of a whole body from now on. Does nothing if fewer are counted already."""
@@ -79,7 +79,7 @@ class BodyBudget:
         finally:
             self._drop(body)
 
-    async def take(self, body: BodyInMemory, num_bytes: int) -> None:
+    async def take_bytes(self, body: BodyInMemory, num_bytes: int) -> None:
         """Counts bytes of a body. Raises NoRoomForBody."""
         if body not in self._bodies:
             return  # it was evicted, and what waits for it ends

@@ -51,7 +51,7 @@ class UpstreamRequest:
         self.request_id = ""
         """The service's id of the first request; empty until it is accepted."""
 
-    def begin(self) -> None:
+    def send_requests(self) -> None:
         """Sends the requests, and keeps none of them: a prompt may be large, and its answer take hours."""
         starts, self._starts = self._starts, []
         for index, start in enumerate(starts):

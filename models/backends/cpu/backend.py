@@ -75,7 +75,7 @@ class CpuBackend(SynchronousBackend):
         # Of most steps: made once.
         self._no_scores, self._not_pooled = _Scores([], num_logits), _Pooled([])
 
-    def renew(self, block_ids: list[int]) -> None:
+    def reset_blocks(self, block_ids: list[int]) -> None:
         """Nothing is to be done: whoever writes a page first zeroes what is masked."""
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
@@ -122,7 +122,7 @@ class CpuBackend(SynchronousBackend):
             if batch.masks is None:
                 self._program.run(step, num_threads)
             else:
-                self._program.begin(step, num_threads)
+                self._program.start_step(step, num_threads)
                 masks = batch.masks.words.result()
                 assert 32 * masks.shape[1] >= self._num_logits, "a mask has a bit for every token"
                 sampling.mask(batch.masks.lines, masks)
@@ -132,7 +132,7 @@ class CpuBackend(SynchronousBackend):
 
     def take_memory(self) -> None:
         """Of the first pages."""
-        self._first_pages.take()
+        self._first_pages.start_prefault()
 
     def seconds(self) -> dict[str, float]:
         """Spent in each stage of a step so far."""

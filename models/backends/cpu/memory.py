@@ -48,7 +48,7 @@ class FirstPages:
         yield
         self._quiet_since = time.monotonic()
 
-    def take(self) -> None:
+    def start_prefault(self) -> None:
         """Begins to, on a thread of its own, while there are no steps. Not beside them, however low the priority: each
         page that the system cleared meanwhile was seen to keep a step waiting."""
         threading.Thread(target=self._take_all, name="pages", daemon=True).start()

@@ -85,7 +85,7 @@ class FileTensors:
 
     def done(self) -> None:
         """Gives the pages back."""
-        self._files.forget()
+        self._files.release_pages()
 
 
 class DummyTensors:

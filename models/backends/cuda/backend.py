@@ -80,7 +80,7 @@ class CudaBackend:
             self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._warm()
 
-    def renew(self, block_ids: list[int]) -> None:
+    def reset_blocks(self, block_ids: list[int]) -> None:
         """Nothing is to be done: what is no token of a row is never read."""
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
@@ -117,7 +117,7 @@ class CudaBackend:
             yield Size(1, number, 1, number)
 
     @torch.inference_mode()
-    def begin(self, batch: Batch) -> Finish:
+    def start_step(self, batch: Batch) -> Finish:
         """Has the device compute the batch, after those before it."""
         memory, size = self._memory, Size.of(batch)
         reads_hidden = any(True for _ in batch.pooled_spans()) or any(True for _ in batch.prompt_spans())
@@ -164,7 +164,7 @@ class CudaBackend:
         """While the layers run. They may follow from tokens of the step before, which another thread learns."""
         if batch.masks is not None:
             self._memory.rows.write_masks(batch.masks.words.result())
-            self._memory.rows.forget(batch.masks.late)
+            self._memory.rows.drop_rows(batch.masks.late)
 
     @property
     def embedding(self) -> Tensor:

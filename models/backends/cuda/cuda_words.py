@@ -28,7 +28,7 @@ class BadWordsPool:
             self.tokens
         )
 
-    def add(self, words: Sequence[Sequence[int]]) -> int:
+    def add_words(self, words: Sequence[Sequence[int]]) -> int:
         """Returns the index of the first of them, behind which are the others."""
         first = self._num_words
         if words:

@@ -100,7 +100,7 @@ class CudaRows:
         own = np.ascontiguousarray(words[:, : self._shape.mask_words]).view(np.int32)
         self.masks[self._num_lines :][: len(own)].copy_(self._copied(own), non_blocking=True)
 
-    def forget(self, numbers: Collection[int]) -> None:
+    def drop_rows(self, numbers: Collection[int]) -> None:
         """Rows that take no part in the choosing of a step: the device moves them on, so they are copied again."""
         for number in numbers:
             self._known[number] = None
@@ -176,7 +176,7 @@ class CudaRows:
             self._make_room([word for _, (stops, bad) in wanted for word in stops + bad])
         lines = []
         for row, (stops, bad) in wanted:
-            first = self._words.add(stops + bad)
+            first = self._words.add_words(stops + bad)
             lines.append(self._integers(row, (first, first + len(stops), first + len(stops) + len(bad))))
         numbers = self._copied([row.number for row, _ in wanted])
         self.sampler.integers.index_copy_(0, numbers, self._copied(np.array(lines, dtype=np.int64)))

@@ -73,10 +73,10 @@ class ReferenceBackend(SynchronousBackend):
             rope: rotations(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
         }
 
-    def renew(self, block_ids: list[int]) -> None:
+    def reset_blocks(self, block_ids: list[int]) -> None:
         """The blocks have a new owner, who will write them."""
         if block_ids:
-            self._pages.renew(block_ids)
+            self._pages.reset_blocks(block_ids)
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
         """Copies blocks to slots of the host tier."""

@@ -12,7 +12,7 @@ class KVPages:
     """Pages of ``block_size`` slots for each layer. One page more than there are blocks stays zero: tables are padded
     with it.
 
-    Memory is taken when a block is first used: until ``renew`` a page holds whatever the allocator gave.
+    Memory is taken when a block is first used: until ``reset_blocks`` a page holds whatever the allocator gave.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class KVPages:
         # What is gathered goes into the same memory every time: fresh memory costs more to map than to fill.
         self._gathered_keys = self.keys.new_empty(0)
         self._gathered_values = self.values.new_empty(0)
-        self.renew([num_blocks])
+        self.reset_blocks([num_blocks])
 
     @property
     def num_bytes(self) -> int:
@@ -40,7 +40,7 @@ class KVPages:
         size)."""
         return [pages.movedim(2, 0)[: self.num_blocks] for pages in (self.keys, self.values)]
 
-    def renew(self, block_ids: list[int]) -> None:
+    def reset_blocks(self, block_ids: list[int]) -> None:
         """Zeroes blocks. A masked slot weighs nothing in attention only if it is finite, and one owner's infinities
         must not reach the next."""
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)

@@ -41,7 +41,7 @@ def prompt_parts(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> l
 def add_to_vectors(batch: Batch, hidden: Tensor) -> None:
     """Adds the hidden states that the vectors of pooled rows are made of."""
     for pooled, first, count in batch.pooled_spans():
-        pooled.add(hidden[first : first + count].float().cpu().numpy())
+        pooled.add_states(hidden[first : first + count].float().cpu().numpy())
 
 
 def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_lines: int) -> list[PromptLogprobsPart]:

@@ -40,7 +40,7 @@ class TensorFiles:
         except (TypeError, ValueError) as error:
             raise ModelError(f"{entry.file}: became shorter since it was checked: download it again") from error
 
-    def forget(self) -> None:
+    def release_pages(self) -> None:
         """Gives back the pages that were read, which would count as this process's memory."""
         for mapped in self._mapped.values():
             mapped.madvise(mmap.MADV_DONTNEED)

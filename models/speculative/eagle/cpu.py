@@ -46,7 +46,7 @@ class CpuEagleHead:
         self._num_threads = num_threads
         self._small_step = SMALL_STEP // head.spec.num_parameters
 
-    def renew(self, block_ids: Sequence[int]) -> None:
+    def reset_blocks(self, block_ids: Sequence[int]) -> None:
         """Nothing is to be done: whoever writes a page first zeroes what is masked."""
 
     def run(self, step: HeadStep) -> HeadResult:

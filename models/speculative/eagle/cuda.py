@@ -160,7 +160,7 @@ class CudaHead:
         self._next = StepGraphs(lambda size: self._next_layers(size, self._hidden), self._choose, device)
         self._warm(shape)
 
-    def renew(self, block_ids: Sequence[int]) -> None:
+    def reset_blocks(self, block_ids: Sequence[int]) -> None:
         """Nothing is to be done: what is no token of a row is never read."""
 
     @torch.inference_mode()

@@ -78,7 +78,7 @@ class _Stand:
     """Of the positions from ``first`` on, (positions, feature layers * hidden) in parts: those that it has not read,
     and always the newest, from which it drafts."""
 
-    def add(self, part: FeatureLines) -> None:
+    def append_features(self, part: FeatureLines) -> None:
         """Of the next positions."""
         if len(part):
             self.features.append(part)
@@ -129,11 +129,11 @@ class EagleDrafter(Drafter):
         """All rows."""
         self._table = table
 
-    def renew(self, block_ids: Sequence[int]) -> None:
+    def reset_blocks(self, block_ids: Sequence[int]) -> None:
         """The blocks are somebody else's now, or have another one's content: whatever the head had there is lost."""
         with self._lock:
             self._origins[list(block_ids)] = -1
-            self._head.renew(block_ids)
+            self._head.reset_blocks(block_ids)
 
     def follow(self, row: Row) -> None:
         """Reads along from now on."""
@@ -145,7 +145,7 @@ class EagleDrafter(Drafter):
         with self._lock:
             self._stands.pop(row, None)
 
-    forget = leave
+    drop_row = leave
 
     def is_ready(self, row: Row) -> bool:
         """Whether it has features of the row. Then those of the newest position come with its token."""
@@ -173,7 +173,7 @@ class EagleDrafter(Drafter):
             if stand is None:
                 stand = self._stands[row] = self._begin(row, start)
             known = min(end, row.num_computed)  # drafts that were wrong are behind
-            stand.add(features[first + stand.end - start : first + known - start].copy())
+            stand.append_features(features[first + stand.end - start : first + known - start].copy())
             if stand.end // self._block_size > stand.num_read // self._block_size:
                 spans.append(self._unread(row, stand, stand.num_read))
         if spans:

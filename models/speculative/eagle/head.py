@@ -99,7 +99,7 @@ class HeadResult(NamedTuple):
 class EagleHead(Protocol):
     """A loaded head, with pages for its keys and values. Not thread safe."""
 
-    def renew(self, block_ids: Sequence[int]) -> None:
+    def reset_blocks(self, block_ids: Sequence[int]) -> None:
         """The blocks have a new owner, who will write them."""
         ...
 

@@ -34,9 +34,9 @@ class ReferenceHead:
         self._pages = pages
         self._rotations = rotations(head.spec.ropes[0], head.spec.rotary_dim, max_positions, pages.device)
 
-    def renew(self, block_ids: Sequence[int]) -> None:
+    def reset_blocks(self, block_ids: Sequence[int]) -> None:
         """The blocks have a new owner, who will write them."""
-        self._pages.renew(list(block_ids))
+        self._pages.reset_blocks(list(block_ids))
 
     @torch.inference_mode()
     def run(self, step: HeadStep) -> HeadResult:

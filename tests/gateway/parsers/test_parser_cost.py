@@ -138,7 +138,7 @@ def test_input_of_a_custom_tool(monkeypatch, beginning, unit, size, piece_size):
     with counting(monkeypatch, PER_CHARACTER * len(text) + PER_PIECE * (len(text) // piece_size + 2)) as count:
         custom = CustomInput()
         for at in range(0, len(text), piece_size):
-            custom.add(CountedText.of(text[at : at + piece_size], count))
+            custom.append_arguments(CountedText.of(text[at : at + piece_size], count))
         custom.end()
 
 

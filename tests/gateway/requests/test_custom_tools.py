@@ -12,7 +12,7 @@ TEXTS = ["", "a", '*** Begin Patch\n+x = "\\n"\n*** End Patch', "\t\\ \u2028 é 
 def read(arguments: str, size: int) -> str:
     """The input in parts of this size, which is never taken back."""
     reader = CustomInput()
-    text = "".join(reader.add(arguments[at : at + size]) for at in range(0, len(arguments), size))
+    text = "".join(reader.append_arguments(arguments[at : at + size]) for at in range(0, len(arguments), size))
     return text + reader.end()
 
 
@@ -25,7 +25,7 @@ def test_the_input_is_read_in_parts(text: str, size: int) -> None:
 
 def test_the_input_comes_as_it_is_written() -> None:
     reader = CustomInput()
-    parts = [reader.add(part) for part in ('{"inp', 'ut": "a', "b\\", "nc", '"}')]
+    parts = [reader.append_arguments(part) for part in ('{"inp', 'ut": "a', "b\\", "nc", '"}')]
     assert parts == ["", "a", "b", "\nc", ""]
     assert reader.end() == ""
 

@@ -20,8 +20,8 @@ def taken(tokens, spans, text=None, *, one_by_one=False, specials=False):
     deltas = [[at] for at in ids] if one_by_one else [list(ids)]
     for delta in deltas:
         shown = b"".join(names.bytes(at) for at in delta if specials or tokens[at] is not None).decode()
-        places.add(shown if text is None else text, delta, [{"at": at} for at in delta], names)
-    return [(at, entry["at"]) for at, entry in itertools.chain(*(places.take((span,)) for span in spans))]
+        places.add_tokens(shown if text is None else text, delta, [{"at": at} for at in delta], names)
+    return [(at, entry["at"]) for at, entry in itertools.chain(*(places.take_entries((span,)) for span in spans))]
 
 
 @pytest.mark.parametrize(

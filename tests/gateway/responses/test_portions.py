@@ -79,14 +79,14 @@ async def test_whole_answers_are_made_so(start_gateway, monkeypatch, turns):
     gateway = await start_gateway()
     sizes: list[tuple[int, int]] = []
     seen: list[int] = []
-    add = CompletionWriter.add
+    add = CompletionWriter.add_arrivals
 
     async def noted(self, arrivals):
         sizes.append((num_entries(arrivals), len(arrivals)))
         seen.append(turns[0])
         return await add(self, arrivals)
 
-    monkeypatch.setattr(CompletionWriter, "add", noted)
+    monkeypatch.setattr(CompletionWriter, "add_arrivals", noted)
     body = {"prompt": "a" * 600, "prompt_logprobs": 20, "logprobs": 20, "max_tokens": 600, "ignore_eos": True}
     answer = json.loads((await gateway.post("/v1/completions", **body)).text)
     [choice] = answer["choices"]

@@ -254,7 +254,11 @@ def test_log_probabilities_are_those_of_the_text(respond):
 
 def test_an_answer_that_breaks_off_says_so_and_keeps_what_came():
     events = ResponseEvents({"id": "resp_1", "model": "m"})
-    told = events.begin() + events.add(ParsedDelta(content="hel"), []) + events.fail("server_error", "it broke")
+    told = (
+        events.begin_response()
+        + events.add_delta(ParsedDelta(content="hel"), [])
+        + events.fail("server_error", "it broke")
+    )
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     assert told[-1]["type"] == "response.failed"
     response = told[-1]["response"]
@@ -274,8 +278,8 @@ def test_a_call_that_the_model_breaks_off_is_incomplete(respond, rest, texts):
 
 def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
     events = ResponseEvents({"id": "resp_1"})
-    told = events.add(ParsedDelta(calls=(ToolCallDelta(0, "call_a", "look", "{"),)), [])
-    told += events.add(
+    told = events.add_delta(ParsedDelta(calls=(ToolCallDelta(0, "call_a", "look", "{"),)), [])
+    told += events.add_delta(
         ParsedDelta(
             content="then", calls=(ToolCallDelta(0, arguments="}"), ToolCallDelta(1, "call_b", "go", "{}", at=4))
         ),

@@ -29,8 +29,8 @@ def entered(places, number):
 def test_the_one_that_is_idle_for_longest_gives_way():
     places = ConnectionPlaces(3, 1000)
     first, second, third = entered(places, 3)
-    places.begin(first)
-    places.begin(second)
+    places.mark_busy(first)
+    places.mark_busy(second)
     places.end(first)
     entered(places, 1)
     assert [each.is_cut for each in (first, second, third)] == [False, False, True]
@@ -39,7 +39,7 @@ def test_the_one_that_is_idle_for_longest_gives_way():
 def test_none_gives_way_that_answers_or_is_being_read_from():
     places = ConnectionPlaces(2, 1000)
     answering, reading = entered(places, 2)
-    places.begin(answering)
+    places.mark_busy(answering)
     reading.num_unread = 10
     entered(places, 1)
     assert not answering.is_cut

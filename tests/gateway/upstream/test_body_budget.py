@@ -24,7 +24,7 @@ class Arriving:
     async def __call__(self, name, tenant, num_bytes):
         body = self._stack.enter_context(self._budget.body(tenant))
         body.evict = lambda: self.evicted.append(name)
-        await body.add(num_bytes)
+        await body.add_bytes(num_bytes)
         return body
 
 
@@ -37,8 +37,8 @@ def arriving(budget):
 
 async def test_bytes_are_counted_until_a_body_is_dropped(budget):
     with budget.body("a") as body:
-        await body.add(20)
-        await body.add(10)
+        await body.add_bytes(20)
+        await body.add_bytes(10)
         assert budget.num_bytes == 30
     assert budget.num_bytes == 0
 
@@ -101,7 +101,7 @@ async def test_what_was_evicted_is_counted_no_more(budget, arriving):
     first = await arriving("first", "a", 30)
     await arriving("second", "a", 30)
     assert (budget.num_bytes, arriving.evicted) == (30, ["first"])
-    await first.add(5)  # it had just come
+    await first.add_bytes(5)  # it had just come
     assert budget.num_bytes == 30
 
 
@@ -129,7 +129,7 @@ async def test_a_body_that_waits_goes_on_as_soon_as_there_is_room(ends):
     budget = BodyBudget(100, interval_s=1000.0)
     with ExitStack() as stack, ExitStack() as first_one:
         first = first_one.enter_context(budget.body("a"))
-        await first.add(40)
+        await first.add_bytes(40)
         budget._next_eviction["a"] = float("inf")
         arriving = Arriving(budget, stack)
         waiting = [asyncio.create_task(arriving(name, "a", 20)) for name in ("second", "third")]
@@ -146,13 +146,13 @@ async def test_a_body_that_waits_goes_on_as_soon_as_there_is_room(ends):
 async def test_a_body_that_is_cancelled_while_it_waits_counts_no_more():
     budget = BodyBudget(100, interval_s=1000.0)
     with budget.body("a") as first:
-        await first.add(50)
+        await first.add_bytes(50)
         budget._next_eviction["a"] = float("inf")
 
         async def arrive():
             with budget.body("a") as body:
                 body.evict = lambda: None
-                await body.add(10)
+                await body.add_bytes(10)
 
         waiting = asyncio.create_task(arrive())
         await asyncio.sleep(0.01)

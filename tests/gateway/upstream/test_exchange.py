@@ -42,7 +42,7 @@ class Handler:
 async def passing():
     nobody: Any = Nobody()
     exchange = UpstreamRequest(nobody, [pb.Start()])
-    exchange.begin()
+    exchange.send_requests()
     handler = Handler()
     over = asyncio.create_task(exchange.pass_on(handler))
     await asyncio.sleep(0)
@@ -82,7 +82,7 @@ async def test_a_nudge_is_a_call_with_nothing(passing):
 async def test_what_a_handler_raises_meets_who_waits_alone():
     nobody: Any = Nobody()
     exchange = UpstreamRequest(nobody, [pb.Start()])
-    exchange.begin()
+    exchange.send_requests()
 
     async def fail(arrivals):
         raise ValueError(arrivals[0][1].text)

@@ -190,7 +190,7 @@ async def test_a_key_that_gives_way_takes_no_request_with_it_that_comes_just_the
     start.sampling.max_tokens = 2
     start.output.format = pb.OUTPUT_FORMAT_TEXT
     exchange = UpstreamRequest(caller, [start])
-    exchange.begin()
+    exchange.send_requests()
     try:
         events = [event for _, event in await exchange.collect()]
     finally:
@@ -219,7 +219,7 @@ async def test_many_choices_are_not_merged_with_each_event(monkeypatch):
     monkeypatch.setattr("penstock.clients.gateway.upstream.exchange.merge", note)
     nobody: Any = Nobody()
     exchange = UpstreamRequest(nobody, [pb.Start(sampling=pb.Sampling(n=64))])
-    exchange.begin()
+    exchange.send_requests()
     for at in range(64 * 1000):
         exchange.arrive(0, Delta(str(at % 10), [], choice=at % 64))
     exchange.arrive(0, Finished(FinishReason.LENGTH, Usage(), Timings()))
@@ -345,13 +345,13 @@ async def test_ids_and_traces_are_passed_on(start_gateway, monkeypatch):
     from penstock.service.requests.lifecycle import RequestLifecycle
 
     seen = []
-    begin = RequestLifecycle.begin
+    begin = RequestLifecycle.begin_request
 
     def note(self, start, *rest, **more):
         seen.append(start)
         return begin(self, start, *rest, **more)
 
-    monkeypatch.setattr(RequestLifecycle, "begin", note)
+    monkeypatch.setattr(RequestLifecycle, "begin_request", note)
     gateway = await start_gateway()
     trace = f"00-{'1' * 32}-{'2' * 16}-01"
     for headers in ({"traceparent": trace, "X-Request-Id": "mine"}, {"traceparent": "nonsense", "X-Request-Id": "ö"}):

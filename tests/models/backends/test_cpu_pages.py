@@ -31,7 +31,7 @@ def soon_quiet(monkeypatch):
 
 def test_all_of_it_is_taken_once():
     pages = Pages(40 * SLICE_BYTES + 100)
-    FirstPages(pages, 1 << 20).take()
+    FirstPages(pages, 1 << 20).start_prefault()
     wait_until(lambda: len(pages.taken) == 41)
     assert sorted(pages.taken) == [(i * SLICE_BYTES, SLICE_BYTES if i < 40 else 100) for i in range(41)]
 
@@ -46,7 +46,7 @@ def test_nothing_is_taken_while_a_step_is_computed():
     pages = Pages(40 * SLICE_BYTES)
     first = FirstPages(pages, 1 << 20)
     with first.left_alone():
-        first.take()
+        first.start_prefault()
         time.sleep(0.1)
         assert not pages.taken
     wait_until(lambda: len(pages.taken) == 40)

@@ -99,7 +99,7 @@ class HalfKnowing(Drafter):
         drafts = [(token + 1) % VOCAB_SIZE if self._rng.random() < 0.2 else token for token in right]
         return Proposal(drafts, [1.0] * len(drafts))
 
-    def forget(self, row):
+    def drop_row(self, row):
         pass
 
 
@@ -191,13 +191,13 @@ def test_masks_are_awaited_between_the_layers_and_the_choice(long_model, worker_
     plan = StepPlan(0, [], rows, [], [Chunk(row, 0, 2) for row in range(80)], [])
     table.apply(plan)
     batch = build_batch(table, plan)
-    free = backend.begin(batch)()
+    free = backend.start_step(batch)()
     best = [line.token_id for line in free.sampled]
     masked = {0: allow({5}), 3: ~allow({best[3]}), 70: allow({0, 1002}), 79: ~allow({})}
 
     words, before = Awaited(backend), backend.seconds()
     words.set_result(np.stack(list(masked.values())))
-    told = backend.begin(replace(batch, masks=GrammarBitmasks(list(masked), words)))()
+    told = backend.start_step(replace(batch, masks=GrammarBitmasks(list(masked), words)))()
     assert words.seconds["head"] > before["head"]
     assert words.seconds["sample"] == before["sample"]
     chosen = [line.token_id for line in told.sampled]
@@ -214,5 +214,5 @@ def test_masks_are_awaited_between_the_layers_and_the_choice(long_model, worker_
     failing: Future[Words] = Future()
     failing.set_exception(ValueError("no masks"))
     with pytest.raises(ValueError, match="no masks"):
-        backend.begin(replace(batch, masks=GrammarBitmasks([0], failing)))()
-    assert backend.begin(batch)() == free
+        backend.start_step(replace(batch, masks=GrammarBitmasks([0], failing)))()
+    assert backend.start_step(batch)() == free

@@ -79,13 +79,13 @@ def both(load, variant: str) -> list[Runner]:
 
 def generate(runner: Runner, rows: list[AddedRow], num_tokens: int) -> list[list[int]]:
     """Each row's next tokens, all rows together; each step begins before the last is finished, where it may."""
-    finishes = [runner.begin(StepPlan(0, [], rows, [], [whole(row) for row in rows], []))]
+    finishes = [runner.start_step(StepPlan(0, [], rows, [], [whole(row) for row in rows], []))]
     results = []
     for step in range(1, num_tokens):
         plan = StepPlan(step, [], [], [], [], [Decode(row.row, 1) for row in rows])
         if not runner.runs_ahead:
             results.append(finishes.pop()())
-        finishes.append(runner.begin(plan))
+        finishes.append(runner.start_step(plan))
         if runner.runs_ahead:
             results.append(finishes.pop(0)())
     results.append(finishes.pop()())

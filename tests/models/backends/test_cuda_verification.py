@@ -76,7 +76,7 @@ class Steps:
         self, plan: StepPlan, drafts: Mapping[int, Sequence[int]] | None = None, masked: tuple[int, ...] = ()
     ) -> list[RowResult]:
         """Rows in ``masked`` have a grammar."""
-        self.backend.renew(self.table.apply(plan))
+        self.backend.reset_blocks(self.table.apply(plan))
         batch = build_batch(self.table, plan, drafts or {})
         wanted = [index for index, line in enumerate(batch.lines) if line.row.number in masked]
         if wanted:
@@ -84,7 +84,7 @@ class Steps:
             batch = replace(batch, masks=GrammarBitmasks(wanted, words))
             told = np.stack([allowed_words(batch.lines[index]) for index in wanted])
             threading.Timer(0.01, words.set_result, [told]).start()
-        finish = self.backend.begin(batch)
+        finish = self.backend.start_step(batch)
         places = [
             _expect(row, end, number)
             for row, end, number in zip(batch.rows, batch.ends.tolist(), batch.num_lines, strict=True)
@@ -279,7 +279,7 @@ def test_what_a_draft_model_proposes_is_verified(pair, drafter):
     ours, reference = pair
     row = added(3, PENALISED)
     drafter.attach(ours.table)
-    drafter.renew(row.block_ids)
+    drafter.reset_blocks(row.block_ids)
     told = begin(ours, [row], ())
     for _ in range(2):
         [(drafts, _)] = drafter.propose([Wanted(ours.table[3], MAX_DRAFTS)])

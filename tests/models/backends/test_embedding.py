@@ -228,10 +228,10 @@ def test_a_sum_is_taken_position_by_position():
     """In float32, where the order of a sum shows."""
     states = np.random.default_rng(1).normal(size=(50, 8)).astype(np.float32) * 1e3
     one, other = (PooledRow(Pooling.MEAN, 50, 8) for _ in range(2))
-    one.add(states)
+    one.add_states(states)
     for begin, end in ((0, 1), (1, 17), (17, 50)):
         assert list(other.counted(begin, end)) == list(range(begin, end))
-        other.add(states[begin:end])
+        other.add_states(states[begin:end])
     assert one.vector() == other.vector()
     np.testing.assert_allclose(np.frombuffer(one.vector(), np.float32), states.mean(0), rtol=1e-4)
 

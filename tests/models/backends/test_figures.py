@@ -22,7 +22,7 @@ NUM_TOKENS = 24
 class PoisonedPages(KVPages):
     """A block that goes to a new owner is NaN in every slot until written."""
 
-    def renew(self, block_ids):
+    def reset_blocks(self, block_ids):
         self.keys[:, :, block_ids] = math.nan
         self.values[:, :, block_ids] = math.nan
 

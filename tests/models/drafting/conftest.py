@@ -121,7 +121,7 @@ class Device(SynchronousBackend):
         self._clock = clock
         self.seconds = seconds
 
-    def renew(self, block_ids: list[int]) -> None:
+    def reset_blocks(self, block_ids: list[int]) -> None:
         """Nothing is kept."""
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
@@ -154,7 +154,7 @@ class Fortune(Drafter):
         """As many as there may be."""
         return [self._propose(row, max_drafts) for row, max_drafts in wanted]
 
-    def forget(self, row: Row) -> None:
+    def drop_row(self, row: Row) -> None:
         """Nothing is kept."""
 
     def _propose(self, row: Row, max_drafts: int) -> Proposal:
@@ -204,7 +204,7 @@ class Rounds(Fortune):
         """It must be followed."""
         self.followed.remove(row)
 
-    def forget(self, row: Row) -> None:
+    def drop_row(self, row: Row) -> None:
         """Whether it is followed or not."""
         self.followed.discard(row)
         self._num_read.pop(row, None)

@@ -91,7 +91,7 @@ def test_a_long_prompt_is_indexed_in_portions_and_forgotten():
     assert [bool(propose(drafter, row, 3)) for _ in range(3)] == [False, False, True]
     # A second one has its turn when the first is done.
     [other] = new_rows([*prompt])
-    drafter.forget(row)
+    drafter.drop_row(row)
     assert propose(drafter, other, 3) == [12, 13, 14]
 
 
@@ -100,7 +100,7 @@ def test_what_is_over_the_bound_is_not_indexed():
     first, second = new_rows([*range(80), 5, 6], [*range(80), 50, 51])
     assert propose(drafter, first, 2) == [7, 8]
     assert propose(drafter, second, 2) == []
-    drafter.forget(first)
+    drafter.drop_row(first)
     assert propose(drafter, second, 2) == [52, 53]
 
 
@@ -127,11 +127,11 @@ def test_suffix_proposes_the_most_frequent_continuation(outputs, text, max_draft
     *others, row = new_rows(*outputs, text)
     for other in others:
         propose(drafter, other, 1)
-        drafter.forget(other)
+        drafter.drop_row(other)
     kept = [part for output in outputs if output[1:] for part in (output[1:],)][-2:]
     # Another one's are between them, and are none of its business.
     [stranger] = new_rows([0, *text, *text], tenants=["else"])
-    drafter.forget(stranger)
+    drafter.drop_row(stranger)
     own_length, own = found(row.history, row.history, 100)
     at_others = [found(row.history, [*output, UNKNOWN], 100) for output in kept]
     length = max([own_length, *(length for length, _ in at_others)])
@@ -154,7 +154,7 @@ def test_suffix_proposes_the_most_frequent_continuation(outputs, text, max_draft
 def test_outputs_are_for_their_tenant_alone():
     drafter = SuffixDrafter(SpeculationConfig(DraftMethod.SUFFIX, 8))
     first, same, other = new_rows([0, 1, 2, 3, 4], [9, 1, 2], [9, 1, 2], tenants=["a", "a", "b"])
-    drafter.forget(first)
+    drafter.drop_row(first)
     assert propose(drafter, same, 8) == [3, 4]
     assert propose(drafter, other, 8) == []
 
@@ -163,7 +163,7 @@ def test_a_token_that_is_not_known_yet_is_not_kept():
     drafter = SuffixDrafter(SpeculationConfig(DraftMethod.SUFFIX, 8))
     first, same = new_rows([0, 1, 2, 3], [9, 1, 2])
     first.expect()
-    drafter.forget(first)
+    drafter.drop_row(first)
     assert propose(drafter, same, 8) == [3]
 
 
@@ -181,9 +181,9 @@ def test_memory_is_bounded_and_the_tenant_that_was_quiet_the_longest_loses_its_o
     asking = dict(zip("abc", new_rows([0, 1, 2], [0, 1, 2], [0, 1, 2], tenants=[*"abc"]), strict=True))
     finished = new_rows(*[[0, *range(1, 20)]] * 3, tenants=[*"abc"])
     for row in finished[:2]:
-        drafter.forget(row)
+        drafter.drop_row(row)
     assert propose(drafter, asking["b"], 2) == propose(drafter, asking["a"], 2) == [3, 4]
-    drafter.forget(finished[2])  # 3 outputs of 19 tokens and an end, and 6 tokens of the rows that asked
+    drafter.drop_row(finished[2])  # 3 outputs of 19 tokens and an end, and 6 tokens of the rows that asked
     assert propose(drafter, asking["b"], 2) == []
     assert propose(drafter, asking["a"], 2) == propose(drafter, asking["c"], 2) == [3, 4]
 

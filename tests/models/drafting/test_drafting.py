@@ -340,7 +340,7 @@ class Generous(Drafter):
         self.asked += [(row.number, max_drafts) for row, max_drafts in wanted]
         return [Proposal([1] * 20, [1.0] * 20) for _ in wanted]
 
-    def forget(self, row):
+    def drop_row(self, row):
         self.asked.append(row.number)
 
 
@@ -360,7 +360,7 @@ def drafting_of(drafter, table, runs_ahead=False, max_drafts=8):
     costs.measure(lambda size: None, 64, itertools.count(step=0.1).__next__)
     drafting = SpeculationController(drafter, max_drafts, costs, runs_ahead, clock=lambda: 0.0)
     for row in range(len(table)):
-        drafting.add(table[row])
+        drafting.add_row(table[row])
     drafting.choose(table, StepPlan(0, [], [], [], [], []))  # the first step is without drafts
     return drafting
 
@@ -386,14 +386,14 @@ def test_pooled_rows_and_rows_without_drafts_are_nothing_to_a_drafter():
     for table in (new_table(0, 0), new_table(4, 4, pooling=Pooling.MEAN)):
         drafting = drafting_of(drafter := Generous(), table)
         assert step(drafting, table, Decode(0, 5), Decode(1, 5), room=10) == {}
-        drafting.forget(table[0])
+        drafting.drop_row(table[0])
         assert drafter.asked == []
 
 
 def test_a_dropped_row_is_forgotten():
     table = new_table(4)
     drafting = drafting_of(drafter := Generous(), table)
-    drafting.forget(table[0])
+    drafting.drop_row(table[0])
     assert drafter.asked == [0]
     assert step(drafting, table, Decode(0, 5), room=10) == {}
 
@@ -424,12 +424,12 @@ def test_a_step_without_drafts_waits_for_one_that_has_some(simulation, monkeypat
     drafting = drafting_of(world.drafter, table)
     runner = Runner(world.device, drafting, clock=world.clock.nanoseconds)
     added = AddedRow(0, 0, [1, 2], 2, 0, [0], SamplingParams(temperature=0.0), max_drafts=4)
-    runner.begin(StepPlan(0, [], [added], [], [Chunk(0, 0, 2)], []))()
-    finish = runner.begin(StepPlan(1, [], [], [], [], [Decode(0, 5)], max_drafts=4))
+    runner.start_step(StepPlan(0, [], [added], [], [Chunk(0, 0, 2)], []))()
+    finish = runner.start_step(StepPlan(1, [], [], [], [], [Decode(0, 5)], max_drafts=4))
     answers: list[StepResult] = []
     # Where the row stands is known when the step's answer is.
     monkeypatch.setattr(runner._newest, "wait", lambda: answers.append(finish()))
-    after = runner.begin(StepPlan(2, [], [], [], [], [Decode(0, 1)]))()
+    after = runner.start_step(StepPlan(2, [], [], [], [], [Decode(0, 1)]))()
     [answer] = answers
     assert answer.rows[0].num_drafted == 4
     assert len(answer.rows[0].token_ids) == 5

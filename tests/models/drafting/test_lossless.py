@@ -61,7 +61,7 @@ class Knowing(Drafter):
             proposals.append(Proposal(drafts, [0.9] * len(drafts)))
         return proposals
 
-    def forget(self, row):
+    def drop_row(self, row):
         pass
 
 

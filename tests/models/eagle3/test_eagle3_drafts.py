@@ -198,7 +198,7 @@ def test_drafts_while_another_thread_waits_for_steps(on_gpu, prompts):
     with ThreadPoolExecutor() as threads:
         taken = threads.submit(take, finishes)
         for plan in plans:
-            finishes.put(runner.begin(plan))
+            finishes.put(runner.start_step(plan))
         finishes.put(None)
         taken.result()
     assert len(watched.proposed) == 4

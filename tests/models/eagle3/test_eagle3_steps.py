@@ -49,7 +49,7 @@ class Played:
         self.features = self.rng.standard_normal((2, 64, 3 * HIDDEN)).astype(np.float32)
         self.known = [torch.from_numpy(row) @ head.tensors["fc.weight"].T for row in self.features]
         self._tables = np.arange(8).reshape(4, 2).T.copy()  # the rows' blocks lie between each other
-        runs.renew(list(range(8)))
+        runs.reset_blocks(list(range(8)))
 
     def run(self, spans, hidden=None):
         """Computes positions of rows, and drafts after the last of each."""

@@ -129,7 +129,7 @@ class Repeats(Drafter):
     def propose(self, wanted):
         return [Proposal(self.token_ids, [0.9] * len(self.token_ids)) for _ in wanted]
 
-    def forget(self, row):
+    def drop_row(self, row):
         pass
 
 
@@ -256,8 +256,8 @@ def test_masks_allow_what_may_come_at_each_line(config, tokenizer, make_runner):
     seen = []
 
     class Watched(StructuredOutputManager):
-        def begin(self, lines, known):
-            masks = super().begin(lines, known)
+        def start_masks(self, lines, known):
+            masks = super().start_masks(lines, known)
             if masks is not None:
                 seen.append((lines, masks))
             return masks

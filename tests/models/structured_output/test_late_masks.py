@@ -79,7 +79,7 @@ class Guesses(Drafter):
         proposals = [self.random.choice(self.texts)[:most] for _, most in wanted]
         return [Proposal(token_ids, [0.9] * len(token_ids)) for token_ids in proposals]
 
-    def forget(self, row):
+    def drop_row(self, row):
         pass
 
 

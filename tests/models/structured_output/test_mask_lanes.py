@@ -77,7 +77,7 @@ def test_work_in_the_background_holds_no_lock_while_its_tokens_are_not_known():
     lane = BackgroundLane()
     unknown, first, second, other = Some("a", is_known=False), Some("a"), Some("a"), Some("b")
     for work in (unknown, first, second, other):
-        lane.add(work)
+        lane.add_work(work)
     assert {ran.get(), ran.get()} == {first, other}
     assert not unknown.lock.locked()
     assert not second.lock.locked()

@@ -82,7 +82,7 @@ class Turns:
             str(self._num_requests), prompt.token_ids, prompt.hashes, GREEDY, 1, note, IdsOnly, hash_salt=SALT
         )
         began = time.perf_counter()
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
         while not ends:
             plan = self.scheduler.schedule()
             assert plan is not None

@@ -131,7 +131,7 @@ class Bench:
         begun: deque[Callable[[], StepResult]] = deque()
         results = []
         for plan in plans:
-            begun.append(self._runner.begin(plan))
+            begun.append(self._runner.start_step(plan))
             if len(begun) == AHEAD:
                 results.append(begun.popleft()())
         return results + [finish() for finish in begun]

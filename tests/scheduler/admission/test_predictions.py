@@ -229,7 +229,7 @@ def test_what_is_forgotten_counts_again_and_once_for_all_that_share_it(queue):
 def test_what_is_evicted_counts_again(queue):
     """Another request takes most blocks, before all others."""
     pool = queue.scheduler.kv.pool
-    taken = pool.take(pool.num_free - 40)
+    taken = pool.take_blocks(pool.num_free - 40)
     assert waiting_tokens(queue) == 3 * 624 + 8 * BLOCK_SIZE
     pool.release(taken)
     queue.run()

@@ -189,7 +189,7 @@ def test_so_many_prompts_wait_and_no_more(world_type, embed, monkeypatch):
     world = world_type(64, SchedulerConfig())
     world.add(embed("first", [[1], [2], [3]]))
     with pytest.raises(Refused) as refused:
-        world.scheduler.add(embed("too many", [[1], [2], [3]]))
+        world.scheduler.add_request(embed("too many", [[1], [2], [3]]))
     assert refused.value.kind is RefusalKind.QUEUE_FULL
     assert world.add(embed("as many as there is room for", [[1], [2]])) is not None
     world.drain()

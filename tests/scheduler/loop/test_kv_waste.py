@@ -46,7 +46,7 @@ def test_few_slots_are_taken_and_hold_nothing(step_tokens, most):
     scheduler = Scheduler(facts, SchedulerConfig(max_num_batched_tokens=step_tokens))
     worker = FakeWorker(facts, token_of_history(VOCAB_SIZE), CheckedSlots(NUM_BLOCKS, BLOCK_SIZE))
     for request in requests():
-        scheduler.add(request)
+        scheduler.add_request(request)
     plans: deque[StepPlan] = deque()
     taken = behind_the_end = empty = 0
     while scheduler.num_requests:

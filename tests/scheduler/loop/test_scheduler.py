@@ -256,7 +256,7 @@ def test_admission_is_bounded(world_type, new_request):
 
     def refusal(name, length, **fields):
         with pytest.raises(Refused) as refused:
-            world.scheduler.add(new_request(name, prompt(length), **fields))
+            world.scheduler.add_request(new_request(name, prompt(length), **fields))
         return refused.value
 
     assert refusal("too large", 38, max_tokens=4).kind is RefusalKind.TOO_LARGE
@@ -319,7 +319,7 @@ def broken_text():
 def test_a_request_without_a_text_leaves_nothing_behind(world_type, new_request):
     world = world_type(100, config(tenants={"a": TenantLimits(max_live_requests=1)}))
     with pytest.raises(ValueError, match="no text"):
-        world.scheduler.add(new_request("broken", prompt(8), tenant="a", make_text=broken_text))
+        world.scheduler.add_request(new_request("broken", prompt(8), tenant="a", make_text=broken_text))
     assert not list(world.scheduler.tenants)
     assert world.scheduler.explain("broken") is None
     assert world.add(new_request("good", prompt(8), tenant="a")) is not None

@@ -139,7 +139,7 @@ def test_what_drafts_brought_is_told(new_world, new_request):
         result = answered(plan)
         for row in result.rows:
             if row.num_drafted and world.scheduler._planner.rows.holder(row.row, row.epoch).live.num_ended < 2:
-                expected.add(row.num_drafted, len(row.token_ids) - 1)
+                expected.count_step(row.num_drafted, len(row.token_ids) - 1)
         return result
 
     world.worker.run = run_and_count

@@ -319,17 +319,17 @@ def begun_again_before_its_newest_plan_is_answered(patch):
 
 def tokens_in_flight_not_counted(patch):
     """A row that could end with what is in flight is continued all the same."""
-    begin = SequenceState.begin
+    begin = SequenceState.start_row
 
     def begin_with_a_higher_limit(choice, *args):
         begin(choice, *args)
         choice.length_limit += 1
 
-    patch.setattr(SequenceState, "begin", begin_with_a_higher_limit)
+    patch.setattr(SequenceState, "start_row", begin_with_a_higher_limit)
 
 
 def token_after_a_stop(patch):
-    take = OutputBuffer.take
+    take = OutputBuffer.take_tokens
 
     def take_and_go_on(delivery, token_ids, logprobs):
         delta = take(delivery, token_ids, logprobs)
@@ -337,7 +337,7 @@ def token_after_a_stop(patch):
             delta.token_ids.append(token_ids[-1])
         return delta
 
-    patch.setattr(OutputBuffer, "take", take_and_go_on)
+    patch.setattr(OutputBuffer, "take_tokens", take_and_go_on)
 
 
 def whole_prompt_from_the_cache(patch):
@@ -366,7 +366,9 @@ def prompt_logprobs_repeated_after_preemption(patch):
 
 def victim_of_the_highest_rank(patch):
     patch.setattr(
-        PreemptionPolicy, "for_row", lambda giving_way, needy, later: min(giving_way._running, key=lambda c: c.rank)
+        PreemptionPolicy,
+        "victim_for_decode",
+        lambda giving_way, needy, later: min(giving_way._running, key=lambda c: c.rank),
     )
 
 

@@ -14,21 +14,21 @@ class TestBucket:
 
     def test_it_is_full_at_first_and_fills_again(self):
         bucket = TokenBucket(10, 2, now=100)
-        bucket.take(10, 100)
+        bucket.take_tokens(10, 100)
         assert bucket.level(100) == 0
         assert bucket.level(102.5) == 5
         assert bucket.level(1000) == 10
 
     def test_the_time_that_it_tells_is_enough_and_no_less_is(self):
         bucket = TokenBucket(10, 2, now=0)
-        bucket.take(13, 0)
+        bucket.take_tokens(13, 0)
         assert bucket.wait_s(1, 0) == 2
         assert bucket.wait_s(1, 2) == 0
         assert bucket.wait_s(99, 2) == pytest.approx(4.5)  # until it is full
 
     def test_another_size_keeps_what_is_owed(self):
         bucket = TokenBucket(10, 2, now=0)
-        bucket.take(15, 0)
+        bucket.take_tokens(15, 0)
         bucket.resize(100, 50, 0)
         assert bucket.level(0) == -5
         assert bucket.wait_s(20, 0) == 0.5
@@ -44,7 +44,7 @@ class TestBucket:
         for gap in gaps:
             now += gap
             if not allowance.wait_s(Rated.REQUEST, now):
-                allowance.take(Rated.REQUEST, now)
+                allowance.take_from(Rated.REQUEST, now)
                 taken.append(now)
         for first in range(0, len(taken), 7):
             for last in range(first, len(taken)):
@@ -59,7 +59,7 @@ def world(world_type):
 
 def refusal(world, request):
     with pytest.raises(Refused) as refused:
-        world.scheduler.add(request)
+        world.scheduler.add_request(request)
     return refused.value
 
 

@@ -165,7 +165,7 @@ def test_a_tenants_caps(world_type, new_request):
 
     def refusal(**fields):
         with pytest.raises(Refused) as refused:
-            world.scheduler.add(new_request("refused", **{"prompt": prompt(8), "tenant": "a"} | fields))
+            world.scheduler.add_request(new_request("refused", **{"prompt": prompt(8), "tenant": "a"} | fields))
         return refused.value.kind
 
     assert refusal(prompt=prompt(9)) is RefusalKind.TENANT_CAP

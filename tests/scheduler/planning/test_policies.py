@@ -265,7 +265,7 @@ def test_what_cannot_meet_its_deadline_is_refused_with_a_hint(world_type, new_re
     for number in range(4):
         world.add(new_request(str(number), prompt(8, first=number), max_tokens=20))
     with pytest.raises(Refused) as refused:
-        world.scheduler.add(new_request("late", prompt(8), max_tokens=2, deadline=world.now + 40))
+        world.scheduler.add_request(new_request("late", prompt(8), max_tokens=2, deadline=world.now + 40))
     assert refused.value.kind is RefusalKind.OVERLOADED
     assert 30_000 < (refused.value.retry_after_ms or 0) < 80_000
     world.drain()

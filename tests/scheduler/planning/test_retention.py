@@ -34,7 +34,7 @@ class Engine:
     def add(self, name, prompt, **fields):
         request = self.new_request(name, prompt, block_size=BLOCK_SIZE, **fields)
         received = self.received_type(request, self.max_model_len, VOCAB_SIZE)
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
         return received
 
     def step(self):

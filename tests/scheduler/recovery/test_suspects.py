@@ -46,7 +46,7 @@ class Machine:
     def end(self, name: str) -> None:
         del self.lengths[name]
         self.ended.add(name)
-        self.suspects.forget(name)
+        self.suspects.drop_request(name)
 
     def run(self) -> None:
         for _ in range(20_000):
@@ -214,11 +214,11 @@ def test_nobody_waits_for_one_that_is_held():
     assert suspects.on_trial == {"b"}
     suspects.hold("b", True)
     assert not suspects
-    suspects.forget("b")
+    suspects.drop_request("b")
     suspects.hold("c", False)
     suspects.answered({"c": 11})
-    suspects.forget("c")
-    suspects.forget("a")
+    suspects.drop_request("c")
+    suspects.drop_request("a")
     assert not suspects._records
 
 
@@ -227,12 +227,12 @@ def test_a_request_that_ends_while_it_is_on_trial_makes_way():
     suspects.crashed(dict.fromkeys("abcd", 10))
     suspects.crashed(dict.fromkeys("abcd", 10))
     suspects.answered({"a": 11, "b": 10})
-    suspects.forget("b")
+    suspects.drop_request("b")
     assert suspects.on_trial == {"a"}
-    suspects.forget("a")
+    suspects.drop_request("a")
     assert suspects.on_trial == {"c", "d"}
-    suspects.forget("d")
-    suspects.forget("c")
+    suspects.drop_request("d")
+    suspects.drop_request("c")
     assert not suspects
 
 

@@ -32,10 +32,10 @@ DEADLY_WORKER = """
 import os, sys
 
 def make_deadly(runner, marker):
-    begin = runner.begin
+    start_step = runner.start_step
     rows = {}
 
-    def begin_or_die(self, plan):
+    def start_or_die(self, plan):
         rows.update((added.row, added.token_ids[:3]) for added in plan.added)
         prompts = [rows[planned.row] for planned in [*plan.chunks, *plan.decodes]]
         if [5] * 3 in prompts:
@@ -45,9 +45,9 @@ def make_deadly(runner, marker):
             import resource
             resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
             bytearray(1 << 28)
-        return begin(self, plan)
+        return start_step(self, plan)
 
-    runner.begin = begin_or_die
+    runner.start_step = start_or_die
 
 if any("penstock.models.worker.main" in argument for argument in sys.orig_argv):
     from penstock.models.worker.runner import Runner

@@ -232,7 +232,7 @@ async def test_many_streams_take_turns_but_first_tokens_and_ends_go_at_once(make
 async def test_streams_that_wait_leave_in_the_same_turn_of_the_loop(make_outbox, monkeypatch):
     monkeypatch.setattr(alarm_module, "TURN_S", 1e4)
     pacer = WritePacer(write_cost_s=5.0)
-    pacer.add(1)
+    pacer.add_streams(1)
     waiting = []
     for _ in range(3):
         outbox, _, _ = make_outbox(pacer)

@@ -35,7 +35,7 @@ async def waiting(answers, tenant, num_bytes):
     added = asyncio.Event()
 
     async def wait():
-        answers.add(tenant, "id", num_bytes - CALL_BYTES)
+        answers.add_answer(tenant, "id", num_bytes - CALL_BYTES)
         added.set()
         await asyncio.Event().wait()
 
