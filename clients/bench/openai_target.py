@@ -87,7 +87,7 @@ class OpenAiCaller:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_CONNECT_SECONDS)) as response:
                 status, body = response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise PenstockError(f"no server answers at {self._base}: {str(error) or type(error).__name__}") from None
+            raise PenstockError(f"cannot reach the server {self._base}: {str(error) or type(error).__name__}") from None
         try:
             models = {str(each["id"]): each for each in json.loads(body)["data"]}
         except (ValueError, KeyError, TypeError):
@@ -96,7 +96,7 @@ class OpenAiCaller:
         self._model = self._model or next(iter(models), "")
         if not self._model:
             answer = " ".join(body.split())[:_MAX_SHOWN]
-            raise PenstockError(f"--model: name one, since {url} lists none; it answers HTTP {status}: {answer}")
+            raise PenstockError(f"--model: required, since {url} lists none; it returned HTTP {status}: {answer}")
         most = models.get(self._model, {}).get("max_model_len")
         return OpenAiModel(self._model, most if isinstance(most, int) else None)
 
@@ -114,7 +114,7 @@ class OpenAiCaller:
                 else:
                     _note_refusal(record, response, await response.text())
         except TimeoutError:
-            record.fail(time.perf_counter(), "DEADLINE_EXCEEDED", "its deadline passed")
+            record.fail(time.perf_counter(), "DEADLINE_EXCEEDED", "the deadline passed")
         except (aiohttp.ClientError, OSError) as error:
             record.fail(time.perf_counter(), "UNAVAILABLE", str(error) or type(error).__name__)
 
@@ -163,7 +163,7 @@ class _Events:
                 token_ids += self._event(now, json.loads(data))
             except (ValueError, KeyError, TypeError, AttributeError, IndexError):
                 shown = data[:_MAX_SHOWN].decode(errors="replace")
-                self._record.fail(now, "BAD_ANSWER", f"this is no event of a completion: {shown}")
+                self._record.fail(now, "BAD_ANSWER", f"not an event of a completion: {shown}")
                 return
         if self._num_tokens > before:
             self._record.tokens(now, token_ids, self._num_tokens - before)
@@ -172,7 +172,7 @@ class _Events:
         """Notes the end of the answer."""
         record = self._record
         if not record.finish_reason:
-            record.fail(now, "UNAVAILABLE", "the answer broke off")
+            record.fail(now, "UNAVAILABLE", "the response ended early")
             return
         record.prompt_tokens = int(self._usage.get("prompt_tokens") or 0)
         record.output_tokens = int(self._usage.get("completion_tokens") or self._num_tokens)

@@ -76,7 +76,7 @@ def test_nobody_there(tool):
     assert done.stderr == "penstock bench: no service answers at 127.0.0.1:1: Connection refused\n"
     done = tool.run("bench", "127.0.0.1:1", "--api", "openai", "--vocab-size", 9)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("penstock bench: no server answers at http://127.0.0.1:1: ")
+    assert done.stderr.startswith("penstock bench: cannot reach the server http://127.0.0.1:1: ")
 
 
 def test_the_wrong_listener(tool, admin):

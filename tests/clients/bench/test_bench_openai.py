@@ -175,8 +175,8 @@ async def test_chat_gets_words():
     [
         ("busy", "HTTP 429", "too many"),
         ("error", "ERROR", "the engine died"),
-        ("wrong", "BAD_ANSWER", "no event of a completion: {]"),
-        ("breaks off", "UNAVAILABLE", "broke off"),
+        ("wrong", "BAD_ANSWER", "not an event of a completion: {]"),
+        ("breaks off", "UNAVAILABLE", "ended early"),
     ],
 )
 async def test_failures_are_told(style, status, error):
@@ -207,14 +207,14 @@ async def test_the_servers_model():
             assert (await caller.model()).name == "x"
         async with OpenAiCaller(ConnectionOptions(server.target)) as caller:
             with pytest.raises(
-                PenstockError, match=r"--model: name one, since .*/v1/models lists none; .* 200: <html>"
+                PenstockError, match=r"--model: required, since .*/v1/models lists none; .* 200: <html>"
             ):
                 await caller.model()
 
 
 async def test_no_server():
     async with OpenAiCaller(ConnectionOptions("127.0.0.1:1")) as caller:
-        with pytest.raises(PenstockError, match=r"no server answers at http://127\.0\.0\.1:1"):
+        with pytest.raises(PenstockError, match=r"cannot reach the server http://127\.0\.0\.1:1"):
             await caller.model()
         report = await run(load(1), caller)
     assert report.failures == {"UNAVAILABLE": 1}
