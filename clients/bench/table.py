@@ -35,7 +35,7 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
     )
     if (drafts := summary["speculation"]) is not None:
         told = f"{drafts['drafted_tokens']:,} tokens, {drafts['accepted_share']:.0%} of them accepted"
-        yield _line("drafts", f"{told}; {drafts['mean_length']:.2f} tokens a step with drafts")
+        yield _line("drafts", f"{told}; {drafts['mean_length']:.2f} tokens per step with drafts")
     if goodput := summary.get("goodput"):
         bounds = ", ".join(f"{name} {_time(bound)}" for name, bound in goodput["slo_s"].items())
         good = f"{goodput['requests_per_s']:,.2f} requests/s, {goodput['share']:.1%} of all requests"

@@ -1,1 +1,1 @@
-"""The contract as generated stubs; `make protos` writes them, nobody edits them."""
+"""The contract as generated stubs; `make protos` writes them; do not edit them."""

@@ -38,7 +38,7 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     ENGINE_STATE_FAILED: _EngineState.ValueType  # 5
     """The worker could not be replaced, or the engine had an internal error. All requests have ended."""
     ENGINE_STATE_STOPPED: _EngineState.ValueType  # 6
-    """The engine has stopped for good."""
+    """The engine has stopped permanently."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """The state of the engine."""
@@ -56,7 +56,7 @@ ENGINE_STATE_DRAINING: EngineState.ValueType  # 4
 ENGINE_STATE_FAILED: EngineState.ValueType  # 5
 """The worker could not be replaced, or the engine had an internal error. All requests have ended."""
 ENGINE_STATE_STOPPED: EngineState.ValueType  # 6
-"""The engine has stopped for good."""
+"""The engine has stopped permanently."""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 class _SchedulingPolicy:
@@ -106,25 +106,23 @@ class _TimelineKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Timeline
     TIMELINE_KIND_ACCEPTED: _TimelineKind.ValueType  # 1
     """The request entered the queue. `detail` has its position."""
     TIMELINE_KIND_WAITED: _TimelineKind.ValueType  # 2
-    """The choice waited. `detail` says for what."""
+    """The choice waited. `detail` has the cause."""
     TIMELINE_KIND_BEGAN: _TimelineKind.ValueType  # 3
     """The choice got a row, with `num_tokens` from the prefix cache."""
     TIMELINE_KIND_PREFILLED: _TimelineKind.ValueType  # 4
     """`num_tokens` of the prompt and of earlier output were computed."""
     TIMELINE_KIND_DECODED: _TimelineKind.ValueType  # 5
-    """`num_tokens` of output were generated, step by step. `detail` says how many drafts were accepted, if there were
-    any.
-    """
+    """`num_tokens` of output were generated, step by step. `detail` has the number of accepted drafts, if there were any."""
     TIMELINE_KIND_PREEMPTED: _TimelineKind.ValueType  # 6
     """The choice lost its row and its blocks to another."""
     TIMELINE_KIND_RESTARTED: _TimelineKind.ValueType  # 7
     """The request lost its rows and blocks because the worker died."""
     TIMELINE_KIND_HELD: _TimelineKind.ValueType  # 8
-    """The request was held back. `detail` says why: its stream was not read, or it may have killed a worker."""
+    """The request was held back. `detail` has the cause: its stream was not read, or it may have killed a worker."""
     TIMELINE_KIND_UPDATED: _TimelineKind.ValueType  # 9
     """The caller changed the request. `detail` has the changes."""
     TIMELINE_KIND_ENDED: _TimelineKind.ValueType  # 10
-    """The request ended. `detail` says how."""
+    """The request ended. `detail` has the reason."""
 
 class TimelineKind(_TimelineKind, metaclass=_TimelineKindEnumTypeWrapper):
     """The kind of a timeline entry."""
@@ -134,25 +132,23 @@ TIMELINE_KIND_UNSPECIFIED: TimelineKind.ValueType  # 0
 TIMELINE_KIND_ACCEPTED: TimelineKind.ValueType  # 1
 """The request entered the queue. `detail` has its position."""
 TIMELINE_KIND_WAITED: TimelineKind.ValueType  # 2
-"""The choice waited. `detail` says for what."""
+"""The choice waited. `detail` has the cause."""
 TIMELINE_KIND_BEGAN: TimelineKind.ValueType  # 3
 """The choice got a row, with `num_tokens` from the prefix cache."""
 TIMELINE_KIND_PREFILLED: TimelineKind.ValueType  # 4
 """`num_tokens` of the prompt and of earlier output were computed."""
 TIMELINE_KIND_DECODED: TimelineKind.ValueType  # 5
-"""`num_tokens` of output were generated, step by step. `detail` says how many drafts were accepted, if there were
-any.
-"""
+"""`num_tokens` of output were generated, step by step. `detail` has the number of accepted drafts, if there were any."""
 TIMELINE_KIND_PREEMPTED: TimelineKind.ValueType  # 6
 """The choice lost its row and its blocks to another."""
 TIMELINE_KIND_RESTARTED: TimelineKind.ValueType  # 7
 """The request lost its rows and blocks because the worker died."""
 TIMELINE_KIND_HELD: TimelineKind.ValueType  # 8
-"""The request was held back. `detail` says why: its stream was not read, or it may have killed a worker."""
+"""The request was held back. `detail` has the cause: its stream was not read, or it may have killed a worker."""
 TIMELINE_KIND_UPDATED: TimelineKind.ValueType  # 9
 """The caller changed the request. `detail` has the changes."""
 TIMELINE_KIND_ENDED: TimelineKind.ValueType  # 10
-"""The request ended. `detail` says how."""
+"""The request ended. `detail` has the reason."""
 Global___TimelineKind: _TypeAlias = TimelineKind  # noqa: Y015
 
 @_typing.final

@@ -39,9 +39,7 @@ class EmbedRequest(_message.Message):
     `normalize` is set. 1 to the model's `embedding_size`. For models trained for it. Default: all values.
     """
     normalize: _builtins.bool
-    """Whether each vector is scaled to a length of 1. Default: what the model's modules.json says; true without that
-    file.
-    """
+    """Whether each vector is scaled to a length of 1. Default: as in the model's modules.json; true without that file."""
     priority: _builtins.int
     """The priority under the `priority` policy, lower first: -1,000 to 1,000. Default: 0. Ignored under other policies."""
     tenant: _builtins.str

@@ -424,8 +424,8 @@ class Start(_message.Message):
     """The caller's own id, at most 128 bytes of printable ASCII. Echoed in `accepted` and in logs, never used as a key."""
     retain_ms: _builtins.int
     """How long the KV cache of this request's context is kept after its end in preference to ordinary cache, for requests
-    that continue it, in milliseconds: 0 to 86,400,000, and at most `--conversation-ttl`. What is evicted nevertheless
-    is computed again. Default: `--conversation-ttl` if `continue_from` is set, otherwise 0.
+    that continue it, in milliseconds: 0 to 86,400,000, and at most `--conversation-ttl`. Blocks that are evicted
+    nevertheless are computed again. Default: `--conversation-ttl` if `continue_from` is set, otherwise 0.
     """
     max_draft_tokens: _builtins.int
     """The maximum number of tokens drafted for a choice in one step: 0 (off) to 32. Drafts change when tokens arrive,

@@ -152,7 +152,7 @@ def test_drafts_of_all_requests():
         "accepted_share": 0.25,
         "mean_length": 2.0,
     }
-    assert "drafts        32 tokens, 25% of them accepted; 2.00 tokens a step with drafts" in table(summary)
+    assert "drafts        32 tokens, 25% of them accepted; 2.00 tokens per step with drafts" in table(summary)
     assert report(answered()).summary()["speculation"] is None
 
 

@@ -105,7 +105,7 @@ def test_drafts_have_a_line_where_there_are_any():
     now.drafts, now.drafted_tokens, now.accepted_tokens = 110, 440, 110
     assert "prompt 1000 (cached 25 %), drafted 200 (accepted 25 %); step" in line(now, Rates.between(before, now))
     screen = list(dashboard("gpu1:50052", before, now, [1000.0], unicode=False))
-    assert "drafts            200 tokens/s, 25 % accepted, 2.00 tokens a step with drafts" in screen
+    assert "drafts            200 tokens/s, 25 % accepted, 2.00 tokens per step with drafts" in screen
 
 
 def test_the_first_screen_has_no_speeds():
