@@ -1,6 +1,7 @@
-// The two products of attention over pages of bfloat16, by tile registers: rows of queries, or of weights, are `a`; a
-// page's keys are lines for its dimensions as they lie, its values lines for its tokens, so both are `b`. All numbers
-// of rows go this way, for a sum's bits depend on where its tiles begin: every 32 dimensions, and every page.
+// The two products of attention over pages of bfloat16, with tile registers. Rows of queries or of weights are `a`. A
+// page's keys are stored as lines of dimensions and its values as lines of tokens, so both can be `b` directly. Any
+// number of rows is computed this way, since a sum's bits depend on where its tiles begin: every 32 dimensions, and
+// every page.
 #pragma once
 
 #include "attention/tiles.h"
@@ -17,15 +18,15 @@ namespace paged {
 
 namespace amx {
 
-// Registers: four of sums, then operands of 32 numbers a row, and of 16: the last dimensions of a head, and the weights
-// of a page. `b` follows its `a`.
+// Registers: four with sums, then operands with 32 numbers per row, and with 16 for the last dimensions of a head and
+// for the weights of a page. `b` follows its `a`.
 constexpr int SUMS = 4, WIDE = 4, NARROW = 6;
 
-// Rows of a block in one or two tiles of as many rows each: the second may begin before the first ends, and what both
-// have comes to the same twice.
+// The rows of a block, in one tile or two tiles of equal height. The second may begin before the first ends; rows that
+// both have get the same result twice.
 struct RowTiles {
   int num, rows;
-  int second;  // where it begins
+  int second;  // the first row of the second tile
 };
 
 INLINE RowTiles row_tiles(int rows) {
@@ -52,7 +53,7 @@ INLINE void zero_sums() {
   }
 }
 
-// Sums of one tile of rows, from register SUM on; those of a row follow each other in memory.
+// The sums of one tile of rows, from register SUM on. The sums of a row are adjacent in memory.
 template <int COLUMNS, int SUM, int COLUMN = 0>
 INLINE void load_sums(const uint8_t* from, int64_t stride) {
   if constexpr (COLUMN < COLUMNS) {
@@ -81,7 +82,7 @@ INLINE void store_all(uint8_t* out, int64_t stride, int second) {
   if constexpr (ROW_TILES == 2) store_sums<COLUMNS, COLUMNS>(out + second * stride, stride);
 }
 
-// Adds the products of a tile of rows, which register A holds, with lines at `offset` of each of the columns.
+// Adds the products of a tile of rows, in register A, with the lines at `offset` of each of the columns.
 template <int COLUMNS, int A, int SUM, int COLUMN = 0>
 INLINE void add_columns(const uint8_t* const* columns, int64_t offset, int64_t stride) {
   if constexpr (COLUMN < COLUMNS) {

@@ -1,13 +1,15 @@
-// Attention over pages, one item at a time: for each split the scores of a tile of queries, their softmax, the weighted
-// values. What a split comes to for one query head is a record of floats: the largest score, the sum of the weights, 14
-// that are unused, and the values, weighted, D of them. Records of a query's splits are merged in order of position by
-// `merge_record`, at once where an item has all the splits, or from memory by `merge`: the same bits either way.
+// Attention over pages, one item at a time: for each split the scores of a tile of queries, their softmax, and the
+// weighted values. The result of a split for one query head is a record of floats: the largest score, the sum of the
+// weights, 14 unused floats, and D weighted values. `merge_record` merges the records of a query's splits in order of
+// position, either immediately, if an item has all the splits, or later, from memory, by `merge`. Both give the same
+// bits.
 //
-// In memory the records of a tile of queries lie as [split][query][head of the group], from the tile's first split that
-// is computed at all. An item whose splits begin later has its first record
+// In memory the records of a tile of queries are [split][query][head of the group], beginning with the tile's first
+// split that is computed. An item whose splits begin later has its first record
 //   (split_begin - first split) * (query_end - query_begin) * (num_heads / kv_heads) * partial_floats
-// floats behind the tile's; `merge` is given the tile's first. It may begin at any split, if those before it lie out of
-// the window of all the tile's queries. A record of a split that is wholly masked changes nothing.
+// floats after the tile's first; `merge` is passed the tile's first. The tile may begin at any split if the splits
+// before it are outside the window of all the tile's queries. A record of a split that is completely masked has no
+// effect.
 #pragma once
 
 #include "attention/amx.h"
@@ -35,7 +37,7 @@ INLINE void clear_record(float* record, int64_t floats) {
   record[0] = -__builtin_inff();
 }
 
-// Not inlined, so that both of its callers round alike. The first record that is not wholly masked becomes the total.
+// Not inlined, so that both callers round alike. The first record that is not completely masked becomes the total.
 __attribute__((noinline)) static void merge_record(float* total, const float* record, int64_t floats) {
   if (record[0] == -__builtin_inff()) return;
   if (total[0] == -__builtin_inff()) {
@@ -50,7 +52,7 @@ __attribute__((noinline)) static void merge_record(float* total, const float* re
   total[RECORD_SUM] = record[RECORD_SUM] * more[0] + total[RECORD_SUM] * old[0];
 }
 
-// The output of one query head. A sink is one more weight, of nothing.
+// Writes the output of one query head. A sink is one more weight, without a value.
 __attribute__((noinline)) static void write_output(const Attention& attention, int head, const float* total,
                                                    float* out) {
   float by = 1 / total[RECORD_SUM];
@@ -78,12 +80,12 @@ __attribute__((noinline)) static void write_output(const Attention& attention, i
 
 // ------------------------------------------------------------------------------------------------------------ an item
 
-// Where in the scratch memory things lie, in bytes.
+// Offsets in the scratch memory, in bytes.
 struct Scratch {
-  int64_t queries;  // words of all the item's rows
-  int64_t query;    // a Query for each row
-  int64_t totals;   // a record for each row
-  int64_t result;   // a record
+  int64_t queries;  // words of all rows of the item
+  int64_t query;    // one Query per row
+  int64_t totals;   // one record per row
+  int64_t result;   // one record
   int64_t scores;   // of a block
   int64_t values;   // of a block
   int64_t bytes;
@@ -93,7 +95,7 @@ INLINE Scratch scratch_of(const Attention& attention) {
   const int64_t rows = static_cast<int64_t>(QUERY_TILE) * group_size(attention), padded = padded_head(attention.kv);
   const int64_t record = record_floats(attention) * WORD;
   Scratch at = {};
-  at.query = at.queries + rows * padded * WORD;  // of INT8 and BF16 half of this
+  at.query = at.queries + rows * padded * WORD;  // INT8 and BF16 need half of this
   at.totals = at.query + (rows * static_cast<int64_t>(sizeof(Query)) + VECTOR - 1) / VECTOR * VECTOR;
   at.result = at.totals + rows * record;
   at.scores = at.result + record;
@@ -102,7 +104,7 @@ INLINE Scratch scratch_of(const Attention& attention) {
   return at;
 }
 
-// What an item works on for one of its KV heads. Its rows are queries by heads of the group.
+// An item's work for one of its KV heads. Its rows are queries times heads of the group.
 struct Work {
   const Attention& attention;
   const AttentionRow& row;
@@ -117,13 +119,13 @@ struct Work {
 
   Query* query() const { return reinterpret_cast<Query*>(scratch + at.query); }
   float* total(int index) const { return reinterpret_cast<float*>(scratch + at.totals) + index * record; }
-  // Where a row's record of a split belongs: among the partial ones, or in the total that it begins; else null.
+  // The place of a row's record of a split: among the partial results, or in the total if it is the first; else null.
   float* record_of(int split, int index) const {
     const int64_t before = static_cast<int64_t>(split - item.split_begin) * rows;
     if (item.partial >= 0) return partials + item.partial + (before + index) * record;
     return before == 0 ? total(index) : nullptr;
   }
-  // Positions that a row attends to: [first, last).
+  // The positions that a row attends to: [first, last).
   int last(int index) const { return item.query_begin + index / group + 1; }
   int first(int index) const { return attention.window ? larger(last(index) - attention.window, 0) : 0; }
 };
@@ -148,7 +150,7 @@ static void prepare_queries(const Work& work) {
   }
 }
 
-// Rows [begin, end) against the pages of a split that any of them attends to.
+// Computes rows [begin, end) against the pages of a split that any of them attends to.
 template <class Kv>
 static Block make_block(const Work& work, int split, int begin, int end) {
   const Attention& attention = work.attention;
@@ -170,7 +172,7 @@ static Block make_block(const Work& work, int split, int begin, int end) {
     block.sections[i] = head + work.row.pages[block.first_page + i] * layout.page_bytes;
     block.sections[block.num_pages + i] = block.sections[i] + block.section;
   }
-  // Then comes the next split, or the next head's first.
+  // After it comes the next split, or the next head's first.
   const int last_page = (smaller(work.last(work.rows - 1), work.item.split_end * SPLIT) - 1) / LANES;
   int next = block.first_page + block.num_pages;
   if (next > last_page && work.kv_head + 1 < work.item.kv_head_end) {
@@ -221,7 +223,7 @@ static void attend_block(const Work& work, int split, int begin, int end) {
     uint8_t* scores = block.scores + (i - begin) * Kv::ROWS * SPLIT_BYTES;
     const float top = mask_scores<Kv>(block, scores, work.query()[i], work.attention.soft_cap, work.first(i) - origin,
                                       work.last(i) - origin);
-    // Where all is masked every weight is e^-inf, whatever is subtracted.
+    // If everything is masked, every weight is e^-inf, whatever is subtracted.
     tops[i - begin] = top;
     weights[i - begin] = Kv::weigh(scores, block.num_pages, top > -__builtin_inff() ? top : 0,
                                    block.page_values(), block.section);

@@ -1,9 +1,9 @@
-// What the formats of KV differ in: how a query becomes words to multiply keys with, a sum a score, and a row of
-// weights words to multiply values with.
+// The differences between KV formats: how a query is converted to words that multiply keys, a sum to a score, and a row
+// of weights to words that multiply values.
 //
-// BF16 rounds queries and weights to bfloat16; the weights are added up as rounded, so that they still average.
-// INT8 keeps queries and weights in two bytes each, 15 and 16 bits, which cost two dot products of 4 where BF16 needs
-// two of 2 for as many numbers: the error is that of the stored keys and values, and nothing is rounded on the way.
+// BF16 rounds queries and weights to bfloat16. The rounded weights are summed, so that the result is still a weighted
+// mean. INT8 keeps queries and weights in two bytes each, 15 and 16 bits. That costs two dot products of 4, where BF16
+// needs two dot products of 2 for as many numbers. The only error is that of the stored keys and values.
 #pragma once
 
 #include "attention/lanes.h"
@@ -17,23 +17,23 @@ namespace paged {
 
 // One query head of one token.
 struct Query {
-  float factor;             // of its scores: the attention's scale and, for INT8, that of the query
-  int32_t high_sum, low_sum;  // INT8: of its bytes, for the 128 that were added to the keys
+  float factor;             // of scores: the attention's scale and, for INT8, the query's
+  int32_t high_sum, low_sum;  // INT8: of the query's bytes, to undo the 128 added to keys
 };
 
-// What the weights of one query in one split come to.
+// The result of computing the weights of one query in one split.
 struct Weights {
   float sum;
   float factor;  // of the sums of values
 };
 
-constexpr int SPLIT_BYTES = SPLIT * WORD;  // of a row of scores, and of the weights that replace them
+constexpr int SPLIT_BYTES = SPLIT * WORD;  // of a row of scores, and of the weights that replace it
 
 INLINE Floats load_floats(const void* p) { return as_floats(load_ints(p)); }
 
 struct F32Kv {
   static constexpr int PER = 1;   // numbers in a word
-  static constexpr int ROWS = 1;  // of words for each query
+  static constexpr int ROWS = 1;  // rows of words per query
   typedef FloatPart Sum;
 
   INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_floats(sum, keys, query); }
@@ -49,7 +49,7 @@ struct F32Kv {
     return load_floats(scores + page * VECTOR) * query.factor;
   }
 
-  // Scores become weights e^(score - largest), in place.
+  // Replaces scores by weights e^(score - largest), in place.
   static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const*, int64_t) {
     Floats sum = {};
     for (int page = 0; page < num_pages; page++) {
@@ -63,12 +63,12 @@ struct F32Kv {
   INLINE Floats value(const uint8_t* sums, int64_t, float) { return load_floats(sums); }
 };
 
-// e^(x - largest) within 2^-18, for weights of which 8 bits are kept: 2^n times a polynomial, the best there is of its
-// degree that makes 1 of 0. Below 2^-126 the result is 0, and of a NaN a NaN.
+// e^(x - largest) within 2^-18, for weights that are rounded to 8 bits: 2^n times the best polynomial of its degree
+// that maps 0 to 1. Below 2^-126 the result is 0; for NaN it is NaN.
 INLINE Floats rough_weight(Floats x, float largest) {
   constexpr float LOG2_E = 1.44269504f;
   const Floats low = splat(-126.0f), power = fma(x, splat(LOG2_E), splat(-largest * LOG2_E));
-  const Floats clamped = max(low, power);  // of a NaN, the second operand
+  const Floats clamped = max(low, power);  // for NaN, the second operand
   const Ints n = to_ints_nearest(clamped);
   const Floats r = clamped - to_floats(n);
   Floats p = splat(0.00958285f);
@@ -104,7 +104,7 @@ struct Bf16Kv {
   static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const*, int64_t) {
     Floats sum = {};
     for (int page = 0; page < num_pages; page++) {
-      bf16* out = reinterpret_cast<bf16*>(scores) + page * LANES;  // never past the scores that were read
+      bf16* out = reinterpret_cast<bf16*>(scores) + page * LANES;  // never past the scores that are already read
       store_bf16(out, rough_weight(load_floats(scores + page * VECTOR), largest));
       sum += load_bf16(out);
     }
@@ -114,7 +114,7 @@ struct Bf16Kv {
   INLINE Floats value(const uint8_t* sums, int64_t, float) { return load_floats(sums); }
 };
 
-// Two bytes in two rows: the high ones, then the low ones.
+// Two bytes per number, in two rows: the high bytes, then the low bytes.
 struct Int8Kv {
   static constexpr int PER = 4;
   static constexpr int ROWS = 2;

@@ -1,8 +1,8 @@
-// A page of KV, as core/kernel_table.h draws it, and how a token is written to it.
+// A KV page in the layout of core/kernel_table.h, and writing a token to it.
 //
-// In units of 4-byte words all formats look alike: a word holds PER numbers of one token (keys) or of one dimension
-// (values), the keys of a head are words [D / PER][16 tokens], its values are words [16 / PER][D]. Keys of INT8 are
-// stored with 128 added, since dot4 takes one of its operands without sign.
+// In units of 4-byte words all formats are alike: a word holds PER numbers of one token (keys) or of one dimension
+// (values), the keys of a head are words [D / PER][16 tokens], and its values are words [16 / PER][D]. Keys of INT8 are
+// stored with 128 added, since one operand of dot4 is unsigned.
 #pragma once
 
 #include "core/hadamard.h"
@@ -20,21 +20,21 @@ constexpr int WORD = 4;                  // bytes
 constexpr int VECTOR = LANES * WORD;     // bytes
 constexpr float INT8_LARGEST = 127.0f;
 
-// The head size, filled up.
+// The head size, padded to 16.
 INLINE int padded_head(const KvLayout& layout) { return (layout.head_dim + LANES - 1) / LANES * LANES; }
 
-// Whether a format, which rounds, has the Hadamard transform of keys and values.
+// Whether a format stores the Hadamard transform of keys and values: all that round do.
 constexpr bool transforms_heads(Format format) { return format != FORMAT_F32; }
 
-// Numbers in a word.
+// The numbers in a word.
 INLINE int numbers_in_word(Format format) { return format == FORMAT_F32 ? 1 : format == FORMAT_BF16 ? 2 : 4; }
 
-// Bytes of a head's keys in a page, and of its values: they follow, and the scales of INT8 follow those.
+// The bytes of a head's keys in a page, and also of its values, which follow. The scales of INT8 come last.
 INLINE int64_t section_bytes(const KvLayout& layout) {
   return static_cast<int64_t>(padded_head(layout)) * VECTOR / numbers_in_word(layout.format);
 }
 
-// Scales of the 16 tokens' values; those of their keys lie before.
+// The scales of the 16 tokens' values. The scales of their keys come before.
 INLINE const float* value_scales(const uint8_t* values, int64_t section) {
   return reinterpret_cast<const float*>(values + section) + LANES;
 }
@@ -47,7 +47,7 @@ INLINE void scatter_words(uint8_t* keys, const void* numbers, int words) {
   for (int i = 0; i < words; i++) memcpy(keys + i * VECTOR, static_cast<const uint8_t*>(numbers) + i * WORD, WORD);
 }
 
-// Replaces the `bits` wide number at the shift in every word.
+// Replaces the number of `bits` bits at `shift` in every word.
 INLINE void replace_bits(uint8_t* words, Ints numbers, int bits, int shift) {
   const int32_t mask = static_cast<int32_t>(((1u << bits) - 1) << shift);
   store_ints(words, (load_ints(words) & ~mask) | ((numbers << shift) & mask));
@@ -95,8 +95,8 @@ static void write_int8(uint8_t* keys, uint8_t* values, int slot, int head_dim, c
 
 }  // namespace paged
 
-// Tokens of one page share words, so one thread writes all of them, slot 0 first. There the values become zero, and the
-// scales; keys of slots that are still empty may be anything, since masked scores are replaced.
+// The tokens of a page share words, so one thread writes all of them, slot 0 first. Slot 0 zeroes the values and the
+// scales. Keys of slots that are still empty may have any value, since masked scores are replaced.
 static void write_kv(const penstock::KvLayout& layout, uint8_t* page, int slot, const float* keys,
                      const float* values) {
   using namespace paged;

@@ -1,4 +1,4 @@
-// What the tiles of attention add up in: vectors as wide as the machine's registers, since gcc keeps wider ones in
+// The accumulators of attention's tiles: vectors as wide as the machine's registers, since gcc keeps wider ones in
 // memory.
 #pragma once
 
@@ -31,7 +31,7 @@ INLINE void store_part(uint8_t* p, FloatPart x) { store_part(p, reinterpret_cast
 INLINE void reload_part(const uint8_t* p, IntPart& x) { x = load_part(p); }
 INLINE void reload_part(const uint8_t* p, FloatPart& x) { x = reinterpret_cast<FloatPart>(load_part(p)); }
 
-// A word in every lane.
+// Broadcasts a word to all lanes.
 INLINE IntPart spread_word(const uint8_t* p) {
   int32_t word;
   memcpy(&word, p, sizeof word);
@@ -50,7 +50,7 @@ INLINE FloatPart add_floats(FloatPart sum, IntPart a, IntPart b) {
   return add_product(sum, reinterpret_cast<FloatPart>(a), reinterpret_cast<FloatPart>(b));
 }
 
-// As dot2.
+// Like dot2.
 INLINE FloatPart add_pairs(FloatPart sum, IntPart a, IntPart b) {
 #if defined(__AVX512BF16__)
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
@@ -60,8 +60,8 @@ INLINE FloatPart add_pairs(FloatPart sum, IntPart a, IntPart b) {
 #endif
 }
 
-// As dot4: unsigned bytes by signed ones. Without its instruction they are widened to 16 bits, for products of bytes
-// added in 16 bits saturate.
+// Like dot4: unsigned bytes times signed bytes. Without that instruction they are widened to 16 bits, since sums of
+// byte products in 16 bits would saturate.
 INLINE IntPart add_quads(IntPart sum, IntPart a, IntPart b) {
 #if defined(__AVX512F__)
   return dot4(sum, a, b);

@@ -1,27 +1,28 @@
-// Cuts a step's attention into items, so that every thread has work: long contexts of few rows are spread over threads
-// by their splits.
+// Divides a step's attention into items, so that every thread has work. Long contexts of few rows are distributed over
+// threads by splits.
 #include "model/step.h"
 
 namespace penstock {
 
 namespace {
 
-// Items for each thread that are enough to keep all of them busy to the end; half as many are, if none is long.
+// Items per thread that are enough to keep all threads busy to the end. Half as many suffice if none is long.
 constexpr int ITEMS_PER_THREAD = 8;
-// Splits of the longest item that need not be cut then.
+// The maximum number of splits in an item that does not count as long.
 constexpr int MOST_SPLITS = 16;
-// Room for partial results, at most. What does not fit is not cut: with so much to do, all threads are busy anyway.
+// The maximum room for partial results. Work beyond it is not divided: with that much to do, all threads are busy
+// anyway.
 constexpr int64_t MOST_PARTIAL_FLOATS = 1 << 25;
 
-// Query positions [begin, end) of a row, with the splits that they see.
+// Query positions [begin, end) of a row, and the splits that they see.
 struct Tile {
   int32_t row, begin, end, first_split, last_split;
 
   int splits() const { return last_split - first_split; }
 };
 
-// Cuts rows into tiles; returns how many. They begin where the row does: one with few tokens, some of them drafts, reads
-// its KV once, wherever these stand.
+// Divides rows into tiles; returns their number. Tiles begin with the row's first token, so a row with few tokens, such
+// as one with drafts, reads its KV once, whatever its position.
 int64_t find_tiles(const AttentionRow* rows, int num_rows, int window, Tile* tiles) {
   int64_t num_tiles = 0;
   for (int r = 0; r < num_rows; r++)
@@ -34,7 +35,7 @@ int64_t find_tiles(const AttentionRow* rows, int num_rows, int window, Tile* til
   return num_tiles;
 }
 
-// What tiles are cut into.
+// The items that tiles are divided into.
 class Items {
  public:
   Items(Arena& arena, int64_t items, int64_t merges, int64_t piece, int64_t split_floats)
@@ -44,7 +45,7 @@ class Items {
 
   const AttentionPlan& plan() const { return plan_; }
 
-  // In one item, if there is room or need for no more.
+  // As one item, if no more are needed or there is no room for more.
   void add(const Tile& tile, int head, int head_end) {
     AttentionItem item = {tile.row, head, head_end, tile.begin, tile.end, tile.first_split, tile.last_split, -1};
     int64_t floats = split_floats_ * (tile.end - tile.begin), begin = plan_.num_partial_floats;
@@ -83,7 +84,7 @@ AttentionPlan StepRun::plan_attention(const Layer& layer) {
   num_tiles = find_tiles(rows_, step_.num_rows, layer.window, tiles);
   for (int i = 0; i < num_tiles; i++) num_splits += tiles[i].splits();
 
-  // With few tiles, a long one is cut: into pieces of so many splits that there are items enough.
+  // With few tiles, long ones are divided, into pieces short enough to give all threads work.
   int64_t enough = static_cast<int64_t>(ITEMS_PER_THREAD) * threads_.used(), uncut = num_tiles * kv_heads;
   int64_t fair = num_splits * kv_heads / enough, piece = num_splits;
   if (uncut < enough / 2)
@@ -94,9 +95,9 @@ AttentionPlan StepRun::plan_attention(const Layer& layer) {
   Attention attention = {model_.kv, nullptr, model_.num_heads, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
   int64_t split_floats = kernels_.partial_floats(attention) * (model_.num_heads / kv_heads);
   Items items(arena_, most, uncut, piece, split_floats);
-  // From the last tile on: those of a prompt see more the later they are, and what is long should begin early. Tiles of
-  // one row read the same pages, one head's after the other, so that these stay in a cache. Where a row has one tile,
-  // an item has as many heads as is fair: the pages of one are asked for while the one before is computed.
+  // Last tile first: later tiles of a prompt see more positions, and long items should start early. The tiles of a row
+  // read the same pages, head by head, so that these stay in cache. If a row has one tile, an item has several heads,
+  // up to its share: the pages of a head are prefetched while the previous head is computed.
   for (int64_t last = num_tiles - 1, first; last >= 0; last = first - 1) {
     for (first = last; first > 0 && tiles[first - 1].row == tiles[last].row;) first--;
     int splits = tiles[last].splits();

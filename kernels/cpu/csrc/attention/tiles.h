@@ -1,5 +1,5 @@
-// The two products of attention over the pages of a split: queries by keys, and weights by values. Sums stay in
-// registers for a tile of rows by pages, or of rows by vectors of the head; every sum adds up the same words in the
+// The two products of attention over the pages of a split: queries times keys, and weights times values. Sums stay in
+// registers for a tile of rows by pages, or of rows by vectors of the head. Every sum adds up the same words in the
 // same order, whatever its tile.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace paged {
 constexpr int BLOCK_ROWS = 32;
 constexpr int SPLIT_PAGES = SPLIT / LANES;
 
-// Vectors of sums, of 16 lanes, and rows of a tile: what the registers hold, with some left for the operands.
+// The vectors of 16 sums and the rows of a tile: as many as fit in registers, with some left for the operands.
 #if defined(__AVX512F__)
 constexpr int TILE_SUMS = 16, TILE_ROWS = 8;
 #elif defined(__AVX2__)
@@ -26,13 +26,13 @@ constexpr int TILE_SUMS = 4, TILE_ROWS = 4;
 constexpr int TILE_SUMS = 2, TILE_ROWS = 2;
 #endif
 
-// Sections are asked for so many before they are used: what memory delivers in twice its latency.
+// How many sections ahead of their use sections are prefetched: as many as memory delivers in twice its latency.
 constexpr int AHEAD = 4;
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-// Asks for lines of 64 bytes, no nearer than the second cache: few can be on their way to the first at once. Sections
-// are asked for from their beginning to their end, as the processor's own prefetching likes it.
+// Prefetches lines of 64 bytes into L2, since few can be in flight to L1 at once. Sections are prefetched from
+// beginning to end, which suits the processor's own prefetcher.
 INLINE void ask_for(const uint8_t* at, int lines) {
   UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * VECTOR, 0, 2);
 }
@@ -41,18 +41,18 @@ INLINE void ask_for(const uint8_t* at, int lines) {
 struct Block {
   int rows;
   int first_page, num_pages;
-  int padded;       // the head size, filled up
+  int padded;       // the head size, padded to 16
   int64_t section;  // bytes
-  // In the order in which memory is read: keys of the pages, their values, and keys of what comes next, or null.
+  // In the order in which memory is read: the keys of the pages, their values, and the keys of the next pages, or null.
   const uint8_t* sections[2 * SPLIT_PAGES + AHEAD];
-  bool streams;            // sections come from memory, so the next ones are asked for
+  bool streams;            // sections come from memory, so the next ones are prefetched
   const uint8_t* queries;  // words [rows][padded / PER]
   uint8_t* scores;         // words [rows][SPLIT]: sums, then scores, then weights
   uint8_t* values;         // words [rows][padded]
 
   const uint8_t* const* keys() const { return sections; }
   const uint8_t* const* page_values() const { return sections + num_pages; }
-  // What to ask for meanwhile, for the rows from `row` on; null: nothing.
+  // The section to prefetch while the rows from `row` on are computed; null: none.
   const uint8_t* ahead_of_keys(int page, int row) const { return streams && row == 0 ? keys()[page + AHEAD] : nullptr; }
   const uint8_t* ahead_of_values(int page, int row) const {
     return streams && row == 0 ? page_values()[page + AHEAD] : nullptr;
@@ -62,21 +62,21 @@ struct Block {
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-// As many as the tile has room for, a power of two up to 8.
+// The number of vectors that the tile has room for, a power of two up to 8.
 constexpr int vectors_of(int rows) {
   int vectors = 1;
   while (vectors < 8 && rows * vectors * 2 <= TILE_SUMS) vectors *= 2;
   return vectors;
 }
 
-// 8, 4, 3, 2, 1: seven rows are four and three.
+// The next smaller of 8, 4, 3, 2, 1: seven rows are computed as four and three.
 constexpr int fewer_rows(int rows) { return rows > 4 ? 4 : rows - 1; }
 
 // -------------------------------------------------------------------------------------------------- queries by keys
 
 template <class Kv, int ROWS, int PAGES>
 static void score_tile(const Block& block, int row, int page) {
-  constexpr int COLUMNS = PAGES * PARTS;  // registers in which the pages' tokens lie
+  constexpr int COLUMNS = PAGES * PARTS;  // registers that hold the pages' tokens
   const int words = block.padded / Kv::PER;
   const uint8_t* queries = block.queries + static_cast<int64_t>(row) * words * WORD;
   const uint8_t* const* keys = block.keys() + page;
@@ -105,7 +105,7 @@ static void score_pages(const Block& block, int row, int page) {
   if constexpr (PAGES > 1) score_pages<Kv, ROWS, PAGES / 2>(block, row, page);
 }
 
-// Sums of the rows from `row` on against all the pages.
+// Computes the sums of the rows from `row` on with all pages.
 template <class Kv, int ROWS = TILE_ROWS>
 static void score_rows(const Block& block, int row) {
   constexpr int PAGES = smaller(vectors_of(ROWS), AHEAD);
@@ -151,8 +151,8 @@ static void value_vectors(const Block& block, int row, int vector, int begin, in
   if constexpr (VECTORS > 1) value_vectors<Kv, ROWS, VECTORS / 2>(block, row, vector, begin, end);
 }
 
-// Sums of the rows from `row` on over all the pages. While they stream, a few pages at a time get through all of the
-// head, so that memory is read in the order in which it was asked for.
+// Computes the sums of the rows from `row` on over all pages. While pages stream from memory, a few at a time are
+// processed for the whole head, so that memory is read in the order of the prefetches.
 template <class Kv, int ROWS = TILE_ROWS>
 static void value_rows(const Block& block, int row) {
   constexpr int VECTORS = vectors_of(ROWS);
@@ -168,7 +168,7 @@ static void value_rows(const Block& block, int row) {
 
 // --------------------------------------------------------------------------------------------------------- a block
 
-// Sums of all the rows: `scores`, then `values` from the weights that these became.
+// Computes the sums of all rows: `scores`, then `values` from the weights that replaced the scores.
 template <class Kv>
 inline void multiply_keys(const Block& block) {
   score_rows<Kv>(block, 0);

@@ -1,4 +1,4 @@
-// The activations of a gated MLP, in float32.
+// The activation functions of gated MLPs, in float32.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -11,9 +11,9 @@ using penstock::Activation;
 
 INLINE Floats silu(Floats x) { return x * sigmoid(x); }
 
-// x P(X <= x), X being normal: max(x, 0) - |x| P(X > |x|), which keeps its relative precision where the result is small.
-// P(X > t) = e^{-t^2/2} p(1 / (1 + c t)), the form of Abramowitz and Stegun 7.1.26 with a polynomial of degree 8, fitted
-// to a relative error of 5e-8 on [0, 14]; beyond, the exponential is 0.
+// x P(X <= x) for a normal X, computed as max(x, 0) - |x| P(X > |x|), which keeps its relative precision where the
+// result is small. P(X > t) = e^{-t^2/2} p(1 / (1 + c t)), in the form of Abramowitz and Stegun 7.1.26 with a
+// polynomial of degree 8, fitted to a relative error of 5e-8 on [0, 14]; beyond 14 the exponential is 0.
 INLINE Floats gelu(Floats x) {
   const Floats t = max(x, -x);
   const Floats w = splat(1.0f) / fma(t, splat(0.23f), splat(1.0f));

@@ -1,22 +1,23 @@
-// The tile registers of AMX: eight, each of up to 16 rows of 64 bytes, and what multiplies them.
+// AMX: eight tile registers, each of up to 16 rows of 64 bytes, and the instructions that multiply them.
 //
-// c += a b, where a row of `a` is a row of inputs as it lies in memory, `b` lines of a panel as the dot products take
-// them ([K / 2][16][2] bfloat16, or [K / 4][16][4] bytes), and `c` 16 lanes of sums a row. A sum of bfloat16 adds up
-// the products of even columns and those of odd ones over the tile, both in order, then adds both to c: so its bits
-// depend on where tiles begin, and not on how many rows they have. Denormal numbers count as zero. Sums of bytes are
-// exact.
+// c += a b, where a row of `a` is a row of inputs as stored in memory, `b` has lines of a panel in the layout of the
+// dot products ([K / 2][16][2] bfloat16, or [K / 4][16][4] bytes), and `c` has 16 lanes of sums per row. A bfloat16 sum
+// adds up the products of even columns and those of odd columns over the tile, both in order, and then adds both to c.
+// So its bits depend on where tiles begin, and not on how many rows they have. Denormal numbers count as zero. Sums of
+// bytes are exact.
 //
-// Written as assembly, since compilers' own functions take register numbers as text alone, which no template can give,
-// and those of gcc 12 don't say that they read memory. core/amx_emulated.h has the same functions for tests.
+// Written in assembly, since the compilers' intrinsics take register numbers only as literals, which templates cannot
+// supply, and those of gcc 12 do not declare that they read memory. core/amx_emulated.h has the same functions for
+// tests.
 #pragma once
 
 #include "core/simd.h"
 
 namespace PENSTOCK_LEVEL {
 
-constexpr int TILE_LINES = 16, TILE_LINE = 64;  // rows of a register, and bytes of a row, at most
+constexpr int TILE_LINES = 16, TILE_LINE = 64;  // maximum rows of a register, and bytes of a row
 
-// How many rows and bytes a row each register has. What a thread has configured holds until it is released.
+// The rows of each register, and the bytes per row. A thread's configuration stays valid until it is released.
 struct TileShapes {
   uint8_t palette = 1, start_row = 0, unused[14] = {};
   uint16_t row_bytes[16] = {};
@@ -38,7 +39,7 @@ namespace PENSTOCK_LEVEL {
 
 INLINE void configure_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
 
-// Gives the registers up: while they hold something, the system saves 8 KiB whenever another thread gets the core.
+// Releases the registers. While they are in use, the system saves 8 KiB whenever another thread gets the core.
 INLINE void release_tiles() { asm volatile("tilerelease"); }
 
 template <int TILE>
@@ -62,7 +63,7 @@ INLINE void add_tile_pairs() {  // bfloat16
 }
 
 template <int C, int A, int B>
-INLINE void add_tile_quads() {  // signed bytes of `a` by unsigned ones of `b`
+INLINE void add_tile_quads() {  // signed bytes of `a`, unsigned bytes of `b`
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 

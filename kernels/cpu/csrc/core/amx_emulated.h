@@ -1,12 +1,13 @@
-// The tile registers of AMX in memory: for tests on processors without AMX, and for sanitizers, which don't see what a
-// tile instruction reads and writes. The bits are those of the processor, and what it refuses ends the process here too.
+// Emulates AMX's tile registers in memory, for tests on processors without AMX, and for sanitizers, which cannot see
+// what a tile instruction reads and writes. Results are bitwise those of the processor, and invalid uses end the
+// process here as well.
 #pragma once
 
 #include "core/simd.h"
 
 namespace PENSTOCK_LEVEL {
 
-// Without rows, a register is not configured. What lies beyond its rows and bytes, nothing can see.
+// A register without rows is not configured. Memory beyond its rows and bytes is never visible.
 struct SoftwareTile {
   int rows, bytes;
   alignas(64) uint8_t lines[TILE_LINES][TILE_LINE];
@@ -60,15 +61,15 @@ INLINE void demand_product(const SoftwareTile& c, const SoftwareTile& a, const S
   demand(a.rows == c.rows && a.bytes == 4 * b.rows && b.bytes == c.bytes && c.bytes % 4 == 0);
 }
 
-// Four bytes of a row of `a`, in each lane.
+// Four bytes of a row of `a`, broadcast to all lanes.
 INLINE Words splat_step(const SoftwareTile& a, int row, int step) {
   uint32_t word;
   memcpy(&word, a.lines[row] + 4 * step, sizeof(word));
   return Words{} + word;
 }
 
-// Instructions between two calls round to nearest and count denormal numbers as zero. What they read from memory and
-// write to it stays between them as well.
+// Between two calls, instructions round to nearest and treat denormal numbers as zero. The compiler does not move
+// memory accesses across the calls.
 INLINE uint32_t exchange_float_mode(uint32_t mode) {
   uint32_t before;
   asm volatile("stmxcsr %0" : "=m"(before)::"memory");
@@ -77,7 +78,7 @@ INLINE uint32_t exchange_float_mode(uint32_t mode) {
 }
 
 static inline void add_pairs(SoftwareTile& c, const SoftwareTile& a, const SoftwareTile& b) {
-  constexpr uint32_t HIGH = 0xffff0000, NO_DENORMALS = 0x9fc0;  // flushed, as inputs and as results; nothing signals
+  constexpr uint32_t HIGH = 0xffff0000, NO_DENORMALS = 0x9fc0;  // flush inputs and results; mask all exceptions
   demand_product(c, a, b);
   const uint32_t before = exchange_float_mode(NO_DENORMALS);
   for (int i = 0; i < c.rows; i++) {

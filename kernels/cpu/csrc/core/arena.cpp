@@ -18,7 +18,7 @@ int64_t rounded(int64_t bytes) { return (bytes + HUGE - 1) / HUGE * HUGE; }
 }  // namespace
 
 uint8_t* map_memory(int64_t bytes) {
-  // The system aligns to its own pages, so that what sticks out of an aligned piece is given back.
+  // The system aligns only to its own page size, so the parts outside an aligned block are unmapped.
   size_t size = static_cast<size_t>(rounded(bytes)), slack = static_cast<size_t>(HUGE);
   void* found = mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) return nullptr;
@@ -36,7 +36,7 @@ void unmap_memory(void* memory, int64_t bytes) {
 void populate_memory(void* memory, int64_t bytes) {
 #if defined(MADV_POPULATE_WRITE)
   uintptr_t begin = reinterpret_cast<uintptr_t>(memory) / 4096 * 4096;
-  // Where the system is too old for it, pages are taken when they are first written, as without.
+  // On kernels that are too old for this, pages are committed on first write.
   madvise(reinterpret_cast<void*>(begin), reinterpret_cast<uintptr_t>(memory) - begin + static_cast<size_t>(bytes),
           MADV_POPULATE_WRITE);
 #else
@@ -52,7 +52,7 @@ Arena::~Arena() {
 void Arena::reset() {
   used_ = 0;
   if (num_chunks_ <= 1) return;
-  // The last step needed several: the next one finds as much in one.
+  // The last step needed several chunks: replace them with one of the same total size.
   int64_t total = total_;
   for (int i = 0; i < num_chunks_; i++) unmap_memory(chunks_[i].memory, chunks_[i].bytes);
   num_chunks_ = 0;
@@ -66,7 +66,7 @@ uint8_t* Arena::piece(int64_t bytes) {
   if (num_chunks_ == 0 || used_ + bytes > chunks_[num_chunks_ - 1].bytes) {
     int64_t size = rounded(bytes > total_ ? bytes : total_);
     uint8_t* memory = num_chunks_ < MAX_CHUNKS ? map_memory(size) : nullptr;
-    if (!memory) {  // the worker ends, and its output says why
+    if (!memory) {  // the worker ends; this is in its output
       fprintf(stderr, "penstock: a step needs %lld MiB more of memory, and the system gives none: raise the limit, or "
               "lower --max-num-seqs or --max-num-batched-tokens\n", static_cast<long long>(size >> 20));
       abort();
@@ -83,7 +83,7 @@ uint8_t* Arena::piece(int64_t bytes) {
 }  // namespace penstock
 
 PENSTOCK_API void* penstock_map(int64_t bytes) { return penstock::map_memory(bytes); }
-// A huge page at a time, so that nobody who needs the process's memory map waits for longer than one takes.
+// One huge page at a time, so that threads waiting for the process's memory map wait for one page at most.
 PENSTOCK_API void penstock_populate(uint8_t* memory, int64_t bytes) {
   for (int64_t offset = 0; offset < bytes; offset += penstock::HUGE)
     penstock::populate_memory(memory + offset, bytes - offset < penstock::HUGE ? bytes - offset : penstock::HUGE);

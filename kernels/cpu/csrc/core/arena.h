@@ -1,4 +1,4 @@
-// Large pieces of memory, in huge pages where the system has them.
+// Allocates large blocks of memory, in huge pages where the system has them.
 #pragma once
 
 #include <cstddef>
@@ -6,14 +6,14 @@
 
 namespace penstock {
 
-// Zeroed memory aligned to 2 MiB, taken page by page when first written; null where there is none.
+// Maps zeroed memory, aligned to 2 MiB, whose pages the system commits on first write; null on failure.
 uint8_t* map_memory(int64_t bytes);
 void unmap_memory(void* memory, int64_t bytes);
-// Takes the pages of a piece now, whatever others read and write there meanwhile.
+// Commits the pages of a block now; other threads may read and write there meanwhile.
 void populate_memory(void* memory, int64_t bytes);
 
-// What a step works in. Pieces are taken one after another, and given back all at once, or those since a mark; the
-// memory stays for the next step.
+// The working memory of a step. Pieces are allocated one after another and freed together, or back to a mark; the arena
+// keeps the memory for the next step.
 class Arena {
  public:
   Arena() = default;
@@ -26,17 +26,17 @@ class Arena {
     int64_t used;
   };
 
-  // Gives back all pieces.
+  // Frees all pieces.
   void reset();
 
-  // Gives back what was taken after the mark was made. Marks end with the step.
+  // Frees the pieces that were allocated after the mark. Marks are valid until the end of the step.
   Mark mark() const { return {num_chunks_, used_}; }
   void give_back(Mark mark) {
-    // A chunk that came after the mark holds nothing older.
+    // A chunk that was added after the mark holds no older pieces.
     used_ = mark.num_chunks == num_chunks_ ? mark.used : 0;
   }
 
-  // Aligned to 64 bytes; holds whatever was there.
+  // Allocates a piece, aligned to 64 bytes and not initialised.
   template <typename T>
   T* take(int64_t count) {
     return reinterpret_cast<T*>(piece(count * static_cast<int64_t>(sizeof(T))));

@@ -1,5 +1,5 @@
-// What the library was built from, so that it can be told from one that other sources make.
+// Identifies the sources that the library was built from.
 #include "core/kernel_table.h"
 
-// The digest that build_cpu.py makes of the sources.
+// The digest of the sources, computed by build.py.
 PENSTOCK_API const char* penstock_sources() { return PENSTOCK_SOURCES; }

@@ -1,4 +1,4 @@
-// What is computed entry by entry between products, on rows of float32 of any length.
+// Elementwise operations between matrix products, on float32 rows of any length.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -10,7 +10,7 @@ namespace PENSTOCK_LEVEL {
 
 using penstock::Activation;
 
-// Lanes of x from `at` on, as many of 16 as there are of n; the others are zero.
+// Loads 16 lanes of x from `at` on; lanes past the n entries of x are zero.
 INLINE Floats load_lanes(const float* x, int at, int n) {
   return at + 16 <= n ? load(x + at) : load_some(x + at, n - at);
 }
@@ -24,7 +24,7 @@ INLINE void store_lanes(float* x, int at, int n, Floats value) {
 }
 
 static void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
-  Floats squares[4] = {};  // of columns 64 i + 16 j: four sums, since one would wait for itself
+  Floats squares[4] = {};  // of columns 64 i + 16 j; four sums, to break the dependency chain
   int at = 0;
   for (; at + 64 <= n; at += 64)
     for (int j = 0; j < 4; j++) {
@@ -48,8 +48,8 @@ static void scale(float* x, float factor, int n) {
   for (int at = 0; at < n; at += 16) store_lanes(x, at, n, load_lanes(x, at, n) * factor);
 }
 
-// To a relative error of 3e-7; a NaN stays one, so that a broken model's logits still tell. Near 0 by x + x^3 p(x^2),
-// with the polynomial of Cephes' tanhf; else 1 - 2 / (e^{2 |x|} + 1).
+// The relative error is at most 3e-7. NaN stays NaN, so that a broken model remains visible in its logits. Near 0 this
+// is x + x^3 p(x^2) with the polynomial of Cephes' tanhf, else 1 - 2 / (e^{2 |x|} + 1).
 INLINE Floats tanh(Floats x) {
   const Floats square = x * x, size = max(x, -x);
   Floats p = splat(-5.70498872745e-3f);
@@ -60,7 +60,7 @@ INLINE Floats tanh(Floats x) {
   const Floats near = fma(p * square, x, x);
   const Floats far = 1.0f - 2.0f / (exp(size + size) + 1.0f);
   const Floats rising = where_less(size, splat(0.625f), near, where_less(x, Floats{}, -far, far));
-  const Floats ends = min(splat(1.0f), max(splat(-1.0f), x));  // of a NaN, the second operand
+  const Floats ends = min(splat(1.0f), max(splat(-1.0f), x));  // for NaN, the second operand
   return where_less(size, splat(20.0f), rising, ends);
 }
 
@@ -74,7 +74,7 @@ INLINE void gated_by(const float* gate, const float* up, int n, Activation activ
 }
 
 static void gated(const float* gate, const float* up, int n, Activation activation, float* out) {
-  // A loop of its own for each, so that none asks again for every 16 entries.
+  // One loop for each activation, so that it is not tested again for every 16 entries.
   switch (activation) {
     case penstock::ACTIVATION_GELU: return gated_by(gate, up, n, penstock::ACTIVATION_GELU, out);
     case penstock::ACTIVATION_GELU_TANH: return gated_by(gate, up, n, penstock::ACTIVATION_GELU_TANH, out);

@@ -1,8 +1,8 @@
-// The Hadamard transform of a head, in which what a few dimensions had is spread over many. Stored keys and values are
-// transformed before they are rounded: models attend by a few dimensions that are large in queries and in keys at once,
-// where an error of the key counts most, and a value's few large numbers would coarsen all others of INT8. Queries are
-// transformed too, so scores stay what they are but for a factor; the weighted mean of values is transformed back, which
-// is the same transform once more.
+// The Hadamard transform of a head, which spreads large entries in a few dimensions over many. Stored keys and values
+// are transformed before they are rounded. Models attend by a few dimensions that are large in both queries and keys,
+// where an error in the key counts most, and a few large entries of a value would make INT8 coarse for all others.
+// Queries are transformed too, so scores change only by a constant factor. The weighted mean of values is transformed
+// back, by the same transform.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -12,11 +12,12 @@ namespace PENSTOCK_LEVEL {
 
 namespace paged {
 
-// Dimensions that are transformed together: the largest power of two that divides the head. The product of two heads that
-// are transformed is as many times theirs, and a head that is transformed twice is as many times itself.
+// The number of dimensions that are transformed together: the largest power of two that divides the head size. The dot
+// product of two transformed heads is their dot product times this number, and a head that is transformed twice is
+// multiplied by this number.
 constexpr int hadamard_block(int head_dim) { return head_dim & -head_dim; }
 
-// The lane whose number differs by H, in each lane.
+// Exchanges each lane with the lane whose number differs in bit H.
 template <int H>
 INLINE Floats exchanged(Floats x) {
 #if defined(__AVX512F__)
@@ -33,7 +34,7 @@ INLINE Floats exchanged(Floats x) {
 #endif
 }
 
-// The sum of each such pair, then their difference.
+// Replaces each such pair by its sum and its difference.
 template <int H>
 INLINE Floats sums_and_differences(Floats x) {
   float signs[penstock::LANES];
@@ -41,7 +42,7 @@ INLINE Floats sums_and_differences(Floats x) {
   return fma(x, load(signs), exchanged<H>(x));
 }
 
-// The transform of `from`, filled up with zeros to whole vectors.
+// Transforms `from`, padded with zeros to whole vectors.
 static void hadamard(const float* from, int head_dim, float* to) {
   constexpr int LANES = penstock::LANES;
   const int block = hadamard_block(head_dim);

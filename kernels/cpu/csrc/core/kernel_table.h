@@ -1,14 +1,14 @@
 // The types of the CPU library, and the table of its kernels: one table for each instruction set, chosen at load.
 //
-// Sixteen is the width of everything: the columns of a panel of weights, the tokens of a page of KV. Activations between
-// kernels are float32 rows, whatever the model's dtype; a product's inputs are rounded to what the product multiplies
-// by `prepare`. No result depends on which other rows, columns or queries were computed in the same call.
+// Everything is 16 wide: a panel of weights has 16 columns, a KV page has 16 tokens. Activations between kernels are
+// float32 rows, whatever the model's dtype; `prepare` rounds a product's inputs to the format that the product
+// multiplies. No result depends on which other rows, columns or queries are computed in the same call.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// What Python calls.
+// Marks the functions that Python calls.
 #define PENSTOCK_API extern "C" __attribute__((visibility("default")))
 
 namespace penstock {
@@ -16,27 +16,29 @@ namespace penstock {
 constexpr int LANES = 16;
 
 enum Format : int32_t { FORMAT_F32 = 0, FORMAT_BF16 = 1, FORMAT_INT8 = 2, FORMAT_INT4 = 3 };
-// act(gate) * up; or, clamped, g sigmoid(alpha g) (u + 1), g being the gate but at most `limit`, u up within +-limit.
+// act(gate) * up; or, clamped, g sigmoid(alpha g) (u + 1), where g is the gate, at most `limit`, and u is up, clamped
+// to +-limit.
 enum Activation : int32_t {
   ACTIVATION_SILU = 0,
   ACTIVATION_GELU = 1,
   ACTIVATION_GELU_TANH = 2,
-  ACTIVATION_CLAMPED = 3,  // of gated products alone
+  ACTIVATION_CLAMPED = 3,  // only in gated products
 };
 
 // -------------------------------------------------------------------------------------------------------------- products
 
-// y = x W^T + b, W being (rows, columns): out and in. Panels of 16 rows follow each other; each holds its scales, so that
-// one stream of memory feeds a product. Rows and columns that fill up panels and groups are zero.
+// y = x W^T + b, where W is (rows, columns), that is outputs by inputs. W is stored as consecutive panels of 16 rows.
+// Each panel holds its scales, so that a product reads a single stream of memory. Rows and columns that pad panels and
+// groups are zero.
 struct Matrix {
   Format format;
   int32_t rows;
   int32_t columns;
-  int32_t group;          // columns that share a scale, a multiple of 32 (int4); 0 where all of a row do, or none
-  int64_t panel_bytes;    // as `panel_bytes` of the table says
+  int32_t group;          // columns that share a scale, a multiple of 32 (int4); 0: one scale per row, or none
+  int64_t panel_bytes;    // see `panel_bytes` of the table
   const uint8_t* panels;  // aligned to 64 bytes
-  const float* bias;      // of each row, filled up to whole panels; or null
-  const int32_t* order;   // column c of the panels is column order[c] of W, so inputs are taken in this order; or null
+  const float* bias;      // one per row, padded to whole panels; or null
+  const int32_t* order;   // column c of the panels is column order[c] of W, and inputs are permuted alike; or null
 };
 
 // Prepared rows, one after another.
@@ -57,23 +59,24 @@ struct Output {
   int64_t stride;  // floats
   OutputMode mode;
   Activation activation;
-  float alpha, limit;  // of the clamped activation
+  float alpha, limit;  // for the clamped activation
 };
 
 // ------------------------------------------------------------------------------------------------------------- attention
 
-// A page is 16 tokens of one layer: for each KV head its keys, then its values, D being the head size filled up to 16:
+// A page holds 16 tokens of one layer: for each KV head its keys, then its values. D is the head size, padded to 16:
 //   F32   K [D][16]          V [16][D]
-//   BF16  K [D/2][16][2]     V [8][D][2]       (pairs of dimensions, pairs of tokens: as the dot products take them)
+// BF16 K [D/2][16][2] V [8][D][2] (pairs of dimensions, pairs of tokens: the layout of the dot products)
 //   INT8  K [D/4][16][4]     V [4][D][4], then 16 float32 scales of keys and 16 of values
-// BF16 and INT8 store heads as their Hadamard transform (core/hadamard.h), over the largest power of two that divides their size.
-// Whoever first writes to a page starts at its slot 0, and zeroes its values: a masked slot weighs nothing only if finite.
+// BF16 and INT8 store the Hadamard transform of heads (core/hadamard.h), over the largest power of two that divides
+// their size. The first write to a page is to its slot 0 and zeroes its values, since the zero weight of a masked slot
+// needs finite values.
 struct KvLayout {
   Format format;
   int32_t kv_heads;
   int32_t head_dim;
-  int64_t head_bytes;  // of one head in one page, keys and values; a multiple of 64
-  int64_t page_bytes;  // from a page to the next one of the same layer
+  int64_t head_bytes;  // one head's keys and values in one page; a multiple of 64
+  int64_t page_bytes;  // from one page to the next of the same layer
 };
 
 // One layer's attention over a batch of rows.
@@ -81,17 +84,17 @@ struct Attention {
   KvLayout kv;
   uint8_t* pages;  // of this layer
   int32_t num_heads;
-  int32_t window;   // 0: everything before; w: the last w positions, its own included
+  int32_t window;   // 0: all positions before; w: the last w positions, its own included
   float scale;      // of scores
   float soft_cap;   // 0: none; c: scores become c tanh(score / c)
-  const float* sinks;    // of each query head, a score without a value that takes part in the softmax; or null
+  const float* sinks;    // one score per query head, which takes part in the softmax without a value; or null
   const float* queries;  // (T, stride), rotated; heads one after another, head_dim floats each
   int64_t query_stride;
   float* output;  // (T, stride), in the same order
   int64_t output_stride;
 };
 
-// A row of the batch: its tokens [token, token + end - start) of the batch stand at positions [start, end).
+// A row of the batch: tokens [token, token + end - start) of the batch are at its positions [start, end).
 struct AttentionRow {
   const int32_t* pages;  // page of positions [16 i, 16 i + 16)
   int32_t token;
@@ -99,51 +102,51 @@ struct AttentionRow {
   int32_t end;
 };
 
-// KV is read in splits of so many positions, from position 0 on, and their results are merged in that order, however the
-// splits are spread over threads: this makes results independent of the batch.
+// KV is read in splits of SPLIT positions, from position 0 on, and their results are merged in that order, however the
+// splits are distributed over threads. This makes results independent of the batch.
 constexpr int SPLIT = 256;
-// Query tokens of a row in one item, at most.
+// The maximum number of query tokens of a row in one item.
 constexpr int QUERY_TILE = 16;
 
-// A piece of one row's attention: some queries of some KV heads' groups against some splits. Where one item has all the
-// splits of its queries, it writes the output; else, for one KV head, the partial results, to be merged.
+// A piece of one row's attention: some queries of some KV heads' groups against some splits. An item with all the
+// splits of its queries writes the output. Other items have one KV head and write partial results, to be merged.
 struct AttentionItem {
   int32_t row;
   int32_t kv_head_begin, kv_head_end;
   int32_t query_begin, query_end;  // positions
   int32_t split_begin, split_end;
-  int64_t partial;  // index into `partials` of the first, in floats; -1: writes the output
+  int64_t partial;  // offset of the first one in `partials`, in floats; -1: writes the output
 };
 
 // -------------------------------------------------------------------------------------------------------------- sampling
 
-// What chooses one row's token; the meaning and the order are those of SamplingParams in scheduler/plan.py. Passed from
-// Python as it lies, so its fields are of 8 bytes or come in pairs.
+// The sampling parameters of one row, with the meaning and the order of SamplingParams in scheduler/plan.py. Python
+// passes the memory of this struct, so fields have 8 bytes or come in pairs.
 struct SamplingRow {
   double temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
   uint64_t seed;
-  int64_t position;  // that the token will have
+  int64_t position;  // of the token to be chosen
   int64_t top_k;     // 0: all
-  int64_t num_logprobs;  // -1: none wanted; k: of the token and of the k likeliest
-  const int64_t* seen_ids;     // distinct tokens of prompt and output, where there are penalties
-  const int64_t* seen_counts;  // how often each is in the output
+  int64_t num_logprobs;  // -1: none; k: of the token and of the k likeliest
+  const int64_t* seen_ids;     // distinct tokens of prompt and output, if there are penalties
+  const int64_t* seen_counts;  // the count of each in the output
   int64_t num_seen;
   const int64_t* bias_ids;
   const double* biases;
   int64_t num_biases;
   const int64_t* allowed;  // or null: all
   int64_t num_allowed;
-  const uint32_t* mask;  // in place of `allowed`: bit v % 32 of word v / 32 says whether token v may come; or null: all
-  const int64_t* forbidden;  // min_tokens' stops and bad words; dropped where they would leave no token
+  const uint32_t* mask;  // instead of `allowed`: bit v % 32 of word v / 32 is set if token v is allowed; null: all
+  const int64_t* forbidden;  // stops before min_tokens, and bad words; ignored if they leave no token
   int64_t num_forbidden;
-  const int32_t* noise_ids;  // whose noise each entry has, and more to fill the last 16 up; or null: its own
+  const int32_t* noise_ids;  // the id whose noise each entry has, padded to 16 entries; null: its own
 };
 
 struct SampledToken {
   int64_t token_id;
-  float logprob;     // of the model's own logits, where wanted
+  float logprob;     // from the model's logits, if requested
   int32_t num_top;
-  double noise;      // that it was drawn with; 0: it was not drawn
+  double noise;      // with which it was drawn; 0: it was not drawn
 };
 
 // --------------------------------------------------------------------------------------------------------------- a table
@@ -158,19 +161,20 @@ struct Kernels {
   // and of the weights to error[0] and error[1].
   void (*pack_panel)(Format format, int columns, int group, const float* const rows[LANES], uint8_t* panel,
                      double error[2]);
-  // The same from rows of bfloat16, for FORMAT_BF16 alone: bits are kept.
+  // The same from bfloat16 rows, only for FORMAT_BF16. The bits do not change.
   void (*pack_panel_bf16)(int columns, const uint16_t* const rows[LANES], uint8_t* panel);
-  // The same for int8 and int4 from what a quantised checkpoint holds: a byte a weight, a scale and a zero point (in the
-  // units of the codes) a group; W = (code - zero) * scale. Codes of int8 are signed bytes, those of int4 0 to 15.
+  // The same for int8 and int4 from the codes of a quantised checkpoint: one byte per weight, and one scale and one
+  // zero point (in units of the codes) per group; W = (code - zero) * scale. Codes of int8 are signed bytes, those of
+  // int4 are 0 to 15.
   void (*pack_panel_codes)(Format format, int columns, int group, const uint8_t* const codes[LANES],
                            const float* const scales[LANES], const float* const zeros[LANES], uint8_t* panel);
-  // A row of W as float32: an embedding's lookup.
+  // Writes a row of W as float32, for the lookup of an embedding.
   void (*unpack_row)(const Matrix& matrix, int row, float* out);
-  // Rounds a row of float32 to what the matrix's product multiplies.
+  // Rounds a float32 row to the format that the matrix's product multiplies.
   void (*prepare)(Format format, int columns, int group, const float* x, uint8_t* out);
-  // Panels [begin, end) for all the rows; begin and end are even where the output is gated.
+  // Multiplies all rows with panels [begin, end). Begin and end are even if the output is gated.
   void (*product)(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output);
-  // How many rows a call should have at most; with more, a step cuts its products across rows too.
+  // The maximum number of rows that a call should have. With more, a step splits its products across rows as well.
   int (*product_rows)(Format format);
 
   // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
@@ -183,32 +187,32 @@ struct Kernels {
   void (*soft_cap)(float* x, float cap, int n);
   // out = act(gate) * up.
   void (*gated)(const float* gate, const float* up, int n, Activation activation, float* out);
-  // Rotates the first 2 half dimensions of a head in place: (x_i, x_{i+half}) turn by the angle whose cosine and sine are
-  // given.
+  // Rotates the first 2 * half dimensions of a head in place: (x_i, x_{i+half}) is rotated by the angle with the given
+  // cosine and sine.
   void (*rotate)(float* head, const float* cosines, const float* sines, int half);
   // Writes a token's keys and values, kv_heads * head_dim floats each, to a slot of a page; slot 0 zeroes the page.
   void (*write_kv)(const KvLayout& layout, uint8_t* page, int slot, const float* keys, const float* values);
 
-  // Bytes that `attend` needs to work in, and floats of one query head's partial result of one split.
+  // The bytes of scratch memory that `attend` needs, and the floats of one query head's partial result of one split.
   int64_t (*attention_scratch)(const Attention& attention);
   int64_t (*partial_floats)(const Attention& attention);
   void (*attend)(const Attention& attention, const AttentionRow& row, const AttentionItem& item, uint8_t* scratch,
                  float* partials);
-  // Merges the partial results of splits [0, splits) of the item's queries, whose first lies at item.partial.
+  // Merges the partial results of splits [0, splits) of the item's queries. The first one is at item.partial.
   void (*merge)(const Attention& attention, const AttentionRow& row, const AttentionItem& item, int splits,
                 const float* partials);
 
-  // Bytes that `sample` needs to work in.
+  // The bytes of scratch memory that `sample` needs.
   int64_t (*sampling_scratch)(int vocab_size);
-  // The next token of a row; logits are changed. `top_ids` and `top` have room for num_logprobs entries.
+  // Chooses the next token of a row; modifies the logits. `top_ids` and `top` have room for num_logprobs entries.
   void (*sample)(float* logits, int vocab_size, const SamplingRow& row, uint8_t* scratch, SampledToken* out,
                  int32_t* top_ids, float* top);
-  // Log-probabilities of `target` and of the num_top likeliest, from the model's own logits.
+  // Computes the log-probabilities of `target` and of the num_top likeliest tokens, from the model's unmodified logits.
   void (*logprobs)(const float* logits, int vocab_size, int target, int num_top, uint8_t* scratch, float* chosen,
                    int32_t* top_ids, float* top);
 };
 
-// Null where the library was built without them, or the machine lacks the instructions.
+// Null if the library was built without them, or the machine lacks the instructions.
 const Kernels* kernels_amx();
 const Kernels* kernels_avx512_bf16();
 const Kernels* kernels_avx512();

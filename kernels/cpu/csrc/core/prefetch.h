@@ -1,4 +1,4 @@
-// Fetching a matrix from memory ahead of its product.
+// Prefetches a matrix from memory ahead of its product.
 #pragma once
 
 #include "core/simd.h"
@@ -7,20 +7,20 @@ namespace PENSTOCK_LEVEL {
 
 INLINE int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// What to fetch while a tile is computed: its share of the panels that come next, so that memory works all the time,
+// The lines to prefetch while a tile is computed: its share of the next panels. This keeps memory busy all the time,
 // not only while the first of several tiles reads its weights. A tile calls `next` once for each line of a panel.
 struct Ahead {
   const uint8_t* at;
   int step, second;
 
   __attribute__((always_inline)) void next() {
-    __builtin_prefetch(at, 0, 2);  // no nearer than the second cache: the first is full of this tile's own
+    __builtin_prefetch(at, 0, 2);  // only into L2, since L1 is full of this tile's data
     __builtin_prefetch(at + second, 0, 2);
     at += step;
   }
 };
 
-// For tile `tile` of `tiles` with `count` panels of so many bytes, of which as many will follow at `next`.
+// The share of tile `tile` of `tiles`, if `count` panels of `bytes` bytes each follow at `next`.
 INLINE Ahead share_of(const uint8_t* next, int64_t bytes, int count, int tile, int tiles) {
   const int step = divide_up(count * 64, tiles);
   return {next + bytes / 64 * step * tile, step, step > 64 ? 64 : 0};

@@ -1,9 +1,9 @@
-// Sixteen lanes, whatever the machine's registers hold: every kernel is written once in terms of this file, and compiled
-// for each instruction set by level_*.cpp, which defines PENSTOCK_LEVEL, the namespace.
+// Vectors of sixteen lanes, whatever the size of the machine's registers. Every kernel is written once in terms of this
+// file, and compiled for each instruction set by a file in target/, which defines the namespace PENSTOCK_LEVEL.
 //
-// Nothing of the standard library may be instantiated in a kernel: the linker keeps one copy of a template, and it may
-// be the one with instructions that this machine lacks. Lanes are reduced in a fixed order, so that a result depends on
-// the instruction set and on the operands alone.
+// Kernels must not instantiate templates of the standard library: the linker keeps one copy of each, possibly the one
+// with instructions that this machine lacks. Lanes are reduced in a fixed order, so a result depends only on the
+// instruction set and the operands.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +64,7 @@ INLINE Ints as_ints(Floats x) { return bits_of<Ints>(x); }
 INLINE Ints as_ints(Words x) { return bits_of<Ints>(x); }
 INLINE Words as_words(Ints x) { return bits_of<Words>(x); }
 #else
-INLINE Floats splat(float x) { return x - Floats{}; }  // 0 + x would be an addition: it changes -0
+INLINE Floats splat(float x) { return x - Floats{}; }  // not 0 + x, which would turn -0 into 0
 INLINE Ints splat_int(int32_t x) { return Ints{} + x; }
 INLINE Floats load(const float* p) { return *reinterpret_cast<const FloatsAnywhere*>(p); }
 INLINE void store(float* p, Floats x) { *reinterpret_cast<FloatsAnywhere*>(p) = x; }
@@ -76,13 +76,13 @@ INLINE Ints as_ints(Words x) { return reinterpret_cast<Ints>(x); }
 INLINE Words as_words(Ints x) { return reinterpret_cast<Words>(x); }
 #endif
 
-// 0, 1, up to 15.
+// The numbers 0 to 15.
 INLINE Ints lane_numbers() {
   const int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return load_ints(numbers);
 }
 
-// The first n lanes, 0 <= n <= 16; the others are zero.
+// Loads the first n lanes, 0 <= n <= 16; the others are zero.
 INLINE Floats load_some(const float* p, int n) {
 #if defined(__AVX512F__)
   return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
@@ -109,7 +109,7 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {  // a b + c
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
 #else
-  return a * b + c;  // one instruction where there is one: -ffp-contract=fast
+  return a * b + c;  // one instruction if the machine has it: -ffp-contract=fast
 #endif
 }
 
@@ -121,7 +121,7 @@ INLINE Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
   return {_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ)),
           _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ))};
 #else
-  // In pieces, since GCC takes a wider comparison apart into single lanes.
+  // In pieces, since GCC splits a wider comparison into single lanes.
   typedef float Piece __attribute__((vector_size(16), may_alias));
   Floats chosen;
   const Piece *left = reinterpret_cast<Piece*>(&a), *right = reinterpret_cast<Piece*>(&b);
@@ -132,7 +132,7 @@ INLINE Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
 #endif
 }
 
-// yes where all bits of `mask` are set, no where none are.
+// `yes` in lanes where all bits of `mask` are set, `no` where none are.
 INLINE Floats where(Ints mask, Floats yes, Floats no) {
 #if defined(TWO_REGISTERS)
   const Floats chosen = as_floats(mask);
@@ -162,7 +162,7 @@ INLINE Floats min(Floats a, Floats b) {
 #endif
 }
 
-// Lane i and lane i + 8 first, then 4, 2, 1: the same tree on every machine.
+// Adds lanes i and i + 8 first, then those 4, 2 and 1 apart: the same tree on every machine.
 INLINE float sum(Floats x) {
 #if defined(__AVX512F__) || defined(TWO_REGISTERS)
 #if defined(__AVX512F__)
@@ -199,7 +199,7 @@ INLINE float largest(Floats x) {
 #endif
 }
 
-// The first n of p, all 16 if there are so many; the other lanes are zero.
+// Loads the first n lanes, at most 16; the others are zero.
 INLINE Floats load_up_to(const float* p, int n) { return n >= 16 ? load(p) : load_some(p, n); }
 
 INLINE float largest_magnitude(const float* x, int n) {
@@ -257,7 +257,7 @@ INLINE Floats load_bf16(const bf16* p) {
 #endif
 }
 
-INLINE Words narrowed(Floats x) {  // to the nearest, ties to even: 16 bits in the low half of each lane; not for NaN
+INLINE Words narrowed(Floats x) {  // to nearest, ties to even: 16 bits in the low half of each lane; not for NaN
   Words bits = as_words(as_ints(x));
   return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
@@ -278,7 +278,7 @@ INLINE void store_bf16(bf16* p, Floats x) {
 #endif
 }
 
-// Two bfloat16 in each lane, the first of the two in the low half.
+// Two bfloat16 per lane, the first one in the low half.
 typedef Ints Pairs;
 
 INLINE Pairs load_pairs(const void* p) { return load_ints(p); }
@@ -301,12 +301,12 @@ INLINE Floats dot2(Floats sum, Pairs a, Pairs b) {
 
 // ----------------------------------------------------------------------------------------------------------------- int8
 
-// Four bytes in each lane, the first in the lowest byte.
+// Four bytes per lane, the first one in the lowest byte.
 typedef Ints Quads;
 
-#if !defined(TWO_REGISTERS)  // where products are summed otherwise
+#if !defined(TWO_REGISTERS)  // which sums products differently
 
-// sum + the four products, in each lane; exact. `a` holds unsigned bytes, `b` signed ones.
+// sum + the four products, in each lane; exact. `a` has unsigned bytes, `b` signed ones.
 INLINE Ints dot4(Ints sum, Quads a, Quads b) {
 #if defined(__AVX512VNNI__)
   return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(
@@ -347,11 +347,11 @@ INLINE void store_bytes(void* p, Ints x) {  // the low byte of each lane
 
 // --------------------------------------------------------------------------------------------------------- mathematics
 
-// e^x within 2 ulp: x = n ln 2 + r, e^r by its Taylor series to r^6. e^0 is exactly 1; below -87.3 the result is 0, and
-// of a NaN a NaN.
+// e^x within 2 ulp: x = n ln 2 + r, with the Taylor series of e^r up to r^6. e^0 is exactly 1. Below -87.3 the result
+// is 0; for NaN it is NaN.
 INLINE Floats exp(Floats x) {
   const Floats low = splat(-87.33654f), high = splat(88.72283f);
-  Floats clamped = min(high, max(low, x));  // of a NaN, the second operand
+  Floats clamped = min(high, max(low, x));  // for NaN, the second operand
   Ints n = to_ints_nearest(clamped * 1.44269504f);
   Floats whole = to_floats(n);
   Floats r = fma(whole, splat(-0.693359375f), clamped);
@@ -366,7 +366,7 @@ INLINE Floats exp(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), p, whole);
 #else
-  // In two factors, since 2^128 is no float.
+  // In two factors, since 2^128 overflows a float.
   Ints half = n >> 1;
   Floats y = p * as_floats((half + 127) << 23) * as_floats((n - half + 127) << 23);
   return where_less(x, low, Floats{}, y);

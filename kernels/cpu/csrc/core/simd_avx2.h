@@ -1,5 +1,5 @@
-// Sixteen lanes in two registers of AVX2: gcc keeps a vector that is wider than a register in memory, and copies it in
-// pieces. What can be done with them is what can be done with its vectors, as far as kernels do it.
+// Sixteen lanes in two AVX2 registers, since gcc keeps a vector that is wider than a register in memory and copies it
+// in pieces. Has the operations of gcc's vectors that kernels use.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct Lanes {
   LANES_INLINE Lanes operator-(Lanes a) { return {-a.low, -a.high}; }
   LANES_INLINE Lanes operator~(Lanes a) { return {~a.low, ~a.high}; }
 
-  // A number stands for itself in every lane.
+  // A number is broadcast to all lanes.
   LANES_INLINE Lanes operator+(Lanes a, Number b) { return {a.low + b, a.high + b}; }
   LANES_INLINE Lanes operator-(Lanes a, Number b) { return {a.low - b, a.high - b}; }
   LANES_INLINE Lanes operator-(Number a, Lanes b) { return {a - b.low, a - b.high}; }
@@ -40,12 +40,12 @@ struct Lanes {
   LANES_INLINE Lanes& operator*=(Lanes& a, Other b) { return a = a * b; }
   LANES_INLINE Lanes& operator|=(Lanes& a, Lanes b) { return a = a | b; }
 
-  // All bits where it is so, and none elsewhere.
+  // All bits of a lane if the comparison holds, else none.
   LANES_INLINE Lanes<int32_t> operator>(Lanes a, Number b) { return Lanes<int32_t>{a.low > b, a.high > b}; }
   LANES_INLINE Lanes<int32_t> operator>=(Lanes a, Number b) { return Lanes<int32_t>{a.low >= b, a.high >= b}; }
   LANES_INLINE Lanes<int32_t> operator<=(Lanes a, Number b) { return Lanes<int32_t>{a.low <= b, a.high <= b}; }
 
-  // For the little that looks at single lanes.
+  // For the few uses of single lanes.
   __attribute__((always_inline)) Number operator[](int i) const { return i < 8 ? low[i] : high[i - 8]; }
 };
 

@@ -11,10 +11,10 @@ namespace penstock {
 
 namespace {
 
-// A thread that waits spins so long, which covers the serial pieces between two jobs of a step, and then sleeps: on a
-// machine with few cores the service's event loop lives on what the workers leave.
+// How long a waiting thread spins before it sleeps. This covers the serial code between two jobs of a step. Threads
+// must sleep after that, since on a machine with few cores the service's event loop runs on the remaining CPU time.
 constexpr int64_t SPIN_NS = 30'000;
-// Looks at the clock after so many pauses.
+// Pauses between two looks at the clock.
 constexpr int PAUSES = 64;
 
 int64_t now_ns() {
@@ -43,7 +43,7 @@ void stay_on(int core) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(core, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // where it is refused, the system chooses
+  pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // if this fails, the system chooses
 }
 
 }  // namespace
@@ -76,7 +76,7 @@ void Threads::run_job(int items, Function function, void* context) {
   work(job, number, 0);
   for (int spins = 0; job.done.load(std::memory_order_acquire) < items; spins++) {
     pause();
-    // Whoever holds the last item may be waiting for this core.
+    // The thread that holds the last item may be waiting for this core.
     if (spins > 2000) sched_yield();
   }
 }
@@ -86,8 +86,9 @@ void Threads::work(Job& job, uint32_t number, int thread) {
   Function function = job.function.load(std::memory_order_relaxed);
   void* context = job.context.load(std::memory_order_relaxed);
   int32_t items = job.items.load(std::memory_order_relaxed);
-  // What was read belongs to job `number` if a claim succeeds: while an item is left to claim, the job is not done,
-  // and its slot is not filled anew. What is left is part of the word, since `items` may be the next job's by now.
+  // If a claim succeeds, the fields read belong to job `number`: while an item is left to claim, the job is not done
+  // and its slot is not reused. The number of items left is part of the word, since `items` may belong to the next job
+  // by now.
   while (static_cast<uint32_t>(claims >> 32) == number && static_cast<uint32_t>(claims) > 0) {
     if (!job.claims.compare_exchange_weak(claims, claims - 1, std::memory_order_acq_rel)) continue;
     function(context, items - static_cast<int32_t>(claims), thread);

@@ -1,5 +1,5 @@
-// The threads that compute. The caller is one of them. Items of a job are claimed one at a time, so a thread that the
-// system gives to somebody else delays no more than the item it holds: the others do the rest.
+// The pool of compute threads, which includes the caller. Threads claim items of a job one at a time, so a thread that
+// the system preempts delays only the item that it holds; the others do the rest.
 #pragma once
 
 #include <atomic>
@@ -12,23 +12,22 @@ namespace penstock {
 
 class Threads {
  public:
-  // `num` threads, the caller's included. With `cores`, thread i stays on cores[i] (the caller is left alone).
+  // `num` threads, the caller's included. With `cores`, thread i is pinned to cores[i], except the caller.
   Threads(int num, const int32_t* cores);
   ~Threads();
   Threads(const Threads&) = delete;
   Threads& operator=(const Threads&) = delete;
 
-  // Numbers of threads that bodies are told are below this.
+  // The thread numbers passed to bodies are below this.
   int num() const { return num_; }
 
-  // From now on jobs are for so many threads, the caller's included.
+  // Limits the following jobs to `num` threads, the caller's included.
   void use(int num) { used_.store(num < num_ ? num : num_, std::memory_order_relaxed); }
 
-  // So many threads work on a job: work is cut for them.
+  // The number of threads that work on a job, by which work is divided.
   int used() const { return used_.load(std::memory_order_relaxed); }
 
-  // Calls body(item, thread) for every item in [0, items), each once; returns when all are done. For one caller at a
-  // time.
+  // Calls body(item, thread) once for every item in [0, items) and returns when all are done. One caller at a time.
   template <typename Body>
   void run(int items, Body&& body) {
     using Type = std::remove_reference_t<Body>;
@@ -44,12 +43,12 @@ class Threads {
  private:
   using Function = void (*)(void* context, int item, int thread);
 
-  // Claims carry the number of the job, so that a late thread can claim nothing of the next job.
+  // Claims carry the number of the job, so that a late thread cannot claim items of the next job.
   struct alignas(64) Job {
     std::atomic<Function> function{nullptr};
     std::atomic<void*> context{nullptr};
     std::atomic<int32_t> items{0};
-    alignas(64) std::atomic<uint64_t> claims{0};  // number of the job << 32 | items that nobody has claimed
+    alignas(64) std::atomic<uint64_t> claims{0};  // number of the job << 32 | items that are not claimed yet
     alignas(64) std::atomic<int32_t> done{0};
   };
   static constexpr uint32_t NUM_JOBS = 4;
@@ -62,7 +61,7 @@ class Threads {
   int num_;
   std::atomic<int> used_;
   Job jobs_[NUM_JOBS];
-  alignas(64) std::atomic<uint32_t> newest_{0};  // number of the newest job; a futex
+  alignas(64) std::atomic<uint32_t> newest_{0};  // number of the newest job; used as a futex
   alignas(64) std::atomic<int32_t> parked_{0};
   std::atomic<bool> over_{false};
   std::vector<std::thread> threads_;

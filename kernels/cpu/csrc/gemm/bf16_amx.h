@@ -1,8 +1,8 @@
-// Products of bfloat16 weights with AMX, for any number of rows. A step takes one tile of a panel as it lies, 32
-// columns of it; zeros fill up panels and inputs to whole steps.
+// Products with bfloat16 weights on AMX, for any number of rows. A step takes one tile of a panel, 32 columns, directly
+// from memory; panels and inputs are padded with zeros to whole steps.
 //
-// Steps begin at column 0, and sums that wait in memory are what their registers held: so the bits of an output depend
-// on its row and its column alone, however rows and columns are cut.
+// Steps begin at column 0, and sums that are stored in memory in between keep all their bits. So the bits of an output
+// depend only on its row and its column, however rows and columns are divided.
 #pragma once
 
 #include "gemm/float_panel.h"
@@ -18,17 +18,17 @@ using penstock::Inputs;
 
 namespace bf16_tiles {
 
-constexpr int STEP_BYTES = TILE_LINES * TILE_LINE;  // of a panel
-// What is multiplied at once: up to two tiles of rows with up to two panels, whose sums are registers 0 to 3.
+constexpr int STEP_BYTES = TILE_LINES * TILE_LINE;  // of one panel
+// Up to two tiles of rows are multiplied with up to two panels at a time; their sums are in registers 0 to 3.
 constexpr int PAIR = 2, INPUTS = 4, WEIGHTS = 6;
-// Of a block, at most: its inputs stay in the L2 cache, and its sums wait in memory between pieces of the columns.
+// The maximum sizes of a block. Its inputs stay in the L2 cache, and its sums are in memory between pieces of the
+// columns.
 constexpr int BLOCK_ROWS = 256, BLOCK_PANELS = 16, BLOCK_BYTES = 768 << 10;
-constexpr int AHEAD = 4;  // steps from asking for weights to using them, where the product itself must ask
+constexpr int AHEAD = 4;  // steps between prefetching weights and using them, if the product itself must prefetch
 
 #define UNROLLED _Pragma("GCC unroll 16")
 
-// Asks for weights before they are used: in each step for `lines` of each panel, from `at` to `end`, then from `after`
-// to `after_end`.
+// Prefetches weights: `lines` of each panel in each step, from `at` to `end`, then from `after` to `after_end`.
 struct Lookahead {
   const uint8_t *at, *end, *after, *after_end;
   int64_t panel_bytes;
@@ -44,7 +44,7 @@ struct Lookahead {
     if (lines == TILE_LINES) {
       UNROLLED for (int line = 0; line < TILE_LINES; line++)
         UNROLLED for (int p = 0; p < P; p++) prefetch(at + p * panel_bytes + line * TILE_LINE);
-    } else {  // for later: no nearer than the second cache
+    } else {  // for later, so only into L2
       for (int line = 0; line < lines; line++)
         UNROLLED for (int p = 0; p < P; p++) __builtin_prefetch(at + p * panel_bytes + line * TILE_LINE, 0, 2);
     }
@@ -52,7 +52,7 @@ struct Lookahead {
   }
 };
 
-// What is multiplied: `second` bytes lie between the inputs of its two tiles, which have `height` rows each.
+// One sweep over columns. The inputs of its two tiles are `second` bytes apart and have `height` rows each.
 struct Sweep {
   const uint8_t* weights;
   int64_t panel_bytes;
@@ -89,7 +89,7 @@ INLINE void zero_sums() {
   if constexpr (R > 1 && P > 1) zero_tile<3>();
 }
 
-// Adds the steps' products to the sums, which begin at zero if `first`.
+// Adds the products of the steps to the sums, which start at zero if `first`.
 template <int R, int P>
 static void multiply_tiles(const Sweep& sweep, Lookahead& shared, float* sums, bool first) {
   const uint8_t *weights = sweep.weights, *x = sweep.inputs;
@@ -126,18 +126,18 @@ INLINE void multiply_rows(int tiles, const Sweep& sweep, Lookahead& ahead, float
   multiply_tiles<PAIR, P>(sweep, ahead, sums, first);
 }
 
-// Rows [row, row + rows) of the inputs, in tiles of `height` rows, with panels [begin, end), a piece of `piece_steps`
-// steps after another.
+// Rows [row, row + rows) of the inputs, in tiles of `height` rows, times panels [begin, end), in successive pieces of
+// `piece_steps` steps.
 struct Block {
   int row, rows, tiles, height, begin, end;
   int64_t steps, piece_steps;
 
-  // The first row of a tile. The last tile ends with the rows, and so may share some with the one before.
+  // The first row of a tile. The last tile ends at the last row, so it may overlap the one before.
   int top(int tile) const { return tile + 1 < tiles ? tile * height : rows - height; }
 };
 
-// Weights of a pair that is the first of a call, or that only one tile or two use, are asked for just before they are
-// used; else, while one pair of panels is multiplied, the next one arrives.
+// Weights of the first pair of a call, or of a pair that only one or two tiles use, are prefetched just before they are
+// used. Otherwise the next pair of panels is prefetched while one pair is multiplied.
 INLINE Lookahead look_ahead(const Block& block, bool cold, const uint8_t* weights, const uint8_t* next, int64_t steps,
                             int64_t panel_bytes) {
   const int users = (block.tiles + PAIR - 1) / PAIR;
@@ -147,7 +147,7 @@ INLINE Lookahead look_ahead(const Block& block, bool cold, const uint8_t* weight
   return {next, next + bytes, nullptr, nullptr, panel_bytes, (TILE_LINES + users - 1) / users};
 }
 
-// Steps [step, step + steps) of all rows and one or two panels, whose sums are (tiles, height, panels, 16).
+// Multiplies steps [step, step + steps) of all rows and one or two panels. Sums are (tiles, height, panels, 16).
 static void multiply_pair(const Matrix& matrix, const Inputs& inputs, const Block& block, int64_t step, int64_t steps,
                           int panel, const uint8_t* next, const Output& output, float* sums) {
   const int panels = block.end - panel < PAIR ? block.end - panel : PAIR;
@@ -166,7 +166,7 @@ static void multiply_pair(const Matrix& matrix, const Inputs& inputs, const Bloc
       multiply_rows<PAIR>(tiles, sweep, ahead, kept, first);
     }
     for (int t = tile; last && t < end; t++) {
-      const int begin = t * block.height, again = begin - block.top(t);  // rows that the tile before has written
+      const int begin = t * block.height, again = begin - block.top(t);  // rows that the previous tile has written
       write_tile(matrix, output, block.row + begin, block.height - again, panel, panels,
                  sums + (begin + again) * panels * LANES);
     }
@@ -178,12 +178,13 @@ static void multiply_block(const Matrix& matrix, const Inputs& inputs, const Blo
   for (int64_t step = 0; step < block.steps; step += block.piece_steps) {
     const int64_t left = block.steps - step, steps = left < block.piece_steps ? left : block.piece_steps;
     for (int panel = block.begin; panel < block.end; panel += PAIR) {
-      // After the last pair of a piece the first one of the next; after the last piece, what follows in the matrix.
+      // After the last pair of a piece comes the first pair of the next piece; after the last piece, the next panels of
+      // the matrix.
       const bool turns = panel + PAIR >= block.end && steps < left;
       const int64_t next_panel = turns ? block.begin : panel + PAIR, next_step = turns ? step + steps : step;
       const bool exists = next_panel * LANES < matrix.rows;
       const uint8_t* next = matrix.panels + (exists ? next_panel * matrix.panel_bytes + next_step * STEP_BYTES : 0);
-      const int before = steps < block.steps ? panel - block.begin : 0;  // panels whose sums wait
+      const int before = steps < block.steps ? panel - block.begin : 0;  // panels whose sums are in memory
       multiply_pair(matrix, inputs, block, step, steps, panel, next, output,
                     sums + before * block.tiles * block.height * LANES);
     }

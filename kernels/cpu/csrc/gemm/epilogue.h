@@ -1,4 +1,4 @@
-// What becomes of a product's sums, whatever its format: bias, activation, and where they are written.
+// The end of a product, for all formats: bias, activation and output.
 #pragma once
 
 #include "core/activation.h"
@@ -12,7 +12,7 @@ using penstock::LANES;
 using penstock::Matrix;
 using penstock::Output;
 
-// Writes `result`, or the first `columns` of it, to row `row` from `column` on.
+// Writes the first `columns` entries of `result` to row `row` from `column` on.
 INLINE void write_columns(const Output& output, int row, int column, Floats result, int columns) {
   float* out = output.data + row * output.stride + column;
   const bool add = output.mode == penstock::OUTPUT_ADD;
@@ -25,15 +25,15 @@ INLINE void write_columns(const Output& output, int row, int column, Floats resu
 
 INLINE Floats gate(Floats gate, Floats up, const Output& output) {
   if (output.activation != penstock::ACTIVATION_CLAMPED) return activate(gate, output.activation) * up;
-  // Of a NaN, the second operand.
+  // For NaN, the second operand.
   const Floats limit = splat(output.limit), g = min(limit, gate), u = max(-limit, min(limit, up));
   return g * sigmoid(g * output.alpha) * (u + splat(1.0f));
 }
 
-// The end of a tile: `sums`, (rows, panels, 16) float32, are those of rows [row, row + rows) of the inputs and of panels
-// [panel, panel + panels) of the matrix. What lies behind the matrix's last row is not written. A gated output has half
-// as many columns as the matrix has rows; both `panel` and `panels` are even for it, and its last two panels hold the
-// same number of rows.
+// Finishes a tile. `sums`, (rows, panels, 16) float32, are the sums of rows [row, row + rows) of the inputs and panels
+// [panel, panel + panels) of the matrix. Entries past the matrix's last row are not written. A gated output has half as
+// many columns as the matrix has rows. For it, `panel` and `panels` are even, and the last two panels hold the same
+// number of rows.
 static void write_tile(const Matrix& matrix, const Output& output, int row, int rows, int panel, int panels,
                        const float* sums) {
   const bool gated = output.mode == penstock::OUTPUT_GATED;

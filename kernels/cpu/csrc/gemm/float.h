@@ -1,8 +1,8 @@
-// Products of float32 and bfloat16 weights. A panel of float32 is [columns][16], one of bfloat16 [columns / 2][16][2].
+// Products with float32 and bfloat16 weights. A float32 panel is [columns][16], a bfloat16 panel [columns / 2][16][2].
 //
-// An output is one chain of multiply-adds over the columns in order, so that its bits depend on its row, its column and
-// the instruction set alone. Inputs are float32 rows, rounded to bfloat16 for a bfloat16 matrix, and stored as bfloat16
-// only where there is an instruction that multiplies it.
+// An output is one chain of multiply-adds over the columns in order, so its bits depend only on its row, its column and
+// the instruction set. Inputs are float32 rows, rounded to bfloat16 for a bfloat16 matrix, and stored as bfloat16 only
+// if the instruction set multiplies it.
 #pragma once
 
 #include "gemm/float_panel.h"
@@ -17,7 +17,7 @@ using penstock::Inputs;
 
 namespace float_product {
 
-// A tile of sums in registers: at most TILE_ROWS rows of inputs by TILE_PANELS panels.
+// A tile has sums in registers for at most TILE_ROWS rows of inputs by TILE_PANELS panels.
 #if defined(__AVX512F__)
 typedef Floats Part;
 constexpr int TILE_ROWS = 12, TILE_PANELS = 2;
@@ -30,9 +30,9 @@ constexpr int TILE_ROWS = 3, TILE_PANELS = 1;
 #endif
 constexpr int PARTS = sizeof(Floats) / sizeof(Part);  // registers for the 16 columns of a panel
 
-constexpr int LINE = 64;  // bytes: what a step takes of a panel
-constexpr int GROUP = 2;  // panels that all rows are multiplied with before the next ones are read
-// Of a block, at most: its inputs, its sums and two groups of its weights stay in the L2 cache.
+constexpr int LINE = 64;  // bytes of a panel per step
+constexpr int GROUP = 2;  // panels that all rows are multiplied with before the next ones
+// The maximum sizes of a block. Its inputs, its sums and two groups of its weights stay in the L2 cache.
 constexpr int BLOCK_ROWS = 128, BLOCK_PANELS = 16, BLOCK_STEPS = 768;
 
 INLINE Part load_part(const uint8_t* p) { return *reinterpret_cast<const Part*>(p); }
@@ -55,7 +55,7 @@ INLINE Part fma(const uint8_t* a, Part b, Part c) {  // a b + c
 struct FloatStep {
   static constexpr int COLUMNS = 1, INPUT_BYTES = 4;
 
-  // Multiplies the next column of R rows with that of the panels of C registers.
+  // Multiplies the next column of R rows with the next column of the panels in C registers.
   template <int R, int C>
   INLINE void add(Part (&sums)[R][C], const uint8_t* weights, int64_t panel_bytes, const uint8_t* x, int64_t stride) {
     Part w[C];
@@ -99,8 +99,8 @@ struct PairStep {
 #endif
 };
 
-// What a tile multiplies: steps of R rows with P panels. Meanwhile it asks for weights that are needed later: a line of
-// each panel every `ahead_every` steps, from `ahead` on, and from step `turn` on from `after_turn` on.
+// A tile's work: steps of R rows times P panels. Meanwhile it prefetches weights for later: one line of each panel
+// every `ahead_every` steps, from `ahead` on, and after step `turn` from `after_turn` on.
 struct Sweep {
   const uint8_t* weights;
   int64_t panel_bytes;
@@ -113,10 +113,10 @@ struct Sweep {
   const uint8_t* after_turn;
 };
 
-// Tiles of so few rows only wait for memory, which gives more to who asks for several lines at a time.
+// Tiles with at most this many rows are bound by memory, and prefetching several lines at a time raises its throughput.
 constexpr int FEW_ROWS = 4, LINES_AT_ONCE = 4;
 
-// sums, (R, stride) float32, is where the P panels' sums are kept; they begin at zero if `first`.
+// The P panels' sums are kept in `sums`, (R, stride) float32; they start at zero if `first`.
 template <typename Step, int R, int P>
 static void multiply_tile(const Sweep& sweep, float* sums, int64_t sums_stride, bool first) {
   constexpr int C = P * PARTS;
@@ -166,7 +166,7 @@ INLINE TileFunction find_tile(int rows) {
   return multiply_tile<Step, R, P>;
 }
 
-// What one block multiplies: rows [row, row + rows) with panels [begin, end), a piece of `piece_steps` steps after another.
+// A block's work: rows [row, row + rows) times panels [begin, end), in successive pieces of `piece_steps` steps.
 struct Block {
   int row, rows, begin, end;
   int64_t steps, piece_steps;
@@ -174,8 +174,9 @@ struct Block {
   int tiles() const { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 };
 
-// Sets what a tile asks for ahead of time. Where it is the only one to use its weights, or the first of a call, it runs
-// ahead of itself, as far as was measured to be best. Else all tiles of a group share the next group.
+// Sets what a tile prefetches. A tile that is the only one to use its weights, or the first of a call, prefetches its
+// own weights, at the distance that was measured to be best. Otherwise the tiles of a group share the prefetching of
+// the next group.
 INLINE void look_ahead(const Block& block, bool cold, int tile, int rows, const uint8_t* next, Sweep& sweep) {
   const int tiles = block.tiles();
   if (tiles == 1 || (cold && tile == 0)) {
@@ -193,8 +194,8 @@ INLINE void look_ahead(const Block& block, bool cold, int tile, int rows, const 
   }
 }
 
-// Steps [step, step + sweep.steps) of all rows and one or two panels. `sums` is where those of the block's rows are kept
-// between pieces; with a single piece, each tile's in turn.
+// Multiplies steps [step, step + sweep.steps) of all rows and one or two panels. `sums` holds the sums of the block's
+// rows between pieces; with a single piece it holds one tile's sums at a time.
 template <typename Step>
 static void multiply_group(const Matrix& matrix, const Inputs& inputs, const Block& block, int64_t step, int panel,
                            const Output& output, Sweep sweep, const uint8_t* next, float* sums) {
@@ -226,7 +227,8 @@ static void multiply_block(const Matrix& matrix, const Inputs& inputs, const Blo
     const int64_t left = block.steps - step;
     sweep.steps = left < block.piece_steps ? left : block.piece_steps;
     for (int panel = block.begin; panel < block.end; panel += GROUP) {
-      // After the last group of a piece the first one of the next; after the last piece, what follows in the matrix.
+      // After the last group of a piece comes the first group of the next piece; after the last piece, the next panels
+      // of the matrix.
       const bool turns = panel + GROUP >= block.end && sweep.steps < left;
       const int64_t next_panel = turns ? block.begin : panel + GROUP, next_step = turns ? step + sweep.steps : step;
       const bool exists = next_panel * LANES < matrix.rows;
@@ -237,7 +239,7 @@ static void multiply_block(const Matrix& matrix, const Inputs& inputs, const Blo
   }
 }
 
-// A block whose sums wait in memory between its pieces.
+// Multiplies a block whose sums are in memory between its pieces.
 template <typename Step>
 static __attribute__((noinline)) void multiply_in_pieces(const Matrix& matrix, const Inputs& inputs, Block block,
                                                          const Output& output) {

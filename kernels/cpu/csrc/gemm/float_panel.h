@@ -1,4 +1,4 @@
-// Panels of float32 and bfloat16 weights, and the inputs that are multiplied with them: how they are written and read.
+// The layout of float32 and bfloat16 panels and of their inputs, with the functions that write and read them.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -10,27 +10,27 @@ namespace PENSTOCK_LEVEL {
 using penstock::LANES;
 using penstock::Matrix;
 
-// Columns that are packed of all 16 rows before the next ones: the part of the panel stays in the L1 cache.
+// Columns of all 16 rows that are packed before the next ones, so that this part of the panel stays in the L1 cache.
 constexpr int PACKED_AT_ONCE = 256;
 
 #if defined(__AVX512BF16__)
-constexpr int BF16_INPUT_BYTES = 2;  // of a column
+constexpr int BF16_INPUT_BYTES = 2;  // per column
 #else
-constexpr int BF16_INPUT_BYTES = 4;  // float32 that has a bfloat16's value: widening it in the product would take time
+constexpr int BF16_INPUT_BYTES = 4;  // float32 with a bfloat16's value: converting in the product would take time
 #endif
 
 #if defined(__AMX_BF16__)
-constexpr int BF16_FILL = 32;  // zeros fill up panels and inputs to a multiple of so many columns: those of a tile
+constexpr int BF16_FILL = 32;  // panels and inputs are padded with zeros to a multiple of a tile's columns
 #else
 constexpr int BF16_FILL = 2;
 #endif
 
-// Columns of a panel of bfloat16.
+// The columns of a bfloat16 panel, including padding.
 INLINE int64_t bf16_filled(int columns) {
   return (static_cast<int64_t>(columns) + BF16_FILL - 1) / BF16_FILL * BF16_FILL;
 }
 
-// Bytes of an input row. Rows that lie 1024 bytes or a multiple of it apart would meet in few sets of the L1 cache.
+// The bytes of an input row. Avoids multiples of 1024, at which rows would compete for few sets of the L1 cache.
 INLINE int64_t float_input_bytes(int columns, int bytes) {
   const int64_t whole = (static_cast<int64_t>(columns) * bytes + 63) / 64 * 64;
   return whole % 1024 == 0 ? whole + 64 : whole;
@@ -41,7 +41,7 @@ static int64_t bf16_panel_bytes(int columns) { return bf16_filled(columns) * LAN
 static int64_t f32_input_bytes(int columns) { return float_input_bytes(columns, 4); }
 static int64_t bf16_input_bytes(int columns) { return float_input_bytes(columns, BF16_INPUT_BYTES); }
 
-// Writes n columns of a row, or zeros for a null one: lane `lane` of lines of float32.
+// Writes n columns of a row, or zeros for a null row, to lane `lane` of float32 lines.
 INLINE void pack_floats(const float* row, int n, int lane, uint8_t* lines) {
   for (int c = 0; c < n; c++) {
     const float value = row ? row[c] : 0.0f;
@@ -49,7 +49,7 @@ INLINE void pack_floats(const float* row, int n, int lane, uint8_t* lines) {
   }
 }
 
-// The same of pairs of bfloat16; the second of an odd last one is zero.
+// The same for pairs of bfloat16. If n is odd, the second element of the last pair is zero.
 INLINE void pack_pairs(const bf16* row, int n, int lane, uint8_t* lines) {
   uint8_t* to = lines + lane * 4;
   for (int c = 0; c < n; c += 2, to += LANES * 4) {
@@ -71,7 +71,7 @@ static void f32_pack_panel(int columns, const float* const rows[LANES], uint8_t*
   }
 }
 
-// Zeros for the columns that fill a panel up, beyond the last pair.
+// Writes zeros to the padding columns of a panel, after the last pair.
 INLINE void fill_panel(int columns, uint8_t* panel) {
   const int64_t packed = static_cast<int64_t>(columns + 1) / 2 * LANES * 4;
   memset(panel + packed, 0, static_cast<size_t>(bf16_panel_bytes(columns) - packed));
@@ -118,7 +118,7 @@ static void f32_prepare(int columns, const float* x, uint8_t* out) {
   memcpy(out, x, static_cast<size_t>(columns) * 4);
 }
 
-// Zeros fill up 16 columns, and those of the last tile.
+// Pads with zeros to 16 columns, and to the columns of the last tile.
 static void bf16_prepare(int columns, const float* x, uint8_t* out) {
   const int filled = BF16_FILL > LANES ? static_cast<int>(bf16_filled(columns)) : columns;
   for (int c = 0; c < filled; c += LANES) {

@@ -1,4 +1,4 @@
-// The products of the table: each goes to the files of its format.
+// The table's product functions, which dispatch on the format.
 #pragma once
 
 #include "gemm/float_panel.h"
@@ -81,8 +81,9 @@ static void product(const Matrix& matrix, const Inputs& inputs, int begin, int e
   }
 }
 
-// Rows that share a panel while it is in the cache. Tiles multiply it in about the time that fetching it takes, so
-// there many rows share it; elsewhere few are enough, and short pieces even out the work of the threads.
+// The number of rows that share a panel while it is in cache. AMX tiles multiply a panel in about the time that
+// fetching it takes, so it pays to share it among many rows. Otherwise few are enough, and short pieces balance the
+// threads' work better.
 static int product_rows(Format format) {
 #if defined(__AMX_BF16__)
   if (format == penstock::FORMAT_BF16) return 256;

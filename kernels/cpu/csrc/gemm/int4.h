@@ -1,4 +1,4 @@
-// Products with int4 weights, see gemm/int4_panel.h, and int8 inputs with a scale a chunk of columns. A prepared row is
+// Products with int4 weights (see gemm/int4_panel.h) and int8 inputs with one scale per chunk. A prepared row is
 //   bytes [K filled up to 64] | scales [chunks] | scale * sum of the bytes, float32 [chunks]
 //
 // The dot product over a chunk is exact in int32; chunks are added in float32, in their order.
@@ -81,9 +81,9 @@ struct Int4 {
 
 #if defined(__AMX_INT8__)
 
-// The same with tile registers.
+// The same with AMX tile registers.
 struct Int4Tiles {
-  // Of shorter chunks there are so many sums to add that vectors are as fast.
+  // Shorter chunks have so many sums to add that vectors are as fast.
   static constexpr int LEAST_CHUNK = 64;
   const Matrix& matrix;
   const int chunk;
@@ -92,7 +92,7 @@ struct Int4Tiles {
 
   const uint8_t* scales_of(const uint8_t* panel, int index) const { return panel + index * int4_chunk_bytes(chunk); }
 
-  // A byte a number, and zeros up to whole blocks.
+  // Unpacks to one byte per number, padded with zeros to whole blocks.
   const uint8_t* find_chunk(const uint8_t* panel, int index, byte_tiles::ChunkRoom& room) const {
     const int begin = index * chunk, n = matrix.columns - begin < chunk ? matrix.columns - begin : chunk;
     const uint8_t* line = scales_of(panel, index) + 64;

@@ -1,17 +1,19 @@
-// A panel of int4 weights: its layout, and how it is made.
+// The layout of a panel of int4 weights, and quantising and packing it.
 //
-// Columns come in chunks: groups of up to 128 columns, or pieces of a longer group. A chunk is one line of 64 bytes,
-// the scales and the zero points of the 16 rows as float16, and then a line for every 8 columns, [16][4] bytes, whose
-// low halves hold the codes of the first 4 columns and the high halves those of the other 4. The last chunk is as long
-// as its columns, filled up to 8. A line of 16 float32 ends the panel, the units: powers of two that bring the scales
-// of a row into float16's range, whatever the size of its weights. W = (code - zero) * scale * unit.
+// Columns are stored in chunks: groups of up to 128 columns, or pieces of a longer group. A chunk has one line of 64
+// bytes with the scales and the zero points of the 16 rows as float16, and then one line of [16][4] bytes for every 8
+// columns. The low halves of these bytes hold the codes of the first 4 columns, the high halves those of the other 4.
+// The last chunk is as long as its columns, padded to 8. The panel ends with a line of 16 float32, the units: powers of
+// two that bring the scales of a row into float16's range, whatever the size of its weights. W = (code - zero) * scale
+// * unit.
 #pragma once
 
 #include "gemm/quantize_activations.h"
 
 namespace PENSTOCK_LEVEL {
 
-// The columns of a chunk: the largest of 128, 96, 64 and 32 that divides the group; 0 stands for one group a row.
+// The columns of a chunk: the largest of 128, 96, 64 and 32 that divides the group. A group of 0 means one group per
+// row.
 INLINE int int4_chunk(int group) {
   int chunk = 128;
   while (group % chunk != 0 && chunk > 32) chunk -= 32;
@@ -26,12 +28,12 @@ static int64_t int4_panel_bytes(int columns, int group) {
 
 // ------------------------------------------------------------------------------------------------------------- float16
 
-// To the nearest, ties to even; what is too large becomes the largest.
+// Rounds to nearest, ties to even; larger numbers become the largest float16.
 static uint16_t to_half(float x) {
   uint32_t bits, rounded;
   memcpy(&bits, &x, 4);
   const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude < 0x38800000u) {  // below 2^-14, where float16 counts in 2^-24: so does float32 from 0.5 on
+  if (magnitude < 0x38800000u) {  // below 2^-14, where float16 has steps of 2^-24, as float32 has from 0.5 on
     float shifted;
     memcpy(&shifted, &magnitude, 4);
     shifted += 0.5f;
@@ -53,13 +55,13 @@ INLINE Floats load_half(const void* p) {
   const uint8_t* bytes = static_cast<const uint8_t*>(p);
   Words half;
   for (int i = 0; i < LANES; i++) half[i] = static_cast<uint32_t>(bytes[2 * i] | bytes[2 * i + 1] << 8);
-  // The exponent has another bias, 112 less; zero and what is denormal come right by the multiplication.
+  // The exponent's bias is 112 less. The multiplication corrects it, also for zero and denormal numbers.
   const Floats magnitude = as_floats(as_ints((half & 0x7fffu) << 13)) * splat(0x1p112f);
   return as_floats(as_ints(magnitude) | as_ints((half & 0x8000u) << 16));
 #endif
 }
 
-// Rounds each lane, and returns what it has become.
+// Rounds and stores each lane; returns the rounded values.
 INLINE Floats store_half(void* p, Floats x) {
   uint16_t half[LANES];
   for (int i = 0; i < LANES; i++) half[i] = to_half(x[i]);
@@ -67,7 +69,7 @@ INLINE Floats store_half(void* p, Floats x) {
   return load_half(p);
 }
 
-// For scales up to `bound` in each lane: the power of two that leaves them below 512, far from both ends of float16.
+// The power of two, per lane, that brings scales up to `bound` below 512, far from both ends of float16's range.
 INLINE Floats int4_unit(Floats bound) {
   const Floats power = as_floats(as_ints(bound) & 0x7f800000), lowest = as_floats(splat_int(9 << 23));
   return as_floats(as_ints(max(power, lowest)) - (8 << 23));
@@ -75,7 +77,7 @@ INLINE Floats int4_unit(Floats bound) {
 
 // --------------------------------------------------------------------------------------------------- 16 rows at a time
 
-// The value of a scale and of a zero point in each of 16 rows.
+// A scale and a zero point for each of 16 rows.
 struct Grid {
   Floats scale, zero;
 };
@@ -87,7 +89,7 @@ INLINE Floats int4_code(Floats weight, Floats inverse, Floats zero) {
   return to_floats(to_ints_nearest(min(max(code, Floats{}), splat(15.0f))));
 }
 
-// The squared error of each row's n weights; weights is (n, 16).
+// The squared error of each row's n weights; `weights` is (n, 16).
 static Floats int4_error(const float* weights, int n, Grid grid) {
   const Floats inverse = int4_inverse(grid.scale);
   Floats wrong = {};
@@ -99,7 +101,7 @@ static Floats int4_error(const float* weights, int n, Grid grid) {
   return wrong;
 }
 
-// The grid on which the given codes of n weights have the least squared error: a line fitted through (code, weight).
+// The grid on which the codes of n weights have the least squared error: a line fitted through (code, weight).
 static Grid int4_fit(const float* weights, int n, Grid grid) {
   const Floats inverse = int4_inverse(grid.scale);
   Floats codes = {}, squares = {}, sums = {}, products = {};
@@ -113,13 +115,13 @@ static Grid int4_fit(const float* weights, int n, Grid grid) {
   const Floats count = splat(static_cast<float>(n)), spread = count * squares - codes * codes;
   const Floats scale = (count * products - codes * sums) / where(spread > 0, spread, splat(1.0f));
   const Floats zero = (codes - sums * int4_inverse(scale)) / count;
-  // A slope that is none, or a zero point that is none of the codes', is no grid.
+  // Without a positive slope, or with a zero point outside the codes, the fitted grid cannot be used.
   const Ints usable = (spread > 0) & (scale > SMALLEST) & (zero >= 0) & (zero <= 15);
   return {where(usable, scale, grid.scale), where(usable, zero, grid.zero)};
 }
 
-// The best grid for n weights of each row: from the least to the greatest and from narrower ranges, each then fitted.
-// Zero always lies within a range.
+// The best grid for n weights of each row. Tries the range from the least to the greatest weight and narrower ranges,
+// and fits each. A range always includes zero.
 static Grid int4_search(const float* weights, int n) {
   constexpr int TRIALS = 12;
   constexpr float NARROWEST = 0.7f;
@@ -133,7 +135,7 @@ static Grid int4_search(const float* weights, int n) {
   const Grid widest = best;
   Floats least = int4_error(weights, n, best);
   for (int i = 0; i < TRIALS; i++) {
-    Grid grid = widest;  // the zero point stays where it is when both ends move
+    Grid grid = widest;  // the zero point stays the same when both ends move
     grid.scale *= splat(NARROWEST + (1 - NARROWEST) * static_cast<float>(i) / (TRIALS - 1));
     grid = int4_fit(weights, n, grid);
     const Floats wrong = int4_error(weights, n, grid);
@@ -158,7 +160,7 @@ INLINE void int4_pack_lines(const float* codes, int n, uint8_t* lines) {
   }
 }
 
-// A chunk of n columns of `weights`, (n, 16). Adds the squares of the errors and of the weights to those of the rows.
+// Packs a chunk of n columns of `weights`, (n, 16). Adds each row's squared errors and squared weights to `squares`.
 static void int4_pack_chunk(const float* weights, int n, Floats unit, uint8_t* chunk, Floats squares[2]) {
   Grid grid = int4_search(weights, n);
   grid.scale = store_half(chunk, grid.scale / unit) * unit;

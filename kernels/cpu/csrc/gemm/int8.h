@@ -1,12 +1,12 @@
-// Products with int8 weights: a scale a row of W, and a scale a segment of the inputs' columns.
+// Products with int8 weights: one scale per row of W, and one scale per segment of the inputs' columns.
 //
 // A panel is [ceil(K/4)][16][4] bytes, each a weight's code + 128, then 16 float32 scales and 16 float32 zero points
-// (in units of the codes; zero in what is quantised here): W = (code - zero) * scale. The bytes are unsigned because
-// the dot product takes one operand so, and because what that adds, 128 times the sum of a segment's inputs, is known
+// (in units of the codes; zero for weights that are quantised here): W = (code - zero) * scale. The bytes are unsigned
+// because the dot product requires one unsigned operand. The excess, 128 times the sum of a segment's inputs, is known
 // when a row is prepared. A prepared row is
 //   bytes [K filled up to 64] | scales [segments] | -128 * their sum, int32 [segments] | sum of the row, float32
-// and, where products take bytes as 16-bit numbers, those as well, from a multiple of 8 on: of each four bytes the
-// first, the third, the second and the fourth.
+// and, if products read bytes as 16-bit numbers, those as well, from a multiple of 8 on: the first, third, second and
+// fourth of each four bytes.
 //
 // The dot product over a segment is exact in int32; segments are added in float32, in their order.
 #pragma once
@@ -20,12 +20,12 @@
 
 namespace PENSTOCK_LEVEL {
 
-// Of the weights in a panel.
+// The bytes of the weights in a panel.
 INLINE int64_t int8_weight_bytes(int columns) { return static_cast<int64_t>(divide_up(columns, 4)) * 64; }
 
 static int64_t int8_panel_bytes(int columns) { return int8_weight_bytes(columns) + 128; }
 
-// Where a prepared row has what products take.
+// The offset in a prepared row of the numbers that products read.
 INLINE int int8_numbers_at(int columns) {
   return INPUT_BYTES == 4 ? 0 : divide_up(filled(columns) + divide_up(columns, SEGMENT) * 8 + 4, 8) * 8;
 }
@@ -37,13 +37,13 @@ static int64_t int8_input_bytes(int columns) {
 
 // ------------------------------------------------------------------------------------------------------------- packing
 
-// Puts n codes of a row, signed bytes, into its lane; what fills up the last four is zero.
+// Writes n codes of a row, signed bytes, to its lane, padded with zeros to a multiple of four.
 INLINE void int8_place(int n, const int8_t* codes, int row, uint8_t* panel) {
   for (int k = 0; k < divide_up(n, 4) * 4; k++)
     panel[k / 4 * 64 + row * 4 + k % 4] = static_cast<uint8_t>((k < n ? codes[k] : 0) + 128);
 }
 
-// A row of float32, with its scale. Adds the squares of the errors and of the weights to error[0] and error[1].
+// Packs a float32 row with its scale. Adds the squared errors and the squared weights to error[0] and error[1].
 static void int8_pack_row(int columns, const float* weights, float scale, int row, uint8_t* panel, double error[2]) {
   int8_t codes[SEGMENT];
   const Floats inverse = splat(scale > 0 ? 1.0f / scale : 0.0f);
@@ -168,12 +168,12 @@ struct Int8 {
 
 #if defined(__AMX_INT8__)
 
-// The same with tile registers.
+// The same with AMX tile registers.
 struct Int8Tiles {
   static constexpr int chunk = SEGMENT;
   const Matrix& matrix;
 
-  // A panel's bytes are as the registers take them, but for a last block that is not a whole one.
+  // A panel's bytes have the registers' layout, except for an incomplete last block.
   const uint8_t* find_chunk(const uint8_t* panel, int index, byte_tiles::ChunkRoom& room) const {
     const int begin = index * SEGMENT, n = matrix.columns - begin < SEGMENT ? matrix.columns - begin : SEGMENT;
     const uint8_t* at = panel + static_cast<int64_t>(begin) * LANES;

@@ -1,8 +1,9 @@
-// Products of bytes by the tile registers of AMX: 64 columns of two tiles of rows with as many of two panels at a time.
+// Products of bytes with AMX tile registers: 64 columns of two tiles of rows times two panels at a time.
 //
-// The sums of a chunk, the columns that share a scale of the inputs, are exact in int32. They go from the registers to
-// memory, and from there to the totals just as sums of vectors would: so bits are those of avx512_bf16. A few chunks'
-// sums are added while the registers are at the next ones. A Kind is made for a matrix, and says
+// The sums of a chunk, which is the columns that share a scale of the inputs, are exact in int32. They go from the
+// registers to memory, and from there to the totals in the same way as sums of vectors, so the bits are those of
+// avx512_bf16. A few chunks' sums are added while the registers compute the next ones. A Kind is created for a matrix
+// and provides
 //   chunk        the columns of a chunk, at most two blocks
 //   find_chunk   where a panel's chunk lies as whole blocks, which may be the given room
 //   add_sums     adds the sums of a unit to the totals of one of its tiles
@@ -22,37 +23,37 @@ using penstock::Inputs;
 
 namespace byte_tiles {
 
-// With fewer rows vectors are as fast, and fetch more evenly.
+// With fewer rows, vectors are as fast and read memory more evenly.
 constexpr int LEAST_ROWS = 16;
-// Rows that are multiplied with two panels before the next ones: their totals stay in the L1 cache.
+// Rows that are multiplied with two panels before the next ones. Their totals stay in the L1 cache.
 constexpr int MOST_ROWS = 64;
-constexpr int TILES = 2, PANELS = 2;  // that the registers multiply with each other
-constexpr int CHUNKS = 2;             // whose sums are added at once
+constexpr int TILES = 2, PANELS = 2;  // that the registers multiply at a time
+constexpr int CHUNKS = 2;             // whose sums are added at a time
 
-// What the registers take of a panel.
+// The sizes of a panel's blocks, as the registers load them.
 constexpr int BLOCK_COLUMNS = TILE_LINE, BLOCK_BYTES = TILE_LINES * TILE_LINE, CHUNK_BLOCKS = 2;
 typedef uint8_t ChunkRoom[CHUNK_BLOCKS * BLOCK_BYTES];
 
-// The sums of a chunk, (rows, panels, 16), those of a unit's second tile following those of its first.
+// The sums of a chunk, (rows, panels, 16). The sums of a unit's second tile follow those of its first.
 typedef int32_t Sums[TILES * TILE_LINES * PANELS * LANES];
 
-// Up to MOST_ROWS rows of inputs from `row` on, in tiles of one height. Totals are (tiles, height, panels, 16).
+// Up to MOST_ROWS rows of inputs from `row` on, in tiles of equal height. Totals are (tiles, height, panels, 16).
 struct Rows {
   const Inputs& inputs;
   int row, rows, tiles, height;
 
-  // The last tile begins within the one before where rows don't fill it: registers have one shape throughout.
+  // If the rows do not fill the last tile, it overlaps the previous one, so that all tiles have the same shape.
   int begin(int tile) const { return tile + 1 < tiles ? tile * height : rows - height; }
   const uint8_t* data(int tile) const { return inputs.data + (row + begin(tile)) * inputs.stride; }
 };
 
-// Chunks and tiles whose sums are in memory at the same time.
+// The chunks and tiles whose sums are in memory at the same time.
 struct Unit {
   int first_chunk, chunks;
   int first_tile, tiles;
 };
 
-// The panels that come next: so many lines of them at a time.
+// Prefetches the next panels, `lines` lines at a time.
 struct NextPanels {
   const uint8_t* at;
   int lines;
@@ -71,7 +72,7 @@ INLINE void configure(int height) {
   configure_tiles(shapes);
 }
 
-// The sums of a chunk: T tiles, `second` bytes apart and of rows `stride` bytes apart, with P panels.
+// Computes the sums of a chunk: T tiles, `second` bytes apart and with rows `stride` bytes apart, times P panels.
 template <int T, int P>
 INLINE void multiply_chunk(const uint8_t* inputs, int64_t second, int64_t stride, int height,
                            const uint8_t* const weights[PANELS], int blocks, NextPanels& next, int32_t* sums) {
@@ -102,7 +103,7 @@ INLINE void multiply_chunk(const uint8_t* inputs, int64_t second, int64_t stride
   if (T > 1 && P > 1) store_tile<3>(sums + height * WIDTH + LANES, WIDTH * 4);
 }
 
-// All columns of the rows with P panels, which the registers are configured for.
+// Multiplies all columns of the rows with P panels. The registers are already configured for that.
 template <class Kind, int P>
 static void multiply_panels(const Kind& kind, const Rows& rows, const uint8_t* panels, const uint8_t* after,
                             float* totals) {
@@ -122,7 +123,7 @@ static void multiply_panels(const Kind& kind, const Rows& rows, const uint8_t* p
     for (int tile = 0; tile < rows.tiles; tile += TILES, turn ^= 1) {
       const Unit unit = {first, count, tile, rows.tiles - tile < TILES ? 1 : TILES};
       const int64_t second = rows.data(tile + unit.tiles - 1) - rows.data(tile);
-      for (int i = 0; i < CHUNKS || i < TILES; i++) {  // chunk i of this unit, tile i of the one before
+      for (int i = 0; i < CHUNKS || i < TILES; i++) {  // chunk i of this unit, tile i of the previous one
         if (i < unit.chunks) {
           const int begin = (first + i) * chunk;
           const int blocks = divide_up(columns - begin < chunk ? columns - begin : chunk, BLOCK_COLUMNS);
@@ -143,7 +144,7 @@ static void multiply_panels(const Kind& kind, const Rows& rows, const uint8_t* p
     kind.template add_sums<P>(panels, rows, before, before.first_tile + i, sums[turn ^ 1], totals);
 }
 
-// Panels [panel, panel + count), one or two.
+// Multiplies all rows with panels [panel, panel + count), one or two.
 template <class Kind>
 static void multiply_group(const Kind& kind, const Rows& rows, int panel, int count, int end, const Output& output) {
   alignas(64) float totals[MOST_ROWS * PANELS * LANES] = {};
@@ -156,7 +157,7 @@ static void multiply_group(const Kind& kind, const Rows& rows, int panel, int co
     multiply_panels<Kind, 1>(kind, rows, panels, after, totals);
   }
   for (int tile = 0; tile < rows.tiles; tile++) {
-    const int known = tile * rows.height - rows.begin(tile);  // rows that the tile before has too
+    const int known = tile * rows.height - rows.begin(tile);  // rows that the previous tile has as well
     const int num = rows.height - known;
     float* some = totals + (tile * rows.height + known) * count * LANES;
     kind.finish(panels, count, rows.data(tile) + known * rows.inputs.stride, rows.inputs.stride, num, some);
@@ -164,7 +165,7 @@ static void multiply_group(const Kind& kind, const Rows& rows, int panel, int co
   }
 }
 
-// Panels [begin, end) for all rows.
+// Multiplies all rows with panels [begin, end).
 template <class Kind>
 static void multiply(const Kind& kind, const Inputs& inputs, int begin, int end, const Output& output) {
   const int64_t blocks = divide_up(inputs.rows, MOST_ROWS);

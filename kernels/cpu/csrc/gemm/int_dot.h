@@ -1,5 +1,5 @@
-// Sums of products of bytes in 16 lanes, held as the machine's registers are: gcc keeps a vector that is wider than a
-// register in memory. All are exact, so every instruction set gives the same integers.
+// Sums of products of bytes in 16 lanes, in vectors as wide as the machine's registers, since gcc keeps wider ones in
+// memory. All sums are exact, so every instruction set gives the same integers.
 #pragma once
 
 #include "gemm/quantize_activations.h"
@@ -49,8 +49,8 @@ struct DotSums {
   DotPart part[DOT_PARTS];
 };
 
-// Bytes as 16-bit numbers, those with even indices and those with odd ones: so no sum of two products overflows. Inputs
-// are held so already, since each of them meets every panel.
+// Bytes are widened to 16-bit numbers, even and odd indices separately, so that no sum of two products overflows.
+// Inputs are stored widened, since each is used with every panel.
 constexpr int INPUT_BYTES = 8;
 struct DotBytes {
   DotPart even[DOT_PARTS], odd[DOT_PARTS];
@@ -152,18 +152,18 @@ typedef Quads DotBytes;
 INLINE DotSums sums_of(int32_t x) { return splat_int(x); }
 INLINE Ints dot_ints(DotSums sums) { return sums; }
 
-// 64 unsigned bytes, four a lane.
+// Loads 64 unsigned bytes, four per lane.
 INLINE DotBytes load_weights(const uint8_t* p) { return load_ints(p); }
 
-// Of four inputs, as products take them.
+// The bytes of four inputs in the form that products read.
 constexpr int INPUT_BYTES = 4;
 
-// Adds each lane's four products with the four inputs at x.
+// Adds the products of each lane's four bytes with the four inputs at x.
 INLINE DotSums add_products(DotSums sums, DotBytes weights, const uint8_t* x) {
   return dot4(sums, weights, splat_int(load_int(x)));
 }
 
-// 64 bytes that each hold two numbers.
+// 64 bytes that hold two numbers each.
 struct DotNibbles {
   Quads low, high;
 };
@@ -188,7 +188,7 @@ INLINE DotSums add_widened(DotSums sums, NibbleSums more) {
   return sums + reinterpret_cast<Ints>(_mm512_madd_epi16(reinterpret_cast<__m512i>(more), _mm512_set1_epi16(1)));
 }
 #else
-// Adds the products of the low halves with the four bytes at x, and of the high ones with the next four.
+// Adds the products of the low halves with the four bytes at x, and of the high halves with the next four.
 INLINE DotSums add_nibbles(DotSums sums, const DotNibbles& weights, const uint8_t* x) {
   return dot4(dot4(sums, weights.low, splat_int(load_int(x))), weights.high, splat_int(load_int(x + 4)));
 }
@@ -196,11 +196,11 @@ INLINE DotSums add_nibbles(DotSums sums, const DotNibbles& weights, const uint8_
 
 #endif
 
-// Adds the sums of so many lines of nibbles: `add(sums, first, count)` adds those of some.
+// Adds the sums of `lines` lines of nibbles; `add(sums, first, count)` adds those of `count` lines from `first` on.
 template <int M, int P, class Add>
 INLINE void add_lines(DotSums (&sums)[M][P], int lines, const Add& add) {
 #if defined(WIDENS_NIBBLES)
-  constexpr int MOST = 4;  // a line's four products, of at most 15 * 128, are added in 16 bits
+  constexpr int MOST = 4;  // 16 bits hold the sums of this many lines of four products, each at most 15 * 128
   for (int first = 0; first < lines; first += MOST) {
     NibbleSums some[M][P] = {};
     add(some, first, lines - first < MOST ? lines - first : MOST);

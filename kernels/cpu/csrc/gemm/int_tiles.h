@@ -1,4 +1,4 @@
-// Cuts a product into tiles: some rows of inputs with one or two panels, whose sums stay in registers.
+// Divides a product into tiles: some rows of inputs times one or two panels, whose sums stay in registers.
 #pragma once
 
 #include "core/prefetch.h"
@@ -9,7 +9,7 @@ namespace PENSTOCK_LEVEL {
 
 using penstock::Inputs;
 
-// What a tile works on. Rows of `sums` are `width` floats apart, panels 16.
+// A tile's work. Rows of `sums` are `width` floats apart, panels 16.
 struct DotTile {
   const Matrix& matrix;
   const uint8_t* panels;
@@ -20,7 +20,7 @@ struct DotTile {
   int width;
 };
 
-// Calls the tile of so many rows, 1 to M.
+// Calls the tile function for `rows` rows, 1 to M.
 template <class Kind, int M, int P>
 INLINE void compute_tile(int rows, const DotTile& tile) {
   if constexpr (M > 0) {
@@ -29,7 +29,7 @@ INLINE void compute_tile(int rows, const DotTile& tile) {
   }
 }
 
-// Panels [begin, end) for all rows. Tiles are equal but for one row, so that none is too small to be fast.
+// Multiplies all rows with panels [begin, end). Tiles differ by at most one row, so that none is too small to be fast.
 template <class Kind>
 INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
   alignas(64) float sums[DOT_ROWS * 2 * LANES];

@@ -1,4 +1,4 @@
-// Packs weights as they are read: panel by panel, on all threads, with no copy of the whole.
+// Packs weights while they are read: panel by panel, on all threads, without a copy of the matrix.
 #include <cstring>
 
 #include "core/arena.h"
@@ -8,7 +8,7 @@ namespace penstock {
 
 namespace {
 
-// What the elements of a tensor on disk are.
+// The element type of a tensor on disk.
 enum Source : int32_t { SOURCE_F32 = 0, SOURCE_BF16 = 1, SOURCE_F16 = 2, SOURCE_F64 = 3 };
 
 float from_half(uint16_t half) {
@@ -56,8 +56,8 @@ void read_row(const uint8_t* from, int64_t stride, Source source, int columns, f
 
 }  // namespace
 
-// Packs `rows`, addresses on disk's pages, one for each row of whole panels, null where a row is missing; `stride`
-// bytes lie between the columns of a row. error: of each thread two sums, as pack_panel adds to them.
+// Packs `rows`, addresses in the mapped file, one for each row of whole panels, null for a missing row. The columns of
+// a row are `stride` bytes apart. `error` has two sums for each thread, to which pack_panel adds.
 void pack(Threads& threads, const Kernels& kernels, const Matrix& matrix, const uint8_t* const* rows, Source source,
           int64_t stride, double* error) {
   int panels = (matrix.rows + LANES - 1) / LANES;
@@ -96,7 +96,7 @@ PENSTOCK_API void penstock_pack(Threads* threads, const Kernels* kernels, const 
   penstock::pack(*threads, *kernels, *matrix, rows, static_cast<penstock::Source>(source), stride, error);
 }
 
-// The same from codes; of each row of whole panels the addresses of its codes, scales and zero points, or null.
+// The same from codes: for each row of whole panels the addresses of its codes, scales and zero points, or null.
 PENSTOCK_API void penstock_pack_codes(Threads* threads, const Kernels* kernels, const Matrix* matrix,
                                       const uint8_t* const* codes, const float* const* scales,
                                       const float* const* zeros) {

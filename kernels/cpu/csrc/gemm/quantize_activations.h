@@ -1,4 +1,4 @@
-// The inputs of a product with int8 or int4 weights: signed bytes, with a scale for each segment of their columns.
+// Quantises the inputs of products with int8 or int4 weights to signed bytes, with one scale per segment of columns.
 #pragma once
 
 #include "core/prefetch.h"
@@ -11,17 +11,19 @@ namespace PENSTOCK_LEVEL {
 using penstock::LANES;
 using penstock::Matrix;
 
-// Columns of a row of inputs that share a scale, at most. A few columns of a model's activations are far greater than
-// the rest: with one scale a row they would cost all others their precision, with this many only their neighbours.
+// The maximum number of columns that share a scale in a row of inputs. A few columns of a model's activations are far
+// greater than the rest. With one scale per row all other columns would lose precision; with segments, only the columns
+// near them do.
 constexpr int SEGMENT = 128;
 
-// Bytes of a prepared row that uses so many. Rows at multiples of 1024 would meet in few sets of a cache.
+// The stride of prepared rows of `used` bytes. Avoids multiples of 1024, at which rows would compete for few sets of a
+// cache.
 INLINE int64_t row_bytes(int64_t used) {
   const int64_t whole = (used + 63) / 64 * 64;
   return whole % 1024 == 0 ? whole + 64 : whole;
 }
 
-// Columns, filled up: the bytes of a prepared row.
+// The columns, padded to 64: the number of bytes in a prepared row.
 INLINE int filled(int columns) { return divide_up(columns, 64) * 64; }
 
 INLINE int32_t load_int(const void* p) {
@@ -36,12 +38,12 @@ INLINE float load_float(const void* p) {
   return value;
 }
 
-// Below this a scale is zero: its inverse may be no number.
+// Scales below this become zero, since their inverse may overflow.
 constexpr float SMALLEST = 1e-30f;
 
-// Rounds x to signed bytes: x = byte * scale. A row's bytes come first, filled up with zeros, then the scales of its
-// segments. A segment that holds a NaN or an infinity has a NaN as its scale, so that products with it are NaN as those
-// of floats would be. Returns where the scales end.
+// Rounds x to signed bytes: x = byte * scale. A row's bytes come first, padded with zeros, then the scales of its
+// segments. The scale of a segment with a NaN or an infinity is NaN, so that products with it are NaN, as they would be
+// with floats. Returns the end of the scales.
 static uint8_t* quantize_row(int columns, int segment, const float* x, uint8_t* out) {
   uint8_t* scale_at = out + filled(columns);
   for (int begin = 0; begin < columns; begin += segment) {
@@ -49,7 +51,7 @@ static uint8_t* quantize_row(int columns, int segment, const float* x, uint8_t* 
     const float bound = largest_magnitude(x + begin, n);
     const float scale = bound > SMALLEST ? bound / 127.0f : 0.0f;
     const Floats inverse = splat(bound > SMALLEST ? 127.0f / bound : 0.0f);
-    Floats poison = {};  // stays zero: 0 * x is a NaN where x is no finite number
+    Floats poison = {};  // stays zero unless x is not finite: 0 * x is NaN then
     for (int i = 0; i < n; i += LANES) {
       const Floats part = load_up_to(x + begin + i, n - i);
       poison = fma(part, Floats{}, poison);

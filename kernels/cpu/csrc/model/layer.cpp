@@ -1,4 +1,4 @@
-// One layer of a step.
+// Runs one layer of a step.
 #include <cstring>
 
 #include "model/step.h"
@@ -16,7 +16,7 @@ void StepRun::layer(const Layer& layer, int index) {
   spent_on(STAGE_QKV);
   rotate_and_write(layer, pages);
   spent_on(STAGE_ROPE_KV);
-  // Past the last layer's KV, only rows whose logits or hidden states are wanted matter.
+  // After the last layer's KV is written, only rows whose logits or hidden states are requested are computed.
   if (last && step_.num_wanted() == 0) return;
   attend(layer, pages);
   if (last) keep_wanted_rows();
@@ -32,7 +32,7 @@ void StepRun::layer(const Layer& layer, int index) {
     mlp(layer);
 }
 
-// Embeddings and x side by side, each after its norm.
+// Prepares embeddings and x side by side, each after its norm.
 Prepared StepRun::prepare_joined(const Layer& layer) {
   int64_t size = model_.hidden_size;
   each(num_rows_, [&](int row, int) {
@@ -47,7 +47,7 @@ void StepRun::rotate_and_write(const Layer& layer, uint8_t* pages) {
   const Model& m = model_;
   int half = m.rotary_dim / 2;
   const float* angles = angles_ + static_cast<int64_t>(layer.rope) * step_.num_tokens * m.rotary_dim;
-  // A page is one thread's, since its slots lie between each other.
+  // One thread writes a whole page, since its slots are interleaved.
   each(num_page_items_, [&](int i, int) {
     const PageItem& item = page_items_[i];
     const AttentionRow& row = rows_[item.row];
@@ -86,10 +86,11 @@ void StepRun::attend(const Layer& layer, uint8_t* pages) {
   });
 }
 
-// Moves the rows that are wanted to the front, those whose logits are wanted in the order in which the head takes them.
+// Moves the requested rows to the front. Those whose logits are requested are in the order in which the head reads
+// them.
 void StepRun::keep_wanted_rows() {
   int wanted = step_.num_wanted();
-  bool same = wanted == num_rows_;  // as they are in a batch of decoding rows
+  bool same = wanted == num_rows_;  // true for a batch of decoding rows
   for (int i = 0; same && i < wanted; i++) same = step_.wanted(i) == i;
   if (same) return;
   float* x = arena_.take<float>(static_cast<int64_t>(wanted) * model_.hidden_size);

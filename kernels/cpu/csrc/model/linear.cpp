@@ -1,18 +1,20 @@
-// Products of a step: inputs rounded row by row, outputs cut into pieces that keep every thread busy.
+// The matrix products of a step: inputs are rounded row by row, outputs are divided into pieces that keep every thread
+// busy.
 #include "model/step.h"
 
 namespace penstock {
 
 namespace {
 
-// Panels of a piece. A longer one reads memory no faster, and with several blocks of rows it must fit into the caches. A
-// short one begins anew too often, unless there would be too few. Gated products need even numbers.
+// Limits on the panels of a piece. Longer pieces read memory no faster, and with several blocks of rows a piece must
+// fit into the caches. Short pieces restart too often, unless there would be too few of them. Gated products need even
+// numbers.
 constexpr int MOST_PANELS = 96, MOST_SHARED_PANELS = 12, SHORT_PANELS = 4, LEAST_PANELS = 2;
-// A piece is what is left, divided by so many times the threads: towards the end pieces become short, so that no thread
-// waits long for another's last one.
+// A piece has the remaining panels divided by this many times the threads. Pieces become shorter towards the end, so
+// that no thread waits long for the last piece of another one.
 constexpr int ROUNDS = 2;
 
-// Begins of the pieces into which panels are cut, with the end of the last; returns how many pieces there are.
+// Divides panels into pieces. Writes the start of each piece and the end of the last one; returns the number of pieces.
 int cut_panels(int panels, int threads, int most, int32_t* begins) {
   int pieces = 0, least = panels < ROUNDS * threads * SHORT_PANELS ? LEAST_PANELS : SHORT_PANELS;
   for (int begin = 0; begin < panels;) {
@@ -69,7 +71,7 @@ void StepRun::product(const Linear& linear, const Prepared& inputs, float* out, 
     int32_t* begins = arena_.take<int32_t>(panels / LEAST_PANELS + 2);
     int most = kernels_.product_rows(part.format), blocks = (rows.rows + most - 1) / most;
     int pieces = cut_panels(panels, threads_.used(), blocks > 1 ? MOST_SHARED_PANELS : MOST_PANELS, begins);
-    // Neighbouring items share panels, so that the second block of rows finds them in the cache.
+    // Adjacent items share panels, so that the second block of rows finds them in cache.
     threads_.run(pieces * blocks, [&](int item, int) {
       int piece = item / blocks, first = item % blocks * most;
       int count = rows.rows - first < most ? rows.rows - first : most;

@@ -1,4 +1,4 @@
-// A mixture of experts: each token goes through the few experts that its router rates highest.
+// A mixture of experts: each token is computed by the few experts that its router rates highest.
 #include <cmath>
 #include <cstring>
 
@@ -8,18 +8,18 @@ namespace penstock {
 
 namespace {
 
-// Panels in a piece; even, as gated products need it.
+// Panels per piece; even, for gated products.
 constexpr int PANELS_AT_ONCE = 6;
 
-// Work on some panels of one expert.
+// A work item: some panels of one expert.
 struct ExpertItem {
   int32_t expert, begin, end;
 };
 
 }  // namespace
 
-// Of each token the experts with the largest logits, equal ones by lowest number, and their weights: the softmax over
-// all, or over the chosen ones where they are normalised.
+// Chooses the experts with the largest logits for each token; ties go to the lowest number. Their weights are the
+// softmax over all experts, or over the chosen ones if the model normalises them.
 void StepRun::choose_experts(const float* logits, int32_t* chosen, float* weights) {
   int num = model_.num_experts, wanted = model_.experts_per_token;
   each(num_rows_, [&](int token, int) {
@@ -75,7 +75,7 @@ uint8_t* StepRun::gather(const Routing& routing, const Inputs& inputs) {
   return gathered;
 }
 
-// One product of all experts, each with its rows of the prepared inputs.
+// Computes one product of all experts, each with its rows of the prepared inputs.
 void StepRun::multiply_experts(const Routing& routing, const Layer& layer, Linear Expert::*linear,
                                const uint8_t* inputs, float* out, int64_t stride, OutputMode mode) {
   const Matrix& first = (layer.experts[0].*linear).parts[0];
@@ -99,7 +99,7 @@ void StepRun::multiply_experts(const Routing& routing, const Layer& layer, Linea
   });
 }
 
-// delta = the sum of each token's outputs by weight, in the order of its choices.
+// delta = the weighted sum of each token's outputs, in the order of its choices.
 void StepRun::combine(const Routing& routing, float* outputs) {
   int hidden = model_.hidden_size, wanted = model_.experts_per_token;
   each(num_rows_, [&](int token, int) {
@@ -117,7 +117,7 @@ void StepRun::experts(const Layer& layer) {
   const Model& m = model_;
   Arena::Mark before = arena_.mark();
   Routing routing = route(layer);
-  // Experts are alike in what their inputs are prepared for.
+  // All experts need inputs in the same format.
   Prepared shared = prepare(layer.experts[0].gate_up, x_, m.hidden_size, num_rows_, layer.mlp_norm);
   uint8_t* inputs = gather(routing, shared.parts[0]);
   int64_t stride = (m.expert_size + LANES - 1) / LANES * LANES;  // a gated product writes whole panels

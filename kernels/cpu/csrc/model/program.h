@@ -1,5 +1,5 @@
-// A model as data, and one step of it. Filled by Python (kernels/cpu/program.py mirrors it); addresses stay valid while
-// a model is used.
+// A model as data, and one step of it. Python fills these structs (kernels/cpu/program.py mirrors them) and keeps their
+// addresses valid while the model is used.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace penstock {
 
-// One product, or several side by side where what they multiply differs in order.
+// One product, or several side by side if their inputs need different orders.
 struct Linear {
   int32_t num_parts;  // 0: there is none
   Matrix parts[3];
@@ -18,7 +18,7 @@ struct Linear {
 
 enum QkNorm : int32_t { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_ALL = 2 };
 
-// Angles of a rotary embedding.
+// The angles of a rotary embedding.
 struct Rope {
   const float* frequencies;  // (rotary_dim / 2,): angle per position
   float scale;               // of cosines and sines
@@ -31,15 +31,16 @@ struct Expert {
 struct Layer {
   // Norms before the sublayers and after them, each or null.
   const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm;
-  // Of a head that drafts: qkv takes the embedding after attention_norm and, beside it, x after this one; else null.
+  // For a draft head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm. Else
+  // null.
   const float* hidden_norm;
   const float *query_norm, *key_norm;  // (head_dim,), or over all heads
   const float* sinks;                  // (num_heads,) or null
   int32_t window;                      // 0: none
   int32_t rope;                        // index
   Linear qkv, output;
-  Linear gate_up, down;  // gate and up in alternating panels where they are one part; else gate, then up
-  Linear router;         // of a mixture of experts; else no parts
+  Linear gate_up, down;  // as one part, gate and up in alternating panels; as two parts, gate, then up
+  Linear router;         // for a mixture of experts; else no parts
   const Expert* experts;
 };
 
@@ -51,23 +52,23 @@ struct Model {
   int32_t expert_activation;  // Activation
   int32_t qk_norm;     // QkNorm
   int32_t activation;  // Activation
-  int32_t block_size;  // of block tables, a multiple of 16
+  int32_t block_size;  // of block tables; a multiple of 16
   float norm_eps, embedding_scale, attention_scale, attention_soft_cap, logit_soft_cap;
-  float gate_alpha, gate_limit;  // of experts with the clamped activation
+  float gate_alpha, gate_limit;  // for experts with the clamped activation
   int32_t embedding_format;  // of `embedding`: FORMAT_F32 or FORMAT_BF16
   const uint8_t* embedding;  // (vocab_size, hidden_size); null: `packed_embedding` is looked up
   Matrix packed_embedding;
-  Linear fc;                 // of a head that drafts: from features to x; else no parts
-  Linear head;               // all rows of a tied embedding, of which the first num_logits are multiplied
+  Linear fc;                 // for a draft head: from features to x; else no parts
+  Linear head;               // only the first num_logits rows are multiplied, of a tied embedding that may have more
   const float* norm;
   const Layer* layers;
   const Rope* ropes;
   KvLayout kv;
   uint8_t* pages;       // of layer 0
-  int64_t layer_bytes;  // from a page to that of the same tokens in the next layer
+  int64_t layer_bytes;  // from a page to the page of the same tokens in the next layer
 };
 
-// R rows of T tokens, as models/batch/batch.py builds them, and what is wanted of them.
+// R rows of T tokens, built by models/batch/batch.py, and the requested outputs.
 struct Step {
   int32_t num_tokens, num_rows, num_sampled, num_scored;
   const int64_t* token_ids;     // (T,)
@@ -76,39 +77,40 @@ struct Step {
   const int64_t* token_starts;  // (R + 1,)
   const int64_t* tables;        // (R, table_stride) block ids
   int64_t table_stride;
-  // No token of the batch is named twice in `sampled`, `scored` and `pooled`: there is room for T of them.
-  // Rows whose next token is chosen, and their parameters and results; each has room for `room` likeliest tokens.
-  const int64_t* sampled;  // (num_sampled,) index of the row's last token in the batch
+  // No token of the batch is in more than one of `sampled`, `scored` and `pooled`, so there is room for T in total.
+  // Rows whose next token is chosen, with their parameters and results; each has room for `room` likeliest tokens.
+  const int64_t* sampled;  // (num_sampled,) index in the batch of the row's last token
   const SamplingRow* sampling;
   SampledToken* tokens;
   int64_t room;
   int32_t* top_ids;
   float* tops;
-  // Tokens of prompts whose log-probability is wanted: what predicts it, what it is, and how many likeliest besides.
-  const int64_t* scored;   // (num_scored,) index in the batch of the token before
+  // Prompt tokens whose log-probability is requested: the position that predicts each, its id, and the number of
+  // likeliest tokens to add.
+  const int64_t* scored;   // (num_scored,) index in the batch of the previous token
   const int64_t* targets;  // (num_scored,)
   const int64_t* num_tops;
   int64_t scored_room;
   float* chosen;
   int32_t* scored_top_ids;
   float* scored_tops;
-  // Tokens whose hidden states after the last norm are added to vectors, those of a vector one after the other.
+  // Tokens whose hidden states after the last norm are added to vectors; those of a vector are adjacent.
   int32_t num_vectors, num_pooled;
   const int64_t* pooled;         // (num_pooled,) index in the batch
-  const int64_t* pooled_starts;  // (num_vectors + 1,): vector i is of tokens [pooled_starts[i], pooled_starts[i + 1])
+  const int64_t* pooled_starts;  // (num_vectors + 1,): vector i sums tokens [pooled_starts[i], pooled_starts[i + 1])
   float* const* vectors;         // (num_vectors,) of (hidden_size,)
-  // What is wanted of every token: x before some of the layers.
+  // Features of every token: x before some of the layers.
   int32_t num_features;
   const int32_t* feature_layers;  // (num_features,)
   float* features;                // (T, num_features, hidden_size)
-  // Of a head that drafts: what x is before its layer, in place of the embeddings. One of them.
-  const float* features_in;  // (T, num_features * hidden_size): of the model that it drafts for
-  const float* hidden;       // (T, hidden_size): what came of the step before
+  // For a draft head: the input of its layer, in place of the embeddings. One of these two is set.
+  const float* features_in;  // (T, num_features * hidden_size): features of the target model
+  const float* hidden;       // (T, hidden_size): the output of the previous step
   float* hidden_out;         // (num_sampled, hidden_size): x after the layer; or null
 
   int num_logits_wanted() const { return num_sampled + num_scored; }
   int num_wanted() const { return num_logits_wanted() + num_pooled; }
-  // The index in the batch of the i-th of the tokens that are wanted of the last layer: sampled, scored, pooled.
+  // The index in the batch of the i-th token whose output of the last layer is requested: sampled, scored, pooled.
   int64_t wanted(int i) const {
     if (i < num_sampled) return sampled[i];
     return i < num_logits_wanted() ? scored[i - num_sampled] : pooled[i - num_logits_wanted()];
@@ -122,19 +124,19 @@ enum Stage {
 
 class StepRun;
 
-// Runs steps of one model. Not for two threads at once.
+// Runs steps of one model. Not thread-safe.
 class Program {
  public:
   Program(const Model& model, int num_threads, const int32_t* cores);
   ~Program();
 
-  // The layers, and logits. The step and what it points to stay where they are until it is finished, or another begins;
-  // what its tokens are chosen by may change until then.
+  // Computes the layers and logits. The step and everything it points to must stay in place until `finish` or the next
+  // `begin`; the sampling parameters may change until then.
   void begin(const Step& step, int num_threads);
   // Chooses the tokens of the step that began last.
   void finish();
 
-  double seconds[NUM_STAGES] = {};  // spent in each stage since the program began
+  double seconds[NUM_STAGES] = {};  // spent in each stage since the program was created
 
  private:
   friend class StepRun;
@@ -142,7 +144,7 @@ class Program {
   Model model_;
   Threads threads_;
   Arena arena_;
-  std::unique_ptr<StepRun> run_;  // that began
+  std::unique_ptr<StepRun> run_;  // the step that began last
 };
 
 }  // namespace penstock

@@ -8,16 +8,16 @@ namespace penstock {
 
 namespace {
 
-// Rows of logits held at a time: the head's weights are read once for so many.
+// Rows of logits in memory at a time. The head's weights are read once for this many rows.
 constexpr int HEAD_ROWS = 64;
 
-// How many of the wanted rows from `begin` on the head takes at once.
+// The number of requested rows from `begin` on that the head computes at once.
 int head_rows(const Step& step, int begin) {
   int left = step.num_logits_wanted() - begin;
   return left < HEAD_ROWS ? left : HEAD_ROWS;
 }
 
-// Ids were checked at admission; an id out of range must still never be an address.
+// Ids are checked at admission. Clamping makes sure that an id out of range never becomes an address.
 int within(int64_t id, int num) { return id < 0 ? 0 : id < num ? static_cast<int>(id) : num - 1; }
 
 int64_t widest_input(const Kernels& kernels, const Linear& linear, int64_t so_far) {
@@ -125,7 +125,7 @@ void StepRun::lay_out() {
   for (int i = 0; i < threads_.num(); i++) row_room_[i] = arena_.take<float>(2 * row_floats_);
 }
 
-// Turns block tables into tables of pages, and cuts what is written into pages.
+// Converts block tables to tables of pages, and divides the tokens to be written by page.
 void StepRun::find_pages() {
   int pages_per_block = model_.block_size / LANES;
   rows_ = arena_.take<AttentionRow>(step_.num_rows);
@@ -160,8 +160,8 @@ void StepRun::find_pages() {
   partials_ = arena_.take<float>(partials);
 }
 
-// Cosines and sines of every token for every rope. The angle is a float32 product and its cosine a float32 one's, as
-// transformers computes them.
+// Computes the cosines and sines of every token for every rope. The angle is a float32 product, and its cosine is
+// computed in float32, as in transformers.
 void StepRun::find_angles() {
   int half = model_.rotary_dim / 2;
   angles_ = arena_.take<float>(static_cast<int64_t>(model_.num_ropes) * step_.num_tokens * model_.rotary_dim);
@@ -183,7 +183,7 @@ void StepRun::find_angles() {
   });
 }
 
-// The embeddings of all tokens.
+// Writes the embeddings of all tokens.
 void StepRun::embed(float* out) {
   const Model& m = model_;
   each(step_.num_tokens, [&](int token, int) {
@@ -206,7 +206,7 @@ void StepRun::embed(float* out) {
   });
 }
 
-// What a head that drafts goes on with.
+// Computes the input of a draft head: the given hidden states, or features through `fc`.
 void StepRun::take_hidden() {
   if (step_.hidden) return copy_rows(step_.hidden, step_.num_tokens, x_, model_.hidden_size);
   int64_t columns = model_.fc.parts[0].columns;
@@ -214,7 +214,7 @@ void StepRun::take_hidden() {
   product(model_.fc, inputs, x_, model_.hidden_size, OUTPUT_STORE);
 }
 
-// Keeps what comes into a layer, if it is wanted.
+// Copies the input of a layer, if it is requested as a feature.
 void StepRun::record(int layer) {
   for (int i = 0; i < step_.num_features; i++)
     if (step_.feature_layers[i] == layer)
@@ -222,7 +222,7 @@ void StepRun::record(int layer) {
                 static_cast<int64_t>(step_.num_features) * model_.hidden_size);
 }
 
-// Copies rows of x, which lie one after another, to rows that are `stride` apart.
+// Copies contiguous rows of x to rows that are `stride` apart.
 void StepRun::copy_rows(const float* x, int rows, float* out, int64_t stride) {
   int64_t size = model_.hidden_size;
   each(rows, [&](int row, int) { memcpy(out + row * stride, x + row * size, static_cast<size_t>(size) * 4); });
@@ -235,7 +235,7 @@ void StepRun::lay_out_head() {
   for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
 }
 
-// Logits of wanted rows from `begin` on.
+// Computes the logits of requested rows from `begin` on.
 void StepRun::multiply_head(int begin) {
   Linear head = model_.head;
   head.parts[0].rows = model_.num_logits;
@@ -246,7 +246,7 @@ void StepRun::multiply_head(int begin) {
   spent_on(STAGE_HEAD);
 }
 
-// Chooses their tokens, or tells the log-probabilities.
+// Chooses their tokens, or computes log-probabilities.
 void StepRun::score(int begin) {
   threads_.run(head_rows(step_, begin), [&](int i, int thread) {
     float* logits = logits_ + i * logits_stride_;
@@ -266,7 +266,7 @@ void StepRun::score(int begin) {
   spent_on(STAGE_SAMPLE);
 }
 
-// Adds the hidden states of pooled tokens to their vectors: one after the other, whatever else is in the batch.
+// Adds the hidden states of pooled tokens to their vectors, in order, whatever else is in the batch.
 void StepRun::pool() {
   int size = model_.hidden_size;
   const float* states = x_ + static_cast<int64_t>(step_.num_logits_wanted()) * size;
@@ -287,7 +287,7 @@ PENSTOCK_API penstock::Program* penstock_program(const penstock::Model* model, i
   return new penstock::Program(*model, num_threads, cores);
 }
 PENSTOCK_API void penstock_program_end(penstock::Program* program) { delete program; }
-// A step, in two calls where what tokens are chosen by becomes known while its layers run.
+// Runs a step in two calls, for sampling parameters that become known while its layers run.
 PENSTOCK_API void penstock_step_begin(penstock::Program* program, const penstock::Step* step, int32_t num_threads) {
   program->begin(*step, num_threads);
 }
@@ -296,7 +296,7 @@ PENSTOCK_API void penstock_step(penstock::Program* program, const penstock::Step
   program->begin(*step, num_threads);
   program->finish();
 }
-// Seconds spent in each stage so far; returns how many stages there are.
+// Writes the seconds spent in each stage so far; returns the number of stages.
 PENSTOCK_API int32_t penstock_stages(const penstock::Program* program, double* seconds) {
   memcpy(seconds, program->seconds, sizeof(program->seconds));
   return penstock::NUM_STAGES;

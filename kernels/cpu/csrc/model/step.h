@@ -1,4 +1,4 @@
-// One step on its way through the model: what its stages share.
+// The state of one step, shared by its stages.
 #pragma once
 
 #include <time.h>
@@ -7,29 +7,30 @@
 
 namespace penstock {
 
-// The inputs of a Linear's parts, rounded to what each multiplies.
+// The inputs of a Linear's parts, each rounded to the format that the part multiplies.
 struct Prepared {
   Inputs parts[3];
 };
 
-// What a row writes of one page: positions [begin, end).
+// The positions [begin, end) that a row writes to one page.
 struct PageItem {
   int32_t row, begin, end;
 };
 
-// Which experts the tokens go through: a pair is a token and one of its choices, those of a token being neighbours.
+// The routing of tokens to experts. A pair is a token and one of its experts; the pairs of a token are adjacent.
 struct Routing {
   int num_pairs;
   const int32_t* starts;  // (experts + 1,): the rows of expert e are [starts[e], starts[e + 1])
-  const int32_t* places;  // of each pair: its row among those of all experts
-  const float* weights;   // of each pair
+  const int32_t* places;  // one per pair: its row among the rows of all experts
+  const float* weights;   // one per pair
 };
 
-// How attention under one window is cut.
+// The division of attention for one window into items.
 struct AttentionPlan {
   const AttentionItem* items;
   int32_t num_items;
-  // Those whose splits are spread over several items, to be merged: of each, any item, and how many splits there are.
+  // The queries whose splits are distributed over several items, to be merged: for each any one item, and the number of
+  // splits.
   const AttentionItem* merges;
   const int32_t* merge_splits;
   int32_t num_merges;
@@ -40,7 +41,7 @@ class StepRun {
  public:
   StepRun(Program& program, const Step& step);
 
-  // Everything before a token is chosen.
+  // Everything before tokens are chosen.
   void begin();
   void finish();
 
@@ -76,15 +77,14 @@ class StepRun {
                         float* out, int64_t stride, OutputMode mode);
   void combine(const Routing& routing, float* outputs);
 
-  // model/linear.cpp
-  // Rounds `rows` rows of x for a product, after a norm unless `norm` is null.
+  // model/linear.cpp Rounds `rows` rows of x for a product, after a norm unless `norm` is null.
   Prepared prepare(const Linear& linear, const float* x, int64_t stride, int rows, const float* norm);
   void product(const Linear& linear, const Prepared& inputs, float* out, int64_t stride, OutputMode mode);
 
   // attention/schedule.cpp
   AttentionPlan plan_attention(const Layer& layer);
 
-  // Calls body(i, thread) for every i in [0, n), some at a time.
+  // Calls body(i, thread) for every i in [0, n), several at a time.
   template <typename Body>
   void each(int n, Body&& body) {
     int some = n / (4 * threads_.used());
@@ -95,7 +95,7 @@ class StepRun {
     });
   }
 
-  // The time since the last call goes to a stage.
+  // Adds the time since the last call to a stage.
   void spent_on(Stage stage);
 
   Program& program_;
@@ -106,21 +106,21 @@ class StepRun {
   Arena& arena_;
   timespec clock_;
 
-  int num_rows_;  // of x: all tokens, and in the last layer only those that are wanted
+  int num_rows_;  // of x: all tokens; in the last layer, only the requested ones
   int query_size_, kv_size_, qkv_size_;
-  float *embeddings_, *joined_;  // of a head that drafts
+  float *embeddings_, *joined_;  // for a draft head
   float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;
-  float** row_room_;  // of each thread: room for one row of anything
+  float** row_room_;  // per thread: room for one row of any kind
   int64_t row_floats_;
   uint8_t* inputs_[3];
   AttentionRow* rows_;
   PageItem* page_items_;
   int num_page_items_;
   float* angles_;  // (ropes, T, rotary_dim): cosines, then sines
-  AttentionPlan* plans_;  // of each layer's window
-  uint8_t** kernel_room_;  // of each thread: what attention works in, then what sampling does
+  AttentionPlan* plans_;  // one per layer
+  uint8_t** kernel_room_;  // per thread: scratch memory of attention, then of sampling
   float* partials_;
-  float* logits_;  // of the wanted rows that the head takes at once
+  float* logits_;  // of the requested rows that the head computes at once
   int64_t logits_stride_;
 };
 

@@ -1,9 +1,10 @@
-// A draw from the softmax of scores: the argmax of score and Gumbel noise, the noise being a pure function of (seed,
-// position, token id), so that a token is the same wherever it is drawn.
+// Draws from the softmax of scores: the argmax of score plus Gumbel noise. The noise is a pure function of (seed,
+// position, token id), so the token does not depend on where it is drawn.
 //
-// Noise is exact, in float64, only for entries that may win. With u in (0, 1), -ln u >= 1 - u, so the noise -ln(-ln u)
-// is at most -ln(1 - u): an entry beats the best so far, b, only if 1 - u <= e^{x - b}. That takes the hash and one
-// exponential in float32; entries that pass are as many as the record is broken, some twenty of a vocabulary.
+// The noise is computed exactly, in float64, only for entries that may win. For u in (0, 1), -ln u >= 1 - u, so the
+// noise -ln(-ln u) is at most -ln(1 - u), and an entry beats the best so far, b, only if 1 - u <= e^{x - b}. This test
+// needs the hash and one exponential in float32. About as many entries pass it as set a new best, some twenty in a
+// vocabulary.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -14,9 +15,9 @@ namespace PENSTOCK_LEVEL {
 
 static constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;  // 2^64 over the golden ratio, the increment of SplitMix64
 static constexpr float NOISE_MAX = 22.2f;                // u is at most 2^32 / (2^32 + 1): 22.181
-static constexpr float MARGIN = 1.0001f;                 // of the test in float32, which errs by a few 1e-7
+static constexpr float MARGIN = 1.0001f;                 // covers the error of the float32 test, a few 1e-7
 
-// SplitMix64's finaliser, a bijection of 64 bits (Steele, Lea, Flood 2014), of integers and of lanes.
+// SplitMix64's finaliser, a bijection of 64 bits (Steele, Lea, Flood 2014), for integers and for lanes.
 template <typename T>
 INLINE T mix64(T x) {
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
@@ -24,7 +25,7 @@ INLINE T mix64(T x) {
   return x ^ x >> 31;
 }
 
-// The entry that wins of those seen so far.
+// The winning entry so far.
 struct Draw {
   uint64_t stream;
   const int32_t* noise_ids;
@@ -33,7 +34,7 @@ struct Draw {
   float bound;  // an entry may win only if 2^32 (1 - u) <= bound e^x
 };
 
-// Noise of a token: -ln(-ln u), u = (h + 1) / (2^32 + 1), h being the upper half of the hash.
+// The noise of a token: -ln(-ln u) with u = (h + 1) / (2^32 + 1), where h is the upper half of the hash.
 INLINE double gumbel(uint64_t stream, int id) {
   uint64_t upper = mix64(stream + (static_cast<uint64_t>(id) + 1) * GOLDEN) >> 32;
   return -__builtin_log(-__builtin_log((static_cast<double>(upper) + 1.0) / 4294967297.0));
@@ -59,14 +60,14 @@ INLINE void consider_lanes(Draw& draw, Ints ids, Floats x) {
     for (int i = 0; i < 16; i++) named[i] = draw.noise_ids[named[i]];
     keys = load_ints(named);
   }
-  // Hashes of even lanes and of odd ones; their upper halves fall into their places without a shuffle.
+  // The hashes of even and of odd lanes. Their upper halves need no shuffle to get into place.
   Longs pairs;
   store_ints(&pairs, keys);
   Longs even = mix64(((pairs & 0xffffffffu) + 1) * GOLDEN + draw.stream);
   Longs odd = mix64(((pairs >> 32) + 1) * GOLDEN + draw.stream);
   const Longs both = (even >> 32) | (odd & 0xffffffff00000000u);
   const Words upper = as_words(load_ints(&both));
-  // 2^32 - h, rounded down: the upper 24 bits are a float32 without loss.
+  // 2^32 - h, rounded down to its upper 24 bits, which fit a float32 exactly.
   Floats rest = to_floats(as_ints(~upper >> 8)) * 256.0f;
   for (uint32_t lanes = lanes_at_least(exp(x) * draw.bound, rest); lanes; lanes &= lanes - 1) {
     int i = __builtin_ctz(lanes);
@@ -74,7 +75,7 @@ INLINE void consider_lanes(Draw& draw, Ints ids, Floats x) {
   }
 }
 
-// The draw begins with the best entry, whose score is 0: a good mark for the others.
+// Begins with the best entry, whose score is 0, since it sets a high bound for the others.
 static Draw begin_draw(const penstock::SamplingRow& row, int best_id) {
   const uint64_t stream = mix64(mix64(row.seed) + static_cast<uint64_t>(row.position) * GOLDEN);
   Draw draw = {stream, row.noise_ids, -__builtin_inf(), 0, 0.0f};

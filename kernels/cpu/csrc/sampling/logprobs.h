@@ -1,11 +1,11 @@
-// Log-probabilities of a token and of the likeliest ones, from the model's own logits.
+// Log-probabilities of a token and of the likeliest ones, from the model's unmodified logits.
 #pragma once
 
 #include "sampling/top_k_top_p.h"
 
 namespace PENSTOCK_LEVEL {
 
-// ln p = x - best - log_sum; log_sum is NaN, and so are all, where the logits are no finite numbers.
+// ln p = x - best - log_sum. If the logits are not finite, log_sum and all log-probabilities are NaN.
 struct LogTotal {
   double best, log_sum;
 };
@@ -14,7 +14,7 @@ INLINE float logprob(const LogTotal& total, float x) {
   return static_cast<float>(static_cast<double>(x) - total.best - total.log_sum);
 }
 
-// Exponentials in float32, added up in float64 a group at a time.
+// Adds float32 exponentials in float64, one group at a time.
 static LogTotal log_total(const float* logits, int n, const Survey& found) {
   if (is_broken(found)) return {0.0, __builtin_nan("")};
   Doubles total = {};
@@ -29,8 +29,8 @@ static LogTotal log_total(const float* logits, int n, const Survey& found) {
   return {found.best, __builtin_log(sum(total))};
 }
 
-// The k likeliest, 1 <= k <= n, from the likeliest on, of equal logits the lowest ids first; of a broken row the first
-// k ids.
+// Lists the k likeliest tokens, 1 <= k <= n, likeliest first; ties go to the lowest ids. For a broken row, lists the
+// first k ids.
 static void top_logprobs(const Scores& scores, const LogTotal& total, int k, Entries& entries,
                          const SelectionRoom& room, int32_t* ids, float* values) {
   int kept = 0;
@@ -43,7 +43,7 @@ static void top_logprobs(const Scores& scores, const LogTotal& total, int k, Ent
       values[kept] = logprob(total, value_of_key(keys[kept]));
     }
   }
-  // What is left is minus infinity, or NaN.
+  // The remaining entries are minus infinity or NaN.
   for (int id = 0; kept < k; id++) {
     if (total.log_sum == total.log_sum && scores.logits[id] != -INFINITE) continue;
     ids[kept] = id;

@@ -1,5 +1,5 @@
-// Chooses a row's next token from its logits: the meaning, the order and the precision of each step are those of
-// models/backends/torch_common/sampler.py, and the token is the same.
+// Chooses a row's next token from its logits. Each step has the meaning, order and precision of
+// models/backends/torch_common/sampler.py, so the token is the same.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -13,18 +13,18 @@ namespace PENSTOCK_LEVEL {
 using penstock::SampledToken;
 using penstock::SamplingRow;
 
-// What a call works in.
+// The scratch memory of a call.
 struct SamplingRoom {
   float* maxima;  // of groups
-  float* own;     // the model's own logits, where the row's are changed and log-probabilities wanted
-  uint32_t* mask;  // of a row that lists what is allowed
+  float* own;     // a copy of the model's logits, if the row's are modified and log-probabilities are requested
+  uint32_t* mask;  // for a row with a list of allowed tokens
   Entries entries;
   SelectionRoom selection;
-  int64_t bytes;  // of all
+  int64_t bytes;  // total size
 };
 
 static SamplingRoom lay_out(uint8_t* scratch, int vocab_size) {
-  // As integers: the size alone is asked for without an address.
+  // As integers, since the function is also called without memory, to compute the size.
   const uintptr_t base = reinterpret_cast<uintptr_t>(scratch);
   const int64_t maxima = 16 * static_cast<int64_t>(num_groups(vocab_size));
   const int64_t entries = (static_cast<int64_t>(vocab_size) + 31) / 16 * 16 + 16;
@@ -55,19 +55,19 @@ static int64_t sampling_scratch(int vocab_size) { return lay_out(nullptr, vocab_
 
 // ---------------------------------------------------------------------------------------- penalties, biases and masks
 
-// A prompt may hold ids that the logits do not have.
+// A prompt may contain ids that the logits do not have.
 INLINE bool is_known(int64_t id, int vocab_size) {
   return static_cast<uint64_t>(id) < static_cast<uint64_t>(vocab_size);
 }
 
-// The number as it would lie in memory: the compiler must not fuse the operation that made it with the next.
+// Forces rounding: keeps the compiler from fusing the operation that produced the number with the next one.
 template <typename T>
 INLINE T rounded(T x) {
   __asm__("" : "+m"(x));
   return x;
 }
 
-// Repetition (prompt and output): x / p where x > 0, else x p. Then x - frequency * count - presence * (count > 0).
+// Repetition (prompt and output): x / p if x > 0, else x p. Then x - frequency * count - presence * (count > 0).
 static void penalise(float* logits, int vocab_size, const SamplingRow& row) {
   const float factor = static_cast<float>(row.repetition_penalty);
   for (int64_t i = 0; i < row.num_seen; i++) {
@@ -85,7 +85,7 @@ static void add_biases(float* logits, int vocab_size, const SamplingRow& row) {
     if (is_known(row.bias_ids[i], vocab_size)) logits[row.bias_ids[i]] += static_cast<float>(row.biases[i]);
 }
 
-// The mask of what may come, or null: everything.
+// The mask of allowed tokens; null: all are allowed.
 static const uint32_t* find_mask(int vocab_size, const SamplingRow& row, uint32_t* room) {
   if (row.mask || !row.allowed) return row.mask;
   memset(room, 0, static_cast<size_t>(vocab_size + 31) / 32 * 4);
@@ -98,13 +98,13 @@ INLINE Survey survey_allowed(float* logits, int vocab_size, const uint32_t* mask
   return mask ? survey_masked(logits, vocab_size, mask, maxima) : survey(logits, vocab_size, maxima);
 }
 
-// Leaves what the mask allows, without what is forbidden, unless that leaves nothing; surveys the row.
+// Removes tokens that the mask does not allow, and forbidden tokens unless no others are left. Surveys the row.
 static Survey restrain(float* logits, int vocab_size, const SamplingRow& row, const uint32_t* mask,
                        const SamplingRoom& room) {
   int masked = 0;
   for (int64_t i = 0; i < row.num_forbidden; i++) {
     const int64_t id = row.forbidden[i];
-    if (!is_known(id, vocab_size) || logits[id] == -INFINITE) continue;  // an id that comes twice is masked by now
+    if (!is_known(id, vocab_size) || logits[id] == -INFINITE) continue;  // an id may be listed twice
     room.entries.ids[masked] = static_cast<int32_t>(id);
     room.entries.x[masked++] = logits[id];
     logits[id] = -INFINITE;
@@ -115,7 +115,7 @@ static Survey restrain(float* logits, int vocab_size, const SamplingRow& row, co
   return survey_allowed(logits, vocab_size, mask, room.maxima);
 }
 
-// Whether the logit of the token that is chosen may be another than the model's.
+// Whether the logit of the chosen token may differ from the model's.
 INLINE bool changes_chosen(const SamplingRow& row) { return row.num_seen > 0 || row.num_biases > 0; }
 
 // ------------------------------------------------------------------------------------------------------------- tokens
@@ -126,7 +126,7 @@ static int64_t lowest_allowed(const uint32_t* mask, int vocab_size) {
   return 0;
 }
 
-// Lists what the filters leave; at least one of them is set.
+// Lists the entries that the filters leave. At least one filter is set.
 static void filter(const Scores& scores, const SamplingRow& row, int top_k, const SamplingRoom& room,
                    Entries& entries) {
   if (top_k) {
@@ -134,12 +134,12 @@ static void filter(const Scores& scores, const SamplingRow& row, int top_k, cons
   } else {
     collect(scores, -INFINITE, entries);
   }
-  // As the parameters are in float32.
+  // In float32, like the other parameters.
   if (row.top_p != 1.0) keep_top_p(entries, static_cast<float>(row.top_p), room.selection);
   if (static_cast<float>(row.min_p) > 0.0f) keep_min_p(entries, static_cast<float>(row.min_p));
 }
 
-// The argmax, or a draw; of a row whose best logit is no finite number the lowest token that is allowed.
+// Takes the argmax, or draws. If the row's best logit is not finite, takes the lowest allowed token.
 static void choose(const float* logits, int vocab_size, const SamplingRow& row, const uint32_t* mask,
                    const Survey& found, const SamplingRoom& room, SampledToken& out) {
   if (is_broken(found)) {
@@ -162,7 +162,7 @@ static void choose(const float* logits, int vocab_size, const SamplingRow& row, 
   out.noise = noise_of(draw, static_cast<int>(out.token_id));
 }
 
-// Ranks the likeliest, and returns what the log-probabilities of others follow from.
+// Ranks the likeliest tokens, and returns the total from which other log-probabilities follow.
 static LogTotal rank_logprobs(const float* logits, int vocab_size, int num_top, const SamplingRoom& room,
                               int32_t* top_ids, float* top) {
   const LogTotal total = log_total(logits, vocab_size, survey(logits, vocab_size, room.maxima));
@@ -172,7 +172,7 @@ static LogTotal rank_logprobs(const float* logits, int vocab_size, int num_top, 
   return total;
 }
 
-// The next token of a row; see `Kernels`.
+// Chooses the next token of a row; see `Kernels`.
 static void sample(float* logits, int vocab_size, const SamplingRow& row, uint8_t* scratch, SampledToken* out,
                    int32_t* top_ids, float* top) {
   const SamplingRoom room = lay_out(scratch, vocab_size);
@@ -196,7 +196,7 @@ static void sample(float* logits, int vocab_size, const SamplingRow& row, uint8_
   if (wanted) out->logprob = logprob(total, own[out->token_id]);
 }
 
-// Log-probabilities of a token and of the likeliest ones; see `Kernels`.
+// Computes log-probabilities of a token and of the likeliest ones; see `Kernels`.
 static void logprobs(const float* logits, int vocab_size, int target, int num_top, uint8_t* scratch, float* chosen,
                      int32_t* top_ids, float* top) {
   const SamplingRoom room = lay_out(scratch, vocab_size);

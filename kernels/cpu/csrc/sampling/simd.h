@@ -1,5 +1,5 @@
-// What the sampler adds to the lanes of core/simd.h: 64 bits wide ones, lanes picked by a mask, a row of logits and a list of
-// entries taken from it.
+// The sampler's additions to core/simd.h: lanes of 64 bits, lanes selected by a mask, a row of logits, and a list of
+// its entries.
 #pragma once
 
 #include "core/simd.h"
@@ -15,14 +15,14 @@ typedef uint64_t Longs __attribute__((vector_size(64), may_alias));
 typedef float EightFloats __attribute__((vector_size(32), may_alias, aligned(4)));
 
 static constexpr float INFINITE = __builtin_inff();
-static constexpr float LOWEST = -3.402823466e+38f;  // of finite numbers
+static constexpr float LOWEST = -3.402823466e+38f;  // lowest finite number
 
 INLINE Doubles splat_double(double x) { return Doubles{} + x; }
 INLINE Doubles load_eight(const float* p) {
   return __builtin_convertvector(*reinterpret_cast<const EightFloats*>(p), Doubles);
 }
 
-INLINE double sum(Doubles x) {  // lanes i and i + 4 first, then 2, 1
+INLINE double sum(Doubles x) {  // lanes i and i + 4 first, then those 2 and 1 apart
   double lanes[8];
   memcpy(lanes, &x, sizeof(lanes));
   for (int half = 4; half > 0; half /= 2)
@@ -30,12 +30,12 @@ INLINE double sum(Doubles x) {  // lanes i and i + 4 first, then 2, 1
   return lanes[0];
 }
 
-// e^x for -708 <= x <= 0 within 2 ulp: x = n ln 2 + r, e^r by its Taylor series to r^13.
+// e^x for -708 <= x <= 0 within 2 ulp: x = n ln 2 + r, with the Taylor series of e^r up to r^13.
 INLINE Doubles exp(Doubles x) {
   const Doubles magic = splat_double(6755399441055744.0);  // 1.5 * 2^52
   Doubles shifted = x * 1.4426950408889634 + magic;  // the rounded integer is in the low bits
   Doubles n = shifted - magic;
-  Doubles r = x - n * 6.93147180369123816490e-01;  // the first 32 bits of ln 2: the product is exact
+  Doubles r = x - n * 6.93147180369123816490e-01;  // the first 32 bits of ln 2, so that the product is exact
   r = r - n * 1.90821492927058770002e-10;
   Doubles p = splat_double(1.0 / 6227020800);
   p = p * r + 1.0 / 479001600;
@@ -59,7 +59,7 @@ struct SixteenDoubles {
   Doubles low, high;
 };
 
-// e^x for x <= 0 in float64; at most 1e-304 where it is smaller than that.
+// e^x for x <= 0 in float64; results below 1e-304 are only known to be at most that.
 INLINE SixteenDoubles exp_wide(Floats x) {
   float lanes[16];
   store(lanes, max(x, splat(-700.0f)));
@@ -68,7 +68,7 @@ INLINE SixteenDoubles exp_wide(Floats x) {
 
 // ------------------------------------------------------------------------------------------------------- picked lanes
 
-// Bit i is set where lane i of a is at least that of b, or equals it. In pieces, as `where_less` does it.
+// Bit i is set if lane i of a is at least, or equals, that of b. In pieces, like `where_less`.
 #if defined(__AVX512F__)
 INLINE uint32_t lanes_at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 INLINE uint32_t lanes_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
@@ -108,10 +108,10 @@ INLINE uint32_t lanes_equal(Floats a, Floats b) {
 }
 #endif
 
-// Stores the lanes whose bits are set, one after another; up to 16 lanes are written, of which the others mean nothing.
+// Stores the lanes whose bits are set, one after another. Up to 16 lanes are written; the rest are garbage.
 INLINE void store_picked(float* p, Floats x, uint32_t lanes) {
 #if defined(__AVX512F__)
-  // Not in one instruction: storing as it compresses is slow on some machines.
+  // Not in one instruction, since a compressing store is slow on some machines.
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(lanes), x));
 #else
   float all[16];
@@ -131,7 +131,7 @@ INLINE void store_picked(int32_t* p, Ints x, uint32_t lanes) {
 #endif
 }
 
-// x in the lanes whose bits are set, minus infinity in the others. In pieces, as `where_less` does it.
+// x in the lanes whose bits are set, minus infinity in the others. In pieces, like `where_less`.
 INLINE Floats keep_lanes(Floats x, uint32_t lanes) {
 #if defined(__AVX512F__)
   return _mm512_mask_mov_ps(splat(-INFINITE), static_cast<__mmask16>(lanes), x);
@@ -176,28 +176,28 @@ INLINE void store_entries(float* p, int at, int n, Floats x) {
 
 // ------------------------------------------------------------------------------------------------------ rows and lists
 
-// Entries that share a vector of maxima: lane i of it is the largest of the entries whose id is i modulo 16. A group
-// that holds nothing of interest is skipped by its maxima.
+// The number of entries that share a vector of maxima, in which lane i is the largest entry whose id is i modulo 16.
+// The maxima allow skipping a group without relevant entries.
 static constexpr int GROUP = 256;
 
 INLINE int num_groups(int n) { return (n + GROUP - 1) / GROUP; }
 
-// A row of n logits as it is sampled from: distances below the best, over the temperature.
+// A row of n logits, read as scores: distances below the best logit, divided by the temperature.
 struct Scores {
   const float* logits;
   int n;
-  const float* maxima;  // of logits, 16 of each group
-  float best;           // of logits
+  const float* maxima;  // of logits, 16 per group
+  float best;           // the best logit
   float temperature;
 };
 
-// In this order and precision because ties decide what a filter keeps, and rounding makes ties.
+// In this order and precision, because ties decide what a filter keeps, and rounding creates ties.
 INLINE Floats scaled(const Scores& scores, Floats x) { return (x - scores.best) / scores.temperature; }
 
-// Entries that filters have left, in the order of their ids; minus infinity fills up the last 16.
+// The entries that filters have left, in the order of their ids, padded with minus infinity to a multiple of 16.
 struct Entries {
-  float* x;      // scores; room for n rounded up to 16, and 16 more
-  int32_t* ids;  // as much room
+  float* x;      // scores, with room for n rounded up to 16, plus 16
+  int32_t* ids;  // with the same room
   int n;
 };
 
@@ -206,20 +206,20 @@ INLINE void fill_up(Entries& entries) {
   store_ints(entries.ids + entries.n, Ints{});
 }
 
-// What a first pass over a row finds.
+// The result of the first pass over a row.
 struct Survey {
   float best;
   bool has_nan;
 };
 
-// Whether a model computed something from which no token follows.
+// Whether the model computed logits from which no token can be chosen.
 INLINE bool is_broken(const Survey& found) { return found.has_nan || !(found.best >= LOWEST && found.best <= -LOWEST); }
 
-// A survey on its way through a row.
+// The state of a survey during its pass over a row.
 struct Surveying {
   float* maxima;
   Floats best = splat(-INFINITE), largest_here = splat(-INFINITE);
-  uint32_t ordered = 0xffff;  // lanes without a NaN
+  uint32_t ordered = 0xffff;  // lanes without NaN
 
   __attribute__((always_inline)) void add(Floats x) {
     ordered &= lanes_equal(x, x);
@@ -244,8 +244,8 @@ static Survey survey(const float* logits, int n, float* maxima) {
   return surveying.found();
 }
 
-// The survey of what a mask leaves. Other entries become minus infinity, but not in groups of which it leaves nothing:
-// their maxima say so, and nobody reads them.
+// Surveys the entries that a mask leaves. The other entries become minus infinity, except in groups of which nothing is
+// left: their maxima are minus infinity, so they are never read.
 static Survey survey_masked(float* logits, int n, const uint32_t* mask, float* maxima) {
   Surveying surveying = {maxima};
   for (int begin = 0; begin < n; begin += GROUP) {
@@ -269,7 +269,7 @@ static Survey survey_masked(float* logits, int n, const uint32_t* mask, float* m
   return surveying.found();
 }
 
-// The lowest id of the best.
+// The lowest id that has the best logit.
 static int first_best(const Scores& scores) {
   Floats best = splat(scores.best);
   for (int group = 0; group < num_groups(scores.n); group++) {

@@ -1,4 +1,4 @@
-// Which entries of a row may be chosen: top-k, top-p and min-p, by thresholds. The vocabulary is never sorted.
+// Top-k, top-p and min-p filters, by thresholds. The vocabulary is never sorted.
 #pragma once
 
 #include "sampling/simd.h"
@@ -6,9 +6,9 @@
 namespace PENSTOCK_LEVEL {
 
 static constexpr int NUM_BINS = 2048;
-static constexpr double BINNED_NATS = 26.0;  // below the best; what lies further is in the last bin
+static constexpr double BINNED_NATS = 26.0;  // below the best; entries further below are in the last bin
 
-// What selections work in; each has room for a row of logits, filled up to 16, and 16 more.
+// The scratch memory of selections. Each array has room for a row of logits, rounded up to 16, plus 16.
 struct SelectionRoom {
   float* floats;
   uint64_t* keys[2];
@@ -17,7 +17,7 @@ struct SelectionRoom {
 
 // ------------------------------------------------------------------------------------------------------------- order
 
-// Rises with x; 0 and -0 are one.
+// Increases with x; 0 and -0 give the same.
 INLINE uint32_t ordered_bits(float x) {
   float same = x + 0.0f;
   uint32_t bits;
@@ -25,7 +25,7 @@ INLINE uint32_t ordered_bits(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Rises as x falls, then with the id.
+// Decreases with x; for equal x increases with the id.
 INLINE uint64_t descending_key(float x, int32_t id) {
   return static_cast<uint64_t>(~ordered_bits(x)) << 32 | static_cast<uint32_t>(id);
 }
@@ -38,7 +38,7 @@ INLINE float value_of_key(uint64_t key) {
   return value;
 }
 
-// Sorts n keys whose lower halves rise already; returns which of the two arrays holds the result. `keys` is the first.
+// Sorts n keys whose lower halves are ascending already. Returns the array that holds the result, `keys` or `room`.
 static const uint64_t* sort_keys(uint64_t* keys, int n, uint64_t* room) {
   if (n <= 48) {
     for (int i = 1; i < n; i++) {
@@ -66,13 +66,13 @@ static const uint64_t* sort_keys(uint64_t* keys, int n, uint64_t* room) {
   return keys;
 }
 
-// An entry's score, and how many of those that equal it count, lowest ids first.
+// An entry's score, and how many of the entries equal to it are kept, lowest ids first.
 struct Pivot {
   float value;
   int num_equal;
 };
 
-// The k-th largest of n values, 1 <= k <= n: digit by digit of their ordered bits, from the top.
+// The k-th largest of n values, 1 <= k <= n, found digit by digit of their ordered bits, highest digit first.
 static Pivot kth_largest(const float* values, int n, int k, float* room) {
   const int shifts[3] = {21, 10, 0};
   uint32_t counts[2048];
@@ -86,7 +86,7 @@ static Pivot kth_largest(const float* values, int n, int k, float* room) {
     int kept = 0;
     for (int i = 0; i < n; i++) {
       float value = values[i];
-      room[kept] = value;  // at most where it was read
+      room[kept] = value;  // never past the place it was read from
       kept += (ordered_bits(value) >> shift & mask) == digit;
     }
     values = room;
@@ -97,7 +97,7 @@ static Pivot kth_largest(const float* values, int n, int k, float* room) {
 
 // ----------------------------------------------------------------------------------------------------------- filters
 
-// Keeps what is above the pivot, and as many of those that equal it as it says. The pivot is above minus infinity.
+// Keeps the entries above the pivot, and the pivot's number of those equal to it. The pivot is above minus infinity.
 static void keep_to_pivot(Entries& entries, Pivot pivot) {
   Floats value = splat(pivot.value);
   int left = pivot.num_equal, kept = 0;
@@ -117,9 +117,9 @@ static void keep_to_pivot(Entries& entries, Pivot pivot) {
   fill_up(entries);
 }
 
-// Lists the k largest finite entries, 1 <= k; fewer where there are not so many. Of equal ones the lowest ids.
+// Lists the k largest finite entries, 1 <= k, or all if there are fewer. Ties go to the lowest ids.
 static void collect_top_k(const Scores& scores, int k, Entries& entries, const SelectionRoom& room) {
-  // At least k entries reach the k-th largest maximum, and few more than k do where k is small.
+  // At least k entries reach the k-th largest maximum, and for a small k not many more do.
   int num_maxima = 16 * num_groups(scores.n);
   float floor = -INFINITE;
   if (k <= num_maxima / 2) floor = kth_largest(scores.maxima, num_maxima, k, room.floats).value;
@@ -127,7 +127,7 @@ static void collect_top_k(const Scores& scores, int k, Entries& entries, const S
   if (entries.n > k) keep_to_pivot(entries, kth_largest(entries.x, entries.n, k, room.floats));
 }
 
-// ln of the sum of e^x, in float32: rounded as the distances are that it is taken from.
+// ln of the sum of e^x in float32, rounded like the distances that it is subtracted from.
 static float log_total(const Entries& entries) {
   Doubles total = {};
   for (int at = 0; at < entries.n; at += 16) {
@@ -142,8 +142,8 @@ INLINE Ints bins_of(Floats x) {
   return to_ints_nearest(min(x * -bins_per_nat, splat(NUM_BINS - 1)));
 }
 
-// The last entry that top-p keeps, being the first at which `before` and the sum in falling order reach the target.
-// `ranked` falls; minus infinity fills up its last 16.
+// The last entry that top-p keeps: the first one at which `before` plus the sum so far reaches the target. `ranked` is
+// descending and padded with minus infinity to a multiple of 16.
 static Pivot pivot_of_bin(const float* ranked, int count, float total, double before, double target) {
   int last = count - 1;
   double sum = 0.0;
@@ -165,8 +165,8 @@ static Pivot pivot_of_bin(const float* ranked, int count, float total, double be
   return {ranked[last], last - first + 1};
 }
 
-// Keeps the smallest set of the likeliest entries whose probability reaches `target`, the likeliest always. The best
-// score is 0. A histogram over distances from the best finds the bin that holds the last one; only that is sorted.
+// Keeps the smallest set of the likeliest entries whose probability reaches `target`, and always the likeliest. The
+// best score is 0. A histogram over distances from the best finds the bin with the last entry; only that bin is sorted.
 static void keep_top_p(Entries& entries, double target, const SelectionRoom& room) {
   const float total = log_total(entries);
   double* masses = room.masses;
@@ -183,7 +183,7 @@ static void keep_top_p(Entries& entries, double target, const SelectionRoom& roo
   double before = 0.0;
   int crossing = 0;
   for (; crossing < NUM_BINS && before + masses[crossing] < target; crossing++) before += masses[crossing];
-  if (crossing == NUM_BINS) return;  // rounding keeps even the sum of all from reaching it
+  if (crossing == NUM_BINS) return;  // because of rounding, even the sum of all falls short
 
   int count = 0;
   for (int at = 0; at < entries.n; at += 16) {
@@ -201,7 +201,7 @@ static void keep_top_p(Entries& entries, double target, const SelectionRoom& roo
   keep_to_pivot(entries, pivot_of_bin(ranked, count, total, before, target));
 }
 
-// Keeps entries that are at least `min_p` times as likely as the likeliest, whose score is 0; min_p > 0.
+// Keeps the entries at least `min_p` times as likely as the likeliest, whose score is 0; min_p > 0.
 static void keep_min_p(Entries& entries, float min_p) {
   keep_to_pivot(entries, {static_cast<float>(__builtin_log(static_cast<double>(min_p))), entries.n});
 }

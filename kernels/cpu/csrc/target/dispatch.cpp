@@ -1,4 +1,4 @@
-// Which instruction sets this machine has, and the C functions by which Python reaches a table of kernels.
+// Detects the machine's instruction sets, and returns the tables of kernels to Python.
 #include <cstring>
 
 #include "core/kernel_table.h"
@@ -17,10 +17,10 @@ namespace {
 
 struct Level {
   const char* name;
-  const Kernels* (*kernels)();  // with instructions of its own: called only where they are
+  const Kernels* (*kernels)();  // may use its instruction set: called only if the machine has it
 };
 
-// From the best on.
+// Best first.
 const Level LEVELS[] = {
     {"amx", kernels_amx},
     {"avx512_bf16", kernels_avx512_bf16},
@@ -31,8 +31,8 @@ const Level LEVELS[] = {
 
 #if defined(__x86_64__)
 
-// Whether the processor has tiles of bfloat16 and of bytes, and the system lets this process use them: Linux asks to be
-// asked, once for all threads, since their state makes its own tables larger.
+// Whether the processor has tiles of bfloat16 and of bytes, and the system lets this process use them. Linux requires a
+// process to request them, once for all threads, since the tiles make the saved state of its threads larger.
 bool has_tiles() {
 #if defined(PENSTOCK_SOFTWARE_TILES)
   return true;
@@ -66,7 +66,7 @@ bool runs_here(const char* name) {
 
 }  // namespace
 
-// The named table, or the best for null; null where there is none of that name that runs here.
+// The named table, or the best one if `name` is null; null if no table of that name runs here.
 const Kernels* find_kernels(const char* name) {
   for (const Level& level : LEVELS) {
     if ((name && strcmp(name, level.name)) || !runs_here(level.name)) continue;

@@ -1,4 +1,4 @@
-// Makes the table of one instruction set. Included once by each level_*.cpp, which defines PENSTOCK_LEVEL.
+// Defines the table of one instruction set. Included once by each file in target/ that defines PENSTOCK_LEVEL.
 #pragma once
 
 #include "core/kernel_table.h"
