@@ -38,7 +38,7 @@ class AdmissionControl:
         queue_share: float,
         num_pooled: int,
         num_tenant_live: int,
-        allowance: TenantRateLimit,
+        rate_limit: TenantRateLimit,
         prediction: Prediction | None,
         alone_s: float | None,
         now: float,
@@ -48,7 +48,7 @@ class AdmissionControl:
         ``queue`` is what waits, ``own_queue`` what of it is its tenant's. Where tenants take turns, a tenant may fill
         ``queue_share`` of the queue although others have filled all of it; else the share is 0. ``num_pooled`` prompts
         to embed wait, each of which is a choice of its own, however short it is.
-        ``num_tenant_live`` requests of its tenant are alive, and ``allowance`` is what it may still have. ``alone_s``
+        ``num_tenant_live`` requests of its tenant are alive, and ``rate_limit`` is what it may still have. ``alone_s``
         is what it takes with no other beside it. Where nothing is predicted, nobody is refused for it.
         """
         num_prompt_tokens = request.num_prompt_tokens
@@ -63,7 +63,7 @@ class AdmissionControl:
             raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
         self.check_size(request)
         self._check_tenant(request, num_tenant_live)
-        check_tokens(num_prompt_tokens, allowance, now)
+        check_tokens(num_prompt_tokens, rate_limit, now)
         if not self._has_room(own_queue, num_prompt_tokens, queue_share):
             self._check_queue(queue, num_prompt_tokens)
         if request.pooling is not None and num_pooled and num_pooled + request.num_prompts > MAX_QUEUED_POOLED:
@@ -128,9 +128,9 @@ _TOO_FAST = {
 }
 
 
-def check_rate(kind: Rated, allowance: TenantRateLimit, now: float) -> None:
+def check_rate(kind: Rated, rate_limit: TenantRateLimit, now: float) -> None:
     """Raises Refused if the rate is used up, with the time after which one more is allowed if no other comes first."""
-    wait_s = allowance.wait_s(kind, now)
+    wait_s = rate_limit.wait_s(kind, now)
     if wait_s > 0:
         raise Refused(
             RefusalKind.TENANT_RATE,
@@ -139,9 +139,9 @@ def check_rate(kind: Rated, allowance: TenantRateLimit, now: float) -> None:
         )
 
 
-def check_tokens(num_prompt_tokens: int, allowance: TenantRateLimit, now: float) -> None:
+def check_tokens(num_prompt_tokens: int, rate_limit: TenantRateLimit, now: float) -> None:
     """Raises Refused if the tenant has too few tokens left, with the time after which it has enough if it uses none."""
-    wait_s = allowance.token_wait_s(num_prompt_tokens, now)
+    wait_s = rate_limit.token_wait_s(num_prompt_tokens, now)
     if wait_s > 0:
         raise Refused(
             RefusalKind.TENANT_TOKENS,

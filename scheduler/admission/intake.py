@@ -71,7 +71,7 @@ class RequestIntake:
         self,
         kv: KVCacheManager,
         planner: Planner,
-        outlook: LatencyPredictor,
+        predictor: LatencyPredictor,
         tenants: TenantAccounting,
         facts: WorkerFacts,
         config: SchedulerConfig,
@@ -79,7 +79,7 @@ class RequestIntake:
     ) -> None:
         self._kv = kv
         self._planner = planner
-        self._outlook = outlook
+        self._predictor = predictor
         self._tenants = tenants
         self._facts = facts
         self._clock = clock
@@ -92,16 +92,16 @@ class RequestIntake:
 
     def rank(self, request: Request, number: int, choice: int, work: QueuedWork) -> Rank:
         """The rank of one choice of the request that arrived as number ``number``, and needs so much ``work``."""
-        predicted_s = self._outlook.service_s(request, work) or 0.0 if self._policy is Policy.DEADLINE else 0.0
+        predicted_s = self._predictor.service_s(request, work) or 0.0 if self._policy is Policy.DEADLINE else 0.0
         return rank_of(self._policy, request, predicted_s, number, choice)
 
     def check_rates(self, tenant: str, kind: Rated) -> None:
         """Raises Refused if a tenant has used up its rate or, for a request, its tokens: before any work is done."""
-        allowance, now = self._tenants.allowance(tenant), self._clock()
+        rate_limit, now = self._tenants.rate_limit(tenant), self._clock()
         try:
-            check_rate(kind, allowance, now)
+            check_rate(kind, rate_limit, now)
             if kind is Rated.REQUEST:
-                check_tokens(1, allowance, now)
+                check_tokens(1, rate_limit, now)
         except Refused:
             self._planner.counters.refused += 1
             raise
@@ -113,9 +113,9 @@ class RequestIntake:
         rank = self.rank(request, number, 0, cached_work)
         position = self._planner.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
-        prediction = self._outlook.predict(request, work, rank)
+        prediction = self._predictor.predict(request, work, rank)
         # While nobody is there, trying again later cannot help, and nothing would be learned.
-        self._admit(request, cached_work, None if is_first or self._outlook.needs_test else prediction)
+        self._admit(request, cached_work, None if is_first or self._predictor.needs_test else prediction)
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
         return AdmissionDecision(rank, num_cached, work, position, prediction)
 
@@ -127,7 +127,7 @@ class RequestIntake:
             return _Found(num_tokens)
         hashes = self._kv.hashing.first(prompt.block_hashes)
         prefix = self._kv.find_prefix(hashes, num_tokens)
-        restored = self._planner.restoring.find(hashes, len(prefix), num_tokens)
+        restored = self._planner.restore_policy.find(hashes, len(prefix), num_tokens)
         num_held = sum(map(self._kv.pool.is_held, prefix))
         return _Found(num_tokens, len(prefix), num_held, len(restored))
 
@@ -135,9 +135,9 @@ class RequestIntake:
         """What is left to compute once those ahead have computed what they share with it."""
 
         def is_ahead(other: Hashable) -> bool:
-            choice = cast(SequenceState, other)
+            sequence = cast(SequenceState, other)
             # A choice does not wait for what a running one of a higher rank computes: see ``Beginnings``.
-            return choice.rank < rank if choice.state is SequenceStatus.WAITING else choice.rank[0] <= rank[0]
+            return sequence.rank < rank if sequence.state is SequenceStatus.WAITING else sequence.rank[0] <= rank[0]
 
         left: list[_Found] = []
         of_siblings: set[bytes] = set()
@@ -162,9 +162,9 @@ class RequestIntake:
                 queue_share=tenants.share_of(request.tenant) if waiting.by_turns else 0.0,
                 num_pooled=waiting.num_pooled,
                 num_tenant_live=tenants.num_live(request.tenant),
-                allowance=tenants.allowance(request.tenant),
+                rate_limit=tenants.rate_limit(request.tenant),
                 prediction=prediction,
-                alone_s=self._outlook.alone_s(request, cached_work),
+                alone_s=self._predictor.alone_s(request, cached_work),
                 now=self._clock(),
             )
         except Refused:

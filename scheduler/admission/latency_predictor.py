@@ -42,13 +42,13 @@ class LatencyPredictor:
         self._in_flight: deque[StepWork] = deque()
         self._answered_at = clock()
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
-        self._forecast = QueueTimeModel(model, planner.budget, config.target_itl_s)
+        self._queue_time = QueueTimeModel(model, planner.budget, config.target_itl_s)
         self._learned_at = self._prompts_at = clock()
         """When a request told last what predictions are worth, and a step with prompts what these take."""
 
     def configure(self, config: SchedulerConfig) -> None:
         """Limits are as ``config`` has them from now on. The planner has them already."""
-        self._forecast.configure(self._planner.budget, config.target_itl_s)
+        self._queue_time.configure(self._planner.budget, config.target_itl_s)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -99,14 +99,14 @@ class LatencyPredictor:
     def began(self, live: RequestState, now: float) -> None:
         """A request has its first token, by itself."""
         if live.expected_s is not None and live.expected_ttft_s is not None:
-            self._forecast.learn_ttft(live.work, live.expected_ttft_s, now - live.entered_at)
+            self._queue_time.learn_ttft(live.work, live.expected_ttft_s, now - live.entered_at)
 
     def ended(self, live: RequestState, reason: EngineFinishReason) -> None:
         """A request is over: its output tells how long others' may be, and its time what predictions are worth."""
         if reason in (EngineFinishReason.STOP, EngineFinishReason.LENGTH):
-            for choice in live.choices:
-                if not choice.is_pooled:
-                    self._forecast.learn(choice.delivery.num_tokens, choice.delivery.max_tokens)
+            for sequence in live.sequences:
+                if not sequence.is_pooled:
+                    self._queue_time.learn(sequence.output.num_tokens, sequence.output.max_tokens)
             if live.expected_s is not None:
                 self._learn_total(live, live.expected_s, self._clock() - live.entered_at)
         elif reason is EngineFinishReason.DEADLINE and live.expected_s is not None:
@@ -116,22 +116,22 @@ class LatencyPredictor:
                 self._learn_total(live, live.expected_s, math.inf)
 
     def _learn_total(self, live: RequestState, expected_s: float, took_s: float) -> None:
-        self._forecast.learn_total(live.work, expected_s, took_s)
+        self._queue_time.learn_total(live.work, expected_s, took_s)
         self._learned_at = self._clock()
 
     def predict(self, request: Request, work: QueuedWork, rank: Rank) -> Prediction | None:
         """For a request with so much work that enters the queue now; None while too little is known."""
         if self._clock() - self._learned_at > UNTESTED_S:
-            self._forecast.forget_lateness()
+            self._queue_time.forget_lateness()
         if self._planner.would_make_room(request.tenant, rank):
             load = self._load(NO_WORK)
             load.free_rows, load.free_blocks = max(1, load.free_rows), load.num_blocks
         else:
             load = self._load(self._planner.waiting.work_ahead(request.tenant, rank, request.deadline))
         num_forks = request.n - request.num_prompts
-        self._forecast.learn_arrival(work)
+        self._queue_time.learn_arrival(work)
         forks = fork_work(len(request.prompt_token_ids), num_forks, self._block_size) if num_forks else NO_WORK
-        return self._forecast.predict(load, work, request.max_tokens, forks)
+        return self._queue_time.predict(load, work, request.max_tokens, forks)
 
     @property
     def needs_test(self) -> bool:
@@ -146,17 +146,17 @@ class LatencyPredictor:
     def short_ttft_s(self) -> float | None:
         """Until the first token of a short request that entered the queue now; None while too little is known."""
         work = sequence_work(SHORT_PROMPT, SHORT_PROMPT, self._block_size)
-        prediction = self._forecast.predict(self._load(self._planner.waiting.work), work, 1)
+        prediction = self._queue_time.predict(self._load(self._planner.waiting.work), work, 1)
         return None if prediction is None else prediction.ttft_s
 
     def service_s(self, request: Request, work: QueuedWork) -> float | None:
         """How long a request with so much work takes if it begins now; None while too little is known."""
         planner = self._planner
-        return self._forecast.service_s(len(planner.running.decoding), planner.decode_kv, work, request.max_tokens)
+        return self._queue_time.service_s(len(planner.running.decoding), planner.decode_kv, work, request.max_tokens)
 
     def alone_s(self, request: Request, work: QueuedWork) -> float | None:
         """How long a request with so much work takes with no other beside it; None while too little is known."""
-        return self._forecast.alone_s(work, request.max_tokens)
+        return self._queue_time.alone_s(work, request.max_tokens)
 
     def is_late(self, live: RequestState) -> bool:
         """Whether a request that has not begun can no longer meet its deadline, though it could have when it came.
@@ -167,7 +167,7 @@ class LatencyPredictor:
         if request.deadline is None or self._is_untested:
             return False
         # Of the prompts of a request that is embedded there may be thousands, too many to look at each time.
-        work = live.work if request.pooling is not None else live.choices[0].work
+        work = live.work if request.pooling is not None else live.sequences[0].work
         service_s, alone_s = self.service_s(request, work), self.alone_s(request, work)
         if service_s is None or alone_s is None:
             return False
@@ -177,26 +177,26 @@ class LatencyPredictor:
         planner = self._planner
         running, pool = planner.running, planner.kv.pool
         in_flight_s = sum(self._model.predict(work) or 0.0 for work in self._in_flight)
-        for choice in running.prefilling:
-            if not choice.live.forked:  # its other choices come as soon as its prompt is computed
-                num_forks = choice.live.request.n - 1
-                ahead = ahead.plus(fork_work(choice.num_prompt_tokens, num_forks, self._block_size))
+        for sequence in running.prefilling:
+            if not sequence.live.forked:  # its other choices come as soon as its prompt is computed
+                num_forks = sequence.live.request.n - 1
+                ahead = ahead.plus(fork_work(sequence.num_prompt_tokens, num_forks, self._block_size))
         return QueueLoad(
             in_flight_s=max(0.0, in_flight_s - (self._clock() - self._answered_at)) if self._in_flight else 0.0,
             decodes=len(running.decoding),
             decode_kv=planner.decode_kv,
-            prefill_tokens=sum(choice.prefill_end - choice.num_planned for choice in running.prefilling),
+            prefill_tokens=sum(sequence.prefill_end - sequence.num_planned for sequence in running.prefilling),
             prefill_rows=len(running.prefilling),
-            prefill_context=sum(choice.prefill_end for choice in running.prefilling),
+            prefill_context=sum(sequence.prefill_end for sequence in running.prefilling),
             ahead=ahead,
-            remaining=[choice.length_limit - choice.length_bound for choice in running],
+            remaining=[sequence.length_limit - sequence.length_bound for sequence in running],
             free_rows=planner.max_rows - len(running),
             max_rows=planner.max_rows,
             free_blocks=pool.num_free,
             num_blocks=pool.num_blocks,
             block_size=self._block_size,
             prefill_kv=sum(
-                (choice.prefill_end - choice.num_planned) * (choice.prefill_end + choice.num_planned) // 2
-                for choice in running.prefilling
+                (sequence.prefill_end - sequence.num_planned) * (sequence.prefill_end + sequence.num_planned) // 2
+                for sequence in running.prefilling
             ),
         )

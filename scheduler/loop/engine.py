@@ -61,7 +61,7 @@ class Engine:
         self._num_finished = 0
         self._num_refused = 0
         self._is_draining = False
-        self._workers = WorkerSupervisor(executor, restart_delay_s)
+        self._supervisor = WorkerSupervisor(executor, restart_delay_s)
         self._watchdog = StepWatchdog(step_limit_s, self._predicted_step_s, self._on_step_expired)
 
     @property
@@ -78,7 +78,7 @@ class Engine:
         """Starts the executor, then serves. Raises ExecutorError."""
         assert self._scheduler is None, "an engine starts once"
         try:
-            self._facts = await self._workers.start()
+            self._facts = await self._supervisor.start()
         except Exception:
             self._set_state(EngineState.FAILED)
             raise
@@ -147,7 +147,7 @@ class Engine:
     def _refusal(self) -> Refused:
         if self._is_draining or self.state is EngineState.STOPPED:
             return Refused(RefusalKind.DRAINING, "the service is shutting down")
-        retry_ms = self._workers.retry_ms if self.state is EngineState.RECOVERING else None
+        retry_ms = self._supervisor.retry_ms if self.state is EngineState.RECOVERING else None
         return Refused(RefusalKind.WORKER_DOWN, "the worker is not running", retry_ms)
 
     # Operation ----------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Engine:
             return
         with suppress(ExecutorError):  # the worker is gone: ``results`` says so too, after its last answer
             while True:
-                spare_s = self._scheduler.outlook.spare_s
+                spare_s = self._scheduler.predictor.spare_s
                 if spare_s >= TIMER_S:
                     self._pump_timer = asyncio.get_running_loop().call_later(spare_s, self._pump_due)
                     return
@@ -253,7 +253,7 @@ class Engine:
         try:
             async for result in self._executor.results():
                 self._watchdog.answered()
-                self._workers.answered()
+                self._supervisor.answered()
                 self._scheduler.update(result)
                 self._pump()
                 await asyncio.sleep(0)  # whoever writes to streams has a turn, though answers may be there already
@@ -262,7 +262,7 @@ class Engine:
         return ExecutorError("the worker has stopped")
 
     def _predicted_step_s(self) -> float | None:
-        return None if self._scheduler is None else self._scheduler.outlook.oldest_step_s
+        return None if self._scheduler is None else self._scheduler.predictor.oldest_step_s
 
     def _on_step_expired(self, limit_s: float) -> None:
         self._executor.condemn(f"a step took more than {limit_s:.3g} s")
@@ -294,13 +294,13 @@ class Engine:
         if self._scheduler is None or self.state in (EngineState.FAILED, EngineState.STOPPED):
             return False
         blames_step = error.blames_step and self._watchdog.num_unanswered > 0
-        self._workers.died(error, in_a_step=blames_step)
+        self._supervisor.died(error, in_a_step=blames_step)
         self._set_state(EngineState.RECOVERING)
         self._watchdog.restarted()
         self._scheduler.recover(blames_step)
         logger.error("%s; requests that wait for another worker: %d", error, self._scheduler.num_requests)
         began = time.monotonic()
-        failure = await self._workers.replace(error)
+        failure = await self._supervisor.replace(error)
         if failure is not None:
             self._fail(EngineFinishReason.WORKER_DIED, str(failure))
             return False
@@ -384,8 +384,8 @@ class Engine:
             host_blocks=len(scheduler.kv.host),
             restored_tokens=scheduler.kv.num_restored_tokens,
             refused=self._num_refused + counters.refused,
-            restarts=self._workers.num_replaced,
-            step_s=scheduler.outlook.median_step_s,
-            predicted_ttft_s=scheduler.outlook.short_ttft_s,
+            restarts=self._supervisor.num_replaced,
+            step_s=scheduler.predictor.median_step_s,
+            predicted_ttft_s=scheduler.predictor.short_ttft_s,
             speculation=counters.speculation.copy(),
         )

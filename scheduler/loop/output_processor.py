@@ -27,94 +27,94 @@ class OutputProcessor:
     def __init__(
         self,
         planner: Planner,
-        outlook: LatencyPredictor,
+        predictor: LatencyPredictor,
         clock: Callable[[], float],
         finish: Callable[[RequestState, EngineFinishReason, str], None],
     ) -> None:
         """``finish`` ends a request, with a message."""
         self._planner = planner
-        self._outlook = outlook
+        self._predictor = predictor
         self._clock = clock
         self._finish = finish
 
     def apply(self, row: RowResult) -> None:
         """Commits the answer for one row of a step."""
-        choice = self._planner.rows.holder(row.row, row.epoch)
-        max_tokens = choice.in_flight.popleft()
-        if choice.state is SequenceStatus.ENDED:
+        sequence = self._planner.rows.holder(row.row, row.epoch)
+        max_tokens = sequence.in_flight.popleft()
+        if sequence.state is SequenceStatus.ENDED:
             return
         token_ids = row.token_ids
         num_tokens = len(token_ids)
         assert num_tokens <= max_tokens, f"row {row.row} is answered with {num_tokens} tokens"
-        has_token = num_tokens or not max_tokens or row.failure or choice.live.request.grammar
+        has_token = num_tokens or not max_tokens or row.failure or sequence.live.request.grammar
         assert has_token, f"row {row.row} is answered with no token"
         if num_tokens < max_tokens:
-            choice.fall_short(max_tokens - num_tokens)
-        choice.token_ids += token_ids
+            sequence.fall_short(max_tokens - num_tokens)
+        sequence.token_ids += token_ids
         if row.num_drafted:
-            self._count_drafts(choice, row.num_drafted, max(0, num_tokens - 1))
+            self._count_drafts(sequence, row.num_drafted, max(0, num_tokens - 1))
         # After preemption the row has no KV here any more, or none yet; its tokens are as good as ever.
-        if choice.row == row.row and not row.failure:
+        if sequence.row == row.row and not row.failure:
             if num_tokens:
-                assert row.num_computed == len(choice.token_ids) - 1, f"row {row.row} is out of step with its worker"
+                assert row.num_computed == len(sequence.token_ids) - 1, f"row {row.row} is out of step with its worker"
             else:
                 # A row that decodes and sits out stands where it stood.
-                most = max(choice.num_planned, len(choice.token_ids) - 1)
+                most = max(sequence.num_planned, len(sequence.token_ids) - 1)
                 assert row.num_computed <= most, f"row {row.row} is ahead of its plans"
-            choice.num_computed = row.num_computed
-            self._planner.publish_confirmed(choice)
+            sequence.num_computed = row.num_computed
+            self._planner.publish_confirmed(sequence)
         if num_tokens:
             self._planner.counters.output_tokens += num_tokens
-            choice.live.tenant.num_new += num_tokens
-            self._deliver(choice, token_ids, row.logprobs)
-        is_embedded = choice.is_pooled and row.num_computed == choice.num_prompt_tokens
+            sequence.live.tenant.num_new += num_tokens
+            self._deliver(sequence, token_ids, row.logprobs)
+        is_embedded = sequence.is_pooled and row.num_computed == sequence.num_prompt_tokens
         assert is_embedded == (row.vector is not None), f"row {row.row} has a vector too soon, or has none in the end"
         if row.vector is not None:
-            choice.live.request.sink(Embedded(choice.index, row.vector))
-            self._end(choice, EngineFinishReason.STOP)
+            sequence.live.request.sink(Embedded(sequence.index, row.vector))
+            self._end(sequence, EngineFinishReason.STOP)
         if row.failure:
-            self._break_off(choice, _REASONS[row.failure_kind], row.failure)
+            self._break_off(sequence, _REASONS[row.failure_kind], row.failure)
 
-    def limit(self, choice: SequenceState, max_tokens: int) -> None:
+    def limit(self, sequence: SequenceState, max_tokens: int) -> None:
         """Output ends after so many tokens: at once, if there are as many."""
-        choice.limit(max_tokens)
-        if choice.delivery.num_tokens < max_tokens or choice.delivery.end is not None:
+        sequence.limit(max_tokens)
+        if sequence.output.num_tokens < max_tokens or sequence.output.end is not None:
             return
         try:
-            delta = choice.delivery.cut()
+            delta = sequence.output.cut()
         except Exception as error:
-            self._give_up(choice.live, error)
+            self._give_up(sequence.live, error)
         else:
-            self._tell(choice, delta)
+            self._tell(sequence, delta)
 
-    def _count_drafts(self, choice: SequenceState, num_drafted: int, num_accepted: int) -> None:
-        choice.live.speculation.count_step(num_drafted, num_accepted)
-        choice.live.timeline.drafted(choice.index, num_drafted, num_accepted)
+    def _count_drafts(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
+        sequence.live.speculation.count_step(num_drafted, num_accepted)
+        sequence.live.timeline.drafted(sequence.index, num_drafted, num_accepted)
         self._planner.counters.speculation.count_step(num_drafted, num_accepted)
 
-    def _deliver(self, choice: SequenceState, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
-        live = choice.live
+    def _deliver(self, sequence: SequenceState, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
+        live = sequence.live
         if live.first_token_at is None:
             live.first_token_at = self._clock()
             live.timeline.first_token(live.first_token_at)
-            self._outlook.began(live, live.first_token_at)
+            self._predictor.began(live, live.first_token_at)
         try:
-            delta = choice.delivery.take_tokens(token_ids, logprobs)
+            delta = sequence.output.take_tokens(token_ids, logprobs)
         except Exception as error:
             self._give_up(live, error)
             return
         if delta is not None:
-            self._tell(choice, delta)
+            self._tell(sequence, delta)
 
-    def _tell(self, choice: SequenceState, delta: SequenceDelta) -> None:
-        choice.live.request.sink(delta)
+    def _tell(self, sequence: SequenceState, delta: SequenceDelta) -> None:
+        sequence.live.request.sink(delta)
         if delta.end is not None:
-            self._end(choice, delta.end.reason)
+            self._end(sequence, delta.end.reason)
 
-    def _break_off(self, choice: SequenceState, reason: EngineFinishReason, why: str) -> None:
+    def _break_off(self, sequence: SequenceState, reason: EngineFinishReason, why: str) -> None:
         """The worker cannot go on with it; and a request goes on with all of its choices, or with none."""
-        if choice.state is not SequenceStatus.ENDED:
-            self._finish(choice.live, reason, why)
+        if sequence.state is not SequenceStatus.ENDED:
+            self._finish(sequence.live, reason, why)
 
     def _give_up(self, live: RequestState, error: Exception) -> None:
         """A text state failed. It is not ours, and what it cannot do must not end the other requests."""
@@ -122,11 +122,11 @@ class OutputProcessor:
         logger.error("request %s: its tokens could not be turned into text", request_id, exc_info=error)
         self._finish(live, EngineFinishReason.INTERNAL, "the output could not be turned into text")
 
-    def _end(self, choice: SequenceState, reason: EngineFinishReason) -> None:
+    def _end(self, sequence: SequenceState, reason: EngineFinishReason) -> None:
         """A choice ended, and its caller was told; who may have aborted the request."""
-        live = choice.live
-        if choice.state is not SequenceStatus.ENDED:
-            self._planner.retire(choice)
+        live = sequence.live
+        if sequence.state is not SequenceStatus.ENDED:
+            self._planner.retire(sequence)
             live.num_ended += 1
             if live.num_ended == live.request.n:
                 self._finish(live, reason, "")

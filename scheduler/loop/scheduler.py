@@ -51,16 +51,16 @@ class Scheduler:
         self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing, facts.num_host_blocks)
         self.tenants = TenantAccounting(config, clock)
         self.timelines = Timelines(config.explain_requests, clock)
-        self._suspects = CrashBisector()
+        self._bisector = CrashBisector()
         model = StepTimeModel(facts.copy_us_per_block * 1e-6)
         for measured in facts.measured_steps:
             model.observe(StepWork.measured(measured), measured.computed_us * 1e-6)
-        self._planner = Planner(self.kv, facts, config, self.tenants, model, self._suspects, clock)
-        self.outlook = LatencyPredictor(self._planner, model, facts.block_size, config, clock)
-        self._planner.beginnings.is_late = self.outlook.is_late
+        self._planner = Planner(self.kv, facts, config, self.tenants, model, self._bisector, clock)
+        self.predictor = LatencyPredictor(self._planner, model, facts.block_size, config, clock)
+        self._planner.prefill_adder.is_late = self.predictor.is_late
         self._facts = facts
-        self._intake = RequestIntake(self.kv, self._planner, self.outlook, self.tenants, facts, config, clock)
-        self._answers = OutputProcessor(self._planner, self.outlook, clock, self._finish)
+        self._intake = RequestIntake(self.kv, self._planner, self.predictor, self.tenants, facts, config, clock)
+        self._output_processor = OutputProcessor(self._planner, self.predictor, clock, self._finish)
         self._config = config
         self._clock = clock
         self._on_finished = on_finished
@@ -91,7 +91,7 @@ class Scheduler:
     @property
     def num_cached_tokens(self) -> int:
         """Positions that the prefix cache saved, since the start."""
-        return self._planner.beginnings.num_cached_tokens
+        return self._planner.prefill_adder.num_cached_tokens
 
     @property
     def counters(self) -> Counters:
@@ -121,7 +121,7 @@ class Scheduler:
         self._num_arrived += 1
         self._requests[request.request_id] = live
         for index in range(request.num_prompts):
-            self._planner.enter(self._new_choice(live, index, (*entry.rank[:2], index), pinned=[]))
+            self._planner.enter(self._new_sequence(live, index, (*entry.rank[:2], index), pinned=[]))
         ttft_s = None
         if entry.prediction is not None:
             ttft_s, live.expected_s = entry.prediction.ttft_s, entry.prediction.total_s
@@ -141,11 +141,11 @@ class Scheduler:
             live.expected_s = None
         live.request = request
         live.timeline.updated(change)
-        for choice in list(live.choices):
-            if choice.state is not SequenceStatus.ENDED:
-                self._planner.change_rank(choice, self._intake.rank(request, live.number, choice.index, live.work))
+        for sequence in list(live.sequences):
+            if sequence.state is not SequenceStatus.ENDED:
+                self._planner.change_rank(sequence, self._intake.rank(request, live.number, sequence.index, live.work))
                 if change.max_tokens is not None:
-                    self._answers.limit(choice, self._intake.admission.max_tokens(request))
+                    self._output_processor.limit(sequence, self._intake.admission.max_tokens(request))
         return True
 
     def hold(self, request_id: str, held: bool) -> None:
@@ -154,7 +154,7 @@ class Scheduler:
         if live is None or live.held == held:
             return
         self._planner.hold(live, held)
-        self._suspects.hold(request_id, held)
+        self._bisector.hold(request_id, held)
         if held:
             live.expected_s = None
             live.timeline.held()
@@ -170,8 +170,8 @@ class Scheduler:
         return live.timeline
 
     def _tell_so_far(self, live: RequestState) -> None:
-        for choice in live.choices:
-            live.timeline.so_far(choice.index, self._planner.end_of(choice), choice.delivery.num_tokens)
+        for sequence in live.sequences:
+            live.timeline.so_far(sequence.index, self._planner.end_of(sequence), sequence.output.num_tokens)
 
     def abort(self, request_id: str, reason: EngineFinishReason, message: str = "") -> bool:
         """Ends a request early; False if it is not alive."""
@@ -197,31 +197,33 @@ class Scheduler:
             except Exception:
                 logger.exception("request %s: nobody could be told of its end", request_id)
 
-    def _new_choice(self, live: RequestState, index: int, rank: Rank, pinned: list[int]) -> SequenceState:
+    def _new_sequence(self, live: RequestState, index: int, rank: Rank, pinned: list[int]) -> SequenceState:
         request = live.request
         hashes = self.kv.hashing.first(request.prompt(index).block_hashes)
         # What holds for the first choice holds for all, though its tenant's cap may be another one now.
-        max_tokens = live.choices[0].delivery.max_tokens if live.choices else self._intake.admission.max_tokens(request)
+        max_tokens = (
+            live.sequences[0].output.max_tokens if live.sequences else self._intake.admission.max_tokens(request)
+        )
         choice = SequenceState(live, index, rank, hashes, max_tokens, pinned)
-        live.choices.append(choice)
+        live.sequences.append(choice)
         return choice
 
     def _fork(self, live: RequestState) -> None:
         """The prompt is computed, in a plan or before it: the other choices share its full blocks."""
         live.forked = True
-        first = live.choices[0]
+        first = live.sequences[0]
         shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
         for index in range(1, live.request.n):
             rank = self._intake.rank(live.request, live.number, index, live.work)
-            self._planner.enter(self._new_choice(live, index, rank, shared.copy()))
+            self._planner.enter(self._new_sequence(live, index, rank, shared.copy()))
 
     def _finish(self, live: RequestState, reason: EngineFinishReason, message: str) -> None:
         # Should our own bookkeeping fail here, the request is still known, and told of its end by ``abandon``.
-        for choice in live.choices:
-            if choice.state is not SequenceStatus.ENDED:
-                self._planner.retire(choice)
-        self._suspects.drop_request(live.request.request_id)
-        self.outlook.ended(live, reason)
+        for sequence in live.sequences:
+            if sequence.state is not SequenceStatus.ENDED:
+                self._planner.retire(sequence)
+        self._bisector.drop_request(live.request.request_id)
+        self.predictor.ended(live, reason)
         context = self._close(live, reason)
         del self._requests[live.request.request_id]
         self._report_finished(live, reason, message, context)
@@ -243,7 +245,7 @@ class Scheduler:
         try:
             live.request.sink(live.finished(reason, message, context, self._clock()))
         finally:
-            live.choices.clear()  # each has it: a circle, which would be there until the cycle collector comes by
+            live.sequences.clear()  # each has it: a circle, which would be there until the cycle collector comes by
             self._on_finished(live.request)
 
     # A step -----------------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class Scheduler:
         while True:
             planned = self._planner.plan()
             plan = None if planned is None else self._submit(planned)
-            late = self._planner.beginnings.take_late()
+            late = self._planner.prefill_adder.take_late()
             for live in late:
                 # It may have ended, since it may be found twice; or be in time after all, once room was made for it.
                 if live.started_at is None:
@@ -267,7 +269,7 @@ class Scheduler:
     def _submit(self, planned: Planned) -> StepPlan:
         plan = planned.plan
         self._in_flight.append(plan)
-        self.outlook.planned(planned.work)
+        self.predictor.planned(planned.work)
         for chunk in plan.chunks:
             live = self._planner.rows.current(chunk.row).live
             if not live.forked and chunk.end >= len(live.request.prompt_token_ids):
@@ -280,19 +282,19 @@ class Scheduler:
         assert result.step == plan.step, f"step {result.step} is answered, but {plan.step} is next"
         num_rows = len(plan.chunks) + len(plan.decodes)
         assert len(result.rows) == num_rows, f"step {plan.step} has {num_rows} rows; {len(result.rows)} are answered"
-        self.outlook.answered(result)
+        self.predictor.answered(result)
         for part in result.prompt_logprobs:
             self._apply_prompt_logprobs(part)
         for chunk in plan.chunks:
-            choice = self._planner.rows.current(chunk.row)
-            if choice.row == chunk.row and chunk.end == choice.prefill_end and not choice.is_pooled:
-                choice.live.timeline.decodes(choice.index, plan.step)
+            sequence = self._planner.rows.current(chunk.row)
+            if sequence.row == chunk.row and chunk.end == sequence.prefill_end and not sequence.is_pooled:
+                sequence.live.timeline.decodes(sequence.index, plan.step)
         for row in result.rows:
-            self._answers.apply(row)
+            self._output_processor.apply(row)
         self.tenants.charge_new()
         self._planner.rows.reclaim(plan.dropped)
-        if self._suspects:
-            self._suspects.answered(self._progress(plan))
+        if self._bisector:
+            self._bisector.answered(self._progress(plan))
 
     def recover(self, blames_step: bool) -> None:
         """The worker is gone, and every answer that it gave is applied: all rows wait for the next worker.
@@ -300,22 +302,22 @@ class Scheduler:
         ``blames_step``: whoever was in the oldest step that is not answered may have been why.
         """
         fatal = self._progress(self._in_flight[0]) if blames_step and self._in_flight else {}
-        running = {choice.live for choice in self._planner.running}
+        running = {sequence.live for sequence in self._planner.running}
         self._in_flight.clear()
-        self.outlook.restart()
+        self.predictor.restart()
         self._planner.restart()
         for live in self._requests.values():
             live.expected_s = None
         for live in running:
             live.timings.restarts += 1
             live.timeline.restarted(self.counters.steps)
-        for choice in self._planner.waiting:
-            choice.live.timeline.waits(choice.index, Cause.WORKER)
-        for request_id in self._suspects.crashed(fatal) if fatal else []:
+        for sequence in self._planner.waiting:
+            sequence.live.timeline.waits(sequence.index, Cause.WORKER)
+        for request_id in self._bisector.crashed(fatal) if fatal else []:
             logger.error("request %s ended the worker twice while it ran alone; it is refused", request_id)
             self.abort(request_id, EngineFinishReason.KILLED_WORKER)
         for request_id in fatal.keys() - self._requests.keys():
-            self._suspects.drop_request(request_id)
+            self._bisector.drop_request(request_id)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """From the next plan on ``config`` holds, but for what stays as it was at the start; no request is lost by it.
@@ -327,10 +329,10 @@ class Scheduler:
         self.timelines.resize(config.explain_requests)
         for live in self._requests.values():
             rank = self._intake.rank(live.request, live.number, 0, live.work)
-            for choice in live.choices:
-                choice.rank = (rank[0], rank[1], choice.index)
+            for sequence in live.sequences:
+                sequence.rank = (rank[0], rank[1], sequence.index)
         self._planner.configure(config)
-        self.outlook.configure(config)
+        self.predictor.configure(config)
 
     def _progress(self, plan: StepPlan) -> dict[str, int]:
         """The requests of a plan, and how far each is."""

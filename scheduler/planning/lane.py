@@ -15,17 +15,17 @@ _PART = 64
 class OrderedQueue:
     """Choices in the order of a key, which is unique and stands still while they are here."""
 
-    def __init__(self, key: Callable[[SequenceState], Any], choices: Iterable[SequenceState] = ()) -> None:
+    def __init__(self, key: Callable[[SequenceState], Any], sequences: Iterable[SequenceState] = ()) -> None:
         self._key = key
-        ordered = sorted(choices, key=key)
+        ordered = sorted(sequences, key=key)
         self._parts = [ordered[start : start + _PART] for start in range(0, len(ordered), _PART)]
-        self._works = [total_work(choice.work for choice in part) for part in self._parts]
-        self._num_choices = len(ordered)
+        self._works = [total_work(sequence.work for sequence in part) for part in self._parts]
+        self._num_sequences = len(ordered)
         self.work = total_work(self._works)
         """Of all of them."""
 
     def __len__(self) -> int:
-        return self._num_choices
+        return self._num_sequences
 
     def __iter__(self) -> Iterator[SequenceState]:
         return chain.from_iterable(self._parts)
@@ -39,58 +39,58 @@ class OrderedQueue:
         """The first one; there must be one."""
         return self._parts[0][0]
 
-    def insert(self, choice: SequenceState) -> None:
+    def insert(self, sequence: SequenceState) -> None:
         """Puts a choice in its place."""
-        index = min(self._part_of(self._key(choice)), len(self._parts) - 1)
+        index = min(self._part_of(self._key(sequence)), len(self._parts) - 1)
         if index < 0:
             self._parts.append([])
             self._works.append(NO_WORK)
             index = 0
         part = self._parts[index]
-        insort(part, choice, key=self._key)
-        self._num_choices += 1
-        self._add(index, choice.work)
+        insort(part, sequence, key=self._key)
+        self._num_sequences += 1
+        self._add(index, sequence.work)
         if len(part) > 2 * _PART:
             halves = [part[:_PART], part[_PART:]]
             self._parts[index : index + 1] = halves
-            self._works[index : index + 1] = [total_work(choice.work for choice in half) for half in halves]
+            self._works[index : index + 1] = [total_work(sequence.work for sequence in half) for half in halves]
 
-    def remove(self, choice: SequenceState) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Takes a choice out."""
-        value = self._key(choice)
+        value = self._key(sequence)
         index = self._part_of(value)
         part = self._parts[index]
         place = bisect_left(part, value, key=self._key)
-        assert part[place] is choice
+        assert part[place] is sequence
         del part[place]
-        self._num_choices -= 1
+        self._num_sequences -= 1
         if part:
-            self._add(index, NO_WORK.minus(choice.work))
+            self._add(index, NO_WORK.minus(sequence.work))
         else:
             del self._parts[index], self._works[index]
-            self.work = self.work.minus(choice.work) if self._parts else NO_WORK
+            self.work = self.work.minus(sequence.work) if self._parts else NO_WORK
 
-    def change_work(self, choice: SequenceState, change: QueuedWork) -> None:
+    def change_work(self, sequence: SequenceState, change: QueuedWork) -> None:
         """The work of a choice in the lane has changed by so much."""
-        self._add(self._part_of(self._key(choice)), change)
+        self._add(self._part_of(self._key(sequence)), change)
 
     def num_before(self, value: Any) -> int:
         """How many choices have a lower key."""
         index = self._part_of(value)
         if index == len(self._parts):
-            return self._num_choices
+            return self._num_sequences
         return sum(map(len, self._parts[:index])) + bisect_left(self._parts[index], value, key=self._key)
 
-    def work_of_first(self, num_choices: int) -> QueuedWork:
+    def work_of_first(self, num_sequences: int) -> QueuedWork:
         """The work of the first ones together."""
-        if num_choices >= self._num_choices:
+        if num_sequences >= self._num_sequences:
             return self.work
         work = NO_WORK
         for part, part_work in zip(self._parts, self._works, strict=True):
-            if num_choices < len(part):
-                return work.plus(total_work(choice.work for choice in part[:num_choices]))
+            if num_sequences < len(part):
+                return work.plus(total_work(sequence.work for sequence in part[:num_sequences]))
             work = work.plus(part_work)
-            num_choices -= len(part)
+            num_sequences -= len(part)
         return work
 
     def _part_of(self, value: Any) -> int:

@@ -13,27 +13,27 @@ class PinnedPrefixes:
         """``on_taken`` is called with each choice that waits on without its blocks."""
         self._kv = kv
         self._on_taken = on_taken
-        self._choices: list[SequenceState] = []
+        self._sequences: list[SequenceState] = []
 
     def __bool__(self) -> bool:
-        return bool(self._choices)
+        return bool(self._sequences)
 
-    def add_sequence(self, choice: SequenceState) -> None:
+    def add_sequence(self, sequence: SequenceState) -> None:
         """A forked choice waits, with the blocks that it shares with the first one."""
-        if choice.pinned:
-            self._kv.share(choice.pinned)
-            self._choices.append(choice)
+        if sequence.pinned:
+            self._kv.share(sequence.pinned)
+            self._sequences.append(sequence)
 
-    def remove(self, choice: SequenceState) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """It waits no longer; nothing if it keeps no blocks."""
-        if choice.pinned:
-            self._kv.free(choice.pinned)
-            choice.pinned = []
-            self._choices.remove(choice)
+        if sequence.pinned:
+            self._kv.free(sequence.pinned)
+            sequence.pinned = []
+            self._sequences.remove(sequence)
 
     def remove_all(self, but: SequenceState | None = None) -> bool:
         """Those that wait give up their blocks, to find them cached or compute them; False if none has any."""
-        victims = [choice for choice in self._choices if choice is not but]
+        victims = [choice for choice in self._sequences if choice is not but]
         for choice in victims:
             self.remove(choice)
             self._on_taken(choice)
@@ -41,4 +41,4 @@ class PinnedPrefixes:
 
     def drop_sequences(self) -> None:
         """The blocks are gone, whoever kept them."""
-        self._choices.clear()
+        self._sequences.clear()

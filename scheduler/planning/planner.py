@@ -63,7 +63,7 @@ class Planner:
         config: SchedulerConfig,
         tenants: TenantAccounting,
         model: StepTimeModel,
-        suspects: CrashBisector,
+        bisector: CrashBisector,
         clock: Callable[[], float],
     ) -> None:
         self.kv = kv
@@ -78,32 +78,32 @@ class Planner:
         self._facts = facts
         self._tenants = tenants
         self._model = model
-        self._suspects = suspects
+        self._bisector = bisector
         self._clock = clock
-        self._pins = PinnedPrefixes(kv, self.waiting.update_work)
-        self.restoring = HostTierRestorePolicy(kv, model, facts)
-        self.beginnings = PrefillAdder(
-            kv, self.waiting, self.running, self.rows, self._pins, suspects, self.restoring, clock
+        self._pinned = PinnedPrefixes(kv, self.waiting.update_work)
+        self.restore_policy = HostTierRestorePolicy(kv, model, facts)
+        self.prefill_adder = PrefillAdder(
+            kv, self.waiting, self.running, self.rows, self._pinned, bisector, self.restore_policy, clock
         )
         self.configure(config)
 
     def configure(self, config: SchedulerConfig) -> None:
         """Limits and policy are as ``config`` has them from the next plan on. Ranks must be right already."""
         self.budget = config.token_budget(self._facts)
-        self.max_rows = self.beginnings.max_rows = config.max_rows(self._facts)
+        self.max_rows = self.prefill_adder.max_rows = config.max_rows(self._facts)
         # Every row that runs can decode in every step, so that none starves.
         assert 0 < self.max_rows <= self.budget
         self._target_itl_s = config.target_itl_s
-        self._giving_way = PreemptionPolicy(config.policy, self.running, self.kv, self._tenants)
+        self._preemption = PreemptionPolicy(config.policy, self.running, self.kv, self._tenants)
         self.waiting.arrange(config.policy)
         self.running.arrange()
         while len(self.running) > self.max_rows:
-            self._preempt(max(self.running, key=lambda choice: choice.rank), "fewer rows may run")
+            self._preempt(max(self.running, key=lambda sequence: sequence.rank), "fewer rows may run")
 
     def plan(self) -> Planned | None:
         """The next step, or None if there is nothing to compute. The caller submits it: it counts as on its way."""
         self.kv.expire(self._clock())
-        if self._suspects:
+        if self._bisector:
             self._leave_alone_those_on_trial()
         self._make_room()
         planned = self._plan()
@@ -131,166 +131,166 @@ class Planner:
 
     # What comes and goes --------------------------------------------------------------------------------------------
 
-    def enter(self, choice: SequenceState) -> None:
+    def enter(self, sequence: SequenceState) -> None:
         """Puts a new choice into the queue; a forked one keeps its blocks of the prompt while it waits."""
-        self._pins.add_sequence(choice)
-        self.waiting.put(choice)
+        self._pinned.add_sequence(sequence)
+        self.waiting.put(sequence)
 
-    def retire(self, choice: SequenceState) -> None:
+    def retire(self, sequence: SequenceState) -> None:
         """Ends a choice, wherever it is. Its blocks are free for the next plan, which drops its row."""
-        if choice.state is SequenceStatus.WAITING:
-            self.waiting.remove(choice)
-            self._pins.remove(choice)
-            self._say_left(choice)
+        if sequence.state is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+            self._pinned.remove(sequence)
+            self._say_left(sequence)
         else:
-            self._leave(choice)
-        choice.state = SequenceStatus.ENDED
+            self._leave(sequence)
+        sequence.state = SequenceStatus.ENDED
 
-    def change_rank(self, choice: SequenceState, rank: Rank) -> None:
+    def change_rank(self, sequence: SequenceState, rank: Rank) -> None:
         """Moves a choice, wherever it is."""
-        if choice.state is SequenceStatus.WAITING:
-            self.waiting.remove(choice)
-            choice.rank = rank
-            self.waiting.put(choice)
+        if sequence.state is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+            sequence.rank = rank
+            self.waiting.put(sequence)
         else:
-            choice.rank = rank
+            sequence.rank = rank
             self.running.arrange()
 
     def hold(self, live: RequestState, held: bool) -> None:
         """Keeps a request out of the plans, or no longer; its rows keep their blocks until others want them."""
-        for choice in live.choices:
-            if choice.state not in (SequenceStatus.PREFILLING, SequenceStatus.DECODING):
+        for sequence in live.sequences:
+            if sequence.state not in (SequenceStatus.PREFILLING, SequenceStatus.DECODING):
                 continue
-            self.running.hold(choice, held)
-            if choice.state is SequenceStatus.PREFILLING:
+            self.running.hold(sequence, held)
+            if sequence.state is SequenceStatus.PREFILLING:
                 # Nobody need wait for a prefix that is not being computed.
-                (self.kv.retract if held else self.kv.announce)(choice, choice.hashes[choice.num_published :])
+                (self.kv.retract if held else self.kv.announce)(sequence, sequence.hashes[sequence.num_published :])
             if held:
-                self._say_left(choice)
-            elif choice.state is SequenceStatus.DECODING and not choice.is_pooled:
-                live.timeline.decodes(choice.index, self.counters.steps)
+                self._say_left(sequence)
+            elif sequence.state is SequenceStatus.DECODING and not sequence.is_pooled:
+                live.timeline.decodes(sequence.index, self.counters.steps)
         live.held = held
 
     def restart(self) -> None:
         """The worker is gone, with all KV, and with what was in flight: every row waits again."""
         waiting, begun = list(self.waiting), list(self.running)
-        for choice in waiting:
-            self.waiting.remove(choice)
-        for choice in begun:
-            self._say_left(choice)
-            self.running.remove(choice)
+        for sequence in waiting:
+            self.waiting.remove(sequence)
+        for sequence in begun:
+            self._say_left(sequence)
+            self.running.remove(sequence)
         self.kv.reset()
-        self._pins.drop_sequences()
-        for choice in waiting + begun:
-            choice.restart()
-            self.waiting.put(choice)
+        self._pinned.drop_sequences()
+        for sequence in waiting + begun:
+            sequence.restart()
+            self.waiting.put(sequence)
         self.rows.clear()
         self.decode_kv = 0
 
-    def end_of(self, choice: SequenceState) -> int:
+    def end_of(self, sequence: SequenceState) -> int:
         """The first step that a choice is not in."""
-        return self.counters.steps if choice.complete_from is None else choice.complete_from
+        return self.counters.steps if sequence.complete_from is None else sequence.complete_from
 
-    def _say_left(self, choice: SequenceState) -> None:
-        choice.live.timeline.left(choice.index, self.end_of(choice), choice.delivery.num_tokens)
+    def _say_left(self, sequence: SequenceState) -> None:
+        sequence.live.timeline.left(sequence.index, self.end_of(sequence), sequence.output.num_tokens)
 
     def _leave_alone_those_on_trial(self) -> None:
         """Every other row waits, and holds no blocks that they may want."""
-        for choice in [choice for choice in self.running if not self.beginnings.may_run(choice.live)]:
-            self._preempt(choice, "others are tried alone, to find out who ended the worker")
+        for sequence in [sequence for sequence in self.running if not self.prefill_adder.may_run(sequence.live)]:
+            self._preempt(sequence, "others are tried alone, to find out who ended the worker")
 
-    def publish_confirmed(self, choice: SequenceState) -> None:
+    def publish_confirmed(self, sequence: SequenceState) -> None:
         """An answer confirmed the row's KV up to ``num_computed``."""
-        num_full = choice.num_computed // self.kv.block_size
-        if num_full > choice.num_published:
-            self._publish(choice, num_full)
+        num_full = sequence.num_computed // self.kv.block_size
+        if num_full > sequence.num_published:
+            self._publish(sequence, num_full)
 
     # Rows that decode -----------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, plan: StepPlan) -> list[tuple[int, SequenceState]]:
         """A token for each row; returns those that may have drafts, with their places in the plan."""
-        rows = self._giving_way.rows_to_plan()  # a copy, since rows may give way meanwhile
+        rows = self._preemption.rows_to_plan()  # a copy, since rows may give way meanwhile
         drafting: list[tuple[int, SequenceState]] = []
         decode_kv = 0
-        for index, choice in enumerate(rows):
-            if choice.state is not SequenceStatus.DECODING:
+        for index, sequence in enumerate(rows):
+            if sequence.state is not SequenceStatus.DECODING:
                 continue  # it gave way
             # The worst case: every token in flight is accepted, and each of them is computed now.
-            num_slots = choice.length_bound
-            if num_slots < choice.length_limit:
-                if num_slots > choice.capacity and not self._grow(plan, choice, num_slots, rows[index + 1 :]):
+            num_slots = sequence.length_bound
+            if num_slots < sequence.length_limit:
+                if num_slots > sequence.capacity and not self._grow(plan, sequence, num_slots, rows[index + 1 :]):
                     continue
-                if choice.max_drafts:
-                    drafting.append((len(plan.decodes), choice))
-                plan.decodes.append(choice.decode)
-                choice.in_flight.append(1)
-                choice.length_bound += 1
+                if sequence.max_drafts:
+                    drafting.append((len(plan.decodes), sequence))
+                plan.decodes.append(sequence.decode)
+                sequence.in_flight.append(1)
+                sequence.length_bound += 1
                 decode_kv += num_slots
-            elif choice.complete_from is None:
-                choice.complete_from = plan.step
+            elif sequence.complete_from is None:
+                sequence.complete_from = plan.step
         self.decode_kv = decode_kv
         return drafting
 
     def _plan_drafts(self, plan: StepPlan, drafting: list[tuple[int, SequenceState]], room: int) -> None:
         """Lets rows of the plan have drafts: those of all together have ``room``, and each has blocks for its own."""
         num_wanted = 0
-        for index, choice in drafting:
+        for index, sequence in drafting:
             # A token is left for the next plan, which is made before this one is answered: so the row is in that plan
             # too, even if all of its drafts turn out wrong.
-            num_left = choice.length_limit - choice.length_bound - 1
-            num_drafts = self._hold_drafts(plan, choice, min(choice.max_drafts, num_left, room))
+            num_left = sequence.length_limit - sequence.length_bound - 1
+            num_drafts = self._hold_drafts(plan, sequence, min(sequence.max_drafts, num_left, room))
             if num_drafts > 0:
-                plan.decodes[index] = Decode(choice.row, 1 + num_drafts)
-                choice.in_flight[-1] += num_drafts
-                choice.length_bound += num_drafts
+                plan.decodes[index] = Decode(sequence.row, 1 + num_drafts)
+                sequence.in_flight[-1] += num_drafts
+                sequence.length_bound += num_drafts
                 num_wanted += num_drafts
         plan.max_drafts = min(num_wanted, room)
 
-    def _hold_drafts(self, plan: StepPlan, choice: SequenceState, num_drafts: int) -> int:
+    def _hold_drafts(self, plan: StepPlan, sequence: SequenceState, num_drafts: int) -> int:
         """How many of these drafts the row's blocks hold beside the next plan's token, with new ones where there are
         plenty: tokens that are sure to come need some too, and would have to take them from somebody."""
-        num_slots = choice.length_bound + num_drafts
-        if num_slots <= choice.capacity:
+        num_slots = sequence.length_bound + num_drafts
+        if num_slots <= sequence.capacity:
             return num_drafts
-        num_new = self.kv.num_blocks_for(num_slots) - len(choice.block_ids)
-        if num_new + len(self.running) <= self.kv.pool.num_free and self._grow(plan, choice, num_slots, ()):
+        num_new = self.kv.num_blocks_for(num_slots) - len(sequence.block_ids)
+        if num_new + len(self.running) <= self.kv.pool.num_free and self._grow(plan, sequence, num_slots, ()):
             return num_drafts
-        return choice.capacity - choice.length_bound
+        return sequence.capacity - sequence.length_bound
 
     def _grow(
-        self, plan: StepPlan, choice: SequenceState, num_slots: int, not_planned: Sequence[SequenceState]
+        self, plan: StepPlan, sequence: SequenceState, num_slots: int, not_planned: Sequence[SequenceState]
     ) -> bool:
         """Gives a row the blocks that it needs, taking them from rows that give way; False if it was the last and gave
         way itself. ``not_planned``: the decoding rows that are not in the plan yet."""
         num_blocks = self.kv.num_blocks_for(num_slots)
-        while (new := self.kv.grow(choice.block_ids, num_blocks)) is None:
-            if self._pins.remove_all():
+        while (new := self.kv.grow(sequence.block_ids, num_blocks)) is None:
+            if self._pinned.remove_all():
                 continue
-            victim = self._giving_way.victim_for_decode(choice, not_planned)
-            needy = "it" if victim is choice else choice.live.request.request_id
-            self._preempt(victim, lacked_blocks(needy, num_blocks - len(choice.block_ids)))
-            if victim is choice:
+            victim = self._preemption.victim_for_decode(sequence, not_planned)
+            needy = "it" if victim is sequence else sequence.live.request.request_id
+            self._preempt(victim, lacked_blocks(needy, num_blocks - len(sequence.block_ids)))
+            if victim is sequence:
                 return False
-        choice.capacity = num_blocks * self.kv.block_size
-        plan.blocks.append(RowBlocks(choice.row, new))
+        sequence.capacity = num_blocks * self.kv.block_size
+        plan.blocks.append(RowBlocks(sequence.row, new))
         return True
 
-    def _preempt(self, choice: SequenceState, why: str) -> None:
-        live = choice.live
-        self._leave(choice)
-        choice.state = SequenceStatus.WAITING
+    def _preempt(self, sequence: SequenceState, why: str) -> None:
+        live = sequence.live
+        self._leave(sequence)
+        sequence.state = SequenceStatus.WAITING
         live.timings.preemptions += 1
-        live.timeline.preempted(choice.index, self.counters.steps, why)
+        live.timeline.preempted(sequence.index, self.counters.steps, why)
         self.counters.preemptions += 1
-        self.waiting.put(choice)
+        self.waiting.put(sequence)
 
-    def _leave(self, choice: SequenceState) -> None:
-        self._say_left(choice)
-        self.running.remove(choice)
-        self.kv.retract(choice, choice.hashes[choice.num_published :])
-        self.kv.free(choice.block_ids)
-        self.rows.free_row(choice.row)
-        choice.leave_row()
+    def _leave(self, sequence: SequenceState) -> None:
+        self._say_left(sequence)
+        self.running.remove(sequence)
+        self.kv.retract(sequence, sequence.hashes[sequence.num_published :])
+        self.kv.free(sequence.block_ids)
+        self.rows.free_row(sequence.row)
+        sequence.leave_row()
 
     # Chunks of histories --------------------------------------------------------------------------------------------
 
@@ -308,14 +308,14 @@ class Planner:
             self._say_spent()
             return chunked
         this_round, behind = PrefillRound(), self._behind()
-        beginners = self.beginnings.schedulable(this_round)
-        for choice in merge(behind, beginners, key=self.waiting.order) if len(self.waiting) else behind:
-            if choice.state is SequenceStatus.WAITING:
-                if not self.beginnings.try_add(plan, choice, this_round):
+        beginners = self.prefill_adder.schedulable(this_round)
+        for sequence in merge(behind, beginners, key=self.waiting.order) if len(self.waiting) else behind:
+            if sequence.state is SequenceStatus.WAITING:
+                if not self.prefill_adder.try_add(plan, sequence, this_round):
                     continue
-                self._tenants.began(choice.live.tenant)
-            budget -= self._plan_chunk(plan, choice, budget)
-            chunked.append(choice)
+                self._tenants.began(sequence.live.tenant)
+            budget -= self._plan_chunk(plan, sequence, budget)
+            chunked.append(sequence)
             if not budget:
                 self._say_spent()
                 break
@@ -332,54 +332,56 @@ class Planner:
         prefilling = self.running.prefilling
         return sorted(prefilling, key=self.waiting.order) if self.waiting.by_turns else prefilling.copy()
 
-    def _plan_chunk(self, plan: StepPlan, choice: SequenceState, budget: int) -> int:
-        start = choice.num_planned
-        end = min(start + budget, choice.prefill_end)
-        plan.chunks.append(Chunk(choice.row, start, end))
-        num_sampled = int(end == choice.prefill_end and not choice.is_pooled)
-        choice.num_planned = end
-        choice.in_flight.append(num_sampled)
-        choice.length_bound += num_sampled
-        choice.live.tenant.charge(end - start)
-        choice.live.timeline.prefilled(choice.index, plan.step, end - start)
+    def _plan_chunk(self, plan: StepPlan, sequence: SequenceState, budget: int) -> int:
+        start = sequence.num_planned
+        end = min(start + budget, sequence.prefill_end)
+        plan.chunks.append(Chunk(sequence.row, start, end))
+        num_sampled = int(end == sequence.prefill_end and not sequence.is_pooled)
+        sequence.num_planned = end
+        sequence.in_flight.append(num_sampled)
+        sequence.length_bound += num_sampled
+        sequence.live.tenant.charge(end - start)
+        sequence.live.timeline.prefilled(sequence.index, plan.step, end - start)
         self.counters.prefill_tokens += end - start
         return end - start
 
     def _close(self, plan: StepPlan, chunked: list[SequenceState]) -> None:
         """The plan is whole. What follows it may read the KV that its chunks compute, but the plan itself may not."""
-        for choice in chunked:
-            self._publish(choice, choice.num_planned // self.kv.block_size)
-            if choice.num_planned == choice.prefill_end:
-                self.running.promote(choice)
-                if not choice.is_pooled:
-                    choice.live.timeline.will_decode(choice.index, plan.step)
+        for sequence in chunked:
+            self._publish(sequence, sequence.num_planned // self.kv.block_size)
+            if sequence.num_planned == sequence.prefill_end:
+                self.running.promote(sequence)
+                if not sequence.is_pooled:
+                    sequence.live.timeline.will_decode(sequence.index, plan.step)
         plan.copies_out, plan.copies_in = self.kv.take_copies()
         assert not plan.is_empty or not plan.copies_out + plan.copies_in, "an empty plan gives no blocks out"
 
-    def _publish(self, choice: SequenceState, num_full: int) -> None:
+    def _publish(self, sequence: SequenceState, num_full: int) -> None:
         kv = self.kv
-        kv.hashing.extend(choice.hashes, choice.token_ids, num_full, choice.live.request.hash_salt)
-        start, choice.num_published = choice.num_published, num_full
-        kv.publish(choice.block_ids, choice.hashes, start, num_full, choice.token_ids)
-        if choice.state is SequenceStatus.PREFILLING:
-            kv.retract(choice, choice.hashes[start:num_full])
+        kv.hashing.extend(sequence.hashes, sequence.token_ids, num_full, sequence.live.request.hash_salt)
+        start, sequence.num_published = sequence.num_published, num_full
+        kv.publish(sequence.block_ids, sequence.hashes, start, num_full, sequence.token_ids)
+        if sequence.state is SequenceStatus.PREFILLING:
+            kv.retract(sequence, sequence.hashes[start:num_full])
 
     def would_make_room(self, tenant: str, rank: Rank) -> bool:
         """Whether a request that comes now gets the row and the blocks of one that runs."""
         waiting = self.waiting
         num_own = waiting.queued_of(tenant).requests if waiting.by_turns else waiting.num_ahead(tenant, rank)
-        return not num_own and self._giving_way.would_make_room(tenant, rank, self.max_rows)
+        return not num_own and self._preemption.would_make_room(tenant, rank, self.max_rows)
 
     def _make_room(self) -> bool:
         """Has a row give way to whoever waits first and finds no room; False if none has to."""
-        if not self._giving_way.makes_room:
+        if not self._preemption.makes_room:
             return False
-        choice = self.beginnings.first_without_room()
-        if choice is None:
+        sequence = self.prefill_adder.first_without_room()
+        if sequence is None:
             return False
-        victim = self._giving_way.victim_for_waiting(choice, self.beginnings.num_missing_for(choice), self.max_rows)
+        victim = self._preemption.victim_for_waiting(
+            sequence, self.prefill_adder.num_missing_for(sequence), self.max_rows
+        )
         if victim is None:
             return False
-        choice.num_overtaken = MAX_OVERTAKEN  # what is freed is for nobody else
-        self._preempt(victim, made_room(choice.live.request.request_id))
+        sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is for nobody else
+        self._preempt(victim, made_room(sequence.live.request.request_id))
         return True

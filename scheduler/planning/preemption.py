@@ -36,11 +36,11 @@ class PreemptionPolicy:
         self._shares = self._dominant_shares()
         return sorted(decoding, key=self._order)
 
-    def _order(self, choice: SequenceState) -> tuple[float, Rank]:
-        return (self._share(choice), choice.rank)
+    def _order(self, sequence: SequenceState) -> tuple[float, Rank]:
+        return (self._share(sequence), sequence.rank)
 
-    def _share(self, choice: SequenceState) -> float:
-        return self._shares.get(choice.live.tenant, 0.0)
+    def _share(self, sequence: SequenceState) -> float:
+        return self._shares.get(sequence.live.tenant, 0.0)
 
     def _dominant_shares(self) -> dict[TenantUse, float]:
         """Returns each tenant's share of the running rows or of the blocks, whichever is larger, for its weight (Ghodsi
@@ -53,8 +53,8 @@ class PreemptionPolicy:
 
     def _blocks_held(self) -> Counter[TenantUse]:
         held = Counter[TenantUse]()
-        for choice in self._running:
-            held[choice.live.tenant] += len(choice.block_ids)
+        for sequence in self._running:
+            held[sequence.live.tenant] += len(sequence.block_ids)
         return held
 
     def victim_for_decode(self, needy: SequenceState, not_planned: Sequence[SequenceState]) -> SequenceState:
@@ -77,7 +77,7 @@ class PreemptionPolicy:
     def would_make_room(self, tenant: str, rank: Rank, max_rows: int) -> bool:
         """Whether a row would give way to a request that is still to come, with nobody of its own ahead of it."""
         if self._policy is Policy.PRIORITY:
-            return any(choice.rank[0] > rank[0] for choice in self._running)
+            return any(sequence.rank[0] > rank[0] for sequence in self._running)
         if self._policy is not Policy.FAIR:
             return False
         tenants, num_rows = self._tenants, min(max_rows, len(self._running) + 1)
@@ -87,12 +87,12 @@ class PreemptionPolicy:
             use.num_rows > 1 and use.num_rows - 1 >= num_rows * tenants.share_beside(use, tenant) for use in tenants
         )
 
-    def victim_for_waiting(self, choice: SequenceState, num_blocks: int, max_rows: int) -> SequenceState | None:
+    def victim_for_waiting(self, sequence: SequenceState, num_blocks: int, max_rows: int) -> SequenceState | None:
         """Who gives way to a choice that waits for ``num_blocks`` or for one of ``max_rows``; None if nobody has to, or
         if it would not be enough."""
         if self._running.held:
             return self._cheapest(self._running.held)
-        inferior = self._after(choice, num_blocks, max_rows)
+        inferior = self._after(sequence, num_blocks, max_rows)
         pool = self._kv.pool
         if not inferior or pool.num_free + pool.num_freed(other.block_ids for other in inferior) < num_blocks:
             return None
@@ -101,7 +101,7 @@ class PreemptionPolicy:
     def _after(self, waiting: SequenceState, num_blocks: int, max_rows: int) -> list[SequenceState]:
         """Returns the rows that come after a choice that waits for ``num_blocks`` or for a row."""
         if self._policy is Policy.PRIORITY:
-            return [choice for choice in self._running if choice.rank[0] > waiting.rank[0]]
+            return [sequence for sequence in self._running if sequence.rank[0] > waiting.rank[0]]
         if self._policy is not Policy.FAIR:
             return []
         # A tenant with less than its share takes from a tenant with more than its own, and no more than its share, so
@@ -117,20 +117,20 @@ class PreemptionPolicy:
         if not rich:
             return []
         self._shares = self._dominant_shares()
-        return [choice for choice in self._running if choice.live.tenant in rich]
+        return [sequence for sequence in self._running if sequence.live.tenant in rich]
 
-    def _last(self, choices: Iterable[SequenceState]) -> list[SequenceState]:
+    def _last(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
         """Returns those that give way first."""
         match self._policy:
             case Policy.PRIORITY:
-                placed = [(float(choice.rank[0]), choice) for choice in choices]
+                placed = [(float(sequence.rank[0]), sequence) for sequence in sequences]
             case Policy.FAIR:
-                placed = [(self._share(choice), choice) for choice in choices]
+                placed = [(self._share(sequence), sequence) for sequence in sequences]
             case _:
-                return list(choices)
+                return list(sequences)
         highest = max(value for value, _ in placed)
-        return [choice for value, choice in placed if value == highest]
+        return [sequence for value, sequence in placed if value == highest]
 
-    def _cheapest(self, choices: Iterable[SequenceState]) -> SequenceState:
+    def _cheapest(self, sequences: Iterable[SequenceState]) -> SequenceState:
         """The one that shares the most of its blocks, or has the fewest, has the least to compute again."""
-        return min(choices, key=lambda choice: (self._kv.num_unshared(choice.block_ids), -choice.rank[1]))
+        return min(sequences, key=lambda sequence: (self._kv.num_unshared(sequence.block_ids), -sequence.rank[1]))

@@ -44,9 +44,9 @@ class PrefillAdder:
         waiting: WaitingQueue,
         running: RunningQueue,
         rows: RowIdAllocator[SequenceState],
-        pins: PinnedPrefixes,
-        suspects: CrashBisector,
-        restoring: HostTierRestorePolicy,
+        pinned: PinnedPrefixes,
+        bisector: CrashBisector,
+        restore_policy: HostTierRestorePolicy,
         clock: Callable[[], float],
     ) -> None:
         self.max_rows = 0
@@ -58,9 +58,9 @@ class PrefillAdder:
         self._waiting = waiting
         self._running = running
         self._rows = rows
-        self._pins = pins
-        self._suspects = suspects
-        self._restoring = restoring
+        self._pinned = pinned
+        self._bisector = bisector
+        self._restore_policy = restore_policy
         self._clock = clock
         # A row that begins leaves so many blocks to those that run, or it would often be preempted at once.
         self._reserved_blocks = kv.pool.num_blocks // 100
@@ -73,77 +73,77 @@ class PrefillAdder:
 
     def schedulable(self, this_round: PrefillRound) -> Iterator[SequenceState]:
         """Those that may begin if there is room, in order. May be read one ahead of what is planned."""
-        for choice in self._waiting.in_order():
+        for sequence in self._waiting.in_order():
             if this_round.is_over:
                 return
             if len(self._running) >= self.max_rows or not self._rows.num_free:
-                choice.live.timeline.waits(choice.index, Cause.ROWS, self.max_rows)
+                sequence.live.timeline.waits(sequence.index, Cause.ROWS, self.max_rows)
                 return
-            if not self._is_kept_back(choice):
-                yield choice
+            if not self._is_kept_back(sequence):
+                yield sequence
 
-    def try_add(self, plan: StepPlan, choice: SequenceState, this_round: PrefillRound) -> bool:
+    def try_add(self, plan: StepPlan, sequence: SequenceState, this_round: PrefillRound) -> bool:
         """Begins a row, if there is room for it."""
         if this_round.is_over or len(self._running) >= self.max_rows:
             return False
-        timeline, num_tokens = choice.live.timeline, len(choice.token_ids)
-        if choice.in_flight or (plan.added and this_round.num_added_tokens + num_tokens > MAX_ADDED_TOKENS):
-            timeline.waits(choice.index, Cause.LAST_ANSWER if choice.in_flight else Cause.NEXT_PLAN)
+        timeline, num_tokens = sequence.live.timeline, len(sequence.token_ids)
+        if sequence.in_flight or (plan.added and this_round.num_added_tokens + num_tokens > MAX_ADDED_TOKENS):
+            timeline.waits(sequence.index, Cause.LAST_ANSWER if sequence.in_flight else Cause.NEXT_PLAN)
             this_round.is_over = True
             return False
         # If nothing was freed since the last try, looking up a long prefix again is no use.
-        if not self._lacks_blocks(choice):
-            found = self._prefix(choice)
+        if not self._lacks_blocks(sequence):
+            found = self._prefix(sequence)
             if found is None:
-                timeline.waits(choice.index, Cause.PREFIX)
+                timeline.waits(sequence.index, Cause.PREFIX)
                 return False
             prefix, restored = found
-            block_ids = self._allocate(choice, prefix, restored)
+            block_ids = self._allocate(sequence, prefix, restored)
             if block_ids is not None:
-                self._begin(plan, choice, block_ids, len(prefix) + len(restored))
+                self._begin(plan, sequence, block_ids, len(prefix) + len(restored))
                 this_round.num_added_tokens += num_tokens
                 for other in this_round.passed_over:
                     other.num_overtaken += 1
                 return True
-            choice.num_free_at_last_try = self._kv.pool.num_free
-        timeline.waits(choice.index, Cause.BLOCKS, self._kv.pool.num_free, self.num_blocks_for(choice))
-        this_round.passed_over.append(choice)
-        if choice.num_overtaken >= MAX_OVERTAKEN or len(this_round.passed_over) == MAX_PASSED_OVER:
+            sequence.num_free_at_last_try = self._kv.pool.num_free
+        timeline.waits(sequence.index, Cause.BLOCKS, self._kv.pool.num_free, self.num_blocks_for(sequence))
+        this_round.passed_over.append(sequence)
+        if sequence.num_overtaken >= MAX_OVERTAKEN or len(this_round.passed_over) == MAX_PASSED_OVER:
             this_round.is_over = True
         return False
 
     def first_without_room(self) -> SequenceState | None:
         """Whoever would begin next, if rows or blocks are all that it lacks."""
-        choice = next((choice for choice in self._waiting.in_order() if not self._is_kept_back(choice)), None)
-        if choice is None or choice.in_flight:
+        sequence = next((sequence for sequence in self._waiting.in_order() if not self._is_kept_back(sequence)), None)
+        if sequence is None or sequence.in_flight:
             return None
-        has_room = len(self._running) < self.max_rows and not self._lacks_blocks(choice)
-        return None if has_room else choice
+        has_room = len(self._running) < self.max_rows and not self._lacks_blocks(sequence)
+        return None if has_room else sequence
 
-    def num_blocks_for(self, choice: SequenceState) -> int:
+    def num_blocks_for(self, sequence: SequenceState) -> int:
         """Blocks that must be free for a choice of which nothing is cached."""
-        return self._kv.num_blocks_for(len(choice.token_ids)) + self._reserved_blocks
+        return self._kv.num_blocks_for(len(sequence.token_ids)) + self._reserved_blocks
 
-    def num_missing_for(self, choice: SequenceState) -> int:
+    def num_missing_for(self, sequence: SequenceState) -> int:
         """Blocks that must be free for a choice, beside those that it shares with rows that run."""
-        if not choice.reads_cache:
-            return self.num_blocks_for(choice)
-        prefix = choice.pinned or self._kv.find_prefix(choice.hashes, len(choice.token_ids))
-        return self.num_blocks_for(choice) - sum(map(self._kv.pool.is_held, prefix))
+        if not sequence.reads_cache:
+            return self.num_blocks_for(sequence)
+        prefix = sequence.pinned or self._kv.find_prefix(sequence.hashes, len(sequence.token_ids))
+        return self.num_blocks_for(sequence) - sum(map(self._kv.pool.is_held, prefix))
 
-    def _is_kept_back(self, choice: SequenceState) -> bool:
+    def _is_kept_back(self, sequence: SequenceState) -> bool:
         """Whether something else than room keeps it from beginning; whoever is behind need not wait for that."""
-        live = choice.live
+        live = sequence.live
         if live.held:
             return True
         if not self.may_run(live):
-            live.timeline.waits(choice.index, Cause.SUSPECT)
+            live.timeline.waits(sequence.index, Cause.SUSPECT)
             return True
-        if choice.awaited_hash is not None and self._kv.is_pending(choice.awaited_hash):
-            live.timeline.waits(choice.index, Cause.PREFIX)
+        if sequence.awaited_hash is not None and self._kv.is_pending(sequence.awaited_hash):
+            live.timeline.waits(sequence.index, Cause.PREFIX)
             return True
         if live.started_at is None and live.request.deadline is not None:
-            if choice.index and live in self._late:
+            if sequence.index and live in self._late:
                 return True  # as its first prompt is, which was asked about before: there may be thousands
             if self.is_late(live):
                 self._late.append(live)
@@ -152,71 +152,73 @@ class PrefillAdder:
 
     def may_run(self, live: RequestState) -> bool:
         """Whether a request may be in a step now, with those on trial that ended a worker."""
-        return not self._suspects or self._suspects.may_run(live.request.request_id)
+        return not self._bisector or self._bisector.may_run(live.request.request_id)
 
-    def _lacks_blocks(self, choice: SequenceState) -> bool:
+    def _lacks_blocks(self, sequence: SequenceState) -> bool:
         """Whether it was tried with as many free blocks as there are now."""
-        return len(self._running) > 0 and self._kv.pool.num_free <= choice.num_free_at_last_try
+        return len(self._running) > 0 and self._kv.pool.num_free <= sequence.num_free_at_last_try
 
-    def _prefix(self, choice: SequenceState) -> tuple[list[int], Sequence[bytes]] | None:
+    def _prefix(self, sequence: SequenceState) -> tuple[list[int], Sequence[bytes]] | None:
         """Blocks with KV of the history's beginning, and hashes of those after them that are to be copied back; None if
         it is better to wait for more."""
-        if choice.pinned:
-            return choice.pinned, ()
-        if not choice.reads_cache:
+        if sequence.pinned:
+            return sequence.pinned, ()
+        if not sequence.reads_cache:
             return [], ()
         kv = self._kv
-        num_tokens = len(choice.token_ids)
-        kv.hashing.extend(choice.hashes, choice.token_ids, num_tokens // kv.block_size, choice.live.request.hash_salt)
-        prefix = kv.find_prefix(choice.hashes, num_tokens)
-        restored = self._restoring.find(choice.hashes, len(prefix), num_tokens)
+        num_tokens = len(sequence.token_ids)
+        kv.hashing.extend(
+            sequence.hashes, sequence.token_ids, num_tokens // kv.block_size, sequence.live.request.hash_salt
+        )
+        prefix = kv.find_prefix(sequence.hashes, num_tokens)
+        restored = self._restore_policy.find(sequence.hashes, len(prefix), num_tokens)
         num_found = len(prefix) + len(restored)
-        awaited = kv.last_pending(choice.hashes, num_found, num_tokens)
+        awaited = kv.last_pending(sequence.hashes, num_found, num_tokens)
         if awaited is not None:
             leader = kv.leader(awaited)
             assert isinstance(leader, SequenceState)
-            if leader.rank[0] > choice.rank[0]:
+            if leader.rank[0] > sequence.rank[0]:
                 # It might wait long for the other's turn, so it computes the same by itself; others wait for it then.
-                kv.retract(leader, choice.hashes[num_found:])
+                kv.retract(leader, sequence.hashes[num_found:])
                 awaited = None
-        choice.awaited_hash = awaited
+        sequence.awaited_hash = awaited
         return None if awaited is not None else (prefix, restored)
 
-    def _allocate(self, choice: SequenceState, prefix: list[int], restored: Sequence[bytes]) -> list[int] | None:
-        num_tokens = len(choice.token_ids)
+    def _allocate(self, sequence: SequenceState, prefix: list[int], restored: Sequence[bytes]) -> list[int] | None:
+        num_tokens = len(sequence.token_ids)
         reserve = self._reserved_blocks if len(self._running) else 0
         block_ids = self._kv.allocate(prefix, num_tokens, reserve, restored)
         if len(self._running):
             return block_ids
-        if block_ids is None and self._pins.remove_all(but=choice):
+        if block_ids is None and self._pinned.remove_all(but=sequence):
             block_ids = self._kv.allocate(prefix, num_tokens, 0, restored)
         assert block_ids is not None, "a request that fits alone finds no room although nothing runs"
         return block_ids
 
-    def _begin(self, plan: StepPlan, choice: SequenceState, block_ids: list[int], num_cached_blocks: int) -> None:
-        live = choice.live
-        self._waiting.remove(choice)
-        self._pins.remove(choice)
+    def _begin(self, plan: StepPlan, sequence: SequenceState, block_ids: list[int], num_cached_blocks: int) -> None:
+        live = sequence.live
+        self._waiting.remove(sequence)
+        self._pinned.remove(sequence)
         num_cached = num_cached_blocks * self._kv.block_size
         if live.started_at is None:
             live.started_at = self._clock()
-        if choice.is_new:
+        if sequence.is_new:
             live.usage.cached_tokens += num_cached
         self.num_cached_tokens += num_cached
-        row, epoch = self._rows.allocate_row(choice)
-        choice.start_row(row, epoch, block_ids, num_cached_blocks, self._kv.block_size)
-        live.timeline.began(choice.index, plan.step, num_cached)
-        self._running.add_sequence(choice)
-        self._kv.announce(choice, choice.hashes[num_cached_blocks:])
+        row, epoch = self._rows.allocate_row(sequence)
+        sequence.start_row(row, epoch, block_ids, num_cached_blocks, self._kv.block_size)
+        live.timeline.began(sequence.index, plan.step, num_cached)
+        self._running.add_sequence(sequence)
+        self._kv.announce(sequence, sequence.hashes[num_cached_blocks:])
         plan.added.append(
             AddedRow(
                 row,
                 epoch,
-                choice.token_ids.copy(),
-                choice.num_prompt_tokens,
+                sequence.token_ids.copy(),
+                sequence.num_prompt_tokens,
                 num_cached,
                 block_ids.copy(),
-                _sampling_of_row(choice, live),
+                _sampling_of_row(sequence, live),
                 live.request.pooling,
                 live.request.max_drafts,
                 live.request.grammar,
@@ -225,8 +227,8 @@ class PrefillAdder:
         )
 
 
-def _sampling_of_row(choice: SequenceState, live: RequestState) -> SamplingParams:
+def _sampling_of_row(sequence: SequenceState, live: RequestState) -> SamplingParams:
     """What was reported of the prompt's log-probabilities is not computed again."""
-    if choice.sampling.prompt_logprobs is not None and not live.wants_prompt_logprobs:
-        return replace(choice.sampling, prompt_logprobs=None)
-    return choice.sampling
+    if sequence.sampling.prompt_logprobs is not None and not live.wants_prompt_logprobs:
+        return replace(sequence.sampling, prompt_logprobs=None)
+    return sequence.sampling

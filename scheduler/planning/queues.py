@@ -20,13 +20,13 @@ Order = tuple[float, Rank]
 """(the tenant's turn, or 0 where tenants take none; the rank)."""
 
 
-def _rank(choice: SequenceState) -> Rank:
-    return choice.rank
+def _rank(sequence: SequenceState) -> Rank:
+    return sequence.rank
 
 
-def _due(choice: SequenceState) -> tuple[float, Rank]:
-    assert choice.due is not None
-    return choice.due
+def _due(sequence: SequenceState) -> tuple[float, Rank]:
+    assert sequence.due is not None
+    return sequence.due
 
 
 class Queued(NamedTuple):
@@ -53,7 +53,7 @@ class WaitingQueue:
         """Choices that are pooled, which have a row for as long as their prompts take."""
         self._wanted = wanted
         self._block_size = block_size
-        self._num_choices = 0
+        self._num_sequences = 0
         self._own: dict[str, Queued] = {}
         """Of each tenant that has any: counted as they come and go, since there may be many."""
         self._lanes: dict[str, OrderedQueue] = {}
@@ -64,7 +64,7 @@ class WaitingQueue:
         self.arrange(policy)
 
     def __len__(self) -> int:
-        return self._num_choices
+        return self._num_sequences
 
     def __iter__(self) -> Iterator[SequenceState]:
         """In any order."""
@@ -79,105 +79,105 @@ class WaitingQueue:
         """Of a tenant."""
         return self._own.get(tenant, _NOTHING)
 
-    def order(self, choice: SequenceState) -> Order:
+    def order(self, sequence: SequenceState) -> Order:
         """What a choice is ordered by now."""
-        return (choice.live.tenant.turn if self.by_turns else 0.0, choice.rank)
+        return (sequence.live.tenant.turn if self.by_turns else 0.0, sequence.rank)
 
     def arrange(self, policy: Policy) -> None:
         """Ranks have changed, or the policy that orders the queue."""
-        choices = list(self)
+        sequences = list(self)
         self.by_turns = policy is Policy.FAIR
         by_lane: dict[str, list[SequenceState]] = {}
-        for choice in choices:
-            by_lane.setdefault(self._lane(choice), []).append(choice)
+        for sequence in sequences:
+            by_lane.setdefault(self._lane(sequence), []).append(sequence)
         self._lanes = {name: OrderedQueue(_rank, lane) for name, lane in by_lane.items()}
         self._due = None
         if policy is Policy.DEADLINE:
-            for choice in choices:
-                choice.due = _due_of(choice)
-            self._due = OrderedQueue(_due, [choice for choice in choices if choice.due])
+            for sequence in sequences:
+                sequence.due = _due_of(sequence)
+            self._due = OrderedQueue(_due, [sequence for sequence in sequences if sequence.due])
 
-    def put(self, choice: SequenceState) -> None:
+    def put(self, sequence: SequenceState) -> None:
         """Enters a choice."""
-        self._want(choice)
-        name = self._lane(choice)
+        self._want(sequence)
+        name = self._lane(sequence)
         lane = self._lanes.get(name)
         if lane is None:
             lane = self._lanes[name] = OrderedQueue(_rank)
-        lane.insert(choice)
+        lane.insert(sequence)
         if self._due is not None:
-            choice.due = _due_of(choice)
-            if choice.due:
-                self._due.insert(choice)
-        self._count(choice, 1)
+            sequence.due = _due_of(sequence)
+            if sequence.due:
+                self._due.insert(sequence)
+        self._count(sequence, 1)
 
-    def remove(self, choice: SequenceState) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Takes a choice out, while it is still as new as it was."""
-        name = self._lane(choice)
+        name = self._lane(sequence)
         lane = self._lanes[name]
-        lane.remove(choice)
+        lane.remove(sequence)
         if not len(lane):
             del self._lanes[name]
-        if self._due is not None and choice.due:
-            self._due.remove(choice)
-        self._count(choice, -1)
-        choice.is_queued = False
-        self._wanted.remove(choice, choice.hashes[: choice.num_wanted])
-        choice.num_missing = choice.num_evicted = 0
+        if self._due is not None and sequence.due:
+            self._due.remove(sequence)
+        self._count(sequence, -1)
+        sequence.is_queued = False
+        self._wanted.remove(sequence, sequence.hashes[: sequence.num_wanted])
+        sequence.num_missing = sequence.num_evicted = 0
 
-    def _want(self, choice: SequenceState) -> None:
+    def _want(self, sequence: SequenceState) -> None:
         """Finds out what the choice lacks; from then on ``_charge`` keeps it right."""
-        choice.num_wanted = choice.num_missing = choice.num_evicted = 0
+        sequence.num_wanted = sequence.num_missing = sequence.num_evicted = 0
         num_shared = 0
-        if choice.reads_cache:
-            num_tokens = len(choice.token_ids)
-            choice.num_wanted = min(len(choice.hashes), (num_tokens - 1) // self._block_size)
-            hashes = choice.hashes[: choice.num_wanted]
+        if sequence.reads_cache:
+            num_tokens = len(sequence.token_ids)
+            sequence.num_wanted = min(len(sequence.hashes), (num_tokens - 1) // self._block_size)
+            hashes = sequence.hashes[: sequence.num_wanted]
             num_shared = self._wanted.add_owner(
-                choice, hashes, lambda other: cast(SequenceState, other).rank > choice.rank
+                sequence, hashes, lambda other: cast(SequenceState, other).rank > sequence.rank
             )
-        choice.num_shared = num_shared
-        choice.work = self._work(choice)
-        choice.is_queued = True
+        sequence.num_shared = num_shared
+        sequence.work = self._work(sequence)
+        sequence.is_queued = True
 
     def _charge(self, owner: object, num_missing: int, num_evicted: int) -> None:
-        choice = cast(SequenceState, owner)
-        choice.num_missing += num_missing
-        choice.num_evicted += num_evicted
-        if choice.is_queued:
-            self.update_work(choice)
+        sequence = cast(SequenceState, owner)
+        sequence.num_missing += num_missing
+        sequence.num_evicted += num_evicted
+        if sequence.is_queued:
+            self.update_work(sequence)
 
-    def update_work(self, choice: SequenceState) -> None:
+    def update_work(self, sequence: SequenceState) -> None:
         """What a choice lacks has changed while it waits: blocks have moved, or those that it kept were taken."""
-        before, choice.work = choice.work, self._work(choice)
-        change = choice.work.minus(before)
-        self._lanes[self._lane(choice)].change_work(choice, change)
-        if self._due is not None and choice.due:
-            self._due.change_work(choice, change)
+        before, sequence.work = sequence.work, self._work(sequence)
+        change = sequence.work.minus(before)
+        self._lanes[self._lane(sequence)].change_work(sequence, change)
+        if self._due is not None and sequence.due:
+            self._due.change_work(sequence, change)
 
-    def _work(self, choice: SequenceState) -> QueuedWork:
-        live, num_tokens, size = choice.live, len(choice.token_ids), self._block_size
-        num_at_hand = choice.num_wanted - choice.num_missing if choice.num_wanted else len(choice.pinned)
+    def _work(self, sequence: SequenceState) -> QueuedWork:
+        live, num_tokens, size = sequence.live, len(sequence.token_ids), self._block_size
+        num_at_hand = sequence.num_wanted - sequence.num_missing if sequence.num_wanted else len(sequence.pinned)
         return sequence_work(
             num_tokens,
             num_tokens - size * num_at_hand,
             size,
-            is_pooled=choice.is_pooled,
+            is_pooled=sequence.is_pooled,
             num_forks=0 if live.forked else live.request.n - 1,
-            num_evicted=choice.num_evicted,
-            num_shared=max(choice.num_shared, len(choice.pinned)),
+            num_evicted=sequence.num_evicted,
+            num_shared=max(sequence.num_shared, len(sequence.pinned)),
         )
 
-    def _count(self, choice: SequenceState, sign: int) -> None:
-        new_tokens = sign * choice.num_prompt_tokens if choice.is_new else 0
-        self._num_choices += sign
-        choice.live.tenant.num_waiting += sign
+    def _count(self, sequence: SequenceState, sign: int) -> None:
+        new_tokens = sign * sequence.num_prompt_tokens if sequence.is_new else 0
+        self._num_sequences += sign
+        sequence.live.tenant.num_waiting += sign
         self.num_tokens += new_tokens
-        if choice.is_new:
-            num_first = sign if choice.index == 0 else 0
+        if sequence.is_new:
+            num_first = sign if sequence.index == 0 else 0
             self.num_requests += num_first
-            self._count_own(choice.live.tenant.name, num_first, new_tokens)
-        if choice.is_pooled:
+            self._count_own(sequence.live.tenant.name, num_first, new_tokens)
+        if sequence.is_pooled:
             self.num_pooled += sign
 
     def _count_own(self, tenant: str, num_requests: int, num_tokens: int) -> None:
@@ -195,7 +195,7 @@ class WaitingQueue:
 
     def num_ahead(self, tenant: str, rank: Rank) -> int:
         """How many would be ahead of a choice that entered now; with turns, about so many."""
-        return sum(num_choices for _, num_choices in self._ahead(tenant, rank))
+        return sum(num_sequences for _, num_sequences in self._ahead(tenant, rank))
 
     def work_ahead(self, tenant: str, rank: Rank, deadline: float | None) -> QueuedWork:
         """The work of those ahead of a choice that entered now.
@@ -206,9 +206,9 @@ class WaitingQueue:
         ahead = self._ahead(tenant, rank)
         if self._due is not None and deadline is not None:
             num_due = self._due.num_before((deadline, (math.inf, 0, 0)))
-            if num_due > sum(num_choices for _, num_choices in ahead):
+            if num_due > sum(num_sequences for _, num_sequences in ahead):
                 ahead = [(self._due, num_due)]
-        return total_work([lane.work_of_first(num_choices) for lane, num_choices in ahead]).plus(self._unowned)
+        return total_work([lane.work_of_first(num_sequences) for lane, num_sequences in ahead]).plus(self._unowned)
 
     def _ahead(self, tenant: str, rank: Rank) -> list[tuple[OrderedQueue, int]]:
         """The lanes, and how many of the first choices of each."""
@@ -229,24 +229,24 @@ class WaitingQueue:
             return
         # A turn may move while its lane's first is looked at, so it is read again for the next one.
         lanes = [(self.order(lane.first), lane.snapshot()) for lane in self._lanes.values()]
-        heap = [(order, next(choices), choices) for order, choices in lanes]
+        heap = [(order, next(sequences), sequences) for order, sequences in lanes]
         heapq.heapify(heap)
         while heap:
-            _, choice, choices = heap[0]
+            _, choice, sequences = heap[0]
             yield choice
-            following = next(choices, None)
+            following = next(sequences, None)
             if following is None:
                 heapq.heappop(heap)
             else:
-                heapq.heapreplace(heap, (self.order(following), following, choices))
+                heapq.heapreplace(heap, (self.order(following), following, sequences))
 
-    def _lane(self, choice: SequenceState) -> str:
-        return choice.live.tenant.name if self.by_turns else ""
+    def _lane(self, sequence: SequenceState) -> str:
+        return sequence.live.tenant.name if self.by_turns else ""
 
 
-def _due_of(choice: SequenceState) -> tuple[float, Rank] | None:
-    deadline = choice.live.request.deadline
-    return None if deadline is None else (deadline, choice.rank)
+def _due_of(sequence: SequenceState) -> tuple[float, Rank] | None:
+    deadline = sequence.live.request.deadline
+    return None if deadline is None else (deadline, sequence.rank)
 
 
 class RunningQueue:
@@ -264,34 +264,34 @@ class RunningQueue:
     def __iter__(self) -> Iterator[SequenceState]:
         return chain(self.prefilling, self.decoding, self.held)
 
-    def add_sequence(self, choice: SequenceState) -> None:
+    def add_sequence(self, sequence: SequenceState) -> None:
         """Enters a choice whose row begins."""
-        insort(self.prefilling, choice, key=_rank)
-        choice.live.tenant.num_rows += 1
+        insort(self.prefilling, sequence, key=_rank)
+        sequence.live.tenant.num_rows += 1
 
-    def promote(self, choice: SequenceState) -> None:
+    def promote(self, sequence: SequenceState) -> None:
         """All of its history is planned."""
-        self.prefilling.remove(choice)
-        insort(self.decoding, choice, key=_rank)
-        choice.state = SequenceStatus.DECODING
+        self.prefilling.remove(sequence)
+        insort(self.decoding, sequence, key=_rank)
+        sequence.state = SequenceStatus.DECODING
 
-    def remove(self, choice: SequenceState) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Takes a choice out."""
-        self._line(choice).remove(choice)
-        choice.live.tenant.num_rows -= 1
+        self._line(sequence).remove(sequence)
+        sequence.live.tenant.num_rows -= 1
 
-    def hold(self, choice: SequenceState, held: bool) -> None:
+    def hold(self, sequence: SequenceState, held: bool) -> None:
         """Takes a row out of the plans, or puts it back; its request says the same from now on."""
-        (self._moving(choice) if held else self.held).remove(choice)
-        insort(self.held if held else self._moving(choice), choice, key=_rank)
+        (self._moving(sequence) if held else self.held).remove(sequence)
+        insort(self.held if held else self._moving(sequence), sequence, key=_rank)
 
     def arrange(self) -> None:
         """Ranks have changed."""
         for line in (self.prefilling, self.decoding, self.held):
             line.sort(key=_rank)
 
-    def _line(self, choice: SequenceState) -> list[SequenceState]:
-        return self.held if choice.live.held else self._moving(choice)
+    def _line(self, sequence: SequenceState) -> list[SequenceState]:
+        return self.held if sequence.live.held else self._moving(sequence)
 
-    def _moving(self, choice: SequenceState) -> list[SequenceState]:
-        return self.prefilling if choice.state is SequenceStatus.PREFILLING else self.decoding
+    def _moving(self, sequence: SequenceState) -> list[SequenceState]:
+        return self.prefilling if sequence.state is SequenceStatus.PREFILLING else self.decoding

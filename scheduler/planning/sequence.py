@@ -53,7 +53,6 @@ class RequestState:
     """A request from admission to its one ``RequestFinished``."""
 
     __slots__ = (
-        "choices",
         "entered_at",
         "expected_s",
         "expected_ttft_s",
@@ -64,6 +63,7 @@ class RequestState:
         "num_prompt_logprobs",
         "number",
         "request",
+        "sequences",
         "speculation",
         "started_at",
         "tenant",
@@ -85,7 +85,7 @@ class RequestState:
         self.timeline = timeline
         self.held = False
         """Nobody reads its output, so nothing of it is planned."""
-        self.choices: list[SequenceState] = []
+        self.sequences: list[SequenceState] = []
         """Choice 0 alone, until the prompt is computed."""
         self.texts = texts
         """Of the choices: made at admission, where a failure is the request's alone."""
@@ -112,7 +112,7 @@ class RequestState:
         """Output tokens of all choices; vectors, where it is pooled."""
         if self.request.pooling is not None:
             return self.num_ended
-        return sum(choice.delivery.num_tokens for choice in self.choices)
+        return sum(sequence.output.num_tokens for sequence in self.sequences)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -151,7 +151,7 @@ class RequestState:
         if self.started_at is not None and self.first_token_at is not None:
             timings.prefill_us = _microseconds(self.first_token_at - self.started_at)
             timings.first_token_us = _microseconds(self.first_token_at - arrival)
-        self.usage.output_tokens = sum(choice.delivery.num_tokens for choice in self.choices)
+        self.usage.output_tokens = sum(sequence.output.num_tokens for sequence in self.sequences)
         speculation = self.speculation if self.speculation.steps else None
         return RequestFinished(reason, self.usage, timings, message, context, speculation)
 
@@ -160,9 +160,9 @@ class RequestState:
         request = self.request
         if reason not in _CONTINUABLE or request.n > 1 or request.pooling is not None or self.started_at is None:
             return None
-        choice = self.choices[0]
-        token_ids = choice.token_ids[: choice.num_prompt_tokens + choice.delivery.num_in_text]
-        return Context(token_ids, choice.hashes[: len(token_ids) // block_size])
+        sequence = self.sequences[0]
+        token_ids = sequence.token_ids[: sequence.num_prompt_tokens + sequence.output.num_in_text]
+        return Context(token_ids, sequence.hashes[: len(token_ids) // block_size])
 
 
 class SequenceState:
@@ -174,7 +174,6 @@ class SequenceState:
         "capacity",
         "complete_from",
         "decode",
-        "delivery",
         "due",
         "epoch",
         "hashes",
@@ -196,6 +195,7 @@ class SequenceState:
         "num_published",
         "num_shared",
         "num_wanted",
+        "output",
         "pinned",
         "prefill_end",
         "rank",
@@ -221,7 +221,7 @@ class SequenceState:
         """It ends with the answer that brings its vector, and has no output: its row never decodes."""
         self.is_new = index == 0 or self.is_pooled
         """Nothing of its prompt was ever computed for it, or for the choice that it was forked from."""
-        self.delivery = OutputBuffer(
+        self.output = OutputBuffer(
             index,
             live.texts[index],
             request.sampling.stop_token_ids,
@@ -284,7 +284,7 @@ class SequenceState:
     @property
     def index(self) -> int:
         """0 to n-1."""
-        return self.delivery.index
+        return self.output.index
 
     @property
     def reads_cache(self) -> bool:
@@ -313,7 +313,7 @@ class SequenceState:
 
     def limit(self, max_tokens: int) -> None:
         """Output ends after so many tokens, also if there are more already."""
-        self.delivery.max_tokens = max_tokens
+        self.output.max_tokens = max_tokens
         self.length_limit = self.num_prompt_tokens + max_tokens
         self.complete_from = None
 

@@ -24,12 +24,12 @@ MAX_SAVED_TOKENS = 2048
 class TenantUse:
     """One tenant's."""
 
-    __slots__ = ("allowance", "limits", "name", "num_live", "num_new", "num_rows", "num_waiting", "served", "turn")
+    __slots__ = ("limits", "name", "num_live", "num_new", "num_rows", "num_waiting", "rate_limit", "served", "turn")
 
     def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
         self.name = name
         self.limits = limits
-        self.allowance = TenantRateLimit(limits, now)
+        self.rate_limit = TenantRateLimit(limits, now)
         self.num_live = 0
         """Requests that have not finished."""
         self.num_rows = 0
@@ -51,7 +51,7 @@ class TenantUse:
         """What was chosen for it lately was served to it."""
         if self.num_new:
             self.charge(self.num_new)
-            self.allowance.take_tokens(self.num_new, now)
+            self.rate_limit.take_tokens(self.num_new, now)
             self.num_new = 0
 
 
@@ -77,24 +77,24 @@ class TenantAccounting:
         use = self._busy.get(name)
         return 0 if use is None else use.num_live
 
-    def allowance(self, name: str) -> TenantRateLimit:
+    def rate_limit(self, name: str) -> TenantRateLimit:
         """What is left of a tenant's rates; only to be looked at."""
         use = self._uses.get(name)
-        return TenantRateLimit(self._config.tenant(name), self._clock()) if use is None else use.allowance
+        return TenantRateLimit(self._config.tenant(name), self._clock()) if use is None else use.rate_limit
 
     def charge(self, name: str, kind: Rated) -> None:
         """Counts a request or call against a tenant's rate, whatever becomes of it."""
         if self._config.tenant(name).requests_per_second is None:
             return
         now = self._clock()
-        self._use(name, now).allowance.take_from(kind, now)
+        self._use(name, now).rate_limit.take_from(kind, now)
         self._forget_some()
 
     def enter(self, name: str, num_prompt_tokens: int) -> TenantUse:
         """A request begins to live."""
         now = self._clock()
         use = self._use(name, now)
-        use.allowance.take_tokens(num_prompt_tokens, now)
+        use.rate_limit.take_tokens(num_prompt_tokens, now)
         if not use.num_waiting:
             turns = [other.turn for other in self._busy.values() if other.num_waiting]
             last_turn = 0.0 if self._last is None else self._last.turn
@@ -155,7 +155,7 @@ class TenantAccounting:
         now = self._clock()
         for use in self._uses.values():
             use.limits = config.tenant(use.name)
-            use.allowance.reconfigure(use.limits, now)
+            use.rate_limit.reconfigure(use.limits, now)
             if is_new_policy:
                 use.turn = 0.0
         self._total_weight = sum(use.limits.weight for use in self._busy.values())
@@ -176,6 +176,6 @@ class TenantAccounting:
             return
         now = self._clock()
         idle = [use for use in self._uses.values() if not use.num_live]
-        idle.sort(key=lambda use: (not use.allowance.is_full(now), use.turn))
+        idle.sort(key=lambda use: (not use.rate_limit.is_full(now), use.turn))
         for use in idle[: max(0, len(idle) - MAX_REMEMBERED)]:
             del self._uses[use.name]

@@ -151,11 +151,11 @@ class World:
         max_tokens = 1 + random_number % 16 if random_number % 2 else None
         priority = random_number % 3 - 1
         deadline = self.now + random_number % 80 if random_number % 7 == 0 else None
-        choices = [choice for choice in self.scheduler._requests[name].choices if choice.delivery.end is None]
+        choices = [sequence for sequence in self.scheduler._requests[name].sequences if sequence.output.end is None]
         if max_tokens is not None:
             limits = {index: max_tokens for index in range(received.request.n) if index not in received.ends}
             # Those that have more already keep them.
-            limits |= {choice.index: max(max_tokens, choice.delivery.num_tokens) for choice in choices}
+            limits |= {sequence.index: max(max_tokens, sequence.output.num_tokens) for sequence in choices}
             before, received.limits = received.limits, received.limits | limits
             received.most_tokens = max(received.most_tokens, *limits.values(), 0)
         try:
@@ -211,10 +211,12 @@ class World:
         result = self.worker.run(self.plans.popleft())
         result.computed_us = self.step_us
         choices = [self.scheduler._planner.rows.holder(row.row, row.epoch) for row in result.rows]
-        lengths = [len(choice.token_ids) + len(row.token_ids) for choice, row in zip(choices, result.rows, strict=True)]
+        lengths = [
+            len(sequence.token_ids) + len(row.token_ids) for sequence, row in zip(choices, result.rows, strict=True)
+        ]
         self.scheduler.update(result)
-        for choice, length in zip(choices, lengths, strict=True):
-            assert choice.state is SequenceStatus.ENDED or len(choice.token_ids) == length, "a token is lost"
+        for sequence, length in zip(choices, lengths, strict=True):
+            assert sequence.state is SequenceStatus.ENDED or len(sequence.token_ids) == length, "a token is lost"
         return True
 
     def die(self) -> None:
@@ -230,55 +232,58 @@ class World:
         planner = self.scheduler._planner
         running = list(planner.running)
         waiting = list(planner.waiting.in_order())
-        pinned = [choice for choice in waiting if choice.pinned]
-        self.scheduler.kv.check([choice.block_ids or choice.pinned for choice in [*running, *pinned]])
-        assert Counter(map(id, planner._pins._choices)) == Counter(map(id, pinned))
+        pinned = [sequence for sequence in waiting if sequence.pinned]
+        self.scheduler.kv.check([sequence.block_ids or sequence.pinned for sequence in [*running, *pinned]])
+        assert Counter(map(id, planner._pinned._sequences)) == Counter(map(id, pinned))
         rows = planner.running
         lanes = [list(lane) for lane in planner.waiting._lanes.values()]
         for line in (*lanes, rows.prefilling, rows.decoding, rows.held):
-            assert [choice.rank for choice in line] == sorted(choice.rank for choice in line)
-        live = {id(choice) for received in self.scheduler._requests.values() for choice in received.choices}
-        assert {id(choice) for choice in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
-        new = [choice for choice in waiting if choice.is_new]
-        assert planner.waiting.num_requests == sum(choice.index == 0 for choice in new)
-        assert planner.waiting.num_tokens == sum(choice.num_prompt_tokens for choice in new)
-        assert planner.waiting.num_pooled == sum(choice.is_pooled for choice in waiting)
+            assert [sequence.rank for sequence in line] == sorted(sequence.rank for sequence in line)
+        live = {id(sequence) for received in self.scheduler._requests.values() for sequence in received.sequences}
+        assert {id(sequence) for sequence in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
+        new = [sequence for sequence in waiting if sequence.is_new]
+        assert planner.waiting.num_requests == sum(sequence.index == 0 for sequence in new)
+        assert planner.waiting.num_tokens == sum(sequence.num_prompt_tokens for sequence in new)
+        assert planner.waiting.num_pooled == sum(sequence.is_pooled for sequence in waiting)
         self.check_work(planner.waiting)
         assert set(map(id, self.scheduler.kv._pending.values())) <= set(map(id, planner.running.prefilling))
-        for choice in running:
-            assert choice.num_computed <= choice.num_planned or choice.state is SequenceStatus.DECODING
-            confirmed = max(choice.num_computed, choice.num_planned)
-            assert choice.num_published * BLOCK_SIZE <= confirmed, "a block without its KV is published"
-            request = choice.live.request
+        for sequence in running:
+            assert sequence.num_computed <= sequence.num_planned or sequence.state is SequenceStatus.DECODING
+            confirmed = max(sequence.num_computed, sequence.num_planned)
+            assert sequence.num_published * BLOCK_SIZE <= confirmed, "a block without its KV is published"
+            request = sequence.live.request
             received = self.received[request.request_id]
             max_tokens = max(received.request.max_tokens, received.most_tokens, *received.limits.values())
-            limit = min(choice.num_prompt_tokens + max_tokens, MAX_MODEL_LEN) + 2 * len(received.limits)
-            assert choice.length_bound == len(choice.token_ids) + sum(choice.in_flight) <= limit
+            limit = min(sequence.num_prompt_tokens + max_tokens, MAX_MODEL_LEN) + 2 * len(received.limits)
+            assert sequence.length_bound == len(sequence.token_ids) + sum(sequence.in_flight) <= limit
         for use in self.scheduler.tenants:
-            assert use.num_rows == sum(choice.live.tenant is use for choice in running)
-            assert use.num_waiting == sum(choice.live.tenant is use for choice in waiting)
+            assert use.num_rows == sum(sequence.live.tenant is use for sequence in running)
+            assert use.num_waiting == sum(sequence.live.tenant is use for sequence in waiting)
             assert use.num_live == sum(live.tenant is use for live in self.scheduler._requests.values()) > 0
-            own = [(choice.index == 0, choice.num_prompt_tokens) for choice in new if choice.live.tenant is use]
+            own = [(sequence.index == 0, sequence.num_prompt_tokens) for sequence in new if sequence.live.tenant is use]
             assert planner.waiting.queued_of(use.name) == (sum(n for n, _ in own), sum(n for _, n in own))
-        assert {id(choice) for choice in running if choice.live.held} == set(map(id, planner.running.held))
+        assert {id(sequence) for sequence in running if sequence.live.held} == set(map(id, planner.running.held))
 
     def check_work(self, queue: WaitingQueue) -> None:
         """What each waiting choice lacks is what the cache does not have now, and it is counted once."""
         waiting = list(queue)
         self.scheduler.kv.wanted.check(
-            [(choice, choice.hashes[: choice.num_wanted], choice.num_missing, choice.num_evicted) for choice in waiting]
+            [
+                (sequence, sequence.hashes[: sequence.num_wanted], sequence.num_missing, sequence.num_evicted)
+                for sequence in waiting
+            ]
         )
         for lane in (*queue._lanes.values(), *([queue._due] if queue._due else [])):
             choices = list(lane)
-            assert lane.work == total_work(choice.work for choice in choices)
+            assert lane.work == total_work(sequence.work for sequence in choices)
             for number in (0, 1, len(choices) // 2, len(choices)):
-                assert lane.work_of_first(number) == total_work(choice.work for choice in choices[:number])
-            assert [lane.num_before(lane._key(choice)) for choice in choices] == list(range(len(choices)))
-        for choice in waiting:
-            assert 0 < choice.work.tokens <= len(choice.token_ids) + BLOCK_SIZE * choice.live.request.n
-            work = queue._work(choice)
-            if choice.work.length == work.length:  # a plan in flight may still bring a preempted one a token
-                assert choice.work == work, "a choice lacks something else now, and its work is old"
+                assert lane.work_of_first(number) == total_work(sequence.work for sequence in choices[:number])
+            assert [lane.num_before(lane._key(sequence)) for sequence in choices] == list(range(len(choices)))
+        for sequence in waiting:
+            assert 0 < sequence.work.tokens <= len(sequence.token_ids) + BLOCK_SIZE * sequence.live.request.n
+            work = queue._work(sequence)
+            if sequence.work.length == work.length:  # a plan in flight may still bring a preempted one a token
+                assert sequence.work == work, "a choice lacks something else now, and its work is old"
 
     def drain(self) -> None:
         """Runs until everything is finished, and checks every end."""

@@ -16,7 +16,7 @@ class HostileClass:
 
     attack: str
     item: int
-    """The item of issue 26 whose bounds it tests. Item 11 has no class: the machine's memory would have to run out."""
+    """The bound that it tests, by number. Number 11 has no class: the machine's memory would have to run out."""
     summary: str
     expects: Sequence[str]
     """Beginnings of answers. Without any of them the attack did not do what it is meant to do."""

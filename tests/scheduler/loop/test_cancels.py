@@ -133,7 +133,7 @@ class Load:
         live = self.engine._scheduler._requests[name]
         if live.held:
             return "held"
-        states = {choice.state for choice in live.choices}
+        states = {sequence.state for sequence in live.sequences}
         if states == {SequenceStatus.WAITING}:
             return "waiting" if live.started_at is None else "preempted"
         return "prefilling" if SequenceStatus.PREFILLING in states else "decoding"

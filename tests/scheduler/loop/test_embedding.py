@@ -122,7 +122,7 @@ def test_a_request_is_ranked_once_however_many_prompts_it_has(world_type, embed,
     config = SchedulerConfig(policy=Policy.DEADLINE)
     world = world_type(64, config)
     asked = []
-    monkeypatch.setattr(world.scheduler.outlook, "service_s", lambda request, cached=0: asked.append(request))
+    monkeypatch.setattr(world.scheduler.predictor, "service_s", lambda request, cached=0: asked.append(request))
     world.add(embed("vectors", [[1] * 4] * 9))
     assert len(asked) == 1
     world.scheduler.reconfigure(replace(config, max_num_seqs=8))
@@ -139,7 +139,7 @@ def test_whether_a_request_is_late_is_asked_once_however_many_prompts_it_has(wor
         asked.append(live)
         return True
 
-    world.scheduler._planner.beginnings.is_late = is_late
+    world.scheduler._planner.prefill_adder.is_late = is_late
     late = world.add(embed("late", [[1] * 4] * 9, deadline=1000.0))
     assert not world.schedule()
     assert late.finished.reason is EngineFinishReason.DEADLINE

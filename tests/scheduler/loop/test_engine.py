@@ -84,7 +84,7 @@ async def test_whoever_comes_while_a_step_computes_is_in_the_next_one(submit, mo
         first = submit(engine, "first", max_tokens=50)
         assert engine._scheduler is not None
         async with asyncio.timeout(120):
-            while engine._scheduler.outlook.oldest_step_s is None or len(first.token_ids[0]) < 5:  # noqa: ASYNC110
+            while engine._scheduler.predictor.oldest_step_s is None or len(first.token_ids[0]) < 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             num_tokens = len(first.token_ids[0])
             while len(first.token_ids[0]) == num_tokens:  # noqa: ASYNC110
@@ -102,7 +102,7 @@ async def test_whoever_comes_while_a_step_computes_is_in_the_next_one(submit, mo
 
 async def test_what_a_timer_cannot_tell_is_not_waited_for(engine, submit, monkeypatch):
     """It would ring at once, again and again."""
-    monkeypatch.setattr(LatencyPredictor, "spare_s", property(lambda outlook: 0.0004))
+    monkeypatch.setattr(LatencyPredictor, "spare_s", property(lambda predictor: 0.0004))
     received = submit(engine, "only", max_tokens=3)
     await turns_until(lambda: received.finished is not None)
     assert engine._pump_timer is None
@@ -381,10 +381,10 @@ async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed
 def publish_before_the_plan_is_closed(patch):
     begin = PrefillAdder._begin
 
-    def begin_and_publish(beginnings, plan, choice, block_ids, num_cached_blocks):
-        begin(beginnings, plan, choice, block_ids, num_cached_blocks)
-        num_full = len(choice.token_ids) // beginnings._kv.block_size
-        beginnings._kv.publish(block_ids, choice.hashes, num_cached_blocks, num_full, choice.token_ids)
+    def begin_and_publish(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
+        begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
+        num_full = len(sequence.token_ids) // prefill_adder._kv.block_size
+        prefill_adder._kv.publish(block_ids, sequence.hashes, num_cached_blocks, num_full, sequence.token_ids)
 
     patch.setattr(PrefillAdder, "_begin", begin_and_publish)
 
@@ -392,9 +392,9 @@ def publish_before_the_plan_is_closed(patch):
 def free_a_block_too_early(patch):
     begin = PrefillAdder._begin
 
-    def begin_and_free(beginnings, plan, choice, block_ids, num_cached_blocks):
-        begin(beginnings, plan, choice, block_ids, num_cached_blocks)
-        beginnings._kv.free(choice.block_ids[-1:])
+    def begin_and_free(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
+        begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
+        prefill_adder._kv.free(sequence.block_ids[-1:])
 
     patch.setattr(PrefillAdder, "_begin", begin_and_free)
 

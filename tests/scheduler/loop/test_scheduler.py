@@ -350,7 +350,7 @@ def test_a_text_that_cannot_be_cut_ends_its_request_alone(world_type, new_reques
     world.drain()
 
 
-@pytest.mark.parametrize("part", ["kv.retain", "tenants.leave", "outlook.ended"])
+@pytest.mark.parametrize("part", ["kv.retain", "tenants.leave", "predictor.ended"])
 def test_whatever_fails_at_the_end_of_a_request_its_caller_is_told(world, new_request, monkeypatch, part):
     received = world.add(new_request("one", prompt(8), max_tokens=3, retain_s=5.0))
     next_plan(world)

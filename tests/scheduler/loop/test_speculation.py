@@ -124,8 +124,8 @@ def test_drafts_take_no_block_from_anybody(new_world, new_request, length):
     decodes = []
     for plan in turns(world):
         decodes += [decode.max_tokens for decode in plan.decodes]
-        for choice in world.scheduler._planner.running.decoding:
-            assert choice.in_flight[-1] == 1 or choice.capacity >= choice.length_bound
+        for sequence in world.scheduler._planner.running.decoding:
+            assert sequence.in_flight[-1] == 1 or sequence.capacity >= sequence.length_bound
     assert world.scheduler.counters.preemptions == 0
     assert {1, 6} <= set(decodes)
 
@@ -196,8 +196,8 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(new_world, new
             row.token_ids, row.num_drafted = [], 0
         return result
 
-    choice = world.scheduler._requests["failing"].choices[1]
-    failed = choice.row
+    sequence = world.scheduler._requests["failing"].sequences[1]
+    failed = sequence.row
     world.worker.run = run_and_fail
     world.scheduler.update(world.worker.run(world.plans.popleft()))
     world.worker.run = answered
@@ -278,12 +278,12 @@ def test_times_are_predicted_by_what_is_accepted():
     for number in range(40):
         simulation.ask(number * 1.0, 20, 61, max_drafts=2)
     simulation.run()
-    model = simulation.scheduler.outlook._model
+    model = simulation.scheduler.predictor._model
     assert model.tokens_each > 1.8
     request, ended_at = simulation.outcomes[-1].request, simulation.outcomes[-1].ended_at
     assert ended_at is not None
     took = ended_at - request.arrival
-    assert simulation.scheduler.outlook.alone_s(request, sequence_work(20, 20, 16)) == pytest.approx(took, rel=0.25)
+    assert simulation.scheduler.predictor.alone_s(request, sequence_work(20, 20, 16)) == pytest.approx(took, rel=0.25)
     assert took < 0.45, "61 steps would be longer"
 
 

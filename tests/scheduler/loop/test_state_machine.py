@@ -174,7 +174,7 @@ def deadly_world_type(world_type):
 
         def schedule(self):
             planned = super().schedule()
-            on_trial, rows = self.scheduler._suspects.on_trial, self.scheduler._planner.rows
+            on_trial, rows = self.scheduler._bisector.on_trial, self.scheduler._planner.rows
             if planned and on_trial:
                 plan = self.plans[-1]
                 for row in [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]:
@@ -188,8 +188,8 @@ def deadly_world_type(world_type):
                 assert received.finished is not None
                 refused = received.finished.reason is EngineFinishReason.KILLED_WORKER
                 assert not refused or self.is_killer(received.request), f"request {name} is innocent"
-            assert not self.scheduler._suspects
-            assert not self.scheduler._suspects._records
+            assert not self.scheduler._bisector
+            assert not self.scheduler._bisector._records
 
     return DeadlyWorld
 
@@ -248,10 +248,10 @@ def eviction_that_is_not_told(patch):
 def published_when_its_tokens_are_known(patch):
     begin = PrefillAdder._begin
 
-    def begin_and_publish(beginnings, plan, choice, block_ids, num_cached_blocks):
-        begin(beginnings, plan, choice, block_ids, num_cached_blocks)
-        num_full = len(choice.token_ids) // beginnings._kv.block_size
-        beginnings._kv.publish(block_ids, choice.hashes, num_cached_blocks, num_full, choice.token_ids)
+    def begin_and_publish(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
+        begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
+        num_full = len(sequence.token_ids) // prefill_adder._kv.block_size
+        prefill_adder._kv.publish(block_ids, sequence.hashes, num_cached_blocks, num_full, sequence.token_ids)
 
     patch.setattr(PrefillAdder, "_begin", begin_and_publish)
 
@@ -259,10 +259,10 @@ def published_when_its_tokens_are_known(patch):
 def published_one_slot_early(patch):
     confirmed = Planner.publish_confirmed
 
-    def publish_early(planner, choice):
-        choice.num_computed += 1
-        confirmed(planner, choice)
-        choice.num_computed -= 1
+    def publish_early(planner, sequence):
+        sequence.num_computed += 1
+        confirmed(planner, sequence)
+        sequence.num_computed -= 1
 
     patch.setattr(Planner, "publish_confirmed", publish_early)
 
@@ -272,7 +272,7 @@ def row_number_reused_at_once(patch):
         rows._dropped.append(row)
         rows._free.append(row)
 
-    patch.setattr(RowIdAllocator, "drop", drop)
+    patch.setattr(RowIdAllocator, "free_row", drop)
     patch.setattr(RowIdAllocator, "reclaim", lambda rows, numbers: None)
 
 
@@ -297,9 +297,9 @@ def token_in_flight_lost_at_preemption(patch):
     apply = OutputProcessor.apply
 
     def apply_to_running(answers, row):
-        choice = answers._planner.rows.holder(row.row, row.epoch)
-        if choice.state is SequenceStatus.WAITING:
-            choice.length_bound -= choice.in_flight.popleft()
+        sequence = answers._planner.rows.holder(row.row, row.epoch)
+        if sequence.state is SequenceStatus.WAITING:
+            sequence.length_bound -= sequence.in_flight.popleft()
         else:
             apply(answers, row)
 
@@ -309,10 +309,10 @@ def token_in_flight_lost_at_preemption(patch):
 def begun_again_before_its_newest_plan_is_answered(patch):
     leave_row = SequenceState.leave_row
 
-    def leave_and_forget(choice):
-        leave_row(choice)
-        choice.length_bound -= sum(choice.in_flight)
-        choice.in_flight.clear()
+    def leave_and_forget(sequence):
+        leave_row(sequence)
+        sequence.length_bound -= sum(sequence.in_flight)
+        sequence.in_flight.clear()
 
     patch.setattr(SequenceState, "leave_row", leave_and_forget)
 
@@ -321,9 +321,9 @@ def tokens_in_flight_not_counted(patch):
     """A row that could end with what is in flight is continued all the same."""
     begin = SequenceState.start_row
 
-    def begin_with_a_higher_limit(choice, *args):
-        begin(choice, *args)
-        choice.length_limit += 1
+    def begin_with_a_higher_limit(sequence, *args):
+        begin(sequence, *args)
+        sequence.length_limit += 1
 
     patch.setattr(SequenceState, "start_row", begin_with_a_higher_limit)
 
@@ -331,8 +331,8 @@ def tokens_in_flight_not_counted(patch):
 def token_after_a_stop(patch):
     take = OutputBuffer.take_tokens
 
-    def take_and_go_on(delivery, token_ids, logprobs):
-        delta = take(delivery, token_ids, logprobs)
+    def take_and_go_on(output, token_ids, logprobs):
+        delta = take(output, token_ids, logprobs)
         if delta is not None and delta.end is not None:
             delta.token_ids.append(token_ids[-1])
         return delta
@@ -368,7 +368,7 @@ def victim_of_the_highest_rank(patch):
     patch.setattr(
         PreemptionPolicy,
         "victim_for_decode",
-        lambda giving_way, needy, later: min(giving_way._running, key=lambda c: c.rank),
+        lambda preemption, needy, later: min(preemption._running, key=lambda c: c.rank),
     )
 
 
@@ -379,10 +379,10 @@ def cache_kept_over_a_restart(patch):
 def in_flight_over_a_restart(patch):
     restart = SequenceState.restart
 
-    def restart_and_wait_for_answers(choice):
-        in_flight = list(choice.in_flight)
-        restart(choice)
-        choice.in_flight.extend(in_flight)
+    def restart_and_wait_for_answers(sequence):
+        in_flight = list(sequence.in_flight)
+        restart(sequence)
+        sequence.in_flight.extend(in_flight)
 
     patch.setattr(SequenceState, "restart", restart_and_wait_for_answers)
 

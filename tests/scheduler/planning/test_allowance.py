@@ -40,11 +40,11 @@ class TestBucket:
         gaps=st.lists(st.floats(0, 2), min_size=1, max_size=200),
     )
     def test_no_stretch_of_time_has_more_than_it_may(self, rate, gaps):
-        allowance, now, taken = TenantRateLimit(TenantLimits(requests_per_second=rate), 0.0), 0.0, []
+        rate_limit, now, taken = TenantRateLimit(TenantLimits(requests_per_second=rate), 0.0), 0.0, []
         for gap in gaps:
             now += gap
-            if not allowance.wait_s(Rated.REQUEST, now):
-                allowance.take_from(Rated.REQUEST, now)
+            if not rate_limit.wait_s(Rated.REQUEST, now):
+                rate_limit.take_from(Rated.REQUEST, now)
                 taken.append(now)
         for first in range(0, len(taken), 7):
             for last in range(first, len(taken)):
@@ -118,8 +118,8 @@ def test_prompts_and_outputs_are_taken_from_the_budget(world, new_request):
     received = world.add(new_request("first", [1] * 20, tenant="a", max_tokens=5))
     world.drain()
     used = received.finished.usage.prompt_tokens + received.finished.usage.output_tokens
-    allowance = world.scheduler.tenants.allowance("a")
-    assert allowance.token_wait_s(60, world.now) == pytest.approx(used - world.now)  # a second brings one
+    rate_limit = world.scheduler.tenants.rate_limit("a")
+    assert rate_limit.token_wait_s(60, world.now) == pytest.approx(used - world.now)  # a second brings one
 
 
 def test_a_prompt_waits_until_it_fits_and_a_longer_one_until_all_is_there(world, new_request):
@@ -155,7 +155,7 @@ def test_nobody_gets_a_new_budget_by_hiding_behind_other_tenants():
     tenants.leave(tenants.enter("spent", 500))
     for number in range(3 * MAX_REMEMBERED):
         tenants.leave(tenants.enter(f"{number}", 0))
-    assert tenants.allowance("spent").token_wait_s(1, 0.0) > 0
+    assert tenants.rate_limit("spent").token_wait_s(1, 0.0) > 0
 
 
 @pytest.mark.parametrize(

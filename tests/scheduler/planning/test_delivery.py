@@ -25,12 +25,12 @@ class StopsAtTheEnd:
 
 @pytest.mark.parametrize(("last", "num_shown"), [(1, 2), (EOS, 1)], ids=["max_tokens", "a stop token"])
 def test_a_stop_string_that_is_complete_only_at_the_end_is_the_end(last, num_shown):
-    delivery = OutputBuffer(0, StopsAtTheEnd(), [EOS], min_tokens=0, max_tokens=3, num_top_logprobs=None)
-    delta = delivery.take_tokens([1, 1, last], None)
+    output = OutputBuffer(0, StopsAtTheEnd(), [EOS], min_tokens=0, max_tokens=3, num_top_logprobs=None)
+    delta = output.take_tokens([1, 1, last], None)
     assert delta is not None
-    assert delta.end == delivery.end == StopMatch(EngineFinishReason.STOP, stop="a")
+    assert delta.end == output.end == StopMatch(EngineFinishReason.STOP, stop="a")
     assert (delta.token_ids, delta.text) == ([1, 1, last], "a" * num_shown)
-    assert delivery.num_in_text == num_shown
+    assert output.num_in_text == num_shown
 
 
 def test_a_stop_token_at_max_tokens_is_a_stop():
@@ -38,11 +38,11 @@ def test_a_stop_token_at_max_tokens_is_a_stop():
         def finish(self):
             return TextDelta(self.num_held, "a" * self.num_held)
 
-    delivery = OutputBuffer(0, Plain(), [EOS], min_tokens=0, max_tokens=2, num_top_logprobs=None)
-    delta = delivery.take_tokens([1, EOS, 1], None)
+    output = OutputBuffer(0, Plain(), [EOS], min_tokens=0, max_tokens=2, num_top_logprobs=None)
+    delta = output.take_tokens([1, EOS, 1], None)
     assert delta is not None
     assert (delta.token_ids, delta.end) == ([1, EOS], StopMatch(EngineFinishReason.STOP, stop_token_id=EOS))
-    assert (delivery.num_tokens, delivery.num_in_text) == (2, 1)
+    assert (output.num_tokens, output.num_in_text) == (2, 1)
 
 
 class Echo:
@@ -75,15 +75,15 @@ def logprobs(*values):
 def test_the_tokens_that_end_a_choice_come_with_its_end(stop_at, end, length):
     """As many as its usage counts, with their log-probabilities; what follows them in the same step is nobody's."""
     eos = [] if stop_at else [EOS]
-    delivery = OutputBuffer(0, Echo(stop_at), eos, min_tokens=0, max_tokens=9, num_top_logprobs=1)
-    first = delivery.take_tokens([2], logprobs(-0.5))
-    last = delivery.take_tokens([3, EOS, 5], logprobs(-1.5, -2.5, -3.5))
+    output = OutputBuffer(0, Echo(stop_at), eos, min_tokens=0, max_tokens=9, num_top_logprobs=1)
+    first = output.take_tokens([2], logprobs(-0.5))
+    last = output.take_tokens([3, EOS, 5], logprobs(-1.5, -2.5, -3.5))
     assert first is not None
     assert last is not None
     assert (first.token_ids, first.text_lengths) == ([2], [2])
     assert (last.token_ids, last.text, last.end) == ([3, EOS], "xxx", end)
     assert (last.logprobs, last.text_lengths) == (logprobs(-1.5, -2.5), [3, length])
-    assert (delivery.num_tokens, delivery.num_in_text) == (3, 2)
+    assert (output.num_tokens, output.num_in_text) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -95,20 +95,20 @@ def test_the_tokens_that_end_a_choice_come_with_its_end(stop_at, end, length):
     ids=["of a grammar", "others"],
 )
 def test_the_end_of_a_grammar_ends_before_min_tokens_and_is_no_token_of_the_output(ends, shown, end):
-    delivery = OutputBuffer(0, Echo(), [EOS, 5], min_tokens=3, max_tokens=9, num_top_logprobs=1, end_token_ids=ends)
-    delta = delivery.take_tokens([1, EOS, 5, EOS, 1], logprobs(-1.0, -2.0, -3.0, -4.0, -5.0))
+    output = OutputBuffer(0, Echo(), [EOS, 5], min_tokens=3, max_tokens=9, num_top_logprobs=1, end_token_ids=ends)
+    delta = output.take_tokens([1, EOS, 5, EOS, 1], logprobs(-1.0, -2.0, -3.0, -4.0, -5.0))
     assert delta is not None
     assert (delta.token_ids, delta.logprobs, delta.end) == (
         shown,
         logprobs(*[-1.0, -2.0, -3.0, -4.0][: len(shown)]),
         end,
     )
-    assert delivery.num_tokens == len(shown)
+    assert output.num_tokens == len(shown)
 
 
 def test_a_grammar_that_is_complete_at_once_ends_an_output_without_tokens():
-    delivery = OutputBuffer(0, Echo(), [EOS], min_tokens=3, max_tokens=9, num_top_logprobs=None, end_token_ids=(EOS,))
-    delta = delivery.take_tokens([EOS], None)
+    output = OutputBuffer(0, Echo(), [EOS], min_tokens=3, max_tokens=9, num_top_logprobs=None, end_token_ids=(EOS,))
+    delta = output.take_tokens([EOS], None)
     assert delta is not None
     assert (delta.token_ids, delta.text, delta.end) == ([], "", StopMatch(EngineFinishReason.STOP))
-    assert delivery.num_tokens == 0
+    assert output.num_tokens == 0

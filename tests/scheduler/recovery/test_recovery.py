@@ -164,7 +164,7 @@ async def test_a_crash_of_an_idle_worker_is_nobodys_fault(engine, executor, subm
         executor.die("an idle worker", blames_step=True)
         await until(lambda: engine.state is EngineState.RECOVERING)
         await until(lambda: engine.state is EngineState.SERVING)
-    assert not engine._scheduler._suspects
+    assert not engine._scheduler._bisector
 
 
 async def test_an_executor_that_stops_by_itself_is_started_again(engine, executor, submit):

@@ -36,7 +36,7 @@ def learn(world, new_request):
 
 
 def knows_no_lateness(world):
-    return all(kind.factor < 1.5 for kind in world.scheduler.outlook._forecast._lateness.values())
+    return all(kind.factor < 1.5 for kind in world.scheduler.predictor._queue_time._lateness.values())
 
 
 def test_what_is_cached_is_not_counted_when_a_request_might_be_late(world_type, new_request):
@@ -121,7 +121,7 @@ def test_bad_times_are_forgotten(world_type, new_request):
     learn(world, new_request)
     for _ in range(8):
         for expected_s in (2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0):
-            world.scheduler.outlook._forecast.learn_total(sequence_work(8, 8, 4), expected_s, math.inf)
+            world.scheduler.predictor._queue_time.learn_total(sequence_work(8, 8, 4), expected_s, math.inf)
     world.add(new_request("long", prompt(2), max_tokens=40))
     step(world)
     fields = {"max_tokens": 4}
@@ -133,19 +133,19 @@ def test_bad_times_are_forgotten(world_type, new_request):
 
 def test_the_next_plan_waits_for_most_of_a_step_once_steps_are_known(world_type, new_request):
     world = world_type(100, config())
-    outlook = world.scheduler.outlook
+    predictor = world.scheduler.predictor
     world.add(new_request("first", prompt(8), max_tokens=40))
     world.schedule()
-    assert outlook.spare_s == 0.0, "nothing is known yet"
+    assert predictor.spare_s == 0.0, "nothing is known yet"
     world.drain()
     world.add(new_request("second", prompt(8, first=3), max_tokens=2))
-    assert outlook.spare_s == 0.0, "the worker has nothing to do"
+    assert predictor.spare_s == 0.0, "the worker has nothing to do"
     world.schedule()
-    step_s = outlook.oldest_step_s
-    assert 0.7 * step_s < outlook.spare_s < 0.8 * step_s
+    step_s = predictor.oldest_step_s
+    assert 0.7 * step_s < predictor.spare_s < 0.8 * step_s
     world.now += 0.7 * step_s
-    assert 0 < outlook.spare_s < 0.1 * step_s
+    assert 0 < predictor.spare_s < 0.1 * step_s
     world.now += 0.1 * step_s
-    assert outlook.spare_s <= 0
+    assert predictor.spare_s <= 0
     world.schedule()
-    assert outlook.spare_s == 0.0, "both plans are on their way"
+    assert predictor.spare_s == 0.0, "both plans are on their way"
