@@ -164,8 +164,12 @@ $(EMULATED): emulate-%: setup
 
 # ----------------------------------------------------------------------------------------------------------------- check
 
-.PHONY: check lint types imports contract format
+.PHONY: check check-fast lint types imports contract format
 check: lint types imports contract ## all that follows; `make -k check` goes on after a failure
+
+# What .pre-commit-config.yaml runs on the files of a commit, here on all of them.
+check-fast: lint ## the part of check that takes seconds, and the wording of comments and docs
+	$(BIN)/python -P tests/english.py
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check $(ARGS)
@@ -194,6 +198,17 @@ contract: setup $(NODE) ## buf: the protos' style, comments, and nothing broken 
 format: setup ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix $(ARGS)
 	$(BIN)/ruff format
+
+# ------------------------------------------------------------------------------------------------------------------ docs
+
+.PHONY: docs docs-serve
+# The variable silences a notice that MkDocs' theme prints about another generator.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+docs: setup ## build the site of docs/ in build/site; a broken link or anchor fails
+	$(MKDOCS) build $(ARGS)
+
+docs-serve: setup ## serve that site on 127.0.0.1:8001, and build it again after each change; PORT=... changes that
+	$(MKDOCS) serve --dev-addr 127.0.0.1:$(or $(PORT),8001) $(ARGS)
 
 # -------------------------------------------------------------------------------------------------------------- generate
 
