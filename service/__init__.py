@@ -1,1 +1,1 @@
-"""Everything that knows gRPC, and the composition root of the server; it never sees a tensor."""
+"""The gRPC side of penstock and the composition root of the server. Handles no tensors."""

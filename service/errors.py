@@ -1,7 +1,7 @@
-"""Every way in which a call or a request may fail, and the google.rpc.Status that says so.
+"""The catalogue of failures of calls and requests, and the google.rpc.Status of each.
 
-A message comes from this file, or from a named error that was written for the caller's eyes; an exception's own text
-never does. Knows neither streams nor the engine's inner life.
+Every message comes from this file, or from a named error whose text was written for callers. The text of any other
+exception is never sent. Knows neither streams nor the engine's internals.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from google.rpc import error_details_pb2, status_pb2
 from penstock.scheduler.request import EngineFinishReason, RefusalKind, Refused
 
 DOMAIN = "penstock"
-"""Of every ErrorInfo: with its reason it names the failure for programs."""
+"""The domain of every ErrorInfo: domain and reason identify the failure for programs."""
 
 MAX_STATUS_BYTES = 1024
 _MAX_MESSAGE_BYTES = 300
 _MAX_FIELD_BYTES = 80
 DONT_RETRY = -1
-"""As a retry hint: trying again cannot help (a negative pushback, by gRPC's retry design)."""
+"""A retry hint: trying again cannot help (a negative pushback, by gRPC's retry design)."""
 
 
 class Reason(Enum):
-    """The reasons of the catalogue; their names are what ErrorInfo carries."""
+    """The reasons of the catalogue; ErrorInfo carries their names."""
 
     INVALID_FIELD = auto()
     CONTEXT_LENGTH = auto()
@@ -72,105 +72,107 @@ class Reason(Enum):
 
 
 class CatalogueEntry(NamedTuple):
-    """What the catalogue says of a reason."""
+    """The status code, default message and retry hint of a reason."""
 
     code: grpc.StatusCode
     message: str
-    """Sent where the error brings no message of its own."""
+    """Sent if the error has no message of its own."""
     retry_after_ms: int | None = None
-    """When to try again; DONT_RETRY; or None, which leaves it to the code."""
+    """The time until a retry; or DONT_RETRY; or None: decided by the code."""
 
 
 _Code = grpc.StatusCode
 CATALOGUE: Mapping[Reason, CatalogueEntry] = {
-    Reason.INVALID_FIELD: CatalogueEntry(_Code.INVALID_ARGUMENT, "a field is out of its bounds"),
+    Reason.INVALID_FIELD: CatalogueEntry(_Code.INVALID_ARGUMENT, "a field is out of range"),
     Reason.CONTEXT_LENGTH: CatalogueEntry(
-        _Code.INVALID_ARGUMENT, "the request does not fit in the model's context; send or ask for fewer tokens"
+        _Code.INVALID_ARGUMENT, "the request does not fit in the model's context; send or request fewer tokens"
     ),
     Reason.MALFORMED_MESSAGE: CatalogueEntry(
-        _Code.INVALID_ARGUMENT, "the message is no valid protobuf of its type; generate the stubs anew"
+        _Code.INVALID_ARGUMENT, "the message is not a valid protobuf of its type; regenerate the stubs"
     ),
-    # What gRPC's guide to status codes has for a violation of a request's cardinality.
+    # The code that gRPC's guide to status codes gives for a violation of a request's cardinality.
     Reason.MESSAGE_COUNT: CatalogueEntry(
         _Code.UNIMPLEMENTED, "this method takes exactly one message; send one, then half-close the call"
     ),
-    # As gRPC itself refuses metadata of a client that has acknowledged its bound.
+    # The status with which gRPC itself refuses metadata of a client that has acknowledged its limit.
     Reason.METADATA_TOO_LARGE: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED, "a call has at most 16 KiB of metadata; send less", DONT_RETRY
     ),
     Reason.DUPLICATE_REF: CatalogueEntry(
-        _Code.INVALID_ARGUMENT, "the ref is live on this stream already; choose another"
+        _Code.INVALID_ARGUMENT, "the ref is already in use on this stream; choose another"
     ),
     Reason.TOO_LARGE: CatalogueEntry(
         _Code.INVALID_ARGUMENT, "the request can never fit in the KV cache; send fewer tokens"
     ),
-    Reason.TOO_EXPENSIVE: CatalogueEntry(_Code.INVALID_ARGUMENT, "the request asks for too much in all"),
+    Reason.TOO_EXPENSIVE: CatalogueEntry(_Code.INVALID_ARGUMENT, "the request needs too much in total"),
     Reason.NO_CHAT_TEMPLATE: CatalogueEntry(
         _Code.FAILED_PRECONDITION, "this model has no chat template; send text or token_ids instead of chat"
     ),
     Reason.NO_TOOLS_IN_TEMPLATE: CatalogueEntry(
         _Code.FAILED_PRECONDITION,
-        "this model's chat template shows no tools; leave them out, or tell of them in a message",
+        "this model's chat template does not support tools; omit them, or describe them in a message",
     ),
     Reason.CHAT_NOT_CONTINUABLE: CatalogueEntry(
         _Code.FAILED_PRECONDITION,
-        "this model's chat template does not show an answer as it is, so none can be followed; send the whole "
-        "conversation without continue_from, or text or token_ids with it",
+        "this model's chat template does not render answers unchanged, so none can be continued; send the whole "
+        "conversation without continue_from, or use text or token_ids with it",
     ),
     Reason.CONTEXT_NOT_FOUND: CatalogueEntry(
-        _Code.NOT_FOUND, "no context is kept of that request, or not any more; send the whole context instead"
+        _Code.NOT_FOUND, "no context of that request is kept, or no longer; send the whole context instead"
     ),
-    Reason.REQUEST_UNKNOWN: CatalogueEntry(_Code.NOT_FOUND, "nothing is known of a request of this id"),
-    Reason.UNKNOWN_SERVICE: CatalogueEntry(_Code.NOT_FOUND, "no service of this name is served here"),
+    Reason.REQUEST_UNKNOWN: CatalogueEntry(_Code.NOT_FOUND, "no request with this id is known"),
+    Reason.UNKNOWN_SERVICE: CatalogueEntry(_Code.NOT_FOUND, "no service with this name is served here"),
     Reason.UNAUTHENTICATED: CatalogueEntry(
         _Code.UNAUTHENTICATED, "no valid API key or token; send the metadata 'authorization: Bearer <key>'"
     ),
-    Reason.METHOD_DENIED: CatalogueEntry(_Code.PERMISSION_DENIED, "this method is not open to callers"),
+    Reason.METHOD_DENIED: CatalogueEntry(_Code.PERMISSION_DENIED, "callers may not use this method"),
     Reason.TENANT_DENIED: CatalogueEntry(
         _Code.PERMISSION_DENIED, "this caller may not act for another tenant; leave start.tenant empty"
     ),
     Reason.ADMIN_DENIED: CatalogueEntry(
         _Code.PERMISSION_DENIED,
-        "this caller may not administer; add the word 'admin' to its key's line, or the right 'penstock:admin' to its "
-        "token",
+        "this caller may not administer the service; add the word 'admin' to its key's line, or the right "
+        "'penstock:admin' to its token",
     ),
     Reason.QUEUE_FULL: CatalogueEntry(_Code.RESOURCE_EXHAUSTED, "the queue is full; try again", 1000),
-    Reason.OVERLOADED: CatalogueEntry(_Code.RESOURCE_EXHAUSTED, "the deadline could not be met; allow more time", 1000),
+    Reason.OVERLOADED: CatalogueEntry(_Code.RESOURCE_EXHAUSTED, "the deadline cannot be met; allow more time", 1000),
     Reason.TENANT_BUSY: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED, "the tenant has too many live requests; try again", 1000
     ),
     Reason.TENANT_RATE: CatalogueEntry(
-        _Code.RESOURCE_EXHAUSTED, "the tenant sends requests faster than it may; try again later", 1000
+        _Code.RESOURCE_EXHAUSTED, "the tenant exceeds its request rate; try again later", 1000
     ),
     Reason.TENANT_TOKENS: CatalogueEntry(
-        _Code.RESOURCE_EXHAUSTED, "the tenant has used the tokens that it may have for now; try again later", 1000
+        _Code.RESOURCE_EXHAUSTED, "the tenant has used up its tokens for now; try again later", 1000
     ),
     Reason.TENANT_CAP: CatalogueEntry(
-        _Code.INVALID_ARGUMENT, "the request asks for more than its tenant may; ask for less"
+        _Code.INVALID_ARGUMENT, "the request exceeds a limit of its tenant; request less"
     ),
     Reason.PREPARATION_FULL: CatalogueEntry(
-        _Code.RESOURCE_EXHAUSTED, "too many prompts wait to be tokenized; try again", 250
+        _Code.RESOURCE_EXHAUSTED, "too many prompts are waiting to be tokenized; try again", 250
     ),
     Reason.MESSAGES_IN_FLIGHT: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED,
-        "too many messages were in flight, and this one took the longest; try again, or send fewer at once",
+        "too many messages were in flight, and this one had taken the longest; try again, or send fewer at once",
         1000,
     ),
     Reason.READER_TOO_SLOW: CatalogueEntry(
-        _Code.RESOURCE_EXHAUSTED, "the stream is not read as fast as it fills; read it, or use more streams", DONT_RETRY
+        _Code.RESOURCE_EXHAUSTED,
+        "the stream is not read as fast as it fills; read faster, or use more streams",
+        DONT_RETRY,
     ),
     Reason.NO_GRAMMARS: CatalogueEntry(
         _Code.FAILED_PRECONDITION,
-        "output cannot be held to a grammar with this model's tokenizer; leave constraint out",
+        "output cannot be constrained to a grammar with this model's tokenizer; omit constraint",
     ),
     Reason.GRAMMAR: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED,
-        "what the output must match became too costly to follow: make the constraint simpler",
+        "the constraint became too costly to follow; make it simpler",
         DONT_RETRY,
     ),
     Reason.DEAD_END: CatalogueEntry(
         _Code.INVALID_ARGUMENT,
-        "the constraint allows a beginning of an output that nothing can follow; correct the constraint",
+        "the constraint allows a beginning of an output that cannot be completed; correct the constraint",
     ),
     Reason.SLOW_CONSTRAINT: CatalogueEntry(
         _Code.RESOURCE_EXHAUSTED,
@@ -179,22 +181,22 @@ CATALOGUE: Mapping[Reason, CatalogueEntry] = {
     ),
     Reason.DEADLINE: CatalogueEntry(_Code.DEADLINE_EXCEEDED, "the deadline passed"),
     Reason.CANCELLED: CatalogueEntry(_Code.CANCELLED, "cancelled by the client"),
-    Reason.DRAINING: CatalogueEntry(_Code.UNAVAILABLE, "the service takes no new requests; try another", 1000),
+    Reason.DRAINING: CatalogueEntry(_Code.UNAVAILABLE, "the service accepts no new requests; try another", 1000),
     Reason.SHUTDOWN: CatalogueEntry(
-        _Code.UNAVAILABLE, "the service went down before the request was done; try another", 1000
+        _Code.UNAVAILABLE, "the service shut down before the request finished; try another", 1000
     ),
-    Reason.GOING_DOWN: CatalogueEntry(_Code.FAILED_PRECONDITION, "the service is going down for good; start another"),
+    Reason.GOING_DOWN: CatalogueEntry(_Code.FAILED_PRECONDITION, "the service is shutting down; start another"),
     Reason.WORKER_DOWN: CatalogueEntry(
-        _Code.UNAVAILABLE, "the worker is being started; try another replica, or try again", 5000
+        _Code.UNAVAILABLE, "the worker is starting; try another replica, or try again", 5000
     ),
     Reason.WORKER_DIED: CatalogueEntry(_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000),
     Reason.KILLED_WORKER: CatalogueEntry(
         _Code.INTERNAL,
-        "the request ended the worker twice while it ran alone; do not send it again, and report it to the service's "
-        "operator with the request id",
+        "the request crashed the worker twice while it ran alone; do not send it again, and report it to the "
+        "service's operator with the request id",
     ),
     Reason.INTERNAL: CatalogueEntry(
-        _Code.INTERNAL, "an error of the service; report it to its operator with the request id"
+        _Code.INTERNAL, "an internal error; report it to the service's operator with the request id"
     ),
 }
 
@@ -212,7 +214,7 @@ _REFUSALS: Mapping[RefusalKind, Reason] = {
 }
 
 _QUEUED = (Reason.QUEUE_FULL, Reason.OVERLOADED, Reason.TENANT_BUSY)
-"""What passes when others are done, unless the refusal says no time."""
+"""The refusals that other requests' ends resolve. Without a retry time, a retry cannot help."""
 
 _ENDINGS: Mapping[EngineFinishReason, Reason | None] = {
     EngineFinishReason.STOP: None,
@@ -230,8 +232,8 @@ _ENDINGS: Mapping[EngineFinishReason, Reason | None] = {
 
 
 class ServiceError(Exception):
-    """A failure out of the catalogue. ``message`` is sent to the caller as it is, so it says nothing of prompts,
-    outputs, keys or our own inner life; ``field`` is a path such as ``sampling.top_p``."""
+    """A failure from the catalogue. ``message`` is sent to the caller unchanged, so it contains no prompts, outputs,
+    keys or internals of the service. ``field`` is a path such as ``sampling.top_p``."""
 
     def __init__(
         self, reason: Reason, message: str = "", *, field: str = "", retry_after_ms: int | None = None
@@ -246,7 +248,7 @@ class ServiceError(Exception):
 
 
 class StatusError(Exception):
-    """Ends a call with a status that is made already: that of the one request which the call carried."""
+    """Ends a call with a given status: that of the only request on the call."""
 
     def __init__(self, status: status_pb2.Status) -> None:
         super().__init__(status.message)
@@ -254,15 +256,15 @@ class StatusError(Exception):
 
 
 def invalid(field: str, problem: str, reason: Reason = Reason.INVALID_FIELD) -> ServiceError:
-    """A field out of its bounds: ``problem`` says what is wrong and what would be right."""
+    """Returns the error for an invalid field. ``problem`` describes what is wrong and what would be right."""
     return ServiceError(reason, f"{field}: {problem}", field=field)
 
 
 def from_refusal(refused: Refused) -> ServiceError:
-    """The engine's refusal in the catalogue's terms."""
+    """Returns the catalogue's error for a refusal by the engine."""
     reason, message, retry_after_ms = _REFUSALS[refused.kind], refused.message, refused.retry_after_ms
     if reason in (Reason.DRAINING, Reason.WORKER_DOWN):
-        message = ""  # the catalogue's, which has the remedy
+        message = ""  # the catalogue's message has the remedy
     elif reason in _QUEUED and retry_after_ms is None:
         retry_after_ms = DONT_RETRY
     elif reason is Reason.QUEUE_FULL:
@@ -271,7 +273,7 @@ def from_refusal(refused: Refused) -> ServiceError:
 
 
 def from_exception(error: BaseException) -> ServiceError | None:
-    """The catalogue's error for an exception; None for one that is a bug of our own, whose text no caller may see."""
+    """Returns the catalogue's error for an exception; None for an internal error, whose text callers must not see."""
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, Refused):
@@ -280,7 +282,7 @@ def from_exception(error: BaseException) -> ServiceError | None:
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """The code that a call ends with which raised ``error``."""
+    """Returns the code of a call that ends with ``error``."""
     if isinstance(error, StatusError):
         return status_code(error.status)
     if isinstance(error, asyncio.CancelledError):
@@ -290,7 +292,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 
 
 def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
-    """The error as the wire has it, in at most MAX_STATUS_BYTES."""
+    """Returns the error as a google.rpc.Status of at most MAX_STATUS_BYTES."""
     message = _cut(error.message, _MAX_MESSAGE_BYTES)
     if error.reason in (Reason.INTERNAL, Reason.KILLED_WORKER):
         message += f" {request_id}"  # many tools show the details as base64
@@ -314,32 +316,32 @@ def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
 
 
 def ending_status(reason: EngineFinishReason, message: str, request_id: str) -> status_pb2.Status:
-    """The status of a request that ended for ``reason``: OK where it ended as it should."""
+    """Returns the status of a request that ended for ``reason``: OK if it succeeded."""
     named = _ENDINGS[reason]
     if named is None:
         return status_pb2.Status()
-    # What is said of a crash or a bug is for the log; the caller gets the request id to find it there.
+    # The text about a crash or an internal error is only for the log, where the request id finds it.
     is_ours = named in (Reason.INTERNAL, Reason.WORKER_DIED, Reason.KILLED_WORKER)
     return to_status(ServiceError(named, "" if is_ours else message), request_id)
 
 
 def with_finished(status: status_pb2.Status, finished: Message) -> status_pb2.Status:
-    """``status`` with the request's end among its details, for a call that can say it nowhere else. ``finished``: a
-    penstock.v1.Finished."""
+    """Returns ``status`` with the request's end among its details, for a call that has no other place for it.
+    ``finished`` is a penstock.v1.Finished."""
     end = type(finished)()
     end.CopyFrom(finished)
-    end.ClearField("status")  # it is what carries this
+    end.ClearField("status")  # the returned status contains the end
     return status_pb2.Status(code=status.code, message=status.message, details=[*status.details, _pack(end)])
 
 
 def status_code(status: status_pb2.Status) -> grpc.StatusCode:
-    """gRPC's own code of a status."""
+    """Returns gRPC's code of a status."""
     return _CODES[status.code]
 
 
 def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
-    """The trailing metadata of a call that ends with ``status``: its details, and the pushback for clients that
-    retry."""
+    """Returns the trailing metadata of a call that ends with ``status``: its details, and the pushback for clients
+    that retry."""
     trailing: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", status.SerializeToString())]
     pushback = _pushback_ms(status)
     if pushback is not None:
@@ -356,7 +358,7 @@ def _pushback_ms(status: status_pb2.Status) -> int | None:
     for detail in status.details:
         if detail.Unpack(retry):
             return retry.retry_delay.ToMilliseconds()
-    # Clients that retry do it for these codes; a status that says no time is for them to leave alone.
+    # Clients retry calls that end with these codes; without a retry time they must not.
     return DONT_RETRY if status_code(status) in _RETRIED else None
 
 

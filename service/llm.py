@@ -1,4 +1,4 @@
-"""A model as a library: a service of this process's own, and its client, behind two calls.
+"""A model as a library: a private service and its client, behind two calls.
 
 with LLM("demo", max_model_len=2048) as llm:
     for answer in llm.generate(["The kernel is", "A package is"], max_tokens=32, temperature=0):
@@ -23,21 +23,21 @@ from penstock.clients.requests import Options, Prompt
 from penstock.service.app.embedded import local_service
 
 _CONCURRENCY = 256
-"""Requests at a time: enough to fill every step, and fewer than may wait."""
+"""Concurrent requests: enough to fill every step, and fewer than the queue's limit."""
 
 
 class LLM:
-    """A loaded model. ``close`` it, or use it in ``with``, to have its memory back; without that it ends with the
-    object or the program."""
+    """A loaded model. ``close`` it, or use it in ``with``, to free its memory; otherwise it ends with the object or the
+    program."""
 
     def __init__(self, model: str = "demo", **flags: object) -> None:
-        """Loads the model and returns when it serves. ``flags`` are those of ``penstock serve``.
+        """Loads the model and returns when it is ready. ``flags`` are those of ``penstock serve``.
 
         Raises LocalServiceError.
         """
         resources = ExitStack()
         self.target: str | None = resources.enter_context(local_service(model, **flags))
-        """Where the service listens, for a client of one's own; None once it is closed."""
+        """The service's address, for a client of your own; None once it is closed."""
         self._close = weakref.finalize(self, resources.close)
 
     def __enter__(self) -> Self:
@@ -55,10 +55,11 @@ class LLM:
         progress: bool = False,
         **options: Unpack[Options],
     ) -> list[Completion]:
-        """Answers prompts, all at once, in their order: a text, or a list of texts or of lists of token ids.
+        """Completes prompts concurrently and returns the completions in the prompts' order. ``prompts`` is a text, or
+        a list of texts or of lists of token ids.
 
-        ``options`` are the sampling parameters, under the contract's names. Raises InvalidOption, and RequestFailed for
-        the first that fails.
+        ``options`` are the sampling parameters, with the names that the protos give them. Raises InvalidOption, and
+        RequestFailed for the first request that fails.
         """
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         return self._run(self._answer(listed, options, progress))
@@ -70,7 +71,7 @@ class LLM:
         progress: bool = False,
         **options: Unpack[Options],
     ) -> list[Completion]:
-        """The next turn of a conversation, or of each of a list of them, in their order. As ``generate`` otherwise."""
+        """Returns the next turn of a conversation, or of each conversation of a list. Otherwise like ``generate``."""
         one = bool(messages) and isinstance(messages[0], dict)
         conversations = cast(Sequence[Prompt], [messages] if one else messages)
         return self._run(self._answer(conversations, options, progress))
@@ -85,7 +86,7 @@ class LLM:
             raise PenstockError("the model is closed")
         turn = asyncio.Semaphore(_CONCURRENCY)
         async with AsyncClient(self.target) as client:
-            await client.wait_ready()  # on a busy machine the connection may take long
+            await client.wait_ready()  # on a busy machine connecting may take long
             with tqdm(total=len(prompts), unit=" answers", disable=not progress) as bar:
 
                 async def answer(prompt: Prompt) -> Completion:
@@ -102,6 +103,6 @@ class LLM:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run(answers)
-        # A notebook has a loop in this thread already.
+        # A notebook already runs a loop in this thread.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, answers).result()

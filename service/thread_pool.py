@@ -1,8 +1,8 @@
-"""Threads that work beside the event loop, how much may wait for them, and whose turn it is. Knows nothing of the work.
+"""A thread pool beside the event loop, fair between tenants and with bounded queues. Knows nothing about the work.
 
-Tenants take turns, a job each, and no tenant has all threads: one that sends more than its share waits only for its own
-jobs. A job cannot be interrupted, so with turns only, others would wait until a long one ends. A job that waits for
-another process lets the next one run meanwhile.
+Tenants take turns, one job each, and no tenant gets all threads: a tenant that sends more than its share waits only for
+its own jobs. Turns are not enough, because a job cannot be interrupted: other tenants would wait for the end of a long
+one. A job that waits for another process lets the next one run meanwhile.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from penstock.service.errors import Reason, ServiceError
 
 _BYTES_PER_JOB = 1024
-"""What waiting costs besides the input."""
+"""Memory of a waiting job besides its input."""
 
 _current = threading.local()
-"""The ``lane`` whose thread this is, and the ``tenant`` whose job it does."""
+"""This thread's pool (``lane``), and the ``tenant`` of its current job."""
 
 T = TypeVar("T")
 _Job = Callable[[], Any]
@@ -28,7 +28,7 @@ _Job = Callable[[], Any]
 
 @contextlib.contextmanager
 def giving_way() -> Iterator[None]:
-    """Lets another job run while this one waits for another process. Outside of a lane this does nothing."""
+    """Lets another job run while this one waits for another process. Does nothing outside a pool's threads."""
     lane: FairThreadPool | None = getattr(_current, "lane", None)
     if lane is None:
         yield
@@ -41,9 +41,9 @@ def giving_way() -> Iterator[None]:
 
 
 class FairThreadPool:
-    """A few threads with a queue for each tenant, which refuse more than they can hold. ``run`` is for the event loop.
+    """A few threads with one bounded queue per tenant. ``run`` is for the event loop.
 
-    A tenant may have as much as is still free: one alone fills half of the room, and leaves the other half to others.
+    A tenant may hold as much as is still free: a single tenant fills half of the room, and the other half stays free.
     """
 
     def __init__(
@@ -55,29 +55,30 @@ class FairThreadPool:
         threads_per_tenant: int = 1,
         num_giving_way: int = 0,
     ) -> None:
-        """``threads_per_tenant``: how many of the threads may work for one tenant at a time. ``num_giving_way``: jobs
-        that wait for other processes, besides ``num_threads`` that work."""
+        """``threads_per_tenant``: the maximum number of threads that work for one tenant at a time.
+        ``num_giving_way``: the maximum number of jobs that wait for other processes, besides ``num_threads`` that
+        work."""
         self._num_threads = num_threads
         self._threads_per_tenant = threads_per_tenant
         self._max_jobs = num_threads + num_giving_way
         self._jobs: Counter[str] = Counter()
-        """Those that have begun and not ended, by tenant. The lock's."""
+        """Jobs that have started and not ended, by tenant. Guarded by the lock."""
         self._working: Counter[str] = Counter()
-        """The same without those that give way. The lock's."""
+        """The same without jobs that wait for another process. Guarded by the lock."""
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes: Counter[str] = Counter()
-        """By tenant; what is being worked at included."""
+        """Input held by tenant, including that of running jobs."""
         self._queues: dict[str, dict[Future[Any], _Job]] = {}
-        """By tenant, without empty ones; whose turn it is comes first. The lock's."""
+        """Waiting jobs by tenant, without empty queues, in the order of turns. Guarded by the lock."""
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(self._max_jobs, thread_name_prefix=name)
 
     async def run(self, work: Callable[[], T], num_bytes: int, tenant: str) -> T:
-        """Runs ``work`` in a thread, when it is the tenant's turn; ``num_bytes`` is how much input it holds while it
-        waits.
+        """Runs ``work`` in a thread when it is the tenant's turn. ``num_bytes`` is the size of the input that it holds
+        while it waits.
 
-        Raises what ``work`` raises, and ServiceError PREPARATION_FULL. Work that has begun goes on when its caller is
-        cancelled; any other is dropped.
+        Raises what ``work`` raises, and ServiceError PREPARATION_FULL. If the caller is cancelled, work that has
+        started continues, and other work is dropped.
         """
         num_bytes += _BYTES_PER_JOB
         total = self._waiting_bytes.total()
@@ -92,10 +93,10 @@ class FairThreadPool:
         try:
             return await asyncio.wrap_future(done)
         finally:
-            del done, work  # an error's traceback has this frame, and ``done`` has the error: a circle
+            del done, work  # an error's traceback has this frame, and ``done`` has the error: a reference cycle
 
     def close(self) -> None:
-        """Ends the threads; work that has not begun is cancelled, and nothing is waited for."""
+        """Ends the threads without waiting. Work that has not started is cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             waiting = [done for queue in self._queues.values() for done in queue]
@@ -103,24 +104,24 @@ class FairThreadPool:
             done.cancel()
 
     def pause(self, tenant: str) -> None:
-        """In a thread whose job waits for another process: lets the next job begin."""
+        """Lets the next job start. Called in a thread whose job waits for another process."""
         with self._lock:
             _count_down(self._working, tenant)
             self._wake_thread()
 
     def resume(self, tenant: str) -> None:
-        """In the same thread: the job goes on, beside the one that began."""
+        """Counts the job as working again, besides the one that started. Called in the same thread."""
         with self._lock:
             self._working[tenant] += 1
 
     def _wake_thread(self) -> None:
-        """Has a thread look for a job where one may begin. The lock is held."""
+        """Makes a thread look for a job if one may start. The lock is held."""
         if self._next_tenant() is not None:
-            with contextlib.suppress(RuntimeError):  # the lane was closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the pool was closed meanwhile
                 self._threads.submit(self._do_jobs)
 
     def _next_tenant(self) -> str | None:
-        """Returns the tenant whose job may begin now, if any. The lock is held."""
+        """Returns the tenant whose job may start now, if any. The lock is held."""
         free = self._max_jobs - self._jobs.total()
         if free <= 0 or self._working.total() >= self._num_threads:
             return None
@@ -131,7 +132,7 @@ class FairThreadPool:
         return None
 
     def _do_jobs(self) -> None:
-        """Does jobs on a thread until none may begin: each job that ends may let others begin."""
+        """Runs jobs on a thread until none may start. Each job that ends may let others start."""
         _current.lane = self
         while (job := self._take_job()) is not None:
             _current.tenant, done, work = job
@@ -140,13 +141,13 @@ class FairThreadPool:
                 if done.set_running_or_notify_cancel():
                     _work(done, work)
             finally:
-                del done, work  # while this thread is idle its frame would hold the last job's input
+                del done, work  # or the frame of an idle thread would hold the last job's input
                 with self._lock:
                     _count_down(self._working, _current.tenant)
                     _count_down(self._jobs, _current.tenant)
 
     def _take_job(self) -> tuple[str, Future[Any], _Job] | None:
-        """Takes the job whose turn it is out of its queue."""
+        """Removes the next job from its queue and returns it; None if none may start."""
         with self._lock:
             tenant = self._next_tenant()
             if tenant is None:
@@ -155,21 +156,21 @@ class FairThreadPool:
             done = next(iter(queue))
             work = queue.pop(done)
             if queue:
-                self._queues[tenant] = queue  # behind the others
+                self._queues[tenant] = queue  # after the others
             self._working[tenant] += 1
             self._jobs[tenant] += 1
-            self._wake_thread()  # the end of one job may let two others begin
+            self._wake_thread()  # the end of one job may let two others start
             return tenant, done, work
 
     def _release(self, loop: asyncio.AbstractEventLoop, tenant: str, num_bytes: int, done: Future[Any]) -> None:
         if done.cancelled():
             self._drop(tenant, done)
-        # Called by the thread that did the work; the count belongs to the loop, which may be closed by now.
+        # Called by the thread that did the work. The count belongs to the event loop, which may be closed by now.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._give_back, tenant, num_bytes)
 
     def _drop(self, tenant: str, done: Future[Any]) -> None:
-        """What it holds is free before its turn would come: else whoever cancels at once could fill the memory."""
+        """Frees a cancelled job's input before its turn: otherwise clients that cancel could fill the memory."""
         with self._lock:
             queue = self._queues.get(tenant, {})
             queue.pop(done, None)
@@ -187,13 +188,13 @@ def _count_down(counts: Counter[str], tenant: str, number: int = 1) -> None:
 
 
 def _work(done: Future[T], work: Callable[[], T]) -> None:
-    """A panic of the tokenizer's library is no Exception; here it becomes one, so that it fails one request as any
-    error does."""
+    """Runs ``work`` and sets its result. A panic of the tokenizer's library is not an Exception; it becomes one here,
+    so that it fails only one request, like any error."""
     try:
         result = work()
     except Exception as error:
         done.set_exception(error)
-        del done  # or this frame and the error's traceback would be a circle
+        del done  # or this frame and the error's traceback would be a reference cycle
     except BaseException as panic:
         failure = RuntimeError(f"the tokenizer's library panicked: {panic}")
         failure.__cause__ = panic

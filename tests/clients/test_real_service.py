@@ -160,7 +160,7 @@ async def test_a_request_that_goes_on_from_another(client):
         [{"role": "user", "content": "hi"}, {"role": "assistant", "content": first.text}, *new]
     )
     assert turn.usage.prompt_tokens == len(rendered.token_ids)
-    with pytest.raises(RequestFailed, match="NOT_FOUND: no context is kept of that request"):
+    with pytest.raises(RequestFailed, match="NOT_FOUND: no context of that request is kept"):
         await client.complete(new, continue_from="gone")
 
 

@@ -316,4 +316,4 @@ class TestTrouble:
     def test_a_callers_key(self, operator, capsys, tmp_path):
         (tmp_path / "key").write_text(KEY)
         said = failure(capsys, "drain", "--api-key-file", str(tmp_path / "key"))
-        assert "PERMISSION_DENIED: this caller may not administer; add the word 'admin'" in said
+        assert "PERMISSION_DENIED: this caller may not administer the service; add the word 'admin'" in said

@@ -233,7 +233,7 @@ async def one_killer_among(count, life, new_reading, num_tokens):
     assert list(refused) == [count // 2 + 1]
     (status,) = refused.values()
     assert status.code == grpc.StatusCode.INTERNAL.value[0]
-    assert "ended the worker twice" in status.message
+    assert "crashed the worker twice" in status.message
     assert not any("RetryInfo" in detail.type_url for detail in status.details)
 
 

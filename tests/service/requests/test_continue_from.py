@@ -231,7 +231,7 @@ class TestNotFound:
             told_of.append((error.code(), error.details(), details["ErrorInfo"], set(details)))
         assert told_of[0][:2] == (
             grpc.StatusCode.NOT_FOUND,
-            "no context is kept of that request, or not any more; send the whole context instead",
+            "no context of that request is kept, or no longer; send the whole context instead",
         )
         assert told_of == [told_of[0]] * 4
         assert text_of(await ask("gate", tenant="one", continue_from=first.request_id)) == text_of(
