@@ -1,1 +1,1 @@
-"""Puts the server together, and starts it: by command, in process, with a gateway."""
+"""Composes the server and starts it: from the command line, as a child for library use, with an HTTP gateway."""

@@ -1,4 +1,4 @@
-"""Finds out whether another process gets the processor time that it needs."""
+"""Measures whether another process gets the processor time that it needs."""
 
 import os
 from pathlib import Path
@@ -16,14 +16,14 @@ class Effort:
         self._used_s = self._look()[1]
 
     def is_starved(self, elapsed_s: float) -> bool:
-        """Returns whether it is ready to run and got little time since the last check, ``elapsed_s`` ago. A process
-        that sleeps, is stopped or has ended is not ready."""
+        """Returns whether the process is ready to run but got little processor time since the last check,
+        ``elapsed_s`` ago. A process that sleeps, is stopped or has ended is not ready."""
         wants, used_s = self._look()
         got_s, self._used_s = used_s - self._used_s, used_s
         return wants and got_s < _STARVED * elapsed_s
 
     def _look(self) -> tuple[bool, float]:
-        """Returns whether it is ready to run, and the seconds that it has run for."""
+        """Returns whether the process is ready to run, and its processor time in seconds."""
         try:
             fields = self._path.read_text().rpartition(")")[2].split()
         except OSError:

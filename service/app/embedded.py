@@ -1,7 +1,7 @@
-"""A service of this process's own: ``penstock serve`` as a child on a private Unix socket, for as long as it is needed.
+"""A private service: ``penstock serve`` as a child process on a private Unix socket, for as long as it is needed.
 
-For use as a library and for batch jobs. The child has a session of its own, so that Ctrl-C reaches its parent alone,
-and a pipe from its parent, whose end is its own end: it cannot be left behind, nor can its directory.
+For library use and batch jobs. The child has its own session, so Ctrl-C reaches only its parent. It ends when the pipe
+from its parent closes, so neither the child nor its directory is left behind.
 """
 
 import itertools
@@ -28,14 +28,14 @@ _NOT_FOR_LOCAL = ("config", "host", "listen", "model", "port")
 
 
 class LocalServiceError(PenstockError):
-    """The service could not be started. The text is the one line that ``penstock serve`` said."""
+    """The service could not be started. The text is the one line that ``penstock serve`` printed."""
 
 
 @contextmanager
 def local_service(model: str = "demo", **flags: object) -> Iterator[str]:
-    """A running service's target. ``flags`` are those of ``penstock serve``, such as ``max_num_seqs=64``.
+    """Starts a service and yields its target. ``flags`` are those of ``penstock serve``, such as ``max_num_seqs=64``.
 
-    Raises LocalServiceError. The service is ended on the way out, whatever still runs on it.
+    Raises LocalServiceError. On exit the service ends, even if requests are running.
     """
     arguments = _arguments(model, flags)
     with private_directory() as directory:
@@ -53,14 +53,14 @@ def local_service(model: str = "demo", **flags: object) -> Iterator[str]:
             _wait(process, model, log)
             yield target
             if process.poll() is not None:
-                sys.stderr.write(f"the service of {model} ended by itself: {_last_words(log)}\n")
+                sys.stderr.write(f"the service of {model} ended unexpectedly: {_last_words(log)}\n")
         finally:
             _end(process)
 
 
 def main(directory: str, *arguments: str) -> NoReturn:
-    """What the child runs: a service that ends when its standard input does. Then its parent may be gone, and nobody
-    else be left to remove ``directory``."""
+    """Runs the service in the child until its standard input ends. Then the parent may be gone, so the child removes
+    ``directory``."""
     from penstock.service.app.serve import end_process, serve
 
     lifeline = sys.stdin.fileno()
@@ -71,12 +71,12 @@ def main(directory: str, *arguments: str) -> NoReturn:
 
 
 def _arguments(model: str, flags: dict[str, object]) -> list[str]:
-    """The child's command line, checked here so that a mistake costs no start. Raises LocalServiceError."""
+    """Returns the child's command line. Checks it before the child starts. Raises LocalServiceError."""
     arguments = [f"--model={model}"]
     for name, value in {"admin_listen": "off", "log_level": "warning", **flags}.items():
         flag = f"--{name.replace('_', '-')}"
         if name in _NOT_FOR_LOCAL:
-            raise LocalServiceError(f"{flag}: a service of one's own has a private socket and no file; leave it out")
+            raise LocalServiceError(f"{flag}: a private service has its own socket and no configuration file; omit it")
         if value is False:
             arguments.append(flag.replace("--", "--no-", 1))
         elif value is True:
@@ -93,7 +93,7 @@ def _arguments(model: str, flags: dict[str, object]) -> list[str]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", model: str, log: Path) -> None:
-    """Until the child serves, which is when it first says something on its standard output."""
+    """Waits until the child serves: then it writes its first line to its standard output."""
     assert process.stdout is not None
     began = time.monotonic()
     shows = sys.stderr.isatty()
@@ -112,15 +112,15 @@ def _wait(process: "subprocess.Popen[bytes]", model: str, log: Path) -> None:
 
 
 def _last_words(log: Path) -> str:
-    """What the child said of its end: its own line if there is one, else the last."""
+    """Returns the child's error message: penstock's own last line in the log if there is one, else the last line."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     own = [line.removeprefix(f"{PROGRAM}: ") for line in lines if line.startswith(f"{PROGRAM}: ")]
     told = [line for line in own if not line.startswith("loading ")]
-    return (told or lines or ["it said nothing"])[-1]
+    return (told or lines or ["its log is empty"])[-1]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the child, the harder the longer it takes, and reaps it."""
+    """Ends the child, by SIGTERM and SIGKILL if it takes too long, and reaps it."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()

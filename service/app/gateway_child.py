@@ -1,7 +1,7 @@
-"""What ``penstock serve --http-port`` runs as its child: ``penstock gateway``, which ends with its parent.
+"""The child process of ``penstock serve --http-port``: ``penstock gateway``, which ends with its parent.
 
-The end of its standard input is the end of its parent, however that came: then nobody else is left to remove the
-directory of the socket between the two.
+Its standard input ends when its parent does, for whatever reason. Then the child removes the directory of the socket
+between the two.
 """
 
 import os
@@ -18,9 +18,9 @@ PARENT_IS_GONE = 1
 
 
 def main(directory: str, *arguments: str) -> NoReturn:
-    """Runs the gateway with ``arguments``; ``directory`` goes when the parent does."""
-    # Who sends SIGTERM to all processes of a service, as systemd does, means the service: it says with SIGINT when the
-    # gateway is to end. Threads inherit the mask.
+    """Runs the gateway with ``arguments``. Removes ``directory`` if the parent ends."""
+    # systemd sends SIGTERM to all processes of a service. Only the service acts on it: it ends the gateway by SIGINT
+    # when it is time. Threads inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     prepare_child(FED_BY_STRANGERS)
     threading.Thread(target=_end_with_parent, args=(directory,), daemon=True, name="parent").start()

@@ -1,8 +1,8 @@
 """The OpenAI-compatible HTTP gateway of ``penstock serve --http-port``: ``penstock gateway`` as a child process, which
-calls the service over a private Unix socket and is started again when it ends or hangs.
+calls the service over a private Unix socket and is restarted when it ends or hangs.
 
-Knows processes and sockets; what is spoken on them it does not know. The listening socket is the service's own: a port
-in use is found out before a model is loaded, and connections that come while a gateway is replaced wait for the next.
+Knows processes and sockets, but not the protocols on them. The service owns the listening socket: a port in use is
+detected before the model is loaded, and connections that arrive while a gateway is replaced wait for the next one.
 """
 
 import asyncio
@@ -24,52 +24,52 @@ from penstock.service.app.private_directory import private_directory
 from penstock.service.config.addresses import HTTP_FLAG, Address, ListenError
 
 EXTRA = "gateway"
-"""Of the package: what the gateway needs to run."""
+"""The package's extra with the gateway's dependencies."""
 
 _CHILD = "import sys; from penstock.service.app.gateway_child import main; main(*sys.argv[1:])"
 _BACKLOG = 2048
-"""Connections that wait while a gateway is replaced; the kernel's own limit may be lower."""
+"""The maximum number of connections that wait while a gateway is replaced. The kernel's limit may be lower."""
 _LOOK_S = 1.0
 _END_TIMEOUT_S = 3.0
-"""How long last words may take to reach HTTP clients, once the service has ended their requests."""
+"""The time for final messages to reach HTTP clients after the service has ended their requests."""
 
 _log = logging.getLogger(__name__)
 
 
 class GatewayFailed(Exception):
-    """There can be no gateway. The text is one line, with the remedy."""
+    """The gateway cannot run. The text is one line, with the remedy."""
 
 
 def check_installed(machine: Machine) -> None:
-    """Raises GatewayFailed if it lacks packages."""
+    """Raises GatewayFailed if the machine lacks packages of the gateway."""
     missing = [package.name for package in machine.missing() if package.extra == EXTRA]
     if missing:
         raise GatewayFailed(
-            f"{HTTP_FLAG}: not installed: {', '.join(missing)}; pip install 'penstock[{EXTRA}]', or leave the flag out"
+            f"{HTTP_FLAG}: not installed: {', '.join(missing)}; pip install 'penstock[{EXTRA}]', or omit the flag"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How soon a gateway that ended is followed by another: twice as late each time, unless it had served for long."""
+    """The delays before a gateway is restarted, which double each time unless it had run for long, and its timeouts."""
 
     first_s: float = 0.1
     longest_s: float = 10.0
     steady_s: float = 60.0
-    """One that lived for so long has proven that it can."""
+    """After a gateway that ran for this long, the delay starts from ``first_s`` again."""
     start_s: float = 120.0
-    """How long one may take to serve."""
+    """The maximum time from a gateway's start to its first heartbeat."""
     silent_s: float = 10.0
-    """How long one that serves may give no sign of life before it is killed, not counting when it waits for a core."""
+    """A gateway without a heartbeat for this long is killed. Time during which it waits for a core does not count."""
     starved_s: float = 120.0
-    """How long it may give no sign of life in any case."""
+    """A gateway that waited for a core for this long, without a heartbeat, is killed too."""
 
 
 class HttpGateway:
-    """A child that serves HTTP as long as the service lives. For the event loop's thread."""
+    """A child process that serves HTTP for the lifetime of the service. For the event loop's thread."""
 
     def __init__(self, address: Address, options: Sequence[str] = (), patience: Patience | None = None) -> None:
-        """``address`` is where HTTP is served; ``options`` are further flags of ``penstock gateway``."""
+        """``address`` is the HTTP listener's address; ``options`` are further flags of ``penstock gateway``."""
         self._address = address
         self._options = options
         self._patience = patience or Patience()
@@ -82,20 +82,20 @@ class HttpGateway:
 
     @property
     def pid(self) -> int | None:
-        """Of the running child."""
+        """The process id of the running child, if any."""
         return None if self._process is None else self._process.pid
 
     def open(self) -> Address:
-        """Makes the directory that only this user can enter; returns the address in it where the service is to listen
-        for the child."""
+        """Creates a directory that only this user can enter. Returns the address in it on which the service must
+        listen for the child."""
         directory = self._resources.enter_context(private_directory())
         self._directory = str(directory)
         return Address(path=directory / "socket", flag=HTTP_FLAG)
 
     async def start(self, metrics: Address | None = None) -> Address:
-        """Listens for HTTP, starts the child and waits until it serves; returns the address with the port that was
-        bound. ``metrics``: where those of the service are, which the gateway then shows too. Raises ListenError, and
-        GatewayFailed for a child that never serves."""
+        """Listens for HTTP, starts the child and waits until it serves. Returns the address with the bound port.
+        ``metrics`` is the address of the service's metrics, which the gateway then serves too. Raises ListenError, and
+        GatewayFailed if the child never serves."""
         if metrics is not None:
             self._options = (*self._options, f"--metrics-target={metrics.reached_at}")
         self._listener = self._resources.enter_context(self._listen())
@@ -109,9 +109,9 @@ class HttpGateway:
         return Address(self._address.host, self._listener.getsockname()[1], flag=HTTP_FLAG)
 
     def drain(self) -> None:
-        """From here on new connections are refused; what is answered goes on."""
+        """Refuses new connections; running responses continue."""
         if self._drained.is_set():
-            return  # a second signal would cut off what is answered
+            return  # a second signal would cut off running responses
         self._drained.set()
         if self._listener is not None:
             self._listener.close()
@@ -119,14 +119,14 @@ class HttpGateway:
             self._process.send_signal(signal.SIGINT)
 
     async def stop(self) -> None:
-        """Ends the child, when its requests have ended or soon after, and removes the directory. Safe to call twice."""
+        """Ends the child when its requests have ended or soon after, and removes the directory. Safe to call twice."""
         self.drain()
         if self._keeper is not None:
             done, _ = await asyncio.wait({self._keeper}, timeout=_END_TIMEOUT_S)
             if not done and self._process is not None:
-                _log.warning("the HTTP gateway did not end in time; it is killed")
+                _log.warning("the HTTP gateway did not end in time; killing it")
                 self._process.kill()
-            await asyncio.wait({self._keeper})  # however it ended: what is left to stop must be stopped
+            await asyncio.wait({self._keeper})  # even if it failed: the rest must be stopped
         self._resources.close()
 
     def _listen(self) -> socket.socket:
@@ -140,7 +140,7 @@ class HttpGateway:
             raise ListenError(f"{self._address.flag} {self._address}: {error.strerror}") from None
 
     async def _keep(self, listener: socket.socket, first: "asyncio.Future[None]") -> None:
-        """Starts a child, and another when it has ended, until the gateway drains."""
+        """Starts a child, and restarts it when it ends, until the gateway drains."""
         loop, delay_s = asyncio.get_running_loop(), self._patience.first_s
         while not self._drained.is_set():
             began = loop.time()
@@ -148,18 +148,18 @@ class HttpGateway:
             if self._drained.is_set():
                 return
             if not first.done():
-                first.set_exception(GatewayFailed(f"{HTTP_FLAG}: the gateway {how}; its own output says why"))
+                first.set_exception(GatewayFailed(f"{HTTP_FLAG}: the gateway {how}; see its output for the reason"))
                 return
             if loop.time() - began >= self._patience.steady_s:
                 delay_s = self._patience.first_s
-            _log.error("the HTTP gateway %s; it is started again in %.1f s", how, delay_s)
+            _log.error("the HTTP gateway %s; restarting it in %.1f s", how, delay_s)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._drained.wait(), delay_s)
                 return
             delay_s = min(2 * delay_s, self._patience.longest_s)
 
     async def _run(self, listener: socket.socket, first: "asyncio.Future[None]") -> str:
-        """One life of a child; returns how it ended. ``first`` is done when it serves."""
+        """Runs one child until it ends; returns how it ended. ``first`` is done when the child serves."""
         try:
             read_end, write_end = os.pipe()
         except OSError as error:
@@ -172,7 +172,7 @@ class HttpGateway:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 env=child_environment(os.environ),
-                process_group=0,  # Ctrl-C in a terminal reaches the service alone, which then says when
+                process_group=0,  # Ctrl-C in a terminal reaches only the service, which ends the child when it is time
             )
         except OSError as error:
             os.close(read_end)
@@ -195,29 +195,30 @@ class HttpGateway:
 
 
 class _Pulse(asyncio.Protocol):
-    """The heartbeats of a child, which its event loop sends every second while it serves."""
+    """Receives a child's heartbeats, which its event loop sends every second while it serves."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", first: "asyncio.Future[None]", patience: Patience) -> None:
-        """``first`` is done with the first one."""
+        """``first`` is done at the first heartbeat."""
         self._process = process
         self._first = first
         self._patience = patience
         self._allowed_s = patience.start_s
         self._silent_s = 0.0
         self._starved_s = 0.0
-        """How much of the time without a sign of life it was ready to run but got no core."""
+        """The part of the time without a heartbeat in which the child was ready to run but got no core."""
 
     def data_received(self, data: bytes) -> None:
-        """It lives."""
+        """Resets the timers at a heartbeat."""
         self._allowed_s, self._silent_s, self._starved_s = self._patience.silent_s, 0.0, 0.0
         if not self._first.done():
             self._first.set_result(None)
 
     async def watch(self, drained: asyncio.Event) -> None:
-        """Kills a child that is silent for too long. One that drains is silent, and is waited for elsewhere."""
+        """Kills a child that sends no heartbeat for too long. A child that drains sends none; ``stop`` waits for it."""
         effort = Effort(self._process.pid)
         while self._silent_s < self._allowed_s and self._starved_s < self._patience.starved_s:
-            # Counted in looks of ours: a service that was itself stopped for a while blames nobody for it.
+            # Counts its own checks instead of clock time: if the service itself was stopped for a while, that time
+            # must not count against the child.
             look_s = min(_LOOK_S, self._allowed_s)
             await asyncio.sleep(look_s)
             if effort.is_starved(look_s):
@@ -226,5 +227,5 @@ class _Pulse(asyncio.Protocol):
                 self._silent_s += look_s
         if not drained.is_set():
             silent_s = self._silent_s + self._starved_s
-            _log.error("the HTTP gateway gave no sign of life for %.0f s; it is killed", silent_s)
+            _log.error("the HTTP gateway sent no heartbeat for %.0f s; killing it", silent_s)
             self._process.kill()

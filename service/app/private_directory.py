@@ -11,7 +11,7 @@ from penstock.service.config.addresses import MAX_SOCKET_PATH
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Makes a directory that no other user can enter, with a path short enough for a socket; removes it at the end."""
+    """Yields a directory that no other user can enter, with a path short enough for a socket, and removes it."""
     longest = len(os.fsencode(tempfile.gettempdir())) + len("/penstock-12345678/socket")
     parent = None if longest <= MAX_SOCKET_PATH else "/tmp"  # noqa: S108 - mkdtemp makes it 0700 and unguessable
     with tempfile.TemporaryDirectory(prefix="penstock-", dir=parent, ignore_cleanup_errors=True) as directory:

@@ -1,6 +1,6 @@
-"""``penstock serve``: checks what it was given, starts the worker, then the service; stops them on a signal.
+"""``penstock serve``: checks its configuration, starts the worker and then the service, and stops both on a signal.
 
-Whatever is wrong with the model, the files, the port or the memory is one line and a status that is not 0.
+A problem with the model, the files, the port or the memory ends it with one line and a nonzero status.
 """
 
 import asyncio
@@ -61,9 +61,9 @@ from penstock.service.text.tokenizer_files import TokenizerFacts, foresee_facts
 
 USAGE_ERROR = 2
 SWITCH_INTERVAL_S = 0.001
-"""How long a thread that runs Python code can keep the event loop waiting; Python's default is 5 ms."""
+"""The longest time for which another thread's Python code keeps the event loop waiting. Python's default is 5 ms."""
 _M_ARENA_MAX = -8
-"""Of glibc's malloc.h."""
+"""The constant from glibc's malloc.h."""
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
 _MIB = 1 << 20
 _HTTP_GRACE_S = 10
@@ -72,27 +72,27 @@ _MAX_LINE = 2000
 _REFUSALS = (
     ExecutorError, FileError, GatewayFailed, ListenError, ModelError, TokenizerError
 )  # fmt: skip
-"""Why it cannot serve, in one line each."""
+"""Errors that prevent a start. The text of each is one line."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that can be known before the worker starts."""
+    """The checked configuration, complete before the worker starts."""
 
     server: ServerConfig
     worker: WorkerConfig
     load_tokenizer: Callable[[], Tokenizer]
     http: Address | None
-    """Where the HTTP gateway listens; None is nowhere."""
+    """The HTTP gateway's address; None: no gateway."""
     http_options: Sequence[str]
-    """Its further flags."""
+    """Further flags of the gateway."""
 
 
 def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None = None) -> int:
-    """Serves until it is told to stop, or, at once, until the descriptor ``lifeline`` reaches its end; returns the exit
-    status. ``worker``: the process of one, if it was started already."""
+    """Serves until it is stopped, or until the descriptor ``lifeline`` reaches its end, which stops it at once. Returns
+    the exit status. ``worker`` is the worker's process, if it was started already."""
     try:
         config = parse_config(argv)
     except ConfigError as error:
@@ -103,7 +103,7 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
     _keep_one_arena()
     offer_service_to_oom_killer()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # Threads of the tokenizer's own would compete with the worker for the cores, and we have a pool.
+    # The tokenizer's own threads would compete with the worker for the cores, and the service has a thread pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         prepared = prepare(config)
@@ -126,25 +126,25 @@ def _reserved(config: ServerConfig) -> Iterator[None]:
 
 
 def _keep_one_arena() -> None:
-    """Has glibc keep one heap for all threads. By default gRPC's threads have heaps of their own, and what lives in
-    them scatters: memory creeps upwards for hours, though the same things are alive."""
+    """Makes glibc use one heap for all threads. By default gRPC's threads have their own heaps, which fragment: memory
+    grows slowly for hours although the live data does not."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends this process now. Python would wait for the tokenizer's threads, which may be amid a text that nobody wants
-    any more, and can't be told."""
+    """Ends this process now. Python would wait for the tokenizer's threads, which may be encoding a text that is no
+    longer needed and cannot be interrupted."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # its reader has gone
             stream.flush()
     os._exit(status)
 
 
 def prepare(config: ServeConfig) -> Prepared:
-    """Checks ports, model and files, the quick things first. Raises ListenError, GatewayFailed, FileError,
-    ModelError and TokenizerError."""
+    """Checks ports, model and files, the fastest checks first. Raises ListenError, GatewayFailed, FileError, ModelError
+    and TokenizerError."""
     machine = inspect_machine()
     address = Address.parse(config.address, *config.address_flags)
     admin = admin_address(config.admin_listen, address, has_keys=config.has_credentials)
@@ -165,7 +165,9 @@ def prepare(config: ServeConfig) -> Prepared:
     checkpoint.spec.divided(config.tensor_parallel_size)
     defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
     if str(defaults):
-        _log.info("sampling defaults of requests that set no others (--generation-config none: none): %s", defaults)
+        _log.info(
+            "sampling defaults for fields that a request omits (none with --generation-config none): %s", defaults
+        )
     embedding = read_embedding(path, None if config.pooling is None else Pooling(config.pooling))
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
@@ -212,8 +214,8 @@ def prepare(config: ServeConfig) -> Prepared:
 
 
 def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
-    """What reads the tokenizer, and what the worker is told of it, which mostly can be known before. ``num_rows``: of
-    the model."""
+    """Returns a function that reads the tokenizer, and the facts about it that the worker needs. Most tokenizers' facts
+    are known before they are read. ``num_rows`` is the model's vocabulary size."""
     facts = foresee_facts(path, num_rows)
     read = partial(Tokenizer.load, path, config.chat_template, num_rows, config.chat_template_timeout)
     if facts is None:
@@ -222,10 +224,10 @@ def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Cal
 
     def load() -> Tokenizer:
         tokenizer = read()
-        if tokenizer.facts != facts:  # the worker was told something else
+        if tokenizer.facts != facts:  # the worker was given other facts
             raise TokenizerError(
-                f"{path / 'tokenizer.json'}: its tokens have other ids than it says: "
-                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers writes it anew"
+                f"{path / 'tokenizer.json'}: its tokens have other ids than the file specifies; write it again with "
+                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers"
             )
         return tokenizer
 
@@ -233,8 +235,8 @@ def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Cal
 
 
 def http_options(config: ServeConfig) -> Sequence[str]:
-    """The flags of ``penstock gateway`` that those of the service imply."""
-    # Its answers end with the service's requests: a grace of its own must not end them before.
+    """Returns the flags of ``penstock gateway`` that follow from the service's flags."""
+    # The gateway's responses end with the service's requests; its own grace period must not end them earlier.
     grace_s = math.ceil(config.shutdown_grace) + _HTTP_GRACE_S
     tls = [] if config.tls_cert is None else [f"--http-tls-cert={config.tls_cert}", f"--http-tls-key={config.tls_key}"]
     return (
@@ -256,13 +258,13 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, m
         device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
     if device == "cuda" and config.tensor_parallel_size > max(1, len(machine.gpus)):
         raise ModelError(
-            f"--tensor-parallel-size {config.tensor_parallel_size}: each rank takes a GPU, and this machine has "
-            f"{len(machine.gpus)}: give at most that"
+            f"--tensor-parallel-size {config.tensor_parallel_size}: each rank needs a GPU, and this machine has "
+            f"{len(machine.gpus)}"
         )
     if config.threads is not None and config.threads > machine.num_usable_cores:
         _log.warning(
-            "--threads %d: this process may use %g cores, and threads that share one wait for each other: "
-            "give fewer, or leave the flag out",
+            "--threads %d: this process may use only %g cores, and threads that share a core wait for each other; "
+            "use fewer threads, or omit the flag",
             config.threads,
             machine.num_usable_cores,
         )
@@ -301,7 +303,7 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, m
 
 
 class _Life:
-    """The service from the start of its worker to its end."""
+    """The service, from the start of its worker until it stops."""
 
     def __init__(self, prepared: Prepared, worker: Spawned | None) -> None:
         self._prepared = prepared
@@ -315,15 +317,15 @@ class _Life:
         self._has_failed = False
 
     async def run(self, lifeline: int | None) -> int:
-        """The exit status. Raises ExecutorError and ListenError."""
-        # The server has the engine start its worker before it makes anything of gRPC's: a process that has gRPC's
-        # threads is not to be forked.
+        """Serves until it is stopped; returns the exit status. Raises ExecutorError and ListenError."""
+        # The engine starts its worker before the server creates any gRPC object: a process with gRPC's threads must
+        # not be forked.
         self._start = asyncio.create_task(self._server.start())
         loop = asyncio.get_running_loop()
         log_uncaught(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        # A terminal that closes sends it too, and then nobody is left to end the service.
+        # A terminal that closes sends SIGHUP too, and then the service must end.
         if self._prepared.server.watched and not os.isatty(0):
             loop.add_signal_handler(signal.SIGHUP, self._server.look_at_files)
         if lifeline is not None:
@@ -335,7 +337,7 @@ class _Life:
             return 128 + self._signal
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
-        gc.freeze()  # what is here now stays: the collector need not look at it again
+        gc.freeze()  # the objects that exist now stay: the collector need not scan them again
         self._greet(bound)
         await self._server.serve_until_stopped()
         return int(self._has_failed)
@@ -359,7 +361,7 @@ class _Life:
         if self._server.metrics_target is not None:
             calls += f"\n\n{metrics_call(Address.parse(self._server.metrics_target))}"
         version = importlib.metadata.version("penstock")
-        with contextlib.suppress(OSError):  # nobody reads it: no reason to end
+        with contextlib.suppress(OSError):  # a closed stdout must not end the service
             sys.stdout.write(
                 f"penstock {version} serves {config.model_name} on {bound}\n"
                 f"{describe(facts, config.scheduler, config.speculation)}\n\n"
@@ -372,30 +374,30 @@ class _Life:
         assert self._start is not None
         if self._start.done():
             self._server.request_stop()
-        elif not self._start.cancelling():  # once: a second one would interrupt the worker's end
+        elif not self._start.cancelling():  # only once: a second cancellation would interrupt the worker's end
             self._start.cancel()
 
     def _on_lifeline(self, lifeline: int) -> None:
         asyncio.get_running_loop().remove_reader(lifeline)
         self._on_signal(signal.SIGTERM)
-        self._on_signal(signal.SIGTERM)  # the second one ends the grace
+        self._on_signal(signal.SIGTERM)  # the second one ends the grace period
 
     def _on_state(self, state: EngineState) -> None:
         if state is EngineState.FAILED:
             self._has_failed = True
-            _log.error("nothing can be computed any more; the service ends, so that its supervisor starts it again")
+            _log.error("the engine has failed; the service ends, so that its supervisor can restart it")
             self._server.request_stop()
 
 
 def describe(facts: WorkerFacts, config: SchedulerConfig, speculation: SpeculationConfig | None = None) -> str:
-    """What runs, with what, and within which limits, for the operator who finds it in the log."""
+    """Returns a description of the model, the backend and the limits, for the operator who reads the log."""
     weights = "" if facts.quantization == "none" else f" in {facts.quantization}"
     parts = [facts.instruction_set] if facts.instruction_set else []
     if facts.num_threads:
         parts.append(f"{facts.num_threads} thread{'' if facts.num_threads == 1 else 's'}")
     on, each = facts.device, ""
     if facts.tensor_parallel_size > 1:
-        on, each = f"{facts.tensor_parallel_size} ranks of {on.partition(':')[0]}", " a rank"
+        on, each = f"{facts.tensor_parallel_size} ranks of {on.partition(':')[0]}", " per rank"
     if parts:
         on = f"{on} ({', '.join(parts)}{each})"
     host_tokens = facts.num_host_blocks * facts.block_size
@@ -422,7 +424,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _say(config: ServeConfig, level: int, message: str) -> None:
-    """To whoever started the command; where programs read the log, in the log."""
+    """Writes to stderr, or to the log if its format is for programs."""
     if config.log_format == JSON:
         _log.log(level, "%s", _one_line(message))
     else:
@@ -430,12 +432,13 @@ def _say(config: ServeConfig, level: int, message: str) -> None:
 
 
 def _tell(message: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk or a closed pipe is no reason to end
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe must not end the service
         sys.stderr.write(f"{PROGRAM}: {_one_line(message)}\n")
 
 
 def _one_line(message: str) -> str:
-    """A message may quote a model's files: at any length, and with what would command a terminal."""
+    """Returns ``message`` as one printable line of limited length. It may quote a model's files, which may contain long
+    texts and a terminal's control characters."""
     line = " ".join(message.split())
     if len(line) > _MAX_LINE:
         line = f"{line[: _MAX_LINE * 3 // 4]} ... {line[-_MAX_LINE // 4 :]}"

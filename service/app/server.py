@@ -1,8 +1,8 @@
-"""The composition of the service: an engine, a tokenizer and the services on one gRPC server, the administration on
-another, up and down again.
+"""Composes, starts and stops the service: an engine, a tokenizer, a gRPC server for callers and an admin listener.
 
-Going down has an order: not ready, new requests refused, running ones given their time, the rest ended in band, then
-the listener, then the worker. HTTP goes down first: no new connections, then, at the end, the process.
+The order of a shutdown: health reports not ready; new requests are refused; running requests get the grace period; the
+rest end with a status on their streams; the listeners close; the worker stops. The HTTP gateway refuses new connections
+before the service refuses requests, and its process ends before the listeners close.
 """
 
 import asyncio
@@ -69,11 +69,11 @@ from penstock.v1 import (
 _log = logging.getLogger(__name__)
 
 HEAD_START_S = 0.01
-"""For the worker to be told what to load, before the tokenizer's library keeps the interpreter to itself."""
+"""The time for the worker to receive its configuration, before the tokenizer's library blocks the interpreter."""
 FLUSH_S = 1.0
-"""How long last words may take to be read, when the service goes down."""
+"""The time for clients to read final messages when the service shuts down."""
 _STREAMS_BESIDES = 64
-"""Calls on a connection that are no requests of their own: probes, multiplexed streams, tokenizing."""
+"""Streams on a connection besides those for requests: probes, multiplexed streams, tokenizing."""
 
 SERVICES = tuple(
     file.DESCRIPTOR.services_by_name[name].full_name
@@ -88,56 +88,56 @@ SERVICES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What the server is told, complete and checked."""
+    """The server's configuration, complete and checked."""
 
     model_name: str
-    """As clients see it; also a part of every cache salt."""
+    """The name that clients see; also a part of every cache salt."""
     listen: str = "127.0.0.1:50051"
     """``host:port``, port 0 for any, or ``unix:PATH``."""
     admin_listen: str | None = None
-    """The same for the administration, which None leaves out. What others than this machine's users can reach wants an
-    authenticator."""
+    """The same for the admin listener; None: no such listener. It needs an authenticator if other machines can reach
+    it."""
     metrics_listen: str | None = None
-    """``host:port`` of the page for Prometheus; None is no page."""
+    """``host:port`` of the page for Prometheus; None: no page."""
     allowed_hosts: tuple[str, ...] = ()
     """Further host names of the page, besides its address."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """The engine's: its limits are told to clients, and bound the streams of a connection."""
+    """The engine's configuration. Clients can read its limits, which also limit the streams of a connection."""
     max_connections: int = MAX_CONNECTIONS
-    """Connections on the callers' listener, or fewer if the limit of open files is too low."""
+    """The maximum number of callers' connections; lower if the limit on open files is too low."""
     authenticator: Authenticator = field(default_factory=AllowAll)
     tls: ServerTls | None = None
-    """Of ``listen``, and of ``admin_listen`` where other machines can reach it."""
+    """Applies to ``listen``, and to ``admin_listen`` if other machines can reach it."""
     tenants: WatchedFiles[TenantLimitsFile] | None = None
-    """Where their limits stand; those that ``scheduler`` begins with are the same."""
+    """The file with the tenants' limits; ``scheduler`` starts with the same limits."""
     watched: Sequence[Watched] = ()
-    """All files that are read again when they change."""
+    """All files that are reloaded when they change."""
     look_interval_s: float = LOOK_INTERVAL_S
     embedding: PoolingConfig = field(default_factory=PoolingConfig)
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speculation: SpeculationConfig | None = None
-    """How the worker drafts; None is not at all."""
+    """How the worker drafts; None: no speculative decoding."""
     conversation_ttl_s: float = 600.0
-    """How long a request that ended may be continued, and how long its KV may be retained for that."""
+    """The time for which an ended request can be continued, and the longest time for which its KV cache is retained."""
     conversation_tokens: int = 1_000_000
-    """Of a tenant's contexts that are kept to be continued."""
+    """The maximum number of tokens in a tenant's stored contexts."""
     drain_delay_s: float = 0.0
-    """How long new requests are still taken after SIGTERM, with health at NOT_SERVING: until balancers send them
-    elsewhere."""
+    """The time after SIGTERM for which new requests are still accepted, with health at NOT_SERVING, until load
+    balancers send them elsewhere."""
     grace_s: float = 30.0
-    """How long running requests may go on after SIGTERM."""
+    """The time for running requests to finish after the drain delay."""
     heartbeat_s: float = HEARTBEAT_S
     tokenizer_threads: int = 2
     closes_objects: bool = True
-    """Whether objects have only the properties that their schema declares, unless it says otherwise."""
+    """Whether objects have only the properties that their schema declares, unless it sets additionalProperties."""
     checks_grammars_soon: bool = False
-    """Whether the process that checks grammars starts with the service, and not with the first of them."""
+    """Whether the process that checks grammars starts with the service, instead of with the first grammar."""
     stats_interval_s: float = INTERVAL_S
-    """Between two lines of the log on what the engine does."""
+    """The interval between log lines with the engine's statistics."""
 
 
 class Server:
-    """One service: a listener for callers, one for operators, and what serves HTTP in front of it."""
+    """One service: a listener for callers, one for operators, and optionally the HTTP gateway."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Server:
         http: HttpGateway | None = None,
     ) -> None:
         """``load_tokenizer`` is called once, on another thread, while the engine starts. Raises ListenError for an
-        address that is none. The engine and ``http`` are started and stopped by the server."""
+        invalid address. The server starts and stops the engine and ``http``."""
         self._config = config
         self._engine = engine
         self._load_tokenizer = load_tokenizer
@@ -167,19 +167,18 @@ class Server:
         self._running: _Running | None = None
         self._stopped: asyncio.Task[None] | None = None
         self.tokenizer: Tokenizer
-        """From ``start`` on."""
+        """Set by ``start``."""
         self.admin_target: str | None = None
-        """Where the administration listens, from then on."""
+        """The admin listener's address, set by ``start``."""
         self.http_target: str | None = None
-        """The same of the HTTP gateway."""
+        """The HTTP gateway's address, set by ``start``."""
         self.metrics_target: str | None = None
-        """The same of the metrics' page."""
+        """The address of the metrics page, set by ``start``."""
 
     async def start(self) -> str:
-        """Starts the engine, then listens; returns the address with the port that was bound.
+        """Starts the engine, then listens; returns the address with the bound port.
 
-        Raises ListenError, before the engine starts if it can be known, ExecutorError, and what ``load_tokenizer``
-        raises.
+        Raises ListenError (if possible before the engine starts), ExecutorError, and what ``load_tokenizer`` raises.
         """
         self._address.check_free()
         if self._admin_address is not None:
@@ -214,7 +213,7 @@ class Server:
         return bound
 
     async def _load(self) -> WorkerFacts:
-        """The worker loads the model while this process reads the tokenizer, which both take seconds."""
+        """Reads the tokenizer while the worker loads the model: both take seconds."""
         starting = asyncio.create_task(self._engine.start())
         try:
             await asyncio.sleep(HEAD_START_S)
@@ -227,8 +226,8 @@ class Server:
         return await starting
 
     async def serve_until_stopped(self) -> None:
-        """For a process that is a service: serves until SIGTERM, SIGINT or ``request_stop``, then stops with the
-        configured delay and grace; a second signal ends both."""
+        """Serves until SIGTERM, SIGINT or ``request_stop``, then stops with the configured drain delay and grace
+        period; a second signal ends both. For a process that runs only the service."""
         calm_collector()
         loop, memory = asyncio.get_running_loop(), MemoryWatch()
         memory.start(loop)
@@ -246,14 +245,14 @@ class Server:
                 loop.remove_signal_handler(number)
 
     def request_stop(self) -> None:
-        """What a signal does. Not ready from here on."""
+        """Does what a signal does. Health reports not ready from now on."""
         self._health.set_ready(False)
         if self._stop_requested.is_set():
             self._hurry.set()
         self._stop_requested.set()
 
     def look_at_files(self) -> None:
-        """Looks for what has changed in the operator's files at once; it is in use after the look that follows."""
+        """Checks the operator's files for changes now. A change takes effect after the next check."""
         self._file_watch.look_now()
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -307,7 +306,7 @@ class Server:
 
 
 class _Running:
-    """What exists from the moment that the worker's facts are known."""
+    """The parts of the server that need the worker's facts."""
 
     def __init__(
         self, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, facts: WorkerFacts, health: Health
@@ -352,7 +351,7 @@ class _Running:
         self._limits = CallLimits()
         identity = IdentityInterceptor(config.authenticator)
         interceptors = [StatusInterceptor(telemetry, self._limits), identity]
-        # Of its own: whatever callers hold, operators are heard.
+        # Separate limits: operators get through even if callers have used up theirs.
         self._admin_interceptors = [StatusInterceptor(telemetry, CallLimits(self._limits.connections)), identity]
         max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
         self._max_connections = max_connections(config.max_connections)
@@ -376,18 +375,18 @@ class _Running:
 
     @property
     def num_live(self) -> int:
-        """Requests that have begun and not ended."""
+        """The number of requests that have started and not ended."""
         return self.generation.num_live + self.embedding.num_live
 
     def add_admin(self, address: Address, loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
-        """Has ``listen`` open the administration there as well."""
+        """Adds the admin listener, which ``listen`` then opens too."""
         service = AdminService(self._engine, self._validator, loop_lag, is_going_down)
         self.admin = AdminListener(
             address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections
         )
 
     def open_metrics(self, loop_lag: LoopLag) -> str | None:
-        """Shows or sends metrics from here on; returns where they are shown. Raises ListenError."""
+        """Starts to serve or send metrics; returns the address of the page, if any. Raises ListenError."""
         config = self._config
         reader = MetricsReader(self._engine, self._facts, self._metrics, loop_lag, config.model_name)
         listen = None if config.metrics_listen is None else Address.parse(config.metrics_listen, METRICS_FLAG)
@@ -395,8 +394,8 @@ class _Running:
         return self._outlets.start()
 
     async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, str | None]:
-        """Opens both listeners, that of callers on ``private`` Unix sockets too, which are this user's alone; returns
-        where the two are. Raises ListenError."""
+        """Opens both listeners; callers' also on ``private`` Unix sockets, which only this user can open. Returns the
+        two addresses. Raises ListenError."""
         try:
             bound = bind(self._server, address, self._tls)
             self._bound = address
@@ -405,7 +404,7 @@ class _Running:
                 for socket in private:
                     bind(self._server, socket)
         finally:
-            # After a failure too: gRPC frees the ports of servers that began, and of no others.
+            # After a failure too: gRPC frees only the ports of servers that were started.
             await self._server.start()
         admin = None
         if self.admin is not None:
@@ -415,7 +414,7 @@ class _Running:
         return bound, admin
 
     async def stop_listening(self, flush_s: float) -> None:
-        """Closes both; last words may take ``flush_s`` to be read."""
+        """Closes both listeners. Clients have ``flush_s`` to read final messages."""
         self._limits.stop()
         await self._server.stop(flush_s)
         if self._bound is not None:
@@ -424,7 +423,7 @@ class _Running:
             await self.admin.stop()
 
     def close(self) -> None:
-        """Ends threads, and sends the last spans and numbers."""
+        """Ends threads, and sends the last spans and metrics."""
         self.pool.close()
         self.grammars.close()
         if self._outlets is not None:

@@ -1,5 +1,5 @@
-"""How to call and to administer a service, ready to be pasted into a terminal: what ``penstock serve`` prints when it
-is up."""
+"""Commands that call and administer the service, ready to paste into a terminal. ``penstock serve`` prints them when it
+is ready."""
 
 import json
 import shlex
@@ -21,44 +21,44 @@ _CA, _CERTIFICATE, _PRIVATE_KEY = "CA.pem", "CLIENT.pem", "CLIENT.key"
 
 
 class Transport(Enum):
-    """What a caller must have to get a connection."""
+    """The security of a listener, and the files that a client needs for it."""
 
     PLAIN = auto()
     TLS = auto()
-    """A file of the authority that signed the service's certificate."""
+    """Needs the certificate of the authority that signed the service's certificate."""
     MUTUAL_TLS = auto()
-    """A certificate and its key too."""
+    """Needs a client certificate and its key as well."""
 
     def flags(self, ca: str, certificate: str, key: str) -> str:
-        """A program's flags, given their names; each with a space behind it."""
+        """Returns a program's flags, given their names, each followed by a space."""
         files = [(ca, _CA), (certificate, _CERTIFICATE), (key, _PRIVATE_KEY)]
         num_files = {Transport.PLAIN: 0, Transport.TLS: 1, Transport.MUTUAL_TLS: 3}[self]
         return "".join(f"{name} {file} " for name, file in files[:num_files])
 
     @property
     def penstock_flags(self) -> str:
-        """Those of our own terminal tools."""
+        """The flags of penstock's terminal tools."""
         return self.flags("--tls-ca", "--tls-cert", "--tls-key")
 
 
 @dataclass(frozen=True)
 class UsageExamples:
-    """One request, in four ways, each a line for a shell."""
+    """One request, sent in four ways, each a shell command."""
 
     address: Address
-    """What the service listens on, with the port that was bound."""
+    """The service's address, with the bound port."""
     takes_chat: bool
     wants_key: bool
     transport: Transport = Transport.PLAIN
 
     @property
     def target(self) -> str:
-        """What a client on this machine connects to."""
+        """The address for a client on this machine."""
         return self.address.reached_at
 
     @property
     def python(self) -> str:
-        """With the client of this package."""
+        """The command that uses this package's client."""
         prompt = [{"role": "user", "content": _QUESTION}] if self.takes_chat else _BEGINNING
         key = f', api_key="{_KEY}"' if self.wants_key else ""
         names, tls = "Client", ""
@@ -74,13 +74,13 @@ class UsageExamples:
 
     @property
     def chat(self) -> str:
-        """In a terminal, turn by turn."""
+        """The command for a chat in the terminal."""
         flags = self.transport.penstock_flags
         return _command(f"chat {flags}--target {shlex.quote(self.target)}", _KEY if self.wants_key else "")
 
     @property
     def buf(self) -> str:
-        """With buf, by reflection."""
+        """The command for buf, with reflection."""
         where, base = "", f"http://{self.target}"
         if self.transport is not Transport.PLAIN:
             where, base = self.transport.flags("--cacert", "--cert", "--key"), f"https://{self.target}"
@@ -90,7 +90,7 @@ class UsageExamples:
 
     @property
     def grpcurl(self) -> str:
-        """With grpcurl, by reflection."""
+        """The command for grpcurl, with reflection."""
         where = self.target
         if self.address.path is not None:
             where = f"-unix {shlex.quote(str(self.address.path))}"
@@ -114,16 +114,16 @@ class UsageExamples:
             *(f"  {line}" for line in (self.python, self.buf, self.grpcurl)),
         ]
         if self.takes_chat:
-            lines += ["or talk to it:", f"  {self.chat}"]
+            lines += ["Or chat with it:", f"  {self.chat}"]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class HttpCalls:
-    """OpenAI's API over HTTP, with curl: an answer as it comes, then one whole."""
+    """OpenAI's API over HTTP, with curl: a streamed response, then a whole one."""
 
     address: Address
-    """Where the gateway listens, with the port that was bound."""
+    """The gateway's address, with the bound port."""
     model: str
     takes_chat: bool
     wants_key: bool
@@ -131,7 +131,7 @@ class HttpCalls:
 
     @property
     def base(self) -> str:
-        """What a browser on this machine opens."""
+        """The URL for a browser on this machine."""
         return f"http{'s' if self.has_tls else ''}://{self.address.reached_at}"
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class HttpCalls:
             method, prompt = "chat/completions", {"messages": [{"role": "user", "content": _QUESTION}]}
         body = {"model": self.model, **prompt, "max_tokens": _MAX_TOKENS}
         return (
-            f"Call it as OpenAI's API, whose base is {self.base}/v1, or chat in a browser at {self.base}/ :\n"
+            f"Use the OpenAI-compatible API at {self.base}/v1, or chat in a browser at {self.base}/ :\n"
             f"  {self._curl(method, {**body, 'stream': True}, '-N ')}\n"
             f"  {self._curl(method, body)}"
         )
@@ -155,34 +155,34 @@ class HttpCalls:
 
 @dataclass(frozen=True)
 class Administration:
-    """The terminal tools of operators, each a line for a shell."""
+    """The operators' terminal tools, each a shell command."""
 
     address: Address
-    """Where the administration listens, with the port that was bound."""
+    """The admin listener's address, with the bound port."""
     wants_key: bool
     transport: Transport = Transport.PLAIN
 
     @property
     def target(self) -> str:
-        """What an operator on this machine connects to."""
+        """The address for an operator on this machine."""
         return self.address.reached_at
 
     def __str__(self) -> str:
         key = _ADMIN_KEY if self.wants_key else ""
         where = f"{self.transport.penstock_flags}--admin {shlex.quote(self.target)}"
         return (
-            f"Watch it, or ask what became of a request, by the administration's listener on {self.address}:\n"
+            f"Watch it, or explain a request, through the admin listener on {self.address}:\n"
             f"  {_command(f'top {where}', key)}\n"
             f"  {_command(f'explain {where} REQUEST_ID', key)}"
         )
 
 
 def metrics_call(address: Address) -> str:
-    """What Prometheus scrapes, as a line for a shell."""
+    """Returns the command that shows the page for Prometheus."""
     return f"Metrics for Prometheus:\n  curl {shlex.quote(f'http://{address.reached_at}{METRICS_PATH}')}"
 
 
 def _command(arguments: str, key: str) -> str:
-    """A line with this environment's ``penstock``, as short as the search path allows."""
+    """Returns a command of this environment's ``penstock``, as short as the search path allows."""
     command = "penstock" if shutil.which("penstock") else str(Path(sys.executable).with_name("penstock"))
     return f"{f'PENSTOCK_API_KEY={key} ' if key else ''}{shlex.quote(command)} {arguments}"

@@ -133,7 +133,7 @@ async def test_another_follows_one_that_was_killed_and_no_connection_is_refused(
         await until(lambda: is_gone(pid))
         answers = await asyncio.gather(*(ask(address) for _ in range(20)))
         assert pid not in {answer for answer, _ in answers}
-        assert "the HTTP gateway was ended by SIGKILL; it is started again in 0.1 s" in caplog.text
+        assert "the HTTP gateway was ended by SIGKILL; restarting it in 0.1 s" in caplog.text
 
 
 async def test_one_that_hangs_is_killed_and_another_follows(stand_in, caplog):
@@ -143,8 +143,8 @@ async def test_one_that_hangs_is_killed_and_another_follows(stand_in, caplog):
         await until(lambda: is_gone(pid))
         answers = await asyncio.gather(*(ask(address) for _ in range(3)))
         assert pid not in {answer for answer, _ in answers}
-        assert "the HTTP gateway gave no sign of life for 2 s; it is killed" in caplog.text
-        assert "the HTTP gateway was ended by SIGKILL; it is started again in 0.1 s" in caplog.text
+        assert "the HTTP gateway sent no heartbeat for 2 s; killing it" in caplog.text
+        assert "the HTTP gateway was ended by SIGKILL; restarting it in 0.1 s" in caplog.text
 
 
 async def test_one_that_hangs_before_it_serves_is_no_gateway(monkeypatch):
@@ -164,7 +164,7 @@ async def test_the_gateway_itself_lives_while_its_loop_does(caplog):
         await until(lambda: is_gone(first))
         assert (await http.get(f"http://{address}/version")).status_code == 200
         assert gateway.pid != first
-        assert "gave no sign of life" in caplog.text
+        assert "sent no heartbeat" in caplog.text
 
 
 async def test_one_that_never_serves_is_no_gateway(monkeypatch):
@@ -179,8 +179,8 @@ async def test_one_that_cannot_start_again_is_tried_less_and_less_often(stand_in
         monkeypatch.setattr(http_gateway, "_CHILD", BROKEN)
         os.kill(gateway.pid, signal.SIGKILL)
         await until(lambda: caplog.text.count("ended with exit code 3") == 2)
-        assert "was ended by SIGKILL; it is started again in 0.1 s" in caplog.text
-        assert caplog.text.count("ended with exit code 3; it is started again in 0.2 s") == 2
+        assert "was ended by SIGKILL; restarting it in 0.1 s" in caplog.text
+        assert caplog.text.count("ended with exit code 3; restarting it in 0.2 s") == 2
         await until(lambda: gateway.pid is None)
 
 
@@ -191,7 +191,7 @@ async def test_one_that_served_for_long_is_replaced_at_once(stand_in, caplog):
             os.kill(pid, signal.SIGKILL)
             await until(lambda pid=pid: is_gone(pid))
         await ask(address)
-        assert caplog.text.count("it is started again in 0.1 s") == 3
+        assert caplog.text.count("restarting it in 0.1 s") == 3
 
 
 async def test_it_ends_when_told_and_not_by_a_signal_for_the_whole_service(stand_in):
@@ -353,7 +353,7 @@ def test_killing_the_gateway_costs_the_service_nothing_and_killing_the_service_e
         served.process.kill()
         served.process.wait()
         errors = served.log()
-        assert "the HTTP gateway was ended by SIGKILL; it is started again in 0.1 s" in errors
+        assert "the HTTP gateway was ended by SIGKILL; restarting it in 0.1 s" in errors
         assert "Traceback" not in errors
         wait_until(lambda: is_gone(second.pid) and not directory.exists())
 

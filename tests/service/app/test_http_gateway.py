@@ -59,7 +59,7 @@ async def test_one_for_which_there_are_no_descriptors_is_tried_again(gateway, la
     async with asyncio.timeout(120):
         while gateway.pid in (None, first):  # noqa: ASYNC110 - a process tells nobody
             await asyncio.sleep(0.01)
-    said = "the HTTP gateway cannot be started (Too many open files); it is started again in"
+    said = "the HTTP gateway cannot be started (Too many open files); restarting it in"
     assert caplog.text.count(said) == 2
 
 

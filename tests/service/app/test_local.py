@@ -74,7 +74,7 @@ def test_its_directory_is_short_enough_for_a_socket(monkeypatch, tmp_path):
         ("/nowhere", {}, "^/nowhere: no such directory"),
         ("demo", {"max_num_seqs": 0}, "^--max-num-seqs: must be 1 to 4,096; it is 0"),
         ("demo", {"no_such": 1}, "^no such flag or argument: --no-such=1"),
-        ("demo", {"port": 1}, "^--port: a service of one's own has a private socket"),
+        ("demo", {"port": 1}, "^--port: a private service has its own socket"),
         ("/nowhere", {"enable_prefix_caching": False, "threads": None}, "^/nowhere: no such directory"),
     ],
 )

@@ -78,7 +78,7 @@ def test_ranks_are_as_many_as_gpus_and_parts_of_the_model(monkeypatch):
     assert worker_of(monkeypatch, machine, tensor_parallel_size=2).tensor_parallel_size == 2
     with pytest.raises(ModelError, match="--tensor-parallel-size 3: the model has 2 key and value heads"):
         worker_of(monkeypatch, machine, tensor_parallel_size=3)
-    with pytest.raises(ModelError, match="--tensor-parallel-size 2: each rank takes a GPU, and this machine has 1"):
+    with pytest.raises(ModelError, match="--tensor-parallel-size 2: each rank needs a GPU, and this machine has 1"):
         worker_of(monkeypatch, dataclasses.replace(machine, gpus=[GPU]), tensor_parallel_size=2)
     assert worker_of(monkeypatch, machine, device="cpu", tensor_parallel_size=2).device == "cpu"
 
@@ -87,12 +87,12 @@ def test_what_each_rank_has_is_told_as_that():
     facts = WorkerFacts(8, 16, 64, 128, 500, 200, "Arch", "reference", "cuda:0", "float16", "float16", 3 << 20, 1 << 20)
     facts = msgspec.structs.replace(facts, tensor_parallel_size=4)
     assert serve.describe(facts, SchedulerConfig()).splitlines() == [
-        "Arch, float16, weights of 3 MiB a rank, context 128",
+        "Arch, float16, weights of 3 MiB per rank, context 128",
         "backend reference on 4 ranks of cuda, steps of at most 200 sequences and 200 tokens",
-        "KV cache of 128 tokens in float16, 1 MiB a rank",
+        "KV cache of 128 tokens in float16, 1 MiB per rank",
     ]
     facts = msgspec.structs.replace(facts, device="cpu", num_threads=3)
-    assert "on 4 ranks of cpu (3 threads a rank), " in serve.describe(facts, SchedulerConfig())
+    assert "on 4 ranks of cpu (3 threads per rank), " in serve.describe(facts, SchedulerConfig())
 
 
 def test_limits_are_told_as_they_are():
