@@ -1,1 +1,1 @@
-"""One file for each gRPC service that callers use, and the interceptor around all calls."""
+"""One file per gRPC service for callers, and the interceptor around all calls."""

@@ -1,5 +1,5 @@
-"""EmbeddingService: one request a call, answered whole. Its way is a straight one, so a call's own task walks it:
-checked, prepared, queued, and gone from the engine however the call ends."""
+"""EmbeddingService: one request per call, one response. The call's own task does all steps: it checks, prepares and
+queues the request, and removes it from the engine however the call ends."""
 
 import asyncio
 import time
@@ -31,11 +31,11 @@ from penstock.v1 import embedding_pb2 as pb, embedding_pb2_grpc as pb_grpc, gene
 
 _OPERATION = "embeddings"
 _MAX_VALUES_ON_LOOP = 8192
-"""Larger answers are put together in a thread."""
+"""Larger responses are built in a thread."""
 
 
 class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
-    """The servicer, and the register of what is alive."""
+    """The servicer, and the register of live requests."""
 
     def __init__(self, engine: Engine, converter: EmbedConverter, telemetry: Telemetry) -> None:
         self._engine = engine
@@ -45,11 +45,11 @@ class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
 
     @property
     def num_live(self) -> int:
-        """Requests that have begun and not ended, those in preparation included."""
+        """The number of requests that have started and not ended, including those in preparation."""
         return len(self._live)
 
     async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.EmbedResponse:
-        """One request, answered whole."""
+        """Returns the embeddings of one request."""
         live = _LiveEmbedding(self._engine, self._converter, current_caller.get(), context.time_remaining())
         self._live.add(live)
         try:
@@ -58,13 +58,13 @@ class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
             self._live.discard(live)
 
     def shut_down(self) -> None:
-        """Ends every request that is queued or runs; one that is still prepared is refused when it gets there."""
+        """Ends every queued or running request. The engine refuses those that are still in preparation."""
         for live in list(self._live):
             live.abort(EngineFinishReason.SHUTDOWN)
 
 
 class _LiveEmbedding:
-    """One request."""
+    """The state of one live request."""
 
     def __init__(self, engine: Engine, converter: EmbedConverter, caller: Principal, time_left_s: float | None) -> None:
         self._engine = engine
@@ -78,12 +78,12 @@ class _LiveEmbedding:
         self._request: Request | None = None
         self._vectors: dict[int, bytes] = {}
         self._vector_bytes = 0
-        """What of each is asked for: the rest is not kept until the last one is there."""
+        """The requested size of each vector. The rest is dropped on arrival, before all vectors are there."""
         self._finished: RequestFinished | None = None
         self._end = asyncio.Event()
 
     async def answer(self, request: pb.EmbedRequest, telemetry: Telemetry) -> pb.EmbedResponse:
-        """The vectors of all inputs. Raises ServiceError, Refused and StatusError."""
+        """Returns the vectors of all inputs. Raises ServiceError, Refused and StatusError."""
         failure: BaseException | None = None
         try:
             return await self._answer(request, telemetry)
@@ -93,10 +93,10 @@ class _LiveEmbedding:
         finally:
             self.abort(EngineFinishReason.CANCELLED)
             self._report(failure, request.client_request_id, telemetry)
-            del failure  # or this frame and its traceback would be a circle
+            del failure  # or this frame and its traceback would be a reference cycle
 
     def abort(self, reason: EngineFinishReason) -> None:
-        """Ends the request where it is queued or runs."""
+        """Ends the request if it is queued or running."""
         if self._request is not None:
             self._engine.abort(self._request_id, reason)
 
@@ -146,7 +146,7 @@ class _LiveEmbedding:
 
     def _report(self, failure: BaseException | None, client_request_id: str, telemetry: Telemetry) -> None:
         finished = self._finished
-        if finished is None:  # the engine knows nothing of it
+        if finished is None:  # the request never reached the engine
             num_tokens = 0 if self._request is None else self._request.num_prompt_tokens
             total_us = round((time.monotonic() - self._arrival) * 1e6)
             reason = (

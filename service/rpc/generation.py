@@ -1,7 +1,8 @@
-"""GenerationService: many requests on a stream, one request a stream, one request whole. One code for all three.
+"""GenerationService: many requests per stream, one request per stream, or one request with one response. All three use
+the same code.
 
-A stream has a reader, which begins and cancels requests, and a writer, which is the handler itself. However the handler
-ends, everything that is still alive on its stream ends with it.
+A stream has a reader, which starts and cancels requests, and a writer, which is the handler itself. When the handler
+ends, for any reason, all live requests of its stream end too.
 """
 
 import asyncio
@@ -37,14 +38,14 @@ _STATES: Mapping[EngineState, "pb.ServiceState.ValueType"] = {
 
 MAX_REFUSED_IN_A_ROW = 64
 REFUSED_PAUSE_S = 0.005
-"""Then a stream is read slowly until a request of it is taken, or a client that sends what is refused, again and again,
-would have all of the event loop's time. Nothing is lost, and what runs on the stream goes on."""
+"""The pause before each further frame, until a request is accepted. Without it, a client that keeps sending requests
+that are refused could take all of the event loop's time. No frame is lost, and running requests continue."""
 
 StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
-    """The servicer, and the register of what is alive."""
+    """The servicer, and the register of live requests."""
 
     def __init__(self, surroundings: RequestContext, validator: Validator, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._surroundings = surroundings
@@ -53,20 +54,20 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._pacer = WritePacer()
         self._backlog = BufferBudget()
         self._live: set[RequestLifecycle] = set()
-        """Those on every kind of call."""
+        """The live requests of all kinds of calls."""
         self._outboxes: set[Outbox] = set()
-        """Those of the multiplexed streams."""
+        """The outboxes of the multiplexed streams."""
 
     @property
     def num_live(self) -> int:
-        """Requests that have begun and not ended, those in preparation included."""
+        """The number of requests that have started and not ended, including those in preparation."""
         return len(self._live)
 
-    # The generated base class knows only handlers that yield; gRPC takes those that write as well.
+    # The generated base class knows only handlers that yield; gRPC also accepts handlers that write.
     async def Generate(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: StreamContext
     ) -> None:
-        """Carries many requests, until the client half-closes and the last of them has ended."""
+        """Serves many requests, until the client half-closes and the last request has ended."""
         await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
         stream = _Stream(self, outbox, self._validator, current_caller.get())
@@ -84,15 +85,15 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def GenerateOne(  # type: ignore[override]
         self, request: pb.GenerateOneRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """One request. A refusal is the call's status alone, with no message before it, so that proxies may retry."""
+        """Serves one request. A refusal is only the call's status, with no message before it, so proxies may retry."""
         has_begun = False
 
         async def write(raw: bytes) -> None:
             nonlocal has_begun
             if not has_begun:
-                # By itself: in one operation with a message that is held up, no status could overtake it.
+                # Sent separately: in one operation with a message that is held up, no status could overtake it.
                 has_begun = True
-                outbox.begin_beats()  # not before: a beat would keep proxies from trying again elsewhere
+                outbox.begin_beats()  # not before: a heartbeat would prevent proxies from retrying elsewhere
                 await context.send_initial_metadata(())
             await context.write(raw)
 
@@ -117,7 +118,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def Complete(
         self, request: pb.CompleteRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.CompleteResponse:
-        """One request, answered whole."""
+        """Serves one request with one response."""
         answer = _WholeAnswer()
         start = _required(request)
         live = self.new_request(start, answer, current_caller.get(), lambda live: None, context, ResponseMode.WHOLE)
@@ -128,7 +129,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             live.cancel()
         if not live.status.code:
             return response
-        # What it used is billed, and there is no message to say it in.
+        # The status must contain the usage, which is billed: there is no other message for it.
         raise StatusError(with_finished(live.status, response.finished) if live.was_accepted else live.status)
 
     def new_request(
@@ -140,8 +141,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         call: "grpc.aio.ServicerContext[Any, Any] | None" = None,
         answer: ResponseMode = ResponseMode.STREAMED,
     ) -> RequestLifecycle:
-        """A request that is in the register until it ends. ``call``: the one that carries it alone, whose id and
-        deadline are the request's."""
+        """Creates a request and registers it until it ends. ``call`` is its single-request call, if any, whose id and
+        deadline it takes."""
 
         def unregister(live: RequestLifecycle) -> None:
             self._live.discard(live)
@@ -161,13 +162,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         return live
 
     def tell_state(self) -> None:
-        """A heartbeat on every multiplexed stream: the service's state has changed."""
+        """Sends a heartbeat on every multiplexed stream, because the service's state has changed."""
         for outbox in self._outboxes:
             outbox.heartbeat()
 
     def shut_down(self) -> None:
-        """Ends every request, and every multiplexed stream with UNAVAILABLE that was not done, when what waits on it is
-        written."""
+        """Ends every request. Ends every unfinished multiplexed stream with UNAVAILABLE, after its pending messages."""
         unfinished = [outbox for outbox in self._outboxes if not outbox.is_closed]
         for live in list(self._live):
             live.cancel(EngineFinishReason.SHUTDOWN)
@@ -193,21 +193,22 @@ class _Stream:
         self._last: asyncio.Task[None] | None = None
         self._half_closed = False
         self._num_refused = 0
-        """In a row, before anything was prepared: what a full queue refuses is no fault of the client's."""
+        """Consecutive requests refused before preparation. A refusal by a full queue, which is not the client's fault,
+        does not count."""
 
     async def read(self, frames: AsyncIterator[pb.GenerateRequest]) -> None:
-        """Takes frames until the client half-closes. Raises ServiceError for one that breaks the stream's rules."""
+        """Handles frames until the client half-closes. Raises ServiceError for one that breaks the stream's rules."""
         async for frame in frames:
             num_refused = self._num_refused
             self._take(frame)
-            del frame  # it may have megabytes, and the next one may not come for hours
+            del frame  # it may be megabytes, and the next one may not arrive for hours
             if self._num_refused > max(num_refused, MAX_REFUSED_IN_A_ROW):
                 await asyncio.sleep(REFUSED_PAUSE_S)
 
     def on_read(self, reader: asyncio.Task[None]) -> None:
-        """No more frames will come."""
+        """Handles the reader's end: no more frames will arrive."""
         if reader.cancelled():
-            # By the end of the handler, when it no longer matters; by anything else it is an error of ours.
+            # At the handler's end this no longer matters; at any other time it is an internal error.
             self._outbox.fail(RuntimeError("the reader of a stream was cancelled"))
         elif (error := reader.exception()) is not None:
             self._outbox.fail(error if isinstance(error, Exception) else RuntimeError("the reader of a stream died"))
@@ -215,12 +216,13 @@ class _Stream:
         self._close_if_done()
 
     def hold(self, held: bool) -> None:
-        """Nobody reads the stream, or somebody does again: until then its requests cost no step."""
+        """Pauses the stream's requests, so that they take no part in steps, or resumes them. ``held``: whether the
+        client has stopped reading."""
         for live in list(self._live.values()):
             live.hold(held)
 
     def drop(self) -> None:
-        """The stream is over: everything on it ends."""
+        """Ends all requests of the stream."""
         for live in list(self._live.values()):
             live.cancel()
 
@@ -281,20 +283,20 @@ class _Stream:
 
 
 class _WholeAnswer:
-    """Collects what a request brings into one answer."""
+    """Collects a request's output into one response."""
 
     def __init__(self) -> None:
         self.whole: asyncio.Future[pb.CompleteResponse] = asyncio.get_running_loop().create_future()
         self._response = pb.CompleteResponse()
-        """Filled as output comes: all of it at the end would hold up the loop."""
+        """Filled as output arrives: filling all of it at the end would block the event loop."""
         self._texts: list[StringIO] = []
-        """Of the choices; a message's own string would be copied whole with each delta."""
+        """The text of each choice. A string in a message would be copied with each delta."""
 
     def accepted(self, accepted: pb.Accepted) -> None:
-        """Says nothing that the end does not."""
+        """Does nothing: the end contains all of it."""
 
     def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
-        """Parts come in order and without gaps."""
+        """Appends ``part``. Parts arrive in order and without gaps."""
         whole = self._response.prompt_logprobs
         if not self._response.HasField("prompt_logprobs"):
             whole.ref = ref
@@ -302,7 +304,7 @@ class _WholeAnswer:
         fill_logprobs(whole.logprobs, part.logprobs)
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
-        """Appended to its choice."""
+        """Appends ``delta`` to its choice."""
         while len(self._texts) <= delta.choice:
             self._response.choices.add(index=len(self._texts))
             self._texts.append(StringIO())
@@ -311,7 +313,7 @@ class _WholeAnswer:
         fill_delta(self._response.choices[delta.choice], form._replace(text=False), [delta])
 
     def finished(self, finished: pb.Finished) -> None:
-        """The answer is whole."""
+        """Completes the response."""
         self._response.request_id = finished.request_id
         self._response.finished.CopyFrom(finished)
         for choice, text in zip(self._response.choices, self._texts, strict=True):
@@ -320,7 +322,7 @@ class _WholeAnswer:
             self.whole.set_result(self._response)
 
     def fail(self, error: Exception) -> None:
-        """There will be no answer."""
+        """Ends the call with ``error`` instead of a response."""
         if not self.whole.done():
             self.whole.set_exception(error)
 

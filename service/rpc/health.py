@@ -1,7 +1,7 @@
-"""grpc.health.v1: ``""`` and every service say whether requests are taken, ``penstock.live`` whether the process lives.
+"""grpc.health.v1: the readiness of ``""`` and every service, and the liveness of the process as ``penstock.live``.
 
-Written anew because a change must reach every watcher at once, whatever another watcher does: grpcio's own servicer
-forgets its other watchers when one leaves, and lets one that does not read hold up the change.
+Replaces grpcio's servicer, because a change must reach every watcher at once, whatever another watcher does: grpcio's
+drops its other watchers when one leaves, and a watcher that does not read delays the change for the rest.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class Health(health_pb2_grpc.HealthServicer):
     """Readiness and liveness."""
 
     def __init__(self, services: Iterable[str]) -> None:
-        """``services``: full names of what is served. Not ready at first."""
+        """``services`` are the full names of the services. Not ready at first."""
         self._readiness_of = {"", *services}
         self._ready = False
         self._closed = False
@@ -36,12 +36,12 @@ class Health(health_pb2_grpc.HealthServicer):
         self._tell()
 
     def close(self) -> None:
-        """Ends what watches: the service goes down."""
+        """Ends all watches, because the service shuts down."""
         self._closed = True
         self._tell()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
-        """NOT_FOUND for a service that is not served here."""
+        """Returns the current status. Fails with NOT_FOUND for an unknown service."""
         status = self._status_of(request.service)
         if status == _Status.SERVICE_UNKNOWN:
             raise ServiceError(Reason.UNKNOWN_SERVICE)
@@ -50,7 +50,7 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> None:
-        """The status now and whenever it changes, until the caller leaves."""
+        """Sends the current status, and each change of it, until the caller leaves."""
         await context.send_initial_metadata(())
         last = None
         while True:
@@ -60,7 +60,7 @@ class Health(health_pb2_grpc.HealthServicer):
                 await write(context, health_pb2.HealthCheckResponse(status=status))
                 last = status
             if self._closed:
-                raise ServiceError(Reason.SHUTDOWN, "the service is going down")
+                raise ServiceError(Reason.SHUTDOWN, "the service is shutting down")
             await changed.wait()
 
     def _tell(self) -> None:

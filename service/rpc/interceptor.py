@@ -1,7 +1,7 @@
-"""The outermost interceptor: every call gets an id, a span, and exactly one status out of the catalogue.
+"""The outermost interceptor: gives every call an id, a span, and exactly one status from the catalogue.
 
-grpc.aio by itself answers UNKNOWN with the exception's text, and nothing at all after a CancelledError of the handler's
-own. Here both become INTERNAL with the call's id, under which the log has the rest.
+By default grpc.aio ends a call that raises with UNKNOWN and the exception's text, and sends no status if the handler
+raises CancelledError itself. Here both become INTERNAL with the call's id, which finds the details in the log.
 """
 
 import asyncio
@@ -40,17 +40,17 @@ from penstock.service.transport.unread import UnreadAnswers
 _log = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 1.0
-"""How long the status of a call may wait behind messages that the client does not read."""
+"""The longest time for which a call's status waits for messages before it that the client does not read."""
 
 current_request_id: ContextVar[str] = ContextVar("current_request_id")
-"""The id of the call that this task answers; on the single-request methods also the request's."""
+"""The id of this task's call; on single-request methods it is also the request's id."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Maps whatever a handler raises to a status; to be the first in the list."""
+    """Maps all exceptions of handlers to statuses. Must be the first interceptor in the list."""
 
     def __init__(self, telemetry: Telemetry, limits: CallLimits) -> None:
         self._telemetry = telemetry
@@ -61,7 +61,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
-        """The method's handler inside the guard; None for a method that is not served, which gRPC answers itself."""
+        """Returns the method's guarded handler; None for an unknown method, which gRPC itself refuses."""
         current_request_id.set(new_request_id())
         try:
             handler = await continuation(handler_call_details)
@@ -90,9 +90,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             message = await outcome
             if handler.response_streaming:
                 return None
-            # Serialized here, so that a message which cannot be is our error and not gRPC's UNKNOWN.
+            # Serialized here, so that a failure becomes INTERNAL instead of gRPC's UNKNOWN.
             raw = serialize(message)
-            if is_open:  # until it has been sent it counts among the open calls
+            if is_open:  # it counts among the open calls until it has been sent
                 await context.send_initial_metadata(())
                 await write(context, raw)
                 return None
@@ -117,7 +117,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 with self._telemetry.call(details.method, details.invocation_metadata, request_id):
                     answered = await run_within_limits(request_iterator, context, peer)
             except BaseException as error:
-                is_gone = isinstance(error, grpc.aio.InternalError)  # whoever called
+                is_gone = isinstance(error, grpc.aio.InternalError)  # the client
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.CANCELLED if is_gone else code_of(error))
                 await _end(context, error, request_id, limits.answers)
             else:
@@ -126,8 +126,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 limits.connections.end_call(peer, tenant)
 
-        # All requests are read as streams. gRPC runs a handler of one message only once that has come: a call that is
-        # half-closed without a message would wait for ever, and a second message would be lost without a word.
+        # All requests are read as streams. gRPC starts a single-message handler only when the message has arrived: a
+        # call that is half-closed without a message would wait forever, and a second message would be lost silently.
         if handler.response_streaming or is_open:
             return grpc.stream_stream_rpc_method_handler(
                 answer, None, lambda message: message if isinstance(message, bytes) else serialize(message)
@@ -149,7 +149,7 @@ def _as_it_is(value: Any) -> Any:
 async def _only_message(
     parse: Callable[[bytes], Any], context: Context, limits: CallLimits, owner: str, is_open: bool
 ) -> Any:
-    """Reads the message of a method that takes exactly one. Raises ServiceError where there is none, or a second."""
+    """Reads the message of a method that takes exactly one. Raises ServiceError if there is none or a second one."""
     async with limits.messages_of(is_open).place(owner):
         raw = await _read(context)
         if raw is None or await _read(context) is not None:
@@ -159,17 +159,17 @@ async def _only_message(
 
 
 async def _read(context: Context) -> bytes | None:
-    """The next message; None after the last."""
+    """Returns the next message; None after the last."""
     raw: Any = await context.read()
     return None if raw is grpc.aio.EOF else raw
 
 
 def _small(raw: bytes) -> bytes:
-    """Returns a message of a method that is open to everyone. Raises ServiceError if it is too large."""
+    """Returns the message of a method that needs no credentials. Raises ServiceError if it is too large."""
     if len(raw) > MAX_OPEN_MESSAGE_BYTES:
         raise ServiceError(
             Reason.TOO_EXPENSIVE,
-            f"a message to this method has at most {MAX_OPEN_MESSAGE_BYTES:,} bytes; it has {len(raw):,}: send less",
+            f"a message to this method may have at most {MAX_OPEN_MESSAGE_BYTES:,} bytes; it has {len(raw):,}",
         )
     return raw
 
@@ -185,8 +185,8 @@ async def _write_all(context: Context, messages: AsyncGenerator[Any, None]) -> N
 
 
 async def _parsed(parse: Callable[[bytes], Any], raw: bytes, turns: ParseTurns, owner: str) -> Any:
-    """Parses a message. Large ones take turns, so that several at once do not stop the event loop for long."""
-    # What the generated code gives as a parser is a method of the message's class.
+    """Parses a message. Large ones take turns, so that several at once do not block the event loop for long."""
+    # The parser in the generated code is a method of the message's class.
     descriptor: Any = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
     try:
         if len(raw) <= SHORT_BYTES:
@@ -205,8 +205,8 @@ async def _parsed(parse: Callable[[bytes], Any], raw: bytes, turns: ParseTurns, 
 async def _messages(
     parse: Callable[[bytes], Any], context: Context, limits: CallLimits, owner: str, is_open: bool
 ) -> AsyncIterator[Any]:
-    """The messages of a stream. None is kept here while the next one is waited for, which may be for hours: between
-    those of a caller any time may pass, after the first."""
+    """Yields the messages of a stream, and keeps none while it waits for the next one. After the first, a caller with
+    credentials may wait for hours before the next message."""
     places, peer = limits.messages_of(is_open), context.peer()
     is_timed = True
     while True:
@@ -222,18 +222,18 @@ async def _messages(
 
 
 async def _end(context: Context, error: BaseException, request_id: str, answers: UnreadAnswers) -> NoReturn:
-    """Ends the call with the status that ``error`` stands for; raises what gRPC wants to see then."""
+    """Ends the call with the status of ``error``; raises the exception that gRPC expects then."""
     is_for_the_loop = isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit)
     if is_for_the_loop or (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
         try:
             raise error
         finally:
-            del error  # or this frame and the error's traceback would be a circle, for each call that is left
+            del error  # or this frame and the error's traceback would be a reference cycle, one per abandoned call
     if isinstance(error, grpc.aio.InternalError):
-        # The client went away while a message was on its way: nobody is left to be told.
+        # The client disconnected during a write: the status cannot be sent.
         raise asyncio.CancelledError from None
     status = _status_of(error, request_id)
-    del error  # an error that is known has let go of its frames; this one would be in the next one's
+    del error  # a known error has released its frames; kept, this frame would be in the next error's traceback
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await abort(context, status_code(status), status.message, trailers(status))
@@ -242,7 +242,7 @@ async def _end(context: Context, error: BaseException, request_id: str, answers:
     except TimeoutError:
         task = asyncio.current_task()
         assert task is not None
-        answers.end(task)  # with the messages that the status waits behind
+        answers.end(task)  # and with it the unread messages before the status
         raise asyncio.CancelledError from None
 
 
@@ -253,7 +253,7 @@ def _status_of(error: BaseException, request_id: str) -> status_pb2.Status:
     if isinstance(error, StatusError):
         return error.status
     if known is None:
-        _log.error("call %s: an error of our own", request_id, exc_info=error)
+        _log.error("call %s: internal error", request_id, exc_info=error)
         known = ServiceError(Reason.INTERNAL)
     return to_status(known, request_id)
 

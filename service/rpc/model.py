@@ -1,4 +1,4 @@
-"""ModelService: what is served, and within which limits."""
+"""ModelService: the served model and the service's limits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ _ALWAYS = (
 
 
 class ModelService(pb_grpc.ModelServiceServicer):
-    """Describes the model, and the limits as they are now."""
+    """Describes the model and the current limits."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
         speculation: SpeculationConfig | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        """``config`` returns the engine's. ``defaults``: those of the model."""
+        """``config`` returns the engine's configuration. ``defaults`` are the model's."""
         self._facts = facts
         self._validator = validator
         self._config = config
@@ -59,7 +59,8 @@ class ModelService(pb_grpc.ModelServiceServicer):
     async def GetModel(
         self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelResponse:
-        """The limits and the policy may be changed while the service runs. Raises ServiceError."""
+        """Returns the model, and the limits and features, which may change while the service runs. Raises
+        ServiceError."""
         caller = current_caller.get()
         self._validator.check(request)
         tenant = caller.tenant_for(request.tenant)

@@ -1,4 +1,4 @@
-"""Server reflection under both of its names: grpc.reflection.v1, and v1alpha, which older tools ask for.
+"""Server reflection under both of its names: grpc.reflection.v1, and v1alpha for older tools.
 
 The messages of the two have the same fields; grpcio-reflection has only those of v1alpha.
 """
@@ -15,7 +15,7 @@ _V1_SERVICE = f"{_V1}.ServerReflection"
 
 
 def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
-    """Lets clients ask ``server`` for the descriptors of ``services``, given by full name, and of reflection itself."""
+    """Adds to ``server`` the reflection of ``services``, given by full name, and of reflection itself."""
     _add_v1_descriptor()
     servicer = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME, _V1_SERVICE))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
 
 
 def _add_v1_descriptor() -> None:
-    """Adds v1's file, made from v1alpha's, to the descriptors of this process: tools describe every service listed."""
+    """Adds v1's file, made from v1alpha's, to this process's descriptors: tools describe every listed service."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(_V1_FILE)

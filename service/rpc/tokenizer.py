@@ -1,4 +1,4 @@
-"""TokenizerService: the served model's tokenizer and template, exactly as generation uses them, in the same threads."""
+"""TokenizerService: the served model's tokenizer and chat template, with the code and threads that generation uses."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +19,13 @@ from penstock.service.text.truncation import Truncation
 from penstock.v1 import tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
 
 MAX_ANSWER_BYTES = 4 << 20
-"""What gRPC's clients take unless they are told otherwise."""
+"""The default limit of gRPC's clients."""
 FREE_IDS = 1024
-"""That a call of DescribeTokens may have, so as not to count against the rate."""
+"""The largest number of ids in a call of DescribeTokens that does not count against the rate limit."""
 _IDS_AT_ONCE = 1 << 12
-"""Longer lists are worked on in slices: what C does with one holds Python's lock, and so the event loop, to its end."""
+"""Longer lists are processed in slices: C code holds Python's lock for a whole list, which blocks the event loop."""
 _ID_BYTES = 4
-"""What an id takes in a message that was parsed. ByteSize() would encode them all, on the event loop."""
+"""The size of an id in a parsed message. ByteSize() would encode all ids on the event loop."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _WithIds = TypeVar("_WithIds", pb.TokenizeResponse, pb.RenderChatResponse)
@@ -33,21 +33,21 @@ _WithOffsets = TypeVar("_WithOffsets", pb.TokenizeResponse, pb.DetokenizeRespons
 
 
 class TokenizerService(pb_grpc.TokenizerServiceServicer):
-    """Checks on the loop, works in the pool.
+    """The servicer. Checks requests on the event loop and works in the thread pool.
 
-    Calls count against their tenant's rate, but for small ones of DescribeTokens: clients make them while they read a
-    stream, to name its tokens.
+    Calls count against their tenant's rate limit, except small ones of DescribeTokens, which clients make while they
+    read a stream, to show its tokens.
     """
 
     def __init__(self, validator: Validator, pool: TokenizerPool, charge: Callable[[str, Rated], None]) -> None:
-        """``charge`` counts a call of a tenant, or raises Refused."""
+        """``charge`` counts a tenant's call, or raises Refused."""
         self._charge = charge
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Text to ids."""
+        """Converts text to token ids."""
         self._count_call()
         self._validator.check(request)
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -60,7 +60,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         return await self._pool.run(work, request.ByteSize())
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Ids to text."""
+        """Converts token ids to text."""
         self._count_call()
         self._validator.check(request)
         shows_specials = request.include_special_tokens
@@ -85,14 +85,14 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         field: str,
         shows_specials: bool = False,
     ) -> _WithOffsets:
-        """``response`` with the places of its tokens, if they are asked for. Raises ServiceError."""
+        """Adds its tokens' text offsets to ``response``, if requested, and returns it. Raises ServiceError."""
         if request.include_text_offsets:
             response.text_offsets.extend(text_offsets(self._tokenizer, token_ids, shows_specials))
             _check_answer(response.ByteSize(), field)
         return response
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        """A request's ids, held against the vocabulary. Raises ServiceError."""
+        """Returns a request's ids, checked against the vocabulary. Raises ServiceError."""
         checked: list[int] = []
         for some in _slices(token_ids):
             checked += some
@@ -101,7 +101,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         return checked
 
     def _check_text(self, token_ids: list[int], shows_specials: bool) -> None:
-        """Refuses a text that is too long before it is made: a million ids may stand for 100 times as many bytes."""
+        """Refuses a text that is too long before it is built: a million ids may represent 100 times as many bytes."""
         pieces = self._tokenizer.pieces
         if len(token_ids) * pieces.longest_bytes <= MAX_ANSWER_BYTES:
             return
@@ -116,7 +116,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         _check_answer(num_bytes, "token_ids")
 
     async def RenderChat(self, request: pb.RenderChatRequest, context: Context) -> pb.RenderChatResponse:
-        """Messages to the prompt."""
+        """Renders messages to the prompt's text and token ids."""
         self._count_call()
         self._validator.check(request)
         check_chat(request.chat, self._tokenizer.chat_template(bool(request.chat.tools)))
@@ -130,7 +130,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         return await self._pool.run(work, request.ByteSize())
 
     async def DescribeTokens(self, request: pb.DescribeTokensRequest, context: Context) -> pb.DescribeTokensResponse:
-        """Ids to what each stands for: 1 us each, and there may be many."""
+        """Returns the text of each id: 1 us each, and there may be many."""
         if len(request.token_ids) > FREE_IDS:
             self._count_call()
         self._validator.check(request)
@@ -151,8 +151,8 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
 
 
 def _slices(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yields slices. Rests after each for as long as the caller worked on it, or the event loop would have to wait for
-    Python's lock each time that it had let go of it."""
+    """Yields slices. Sleeps after each for as long as the caller worked on it; otherwise the event loop would wait for
+    Python's lock each time that it had released it."""
     for at in range(0, len(token_ids), _IDS_AT_ONCE):
         began = perf_counter()
         yield token_ids[at : at + _IDS_AT_ONCE]
@@ -161,7 +161,8 @@ def _slices(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def _with_ids(response: _WithIds, token_ids: list[int], field: str) -> _WithIds:
-    """``response`` with ids in it; ``field`` is what they come from. Raises ServiceError."""
+    """Adds ids to ``response`` and returns it. ``field`` is the request's field that they come from. Raises
+    ServiceError."""
     num_bytes = response.ByteSize()
     _check_answer(num_bytes, field)
     for some in _slices(token_ids):
@@ -176,6 +177,6 @@ def _check_answer(num_bytes: int, field: str) -> None:
     if num_bytes > MAX_ANSWER_BYTES:
         raise ServiceError(
             Reason.TOO_EXPENSIVE,
-            f"{field}: the answer has at most {MAX_ANSWER_BYTES:,} bytes, and would have more: send less at once",
+            f"{field}: the response is limited to {MAX_ANSWER_BYTES:,} bytes and would be larger; send less at once",
             field=field,
         )

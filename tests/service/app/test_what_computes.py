@@ -69,7 +69,7 @@ def test_evicted_kv_gets_the_host_memory_that_it_is_given(monkeypatch):
 def test_more_threads_than_cores_are_warned_of(monkeypatch, caplog, threads, is_too_many):
     machine = dataclasses.replace(inspect_machine(), num_usable_cores=2.5)
     assert worker_of(monkeypatch, machine, threads=threads).num_threads == (threads or 2)
-    assert ("--threads 3: this process may use 2.5 cores" in caplog.text) == is_too_many
+    assert ("--threads 3: this process may use only 2.5 cores" in caplog.text) == is_too_many
 
 
 def test_ranks_are_as_many_as_gpus_and_parts_of_the_model(monkeypatch):
