@@ -38,7 +38,7 @@ class Executor(Protocol):
         answer. Ends without an error after ``stop``."""
         ...
 
-    def condemn(self, why: str) -> None:
+    def kill(self, why: str) -> None:
         """Ends a worker that no longer makes progress, at once: ``results`` raises an ExecutorError that says ``why``
         and blames the step. Nothing where none runs."""
         ...

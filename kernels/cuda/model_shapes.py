@@ -92,7 +92,7 @@ class ModelShape:
         return -(-self.max_positions // self.slots)
 
     @property
-    def max_lines(self) -> int:
+    def max_sampled(self) -> int:
         """Lines of logits per step: one for each sequence, and one more for each draft."""
         if not self.max_drafts:
             return self.max_sequences

@@ -44,7 +44,7 @@ class Backend(Protocol):
         is called later finds it done."""
         ...
 
-    def take_memory(self) -> None:
+    def prefault(self) -> None:
         """Has the system give what the first requests will write, when nothing is computed. Called once, when nothing
         is measured any more."""
         ...
@@ -87,7 +87,7 @@ class _Entry:
 
     factory: str
     """Where it is: module:attribute."""
-    objection: str | None
+    unsupported_reason: str | None
     """What says why it cannot be had; None: nothing speaks against it."""
     device: str | None
     """For which ``auto`` considers it; None: for all."""
@@ -95,8 +95,8 @@ class _Entry:
 
 _HERE = "penstock.models.backends"
 BACKENDS = {
-    "cpu": _Entry(f"{_HERE}.cpu.backend:load", f"{_HERE}.cpu.backend:objection", "cpu"),
-    "cuda": _Entry(f"{_HERE}.cuda.backend:load", f"{_HERE}.cuda.backend:objection", "cuda"),
+    "cpu": _Entry(f"{_HERE}.cpu.backend:load", f"{_HERE}.cpu.backend:unsupported_reason", "cpu"),
+    "cuda": _Entry(f"{_HERE}.cuda.backend:load", f"{_HERE}.cuda.backend:unsupported_reason", "cuda"),
     "reference": _Entry(f"{_HERE}.reference.backend:load", None, None),
 }
 """By name; ``auto`` is the first that can."""
@@ -128,13 +128,13 @@ def load_backend(config: WorkerConfig) -> Backend:
 
 
 def _why_not(entry: _Entry, config: WorkerConfig, info: CheckpointInfo) -> str | None:
-    if entry.objection is None:
+    if entry.unsupported_reason is None:
         return None
     try:
-        objection: Objection = _found(entry.objection)
+        unsupported_reason: Objection = _found(entry.unsupported_reason)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed: pip install 'penstock[server]'"
-    return objection(config, info)
+    return unsupported_reason(config, info)
 
 
 def _found(place: str) -> Any:

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.batch.lines import NO_DRAFTS, GrammarBitmasks, SampledPosition
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.rows import Row, RowTable
+from penstock.models.batch.sampled_positions import NO_DRAFTS, GrammarBitmasks, SampledPosition
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, TokenLogprobs
 
 Ids = NDArray[np.int64]
@@ -35,9 +35,9 @@ class Batch:
     """(T,)."""
     table: RowTable
     """Of the rows."""
-    lines: list[SampledPosition]
+    sampled: list[SampledPosition]
     """Those that are sampled, in the order of the rows."""
-    num_lines: list[int]
+    num_sampled: list[int]
     """Of each row: 1 more than its drafts where its last token ends its history, else 0."""
     masks: GrammarBitmasks | None = None
     """None: no line has a grammar."""
@@ -59,13 +59,13 @@ class Batch:
         return self.table.block_size
 
     @cached_property
-    def line_tokens(self) -> Ids:
+    def sampled_tokens(self) -> Ids:
         """(lines,): the index in the batch of the token that each line follows."""
-        if max(self.num_lines, default=0) <= 1:  # nothing is drafted
-            return self.token_starts[1:][np.array(self.num_lines, dtype=np.bool_)] - 1
-        numbers = np.array(self.num_lines, dtype=np.int64)
+        if max(self.num_sampled, default=0) <= 1:  # nothing is drafted
+            return self.token_starts[1:][np.array(self.num_sampled, dtype=np.bool_)] - 1
+        numbers = np.array(self.num_sampled, dtype=np.int64)
         behind = np.cumsum(numbers)
-        return np.repeat(self.token_starts[1:] - behind, numbers) + np.arange(len(self.lines))
+        return np.repeat(self.token_starts[1:] - behind, numbers) + np.arange(len(self.sampled))
 
     @cached_property
     def positions(self) -> Ids:
@@ -157,8 +157,8 @@ def build_batch(
         spans.append((row, row.num_computed, end, drafted))
     # Decoding rows of like length are read together, so they must be neighbours.
     spans.sort(key=lambda span: (span[2] - span[1] > 1, -span[2]))
-    lines: list[SampledPosition] = []
-    num_lines: list[int] = []
+    sampled: list[SampledPosition] = []
+    num_sampled: list[int] = []
     token_ids: list[int] = []
     for row, start, end, drafted in spans:
         known = end - len(drafted)
@@ -166,13 +166,13 @@ def build_batch(
         assert end <= row.num_blocks * table.block_size, f"row {row.number} has no block for position {end - 1}"
         token_ids += row.history[start:known] if known - start > 1 else (row.history[start],)
         if known < len(row.history) or row.pooled is not None:
-            num_lines.append(0)
+            num_sampled.append(0)
             continue
-        lines.append(SampledPosition(row))
-        num_lines.append(1 + len(drafted))
+        sampled.append(SampledPosition(row))
+        num_sampled.append(1 + len(drafted))
         if drafted:
             token_ids += drafted
-            lines += [SampledPosition(row, drafted[:number]) for number in range(1, len(drafted) + 1)]
+            sampled += [SampledPosition(row, drafted[:number]) for number in range(1, len(drafted) + 1)]
     rows = [row for row, *_ in spans]
     assert len({row.number for row in rows}) == len(rows), "a row is named twice in one plan"
     return Batch(
@@ -182,7 +182,7 @@ def build_batch(
         token_starts=np.array([0, *accumulate(end - start for _, start, end, _ in spans)], dtype=np.int64),
         token_ids=np.array(token_ids, dtype=np.int64),
         table=table,
-        lines=lines,
-        num_lines=num_lines,
+        sampled=sampled,
+        num_sampled=num_sampled,
         feature_layers=feature_layers,
     )

@@ -4,22 +4,22 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.rows import Ids
+from penstock.models.batch.sampled_positions import SampledPosition
 
 
-def forbidden_ids(line: SampledPosition) -> Iterator[Ids]:
+def forbidden_ids(sample: SampledPosition) -> Iterator[Ids]:
     """int64 arrays of ids, none of them where nothing is forbidden; an id may come twice."""
-    sampling = line.sampling
-    if line.num_output_tokens < sampling.min_tokens:
-        yield line.lists.stops
+    sampling = sample.sampling
+    if sample.num_output_tokens < sampling.min_tokens:
+        yield sample.lists.stops
     if not sampling.bad_words:
         return
-    [last] = line.tail(1)
+    [last] = sample.tail(1)
     words = [
         word[-1]
         for word in sampling.bad_words
-        if len(word) == 1 or (word[-2] == last and line.tail(len(word) - 1) == word[:-1])
+        if len(word) == 1 or (word[-2] == last and sample.tail(len(word) - 1) == word[:-1])
     ]
     if words:
         yield np.array(words, dtype=np.int64)

@@ -84,7 +84,7 @@ class WorkerGroup:
                 raise item
             yield item
 
-    def condemn(self, why: str) -> None:
+    def kill(self, why: str) -> None:
         """Kills all ranks: ``results`` says ``why``, and blames the step."""
         if self._watches and self._lost is None:
             self._end_all(ExecutorError(why, blames_step=True))
@@ -115,7 +115,7 @@ class WorkerGroup:
     def _end_all(self, why: ExecutorError) -> None:
         self._lost = why
         for worker in self._workers:
-            worker.condemn(str(why))
+            worker.kill(str(why))
         self._answers.put_nowait(why)
 
     def _forget_directory(self) -> None:

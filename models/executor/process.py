@@ -128,10 +128,10 @@ class WorkerProcess:
                 return
             yield item
 
-    def condemn(self, why: str) -> None:
+    def kill(self, why: str) -> None:
         """Kills a worker that no longer makes progress: ``results`` says ``why``, and blames the step."""
         if self._link is not None:
-            self._link.condemn(ExecutorError(why, blames_step=True))
+            self._link.kill(ExecutorError(why, blames_step=True))
 
     async def stop(self) -> None:
         """Ends the worker, by closing its socket, then by SIGKILL, and reaps it."""
@@ -153,7 +153,7 @@ class _Link(asyncio.Protocol):
         self._failure: str | None = None
         self._verdict: ExecutorError | None = None
         self._memory_kills = MemoryKills.here()
-        self._silence = Heartbeat(WATCH_INTERVAL_S, asyncio.get_running_loop().time())
+        self._heartbeat = Heartbeat(WATCH_INTERVAL_S, asyncio.get_running_loop().time())
         self._watch: asyncio.TimerHandle | None = None
         self._closing = False
         self._transport: asyncio.Transport | None = None
@@ -186,7 +186,7 @@ class _Link(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(frame)
 
-    def condemn(self, verdict: ExecutorError) -> None:
+    def kill(self, verdict: ExecutorError) -> None:
         """Kills the process; ``verdict`` is what is then said of its end."""
         if self._verdict is None:
             self._verdict = verdict
@@ -225,12 +225,12 @@ class _Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes whole frames out of the stream; a broken stream ends the worker."""
-        self._silence.heard(asyncio.get_running_loop().time())
+        self._heartbeat.heard(asyncio.get_running_loop().time())
         try:
             for kind, body in self._buffer.feed(data):
                 self._take(kind, body)
         except WireError as error:
-            self.condemn(ExecutorError(f"the worker failed: {error}", blames_step=True))
+            self.kill(ExecutorError(f"the worker failed: {error}", blames_step=True))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The worker closed its end, which it does only by ending."""
@@ -265,12 +265,12 @@ class _Link(asyncio.Protocol):
 
     def _look(self) -> None:
         """Ends a process that lives and does nothing."""
-        silence = self._silence.length(asyncio.get_running_loop().time())
+        heartbeat = self._heartbeat.length(asyncio.get_running_loop().time())
         limit = MAX_SILENCE_S if self.facts.done() else MAX_LOADING_SILENCE_S
-        if silence > MAX_STOPPED_S and is_stopped(self.process.pid):
-            self.condemn(ExecutorError("the worker was stopped by a signal"))
-        elif silence > limit:
-            self.condemn(ExecutorError(f"the worker gave no sign of life for {limit:.0f} s", blames_step=True))
+        if heartbeat > MAX_STOPPED_S and is_stopped(self.process.pid):
+            self.kill(ExecutorError("the worker was stopped by a signal"))
+        elif heartbeat > limit:
+            self.kill(ExecutorError(f"the worker gave no sign of life for {limit:.0f} s", blames_step=True))
         else:
             self._watch_again()
 

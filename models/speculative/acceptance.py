@@ -55,13 +55,13 @@ class RowAcceptance:
 
     def estimate(self, confidences: Sequence[float]) -> list[float]:
         """For each draft the chance that it and all before it are right."""
-        chances = []
+        acceptance = []
         chance = factor = 1.0
         for confidence, right, expected in zip(confidences, self._right, self._expected, strict=False):
             factor = (right + ROW_WEIGHT * factor) / (expected + ROW_WEIGHT)
             chance *= min(MAX_CHANCE, factor * self._classes.of(confidence))
-            chances.append(chance)
-        return chances
+            acceptance.append(chance)
+        return acceptance
 
     def learn(self, confidences: Sequence[float], num_right: int) -> None:
         """So many of the first drafts were right; the one behind them was not, if there is one, and those behind that

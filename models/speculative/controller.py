@@ -83,7 +83,7 @@ class SpeculationController:
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._costs = costs
-        self._ask_costs = DraftCost(costs.most)
+        self._draft_cost = DraftCost(costs.most)
         self._runs_ahead = runs_ahead
         self._clock = clock
         self._greedy, self._drawn = AcceptanceEstimate(), AcceptanceEstimate()
@@ -91,7 +91,7 @@ class SpeculationController:
         self._usual = [USUAL] * max_drafts
         """Confidences, by a draft's place."""
         self._rows = DraftedRows(drafter)
-        self._typical_s = PATIENCE * self._ask_costs.seconds(1)
+        self._typical_s = PATIENCE * self._draft_cost.seconds(1)
         """``worth_s`` of rows that nothing is known of."""
         self._rounds = max_drafts
         """The last number that was chosen."""
@@ -140,8 +140,8 @@ class SpeculationController:
     def measure_asking(self, rows: Sequence[Row]) -> None:
         """Finds out what asking costs, by asking for a draft of these, which the model has computed; nobody has it."""
         if self._drafter.by_rounds:
-            self._ask_costs.measure(lambda size: self._ask_each(rows[:size]), len(rows), self._clock)
-            self._typical_s = PATIENCE * self._ask_costs.seconds(1)
+            self._draft_cost.measure(lambda size: self._ask_each(rows[:size]), len(rows), self._clock)
+            self._typical_s = PATIENCE * self._draft_cost.seconds(1)
         self._took.clear()
 
     def _ask_each(self, rows: Sequence[Row]) -> None:
@@ -151,8 +151,8 @@ class SpeculationController:
         """A row begins."""
         if row.max_drafts and row.pooled is None:
             most = min(row.max_drafts, self._max_drafts)
-            chances = RowAcceptance(most, self._drawn if row.sampling.temperature else self._greedy)
-            record = RowRecord(most, chances, self._typical_s)
+            acceptance = RowAcceptance(most, self._drawn if row.sampling.temperature else self._greedy)
+            record = RowRecord(most, acceptance, self._typical_s)
             self._rows.add_row(row, record, self._may_try(self._to_ask_s))
 
     def drop_row(self, row: Row) -> None:
@@ -206,21 +206,21 @@ class SpeculationController:
         records = [self._rows[row] for row, _ in wanted]
         num_others = sum(record.worth_s < 0.0 for record in records)
         proposals = [_valid(one, proposal) for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True)]
-        chances = [
-            record.chances.estimate(proposal.confidences[:most])
+        acceptance = [
+            record.acceptance.estimate(proposal.confidences[:most])
             for record, proposal, (_, most) in zip(records, proposals, wanted, strict=True)
         ]
-        seconds = self._step_seconds(plan, sum(map(len, chances)))
-        counts, token_s = choose_lengths(chances, len(plan.decodes), seconds)
+        seconds = self._step_seconds(plan, sum(map(len, acceptance)))
+        counts, token_s = choose_lengths(acceptance, len(plan.decodes), seconds)
         does_much = token_s * len(plan.decodes) * MUCH < seconds[0]
         self._plain_every = PLAIN_EVERY if does_much else PLAIN_OFTEN
         each_s = (seconds[sum(counts)] - seconds[0]) / max(1, sum(counts))
         beside_s = self._read_s + (1.0 if self._drafter.by_rounds else ASK_MARGIN) * self._ask_s(wanted)
-        for (row, _), record, row_chances, count in zip(wanted, records, chances, counts, strict=True):
-            self._learn_worth(row, record, token_s * sum(row_chances[:count]) - each_s * count - beside_s)
-            if row_chances and record.trials_left:
+        for (row, _), record, row_acceptance, count in zip(wanted, records, acceptance, counts, strict=True):
+            self._learn_worth(row, record, token_s * sum(row_acceptance[:count]) - each_s * count - beside_s)
+            if row_acceptance and record.trials_left:
                 self._rows.try_again(row, record)
-        self._try_one(records, chances, counts, seconds)
+        self._try_one(records, acceptance, counts, seconds)
         given = [
             (row.number, proposal.token_ids[:count], (record, proposal.confidences[:count]))
             for (row, _), record, proposal, count in zip(wanted, records, proposals, counts, strict=True)
@@ -230,7 +230,7 @@ class SpeculationController:
             self._learn_usual(proposals)
         took = self._clock() - began
         self._to_ask_s -= (took + choosing_s) * num_others / len(wanted)
-        self._ask_costs.observe(len(wanted), self._num_rounds(wanted), backlog, took + choosing_s)
+        self._draft_cost.observe(len(wanted), self._num_rounds(wanted), backlog, took + choosing_s)
         return Drafted(
             {number: drafts for number, drafts, _ in given}, {number: record for number, _, record in given}, took
         )
@@ -243,7 +243,7 @@ class SpeculationController:
         elif self._is_idle:
             return
         reading_s, self._reading_s = self._reading_s, 0.0
-        has_chunks = len(batch.lines) != len(batch.token_ids)  # what was measured had none
+        has_chunks = len(batch.sampled) != len(batch.token_ids)  # what was measured had none
         self._took.append(
             _Took(len(batch.token_ids), seconds - drafted.seconds - reading_s, reading_s, is_fenced, has_chunks)
         )
@@ -266,7 +266,7 @@ class SpeculationController:
                 if result.row in drafted.records and result.token_ids:  # else nothing was chosen
                     record, confidences = drafted.records[result.row]
                     num_right = len(result.token_ids) - 1
-                    record.chances.learn(confidences, num_right)
+                    record.acceptance.learn(confidences, num_right)
                     if num_right:
                         record.tried_at = 0  # whoever was right is worth another trial, before all others
 
@@ -295,7 +295,7 @@ class SpeculationController:
                 if self._may_try(spare_s):
                     self._rows.begin_trial(row, record)
                 continue
-            ask_s = self._ask_costs.seconds(1, 1, self._drafter.backlog(row))
+            ask_s = self._draft_cost.seconds(1, 1, self._drafter.backlog(row))
             if record.trials_left or spent_s + ask_s <= (min(spare_s, step_s) if chosen else spare_s):
                 spent_s += ask_s
                 record.asked_at = self._step
@@ -306,11 +306,11 @@ class SpeculationController:
     def _least_s(self) -> float:
         """What a row takes at least to be asked for, or to be on trial, where none is."""
         askings = TRIAL if self._drafter.feature_layers and not self._rows.num_followed else 1
-        return askings * self._ask_costs.seconds(1)
+        return askings * self._draft_cost.seconds(1)
 
     def _may_try(self, spare_s: float) -> bool:
         """Whether a row that does not pay may be on trial."""
-        return not self._rows.num_on_trial and spare_s >= TRIAL * self._ask_costs.seconds(1)
+        return not self._rows.num_on_trial and spare_s >= TRIAL * self._draft_cost.seconds(1)
 
     def _asked_at(self, wanted: Wanted) -> int:
         return self._rows[wanted.row].asked_at
@@ -320,21 +320,21 @@ class SpeculationController:
         paying = [one for one in wanted if self._rows[one.row].worth_s >= 0.0]
         if not paying:
             return wanted
-        chances = [self._rows[row].chances.estimate(self._usual[:most]) for row, most in paying]
-        seconds = self._step_seconds(plan, sum(map(len, chances)))
+        acceptance = [self._rows[row].acceptance.estimate(self._usual[:most]) for row, most in paying]
+        seconds = self._step_seconds(plan, sum(map(len, acceptance)))
         read_s, number = len(paying) * self._read_s, len(paying)
         rounds = choose_rounds(
-            chances, len(plan.decodes), seconds,
-            lambda count: read_s + self._ask_costs.seconds(number, count), self._rounds,
+            acceptance, len(plan.decodes), seconds,
+            lambda count: read_s + self._draft_cost.seconds(number, count), self._rounds,
         )  # fmt: skip
         shortened = [one for one in wanted if self._rows[one.row].worth_s < 0.0]
         for (row, most), count in zip(paying, rounds.counts, strict=True):
             if count:
                 shortened.append(Wanted(row, min(most, rounds.number)))
             else:
-                self._rows.set_worth(row, self._rows[row], -self._ask_costs.seconds(1))
+                self._rows.set_worth(row, self._rows[row], -self._draft_cost.seconds(1))
         self._rounds = max(1, rounds.number)
-        self._typical_s = self._ask_costs.seconds(1) * (1.0 if rounds.number else -1.0)
+        self._typical_s = self._draft_cost.seconds(1) * (1.0 if rounds.number else -1.0)
         return shortened
 
     def _learn_usual(self, proposals: list[Proposal]) -> None:
@@ -347,7 +347,7 @@ class SpeculationController:
 
     def _ask_s(self, wanted: list[Wanted]) -> float:
         """What it takes to ask for a row."""
-        return self._ask_costs.seconds(len(wanted), self._num_rounds(wanted)) / len(wanted)
+        return self._draft_cost.seconds(len(wanted), self._num_rounds(wanted)) / len(wanted)
 
     def _step_seconds(self, plan: StepPlan, most: int) -> list[float]:
         """Of the step with 0 drafts, 1, and so on, up to ``most``; its chunks are left out, since what a token is worth
@@ -362,7 +362,7 @@ class SpeculationController:
         self._rows.set_worth(row, record, record.worth_s + WORTH_RATE * (gained_s - record.worth_s))
 
     def _try_one(
-        self, records: list[RowRecord], chances: list[list[float]], counts: list[int], seconds: list[float]
+        self, records: list[RowRecord], acceptance: list[list[float]], counts: list[int], seconds: list[float]
     ) -> None:
         """Gives a row a draft that is not expected to pay, if there is one, and what it takes was earned: the row that
         has waited for it the longest."""
@@ -370,7 +370,7 @@ class SpeculationController:
         if total + 1 >= len(seconds):
             return
         draft_s = max(seconds[total + 1] - seconds[total], MIN_TRY_SHARE * seconds[0])
-        untried = [at for at, row in enumerate(chances) if row and not counts[at]]
+        untried = [at for at, row in enumerate(acceptance) if row and not counts[at]]
         if untried and draft_s <= self._to_try_s:
             at = min(untried, key=lambda at: records[at].tried_at)
             counts[at] = 1

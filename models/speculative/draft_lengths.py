@@ -19,18 +19,18 @@ class DraftLengths(NamedTuple):
     """Seconds for a token that the step then brings, as expected."""
 
 
-def choose_lengths(chances: Sequence[Sequence[float]], num_certain: int, seconds: Sequence[float]) -> DraftLengths:
+def choose_lengths(acceptance: Sequence[Sequence[float]], num_certain: int, seconds: Sequence[float]) -> DraftLengths:
     """Maximises (num_certain + sum of the chances of the drafts) / seconds[number of drafts], if that is ``MIN_GAIN``
     times what it is without drafts.
 
-    ``chances``: of each row's drafts, that it and those before it are right, so they fall; ``num_certain`` tokens come
+    ``acceptance``: of each row's drafts, that it and those before it are right, so they fall; ``num_certain`` tokens come
     whatever is drafted; ``seconds``: of the step with so many drafts, for as many as there is room for. Drafts are
     taken by falling chance, whoever's they are. The best number of them may lie behind a worse one, where seconds go
     by steps, so all are looked at.
     """
-    candidates = [(chance, index) for index, row in enumerate(chances) for chance in row if chance >= MIN_CHANCE]
+    candidates = [(chance, index) for index, row in enumerate(acceptance) for chance in row if chance >= MIN_CHANCE]
     candidates.sort(reverse=True)
-    counts = [0] * len(chances)
+    counts = [0] * len(acceptance)
     expected = float(num_certain)
     best, num_best = MIN_GAIN * expected / seconds[0], 0
     for number, ((chance, _), step_s) in enumerate(zip(candidates, seconds[1:], strict=False), 1):
@@ -54,7 +54,7 @@ class Rounds(NamedTuple):
 
 
 def choose_rounds(
-    chances: Sequence[Sequence[float]],
+    acceptance: Sequence[Sequence[float]],
     num_certain: int,
     seconds: Sequence[float],
     asking: Callable[[int], float],
@@ -63,17 +63,17 @@ def choose_rounds(
     """How often a drafter is to be asked, where each draft is an asking of its own: as above, but before any draft is
     there, so by what is expected of them. ``asking(k)``: seconds that k drafts of each row take; ``last``: what was
     chosen last, beside which it is looked first, since little changes from step to step."""
-    most = max(map(len, chances), default=0)
+    most = max(map(len, acceptance), default=0)
 
     def expect(number: int) -> Rounds:
         with_asking = [seconds[0], *(step_s + asking(number) for step_s in seconds[1:])]
-        counts, token_s = choose_lengths([row[:number] for row in chances], num_certain, with_asking)
+        counts, token_s = choose_lengths([row[:number] for row in acceptance], num_certain, with_asking)
         return Rounds(number if any(counts) else 0, counts, token_s)
 
     def best(numbers: Iterable[int]) -> Rounds:
         return min((expect(number) for number in numbers), key=attrgetter("token_s"))
 
     near = {number for number in (1, last - 1, last, last + 1) if 1 <= number <= most}
-    found = best(sorted(near)) if near else Rounds(0, [0] * len(chances), seconds[0] / num_certain)
+    found = best(sorted(near)) if near else Rounds(0, [0] * len(acceptance), seconds[0] / num_certain)
     # The best number may lie behind worse ones.
     return found if found.number or len(near) == most else best(range(1, most + 1))

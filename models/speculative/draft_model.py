@@ -12,8 +12,8 @@ import numpy as np
 
 from penstock.models.backends.base import Backend, load_backend
 from penstock.models.batch.batch import Batch
-from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.rows import Row, RowTable
+from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
@@ -200,8 +200,8 @@ class DraftModelDrafter(Drafter):
                 token_starts=np.cumsum([0, *(end - start for start, end in zip(starts, ends, strict=True))]),
                 token_ids=np.array(token_ids, dtype=np.int64),
                 table=table,
-                lines=[SampledPosition(draft.row, draft.drafted.copy()) for draft in sampling],
-                num_lines=[int(span.most > 0) for span in spans],
+                sampled=[SampledPosition(draft.row, draft.drafted.copy()) for draft in sampling],
+                num_sampled=[int(span.most > 0) for span in spans],
             )
         )()
         for draft, start, end in zip(drafts, starts, ends, strict=True):

@@ -11,11 +11,11 @@ TRIAL = 4
 class RowRecord:
     """What is remembered of a row that may be drafted for."""
 
-    __slots__ = ("asked_at", "chances", "is_followed", "max_drafts", "trials_left", "tried_at", "worth_s")
+    __slots__ = ("acceptance", "asked_at", "is_followed", "max_drafts", "trials_left", "tried_at", "worth_s")
 
-    def __init__(self, max_drafts: int, chances: RowAcceptance, worth_s: float) -> None:
+    def __init__(self, max_drafts: int, acceptance: RowAcceptance, worth_s: float) -> None:
         self.max_drafts = max_drafts
-        self.chances = chances
+        self.acceptance = acceptance
         self.worth_s = worth_s
         """Seconds that a step gains by asking for it: of late, on average."""
         self.asked_at = self.tried_at = 0

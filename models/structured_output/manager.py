@@ -18,8 +18,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from penstock.models.batch.grammar_matcher import CompiledGrammar, GrammarMatcher
-from penstock.models.batch.lines import GrammarBitmasks, SampledPosition
 from penstock.models.batch.rows import Row
+from penstock.models.batch.sampled_positions import GrammarBitmasks, SampledPosition
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.structured_output.compiler import compile_grammar, forces_tokens, read_tokenizer
 from penstock.models.structured_output.mask_lanes import BackgroundLane, StepLane, WorkerThread
@@ -155,10 +155,10 @@ class StructuredOutputManager:
             meter.charge(matcher)
         return matcher.kept(end)[:at_most]
 
-    def start_masks(self, lines: list[SampledPosition], known: threading.Event) -> GrammarBitmasks | None:
+    def start_masks(self, sampled: list[SampledPosition], known: threading.Event) -> GrammarBitmasks | None:
         """Has the masks of a batch's lines found out; None where no row of them has a grammar. ``known`` is set when
         the newest tokens of the rows are."""
-        indices = [index for index, line in enumerate(lines) if line.row.matcher is not None]
+        indices = [index for index, sample in enumerate(sampled) if sample.row.matcher is not None]
         if not indices:
             return None
         words = np.zeros((len(indices), self._num_words), dtype=np.uint32)
@@ -167,12 +167,12 @@ class StructuredOutputManager:
         work: RowWork | None = None
         works = []
         for place, index in enumerate(indices):
-            line = lines[index]
-            if line.drafts:  # a row's lines come one after another, each with a draft more
+            sample = sampled[index]
+            if sample.drafts:  # a row's lines come one after another, each with a draft more
                 assert work is not None
-                work.drafts.append(line.drafts[-1])
+                work.drafts.append(sample.drafts[-1])
                 continue
-            work = RowWork(line.row, line.position, known, lambda work: masks.finish([work]), self._tools)
+            work = RowWork(sample.row, sample.position, known, lambda work: masks.finish([work]), self._tools)
             work.first = place
             works.append(work)
         added = [self._add(work, masks) for work in works]
@@ -186,7 +186,7 @@ class StructuredOutputManager:
         if not self.is_ready(work.row, work.known):
             masks.sits_out(work)
             return False
-        if matcher.failure or matcher.fill(masks.words[work.lines], work.end, work.drafts) > len(work.drafts):
+        if matcher.failure or matcher.fill(masks.words[work.sampled], work.end, work.drafts) > len(work.drafts):
             return False
         is_slow = matcher.grammar.is_apart or not (matcher.is_trusted or self._lane.takes_untrusted(work.tenant))
         if is_slow and self.puts_off:

@@ -60,7 +60,7 @@ class MaskRound:
         """The step does not wait for a row."""
         self._open.discard(work)
         self.late.add(work.row.number)
-        self._late_lines.append(work.lines)
+        self._late_lines.append(work.sampled)
 
     def start_jobs(self) -> None:
         """Has the masks computed: of a tenant's rows that took little time together, of each other row by itself."""
@@ -116,8 +116,8 @@ class MaskRound:
                     together.append(work)
             with failing(together):
                 compute(together, self.words, self._tools.result())
-        num_lines = sum(1 + len(work.drafts) for work in together)
-        if monotonic() - began_s > TRUSTED_S * max(2, num_lines):
+        num_sampled = sum(1 + len(work.drafts) for work in together)
+        if monotonic() - began_s > TRUSTED_S * max(2, num_sampled):
             for work in together:
                 work.matcher.is_trusted = False
         self.finish(together)
@@ -149,9 +149,9 @@ class MaskRound:
             for work in list(self._open):
                 self.sits_out(work)
         words = self.words.copy() if self._late_lines else self.words
-        for lines in self._late_lines:
-            words[lines] = 0
-            words[lines, 0] = 1
+        for sampled in self._late_lines:
+            words[sampled] = 0
+            words[sampled, 0] = 1
         # What follows a draft that cannot come is never chosen.
         is_empty = ~words.any(axis=1)
         if is_empty.any():

@@ -119,7 +119,7 @@ class RowWork:
         return self.matcher.grammar.lock
 
     @property
-    def lines(self) -> slice:
+    def sampled(self) -> slice:
         """Where its masks are."""
         return slice(self.first, self.first + 1 + len(self.drafts))
 
@@ -161,7 +161,7 @@ class RowWork:
         """Ends the row's output."""
         self.matcher.fail(self.end, kind)
         if self.words is not None:
-            self.words[self.lines] = 0
+            self.words[self.sampled] = 0
 
     def _keep(self) -> None:
         index = self.matcher.frontier - self.end
@@ -205,7 +205,7 @@ def compute(works: Sequence[RowWork], words: Words, tools: MaskTools) -> None:
         asked.append((work, library, first))
     tools.fill(plain, drafted, words)
     for work, library, first in asked:
-        tools.clear_unknown(words[first : work.lines.stop])
+        tools.clear_unknown(words[first : work.sampled.stop])
         if library.is_error() or not words[first].any():
             work.fail()
 
@@ -213,17 +213,17 @@ def compute(works: Sequence[RowWork], words: Words, tools: MaskTools) -> None:
 def _fill_forced(work: RowWork, library: LLMatcher, words: Words, tools: MaskTools) -> tuple[int, bool]:
     """Writes the masks of lines at which a token is forced. Returns the number of lines for which nothing is left to
     do, and whether the next line has the library's mask already."""
-    matcher, lines = work.matcher, words[work.lines]
-    num_filled = matcher.fill(lines, work.end, work.drafts)
-    while num_filled < len(lines):
+    matcher, sampled = work.matcher, words[work.sampled]
+    num_filled = matcher.fill(sampled, work.end, work.drafts)
+    while num_filled < len(sampled):
         if matcher.grammar.is_apart and not matcher.knows_text:
             # Finding out the text may take long. Here it does not keep other threads waiting.
             tools.fill([(library, work.first + num_filled)], [], words)
-            if not _is_single(lines[num_filled]):
+            if not _is_single(sampled[num_filled]):
                 return num_filled, True
         if not matcher.force(tools.tokenizer):
             break
-        num_filled = matcher.fill(lines, work.end, work.drafts)
+        num_filled = matcher.fill(sampled, work.end, work.drafts)
     return num_filled, False
 
 

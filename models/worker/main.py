@@ -29,7 +29,7 @@ from penstock.models.executor.child_process import WORKER, prepare_child
 from penstock.models.executor.log_format import set_up_logging
 from penstock.models.executor.wire import Channel, FrameKind, WireError
 from penstock.models.worker.runner import Runner
-from penstock.models.worker.speculation import check_speculation, make_drafting
+from penstock.models.worker.speculation import check_speculation, make_controller
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
 
 if TYPE_CHECKING:  # its library is not needed by a worker whose model has no tokenizer
@@ -79,10 +79,10 @@ def serve(channel: Channel) -> int:
             config = check_speculation(config)
             grammars = _grammars(config)
             backend = load_backend(config)
-            runner = Runner(backend, make_drafting(config, backend), grammars)
+            runner = Runner(backend, make_controller(config, backend), grammars)
             runner.warm()
             measured = tuple(runner.measure_steps()) if config.measures_steps else ()
-            backend.take_memory()
+            backend.prefault()
             gc.freeze()
             channel.send(FrameKind.FACTS, msgspec.structs.replace(backend.facts, measured_steps=measured))
             _run_plans(channel, runner, frames, is_heard=config.tensor_parallel_rank == 0)

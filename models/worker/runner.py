@@ -51,12 +51,12 @@ class Runner:
     def __init__(
         self,
         backend: Backend,
-        drafting: SpeculationController | None = None,
+        controller: SpeculationController | None = None,
         grammars: "StructuredOutputManager | None" = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._backend = backend
-        self._drafting = drafting
+        self._controller = controller
         self._grammars = grammars
         self._matching: set[int] = set()
         """Numbers of rows whose output must match a grammar."""
@@ -70,8 +70,8 @@ class Runner:
         self.runs_ahead = backend.runs_ahead
         """Whether the next plan may begin while one is computed."""
         self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
-        if drafting is not None:
-            drafting.attach(self._rows)
+        if controller is not None:
+            controller.attach(self._rows)
 
     def warm(self) -> None:
         """Runs a short row, so that no request pays for what a library sets up at its first use; and finds out what
@@ -87,10 +87,10 @@ class Runner:
         if length < end:
             self.run(StepPlan(0, [], [], [], [], [Decode(0, 1)]))
         self.run(StepPlan(0, [0], [], [], [], []))
-        if self._drafting is not None:
+        if self._controller is not None:
             room = min(facts.max_model_len, facts.num_blocks * facts.block_size)
-            self._drafting.measure(self._run_drafts, min(facts.max_num_batched_tokens, room))
-            self._measure_asking(self._drafting)
+            self._controller.measure(self._run_drafts, min(facts.max_num_batched_tokens, room))
+            self._measure_asking(self._controller)
 
     def measure_steps(self) -> Iterator[MeasuredStep]:
         """Runs some, and tells what they took. Always the same ones: each rank of a group runs them. Leaves nothing
@@ -141,10 +141,10 @@ class Runner:
         self._compute(plan, Drafted({0: [0] * (num_tokens - 1)}), self._clock())()
         self._rows.apply(StepPlan(0, [0], [], [], [], []))
 
-    def _measure_asking(self, drafting: SpeculationController) -> None:
+    def _measure_asking(self, controller: SpeculationController) -> None:
         """Asks for drafts of rows of two tokens."""
         if rows := self._begin_short_rows(max(SIZES))[0]:
-            drafting.measure_asking([self._rows[row] for row in rows])
+            controller.measure_asking([self._rows[row] for row in rows])
             self.run(StepPlan(0, rows, [], [], [], []))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -169,10 +169,10 @@ class Runner:
         return finish if not idle else partial(_with_idle, finish, idle)
 
     def _apply(self, plan: StepPlan) -> None:
-        drafting, rows = self._drafting, self._rows
-        if drafting is not None:
+        controller, rows = self._controller, self._rows
+        if controller is not None:
             for number in plan.dropped:
-                drafting.drop_row(rows[number])
+                controller.drop_row(rows[number])
         fresh = rows.apply(plan)
         self._backend.reset_blocks(fresh)
         if self._matching:
@@ -182,11 +182,11 @@ class Runner:
                 self._matching.add(added.row)
                 assert self._grammars is not None, f"row {added.row} has a grammar, and the worker no tokenizer"
                 rows[added.row].matcher = self._grammars.matcher(added.grammar, added.num_prompt_tokens, added.tenant)
-        if drafting is not None:
+        if controller is not None:
             if fresh or plan.copies_in:
-                drafting.reset_blocks([*fresh, *(block for _, block in plan.copies_in)])
+                controller.reset_blocks([*fresh, *(block for _, block in plan.copies_in)])
             for added in plan.added:
-                drafting.add_row(rows[added.row])
+                controller.add_row(rows[added.row])
 
     def _without_late(self, plan: StepPlan) -> tuple[StepPlan, list[RowResult]]:
         """What a plan is without rows whose masks are not there, and these rows' results. Where that leaves nothing, it
@@ -205,15 +205,15 @@ class Runner:
         if self._has_drafts:
             self._newest.wait()
         matched = self._matched(plan)
-        wanted = [] if self._drafting is None else self._drafting.choose(self._rows, plan)
+        wanted = [] if self._controller is None else self._controller.choose(self._rows, plan)
         if not matched and not wanted:
             return NOTHING
         self._newest.wait()
         forced = self._grammars.forced(matched, plan.max_drafts) if self._grammars is not None and matched else {}
         drafted = NOTHING
-        if self._drafting is not None and (others := [one for one in wanted if one.row.number not in forced]):
+        if self._controller is not None and (others := [one for one in wanted if one.row.number not in forced]):
             room = plan.max_drafts - sum(map(len, forced.values()))
-            drafted = self._drafting.draft(others, msgspec.structs.replace(plan, max_drafts=room))
+            drafted = self._controller.draft(others, msgspec.structs.replace(plan, max_drafts=room))
         return replace(drafted, drafts={**drafted.drafts, **forced}) if forced else drafted
 
     def _matched(self, plan: StepPlan) -> list[Wanted]:
@@ -226,9 +226,12 @@ class Runner:
 
     def _compute(self, plan: StepPlan, drafted: Drafted, began: int) -> Callable[[], StepResult]:
         is_fenced = self._newest.is_set()
-        layers = () if self._drafting is None else self._drafting.feature_layers
+        layers = () if self._controller is None else self._controller.feature_layers
         batch = build_batch(self._rows, plan, drafted.drafts, layers)
-        if self._grammars is not None and (masks := self._grammars.start_masks(batch.lines, self._newest)) is not None:
+        if (
+            self._grammars is not None
+            and (masks := self._grammars.start_masks(batch.sampled, self._newest)) is not None
+        ):
             batch = replace(batch, masks=masks)
         finish = self._backend.start_step(batch)
         ends = batch.ends.tolist()
@@ -236,7 +239,7 @@ class Runner:
         late = frozenset() if batch.masks is None else batch.masks.late
         places = [
             _sit_out(row, end, num) if row.number in late and num else _expect(row, end, num)
-            for row, end, num in zip(batch.rows, ends, batch.num_lines, strict=True)
+            for row, end, num in zip(batch.rows, ends, batch.num_sampled, strict=True)
         ]
         learned = self._newest = threading.Event()
         self._has_drafts = bool(drafted.drafts)
@@ -245,8 +248,8 @@ class Runner:
             try:
                 sampled, parts, features = finish()
                 rows = _results(batch, places, sampled)
-                if self._drafting is not None and features is not None:
-                    self._drafting.read(batch, features)
+                if self._controller is not None and features is not None:
+                    self._controller.read(batch, features)
             finally:
                 learned.set()  # after a failure as well: whoever waits would never end
             if batch.masks is not None:
@@ -255,8 +258,8 @@ class Runner:
             # The device computes one step after the other.
             computed_ns = done - max(began, self._done_at)
             self._done_at = done
-            if self._drafting is not None:
-                self._drafting.observe(drafted, batch, rows, computed_ns / 1e9, is_fenced)
+            if self._controller is not None:
+                self._controller.observe(drafted, batch, rows, computed_ns / 1e9, is_fenced)
             return StepResult(plan.step, rows, parts, 0, computed_ns // 1000)
 
         return result
@@ -276,40 +279,40 @@ def _with_idle(finish: Callable[[], StepResult], idle: list[RowResult]) -> StepR
     return result
 
 
-def _sit_out(row: Row, end: int, num_lines: int) -> int:
+def _sit_out(row: Row, end: int, num_sampled: int) -> int:
     """The row stands before the token out of which its next one comes. Returns that no token is expected."""
-    row.num_computed = end - num_lines
+    row.num_computed = end - num_sampled
     return LATE
 
 
-def _expect(row: Row, end: int, num_lines: int) -> int:
+def _expect(row: Row, end: int, num_sampled: int) -> int:
     """The row moves on as far as is certain. Returns where its next token will stand, if it gets one."""
-    if num_lines > 1:  # how many it gets is not known until then, so the next step that drafts for it waits
+    if num_sampled > 1:  # how many it gets is not known until then, so the next step that drafts for it waits
         row.num_computed = len(row.history)
         return len(row.history)
     row.num_computed = end
-    return row.expect() if num_lines else -1
+    return row.expect() if num_sampled else -1
 
 
 def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[RowResult]:
     """Tells the rows which tokens were chosen, and the scheduler what became of the rows."""
     results = []
     first = 0
-    for row, end, place, num_lines in zip(batch.rows, batch.ends.tolist(), places, batch.num_lines, strict=True):
-        if not num_lines:
+    for row, end, place, num_sampled in zip(batch.rows, batch.ends.tolist(), places, batch.num_sampled, strict=True):
+        if not num_sampled:
             vector = row.pooled.vector() if row.pooled is not None and end == len(row.history) else None
             results.append(RowResult(row.number, row.epoch, end, [], vector=vector))
         elif place == LATE:
-            results.append(RowResult(row.number, row.epoch, end - num_lines, []))
-        elif num_lines == 1:
+            results.append(RowResult(row.number, row.epoch, end - num_sampled, []))
+        elif num_sampled == 1:
             token = sampled[first]
             row.learn(place, token.token_id)
             results.append(RowResult(row.number, row.epoch, end, [token.token_id], token.logprobs))
         else:
-            drafts = batch.lines[first + num_lines - 1].drafts
-            results.append(_verified(row, drafts, sampled[first : first + num_lines]))
+            drafts = batch.sampled[first + num_sampled - 1].drafts
+            results.append(_verified(row, drafts, sampled[first : first + num_sampled]))
         matcher = row.matcher if place != LATE else None
-        if num_lines and matcher is not None and matcher.fails_at(batch.lines[first].position):
+        if num_sampled and matcher is not None and matcher.fails_at(batch.sampled[first].position):
             results[-1] = RowResult(
                 row.number,
                 row.epoch,
@@ -318,7 +321,7 @@ def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[Ro
                 failure=matcher.failure,
                 failure_kind=matcher.failure_kind,
             )
-        first += num_lines
+        first += num_sampled
     return results
 
 

@@ -47,7 +47,7 @@ def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
     return factory(config, backend)
 
 
-def make_drafting(config: WorkerConfig, backend: Backend) -> SpeculationController | None:
+def make_controller(config: WorkerConfig, backend: Backend) -> SpeculationController | None:
     """What drafts for the rows of a loaded model, as the config, which was checked, asks; None: nothing does."""
     speculation, facts = config.speculation, backend.facts
     if speculation is None:

@@ -265,7 +265,7 @@ class Engine:
         return None if self._scheduler is None else self._scheduler.predictor.oldest_step_s
 
     def _on_step_expired(self, limit_s: float) -> None:
-        self._executor.condemn(f"a step took more than {limit_s:.3g} s")
+        self._executor.kill(f"a step took more than {limit_s:.3g} s")
 
     @contextmanager
     def _failing_as_a_whole(self) -> Iterator[None]:

@@ -138,7 +138,7 @@ class FakeExecutor:
         self._death = ExecutorError(message, blames_step)
         self._changed.set()
 
-    def condemn(self, why: str) -> None:
+    def kill(self, why: str) -> None:
         """It dies of it."""
         self.die(why, blames_step=True)
 

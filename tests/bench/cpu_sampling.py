@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import LEVELS, Kernels, SampledToken, SamplingRow, find_kernels
 from penstock.models.backends.cpu.sampling import SamplingRows
-from penstock.models.backends.torch_common.sampler import sample_lines
-from penstock.models.batch.lines import SampledPosition
+from penstock.models.backends.torch_common.sampler import sample_positions
 from penstock.models.batch.rows import Row, RowTable
+from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 SECONDS = 0.25
@@ -70,7 +70,8 @@ def measure(kernels: Kernels, own: NDArray[np.float32], sampling: SamplingParams
     ours = best_us(lambda: kernels.sample(*arguments), lambda: np.copyto(logits, own))
     tensor = torch.from_numpy(own.copy()).unsqueeze(0)
     theirs = best_us(
-        lambda: sample_lines(tensor, [SampledPosition(row)]), lambda: tensor.copy_(torch.from_numpy(own).unsqueeze(0))
+        lambda: sample_positions(tensor, [SampledPosition(row)]),
+        lambda: tensor.copy_(torch.from_numpy(own).unsqueeze(0)),
     )
     return ours, theirs
 

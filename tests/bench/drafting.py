@@ -72,9 +72,9 @@ def mean_us(drafter: Drafter, rows: list[Row], more: list[int]) -> float:
 
 def drafting_us(drafter: Drafter, table: RowTable, number: int) -> tuple[float, float]:
     """A step in which all rows are asked for, a row; and one in which none is worth it, all together."""
-    drafting = SpeculationController(drafter, MAX_DRAFTS, StepCost(2048), runs_ahead=False)
+    controller = SpeculationController(drafter, MAX_DRAFTS, StepCost(2048), runs_ahead=False)
     for row in range(number):
-        drafting.add_row(table[row])
+        controller.add_row(table[row])
     plan = StepPlan(
         0, [], [], [], [], [Decode(row, 1 + MAX_DRAFTS) for row in range(number)], max_drafts=number * MAX_DRAFTS
     )
@@ -82,13 +82,13 @@ def drafting_us(drafter: Drafter, table: RowTable, number: int) -> tuple[float, 
     asked = idle = float("inf")
     for _ in range(200):
         began = time.perf_counter()
-        drafting.draft(wanted, plan)
+        controller.draft(wanted, plan)
         asked = min(asked, time.perf_counter() - began)
-    drafting._rows.num_paying = 0
+    controller._rows.num_paying = 0
     for _ in range(200):
-        drafting._to_ask_s = -1.0
+        controller._to_ask_s = -1.0
         began = time.perf_counter()
-        assert drafting.choose(table, plan) == []
+        assert controller.choose(table, plan) == []
         idle = min(idle, time.perf_counter() - began)
     return asked / number * 1e6, idle * 1e6
 

@@ -44,9 +44,9 @@ class Observed:
             self.answers.append(result)
             yield result
 
-    def condemn(self, why: str) -> None:
+    def kill(self, why: str) -> None:
         """The worker."""
-        self._worker.condemn(why)
+        self._worker.kill(why)
 
     async def stop(self) -> None:
         """The worker."""

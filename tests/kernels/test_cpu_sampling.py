@@ -12,10 +12,10 @@ import torch
 from penstock.kernels.cpu.bindings import SampledToken, SamplingRow, address
 from penstock.kernels.reference.sampling import keyed_gumbel
 from penstock.models.backends.cpu.sampling import SamplingRows
-from penstock.models.backends.torch_common.sampler import sample_lines
+from penstock.models.backends.torch_common.sampler import sample_positions
 from penstock.models.batch.grammar_matcher import Words
-from penstock.models.batch.lines import GrammarBitmasks, SampledPosition
 from penstock.models.batch.rows import RowTable
+from penstock.models.batch.sampled_positions import GrammarBitmasks, SampledPosition
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 GUARD = 64
@@ -95,7 +95,7 @@ def masks_of(masks):
 
 def expected_token(logits, row, mask=None):
     masks = None if mask is None else masks_of([mask])
-    [sampled] = sample_lines(torch.from_numpy(logits.copy()).unsqueeze(0), [SampledPosition(row)], masks)
+    [sampled] = sample_positions(torch.from_numpy(logits.copy()).unsqueeze(0), [SampledPosition(row)], masks)
     return sampled
 
 
@@ -163,7 +163,7 @@ def compare(table, vocab_size, num_rows, seed):
     for step in range(DRAWS):
         expected = [
             sampled.token_id
-            for sampled in sample_lines(torch.from_numpy(logits.copy()), [SampledPosition(row) for row in rows])
+            for sampled in sample_positions(torch.from_numpy(logits.copy()), [SampledPosition(row) for row in rows])
         ]
         for number, row in enumerate(rows):
             token_id = sampler.sample(logits[number], row)[0]
@@ -300,7 +300,9 @@ def test_tokens_are_those_of_the_torch_sampler_under_masks(table, vocab_size, nu
     for broken in logits[::8]:
         broken[generator.integers(vocab_size)] = chance.choice([math.nan, math.inf])
     masks = [random_mask(chance, vocab_size, generator) for _ in rows]
-    expected = sample_lines(torch.from_numpy(logits.copy()), [SampledPosition(row) for row in rows], masks_of(masks))
+    expected = sample_positions(
+        torch.from_numpy(logits.copy()), [SampledPosition(row) for row in rows], masks_of(masks)
+    )
     sampler = Sampler(table, vocab_size)
     for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         kept = mask.copy()

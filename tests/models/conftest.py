@@ -80,7 +80,7 @@ class Runner:
         return lambda: StepResult(plan.step, [], [], 0, 1)
 
 class Backend(FakeExecutor):
-    def take_memory(self):
+    def prefault(self):
         pass
 
 def load_backend(config):

@@ -17,9 +17,9 @@ from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.cpu.weights import open_tensors
 from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
 from penstock.models.batch.batch import Batch, BatchResult, Ids, Sampled
-from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.rows import Row
+from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
@@ -86,8 +86,8 @@ class CpuBackend(SynchronousBackend):
 
     def run(self, batch: Batch) -> BatchResult:
         """Runs the layers and chooses the next tokens: in one call, or in two where masks are awaited in between."""
-        sampling = self._sampling.gather(batch.lines)
-        sampled = batch.line_tokens
+        sampling = self._sampling.gather(batch.sampled)
+        sampled = batch.sampled_tokens
         tokens = (SampledToken * len(sampled))()
         room = sampling.num_top
         top_ids = np.empty((len(sampled), room), dtype=np.int32)
@@ -125,12 +125,12 @@ class CpuBackend(SynchronousBackend):
                 self._program.start_step(step, num_threads)
                 masks = batch.masks.words.result()
                 assert 32 * masks.shape[1] >= self._num_logits, "a mask has a bit for every token"
-                sampling.mask(batch.masks.lines, masks)
+                sampling.mask(batch.masks.sampled, masks)
                 self._program.finish()
         recorded = None if features is None else features.array
-        return BatchResult(_sampled(batch.lines, tokens, top_ids, tops), scores.parts(), recorded)
+        return BatchResult(_sampled(batch.sampled, tokens, top_ids, tops), scores.parts(), recorded)
 
-    def take_memory(self) -> None:
+    def prefault(self) -> None:
         """Of the first pages."""
         self._first_pages.start_prefault()
 
@@ -140,15 +140,15 @@ class CpuBackend(SynchronousBackend):
 
 
 def _sampled(
-    lines: list[SampledPosition],
+    sampled: list[SampledPosition],
     tokens: "ctypes.Array[SampledToken]",
     top_ids: "np.ndarray[tuple[int, int], np.dtype[np.int32]]",
     tops: "np.ndarray[tuple[int, int], np.dtype[np.float32]]",
 ) -> list[Sampled]:
     results = []
-    for index, (line, token) in enumerate(zip(lines, tokens, strict=True)):
+    for index, (sample, token) in enumerate(zip(sampled, tokens, strict=True)):
         logprobs = None
-        if line.sampling.logprobs is not None:
+        if sample.sampling.logprobs is not None:
             top = token.num_top
             logprobs = TokenLogprobs(top, [token.logprob], top_ids[index, :top].tolist(), tops[index, :top].tolist())
         results.append(Sampled(token.token_id, logprobs))
@@ -228,7 +228,7 @@ class _Features:
         """Of the step; what they point to is alive while this is."""
 
 
-def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
+def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None:
     """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
     if config.device != "cpu":
         return f"--device is {config.device}, and it is for CPUs: give --device cpu, or leave --backend out"
@@ -261,7 +261,7 @@ def _experts_differ(info: CheckpointInfo) -> bool:
 
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
-    """The factory of the backend registry; there must be no ``objection``. Raises ModelError."""
+    """The factory of the backend registry; there must be no ``unsupported_reason``. Raises ModelError."""
     spec = info.spec
     dtype = NARROW.get(info.dtype, info.dtype) if config.dtype == "auto" else config.dtype
     if dtype != info.dtype and config.dtype == "auto":

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import SamplingRow, address
 from penstock.models.batch.forbidden import forbidden_ids
-from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.rows import Row
+from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.models.batch.token_counts import TokenCounts
 from penstock.models.batch.token_lists import TokenLists
 
@@ -31,11 +31,11 @@ class SamplingBatch(NamedTuple):
     kept: tuple[object, ...]
     """Only so that it is not freed."""
 
-    def mask(self, lines: list[int], masks: NDArray[np.uint32]) -> None:
+    def mask(self, sampled: list[int], masks: NDArray[np.uint32]) -> None:
         """Sets what grammars allow of some of the rows, in place of all else that says what is allowed. ``masks`` must
         be kept as long as the batch is used."""
         assert masks.flags.c_contiguous, "masks lie one after another"
-        self.rows[lines, MASK] = address(masks) + np.arange(len(lines)) * masks.strides[0]
+        self.rows[sampled, MASK] = address(masks) + np.arange(len(sampled)) * masks.strides[0]
 
 
 def _column(name: str) -> int:
@@ -85,42 +85,42 @@ class SamplingRows:
         self._restrained: set[int] = set()
         """Rows of which something may be forbidden."""
 
-    def gather(self, lines: list[SampledPosition]) -> SamplingBatch:
+    def gather(self, sampled: list[SampledPosition]) -> SamplingBatch:
         """The lines' rows as they stand now. Valid until a token is appended to one of them."""
-        numbers = [line.row.number for line in lines]
+        numbers = [sample.row.number for sample in sampled]
         self._grow(max(numbers, default=0) + 1)
         known = self._lists
-        for line, number in zip(lines, numbers, strict=True):
-            if known[number] is not line.row.lists:
-                self._fill(line.row)
+        for sample, number in zip(sampled, numbers, strict=True):
+            if known[number] is not sample.row.lists:
+                self._fill(sample.row)
         # One copy: lines of a table would be overwritten while another thread still reads the last batch.
         words = self._table[numbers]
-        words[:, POSITION] = [line.position for line in lines]
+        words[:, POSITION] = [sample.position for sample in sampled]
         kept: list[object] = [[known[number] for number in numbers]]
         if self._counts:
-            self._point_to_counts(words, lines, kept)
+            self._point_to_counts(words, sampled, kept)
         if self._restrained:
-            self._point_to_forbidden(words, lines, kept)
+            self._point_to_forbidden(words, sampled, kept)
         num_top = int(words[:, NUM_LOGPROBS].view(np.int64).max(initial=0))
-        return SamplingBatch(address(words), len(lines), num_top, words, tuple(kept))
+        return SamplingBatch(address(words), len(sampled), num_top, words, tuple(kept))
 
-    def _point_to_counts(self, words: Words, lines: list[SampledPosition], kept: list[object]) -> None:
+    def _point_to_counts(self, words: Words, sampled: list[SampledPosition], kept: list[object]) -> None:
         known = self._counts
         penalised = [
-            (index, _Counts(counts) if line.drafts and (counts := line.counts) else known[line.row.number])
-            for index, line in enumerate(lines)
-            if line.row.number in known
+            (index, _Counts(counts) if sample.drafts and (counts := sample.counts) else known[sample.row.number])
+            for index, sample in enumerate(sampled)
+            if sample.row.number in known
         ]
         if penalised:
             located = [counts.locate() for _, counts in penalised]
             kept += [arrays for _, arrays in located]
             _write(words, SEEN, [index for index, _ in penalised], [values for values, _ in located])
 
-    def _point_to_forbidden(self, words: Words, lines: list[SampledPosition], kept: list[object]) -> None:
+    def _point_to_forbidden(self, words: Words, sampled: list[SampledPosition], kept: list[object]) -> None:
         restrained = [
             (index, ids[0] if len(ids) == 1 else np.concatenate(ids))
-            for index, line in enumerate(lines)
-            if line.row.number in self._restrained and (ids := tuple(forbidden_ids(line)))
+            for index, sample in enumerate(sampled)
+            if sample.row.number in self._restrained and (ids := tuple(forbidden_ids(sample)))
         ]
         if restrained:
             arrays = [ids for _, ids in restrained]
@@ -129,7 +129,7 @@ class SamplingRows:
 
     def _fill(self, row: Row) -> None:
         sampling, lists, number = row.sampling, row.lists, row.number
-        line = SamplingRow(
+        sample = SamplingRow(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
@@ -144,8 +144,8 @@ class SamplingRows:
             num_biases=len(lists.bias),
         )
         if lists.allowed is not None:
-            line.allowed, line.num_allowed = address(lists.allowed), len(lists.allowed)
-        self._table[number] = np.frombuffer(bytes(line), dtype=np.uint64)
+            sample.allowed, sample.num_allowed = address(lists.allowed), len(lists.allowed)
+        self._table[number] = np.frombuffer(bytes(sample), dtype=np.uint64)
         self._lists[number] = lists
         self._counts.pop(number, None)
         if row.counts is not None:

@@ -51,12 +51,12 @@ class StepMemory:
     """What steps need besides weights and pages; taken before the KV cache gets what is left."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
-        sampler, sequences, lines = shape.sampler(), shape.max_sequences, shape.max_lines
+        sampler, sequences, sampled = shape.sampler(), shape.max_sequences, shape.max_sampled
         self.shape = shape
-        self.sampler = CudaSampler(sampler, lines, device)
-        self.rows = CudaRows(sampler, num_row_numbers(sequences), sequences, lines, shape.max_pages, device)
-        self.inputs = StepInputs(sequences, shape.max_tokens, lines, device)
-        self.outputs = StepOutputs(sequences, lines, device)
+        self.sampler = CudaSampler(sampler, sampled, device)
+        self.rows = CudaRows(sampler, num_row_numbers(sequences), sequences, sampled, shape.max_pages, device)
+        self.inputs = StepInputs(sequences, shape.max_tokens, sampled, device)
+        self.outputs = StepOutputs(sequences, sampled, device)
 
 
 class CudaBackend:
@@ -91,7 +91,7 @@ class CudaBackend:
         """Has slots of the host tier copied to blocks, before the next step."""
         self._host_pages.copy_in(copies)
 
-    def take_memory(self) -> None:
+    def prefault(self) -> None:
         """The device's is all there."""
 
     @torch.inference_mode()
@@ -112,7 +112,7 @@ class CudaBackend:
             wanted.add(tokens)  # which also takes the memory that so large a step needs
             # ``prepare`` has a form for each power of 2.
             for sequences in {min(MIN_SEQUENCES << n, most) for n in range(12)}:
-                yield Size(sequences, tokens, shape.max_lines, tokens)
+                yield Size(sequences, tokens, shape.max_sampled, tokens)
         for number in sorted(wanted):
             yield Size(1, number, 1, number)
 
@@ -138,12 +138,12 @@ class CudaBackend:
             # A copy, as the next step has its own there.
             features = DeviceFeatures.of(made.features[: size.tokens].flatten(1).clone())
         with_tops = any(row.sampling.logprobs is not None for row in batch.rows)
-        told, ready = self._to_host(memory.outputs.snapshot(size.lines, with_tops=with_tops))
+        told, ready = self._to_host(memory.outputs.snapshot(size.sampled, with_tops=with_tops))
 
         def finish() -> BatchResult:
             if ready is not None:
                 ready.synchronize()
-            return BatchResult(memory.outputs.read(batch.lines, told.numpy(), memory.rows.num_top), parts, features)
+            return BatchResult(memory.outputs.read(batch.sampled, told.numpy(), memory.rows.num_top), parts, features)
 
         return finish
 
@@ -185,8 +185,8 @@ class CudaBackend:
         rows, inputs, outputs = memory.rows, memory.inputs, memory.outputs
         kept = inputs.part("kept_before", size.sequences)
         last = outputs.part("last", size.sequences).fill_(-1)
-        if size.lines:
-            logits = self._model.logits(hidden.states.index_select(0, inputs.part("line_tokens", size.lines)))
+        if size.sampled:
+            logits = self._model.logits(hidden.states.index_select(0, inputs.part("line_tokens", size.sampled)))
             accepted = memory.sampler.choose(size, logits, inputs, rows, outputs, last)
             kept = torch.add(kept, accepted, out=outputs.part("kept", size.sequences))
         commit(rows.rows, inputs.step(size), kept, last)
@@ -196,7 +196,7 @@ class CudaBackend:
         return widened(self._model.logits(hidden.clone()))
 
 
-def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
+def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None:
     """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
     spec = info.spec
     if not config.device.startswith("cuda") and not interpreted():

@@ -25,12 +25,12 @@ def graph_sizes(shape: ModelShape, device: torch.device) -> list[Size]:
     most, verified = shape.max_sequences, shape.max_queries[-1]
     if device.type != "cuda":
         sizes = [Size(number, number, number, 1) for number in (1, 2, 4) if number <= most]
-        return [*sizes, Size(min(most, 4), 4, 4, verified)] if shape.max_lines >= 4 and verified > 1 else sizes
+        return [*sizes, Size(min(most, 4), 4, 4, verified)] if shape.max_sampled >= 4 and verified > 1 else sizes
     decoding = decoding_sizes(most)
     verifying = [
         Size(min(most, tokens), tokens, tokens, verified)
         for tokens in VERIFYING_STEPS
-        if verified > 1 and tokens <= shape.max_lines
+        if verified > 1 and tokens <= shape.max_sampled
     ]
     mixed = [
         Size(min(most, tokens), tokens, min(most, tokens), tokens)

@@ -28,7 +28,7 @@ from penstock.kernels.reference.wide import widened
 from penstock.models.backends.cuda.linear import CudaLinears
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
-from penstock.models.backends.torch_common.rotations import rotations
+from penstock.models.backends.torch_common.rotations import cos_sin_tables
 from penstock.models.backends.torch_common.weights import (
     ExpertMlp,
     HeadNorm,
@@ -88,8 +88,8 @@ class CudaModel:
         self.device = pages.device
         self._dtype = weights.embedding.dtype
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self._dtype, device=self.device)
-        self._rotations = {
-            rope: rotations(rope, spec.rotary_dim, shape.max_pages * shape.slots, self.device)
+        self._cos_sin_tables = {
+            rope: cos_sin_tables(rope, spec.rotary_dim, shape.max_pages * shape.slots, self.device)
             for rope in set(spec.ropes)
         }
         self._attention: dict[int | None, list[WindowAttention]] = {window: [] for window in shape.windows}
@@ -202,7 +202,7 @@ class CudaModel:
                 pass
         rope_kv(
             qkv,
-            *self._rotations[spec.ropes[index]],
+            *self._cos_sin_tables[spec.ropes[index]],
             positions,
             slots,
             query,

@@ -37,12 +37,12 @@ class CudaRows:
         self,
         shape: SamplerShape,
         num_rows: int,
-        num_lines: int,
+        num_sampled: int,
         max_masks: int,
         max_pages: int,
         device: torch.device,
     ) -> None:
-        """``num_lines``: rows that can run. ``max_masks``: of a step."""
+        """``num_sampled``: rows that can run. ``max_masks``: of a step."""
         self._shape = shape
         self._device = device
         self.on_moved: Callable[[], None] = lambda: None
@@ -58,22 +58,22 @@ class CudaRows:
             next_tokens=zeros(num_rows),
             histories=zeros(num_rows, shape.max_history),
         )
-        self.masks = zeros(num_lines + max_masks, shape.mask_words)
+        self.masks = zeros(num_sampled + max_masks, shape.mask_words)
         """(lines + masks, ceil(V / 32)) int32: tokens that rows allow, and behind them those that grammars allow in the
         newest step."""
         self.sampler = SamplerRows(
             numbers=zeros(num_rows, NUM_NUMBERS.value, dtype=torch.float64),
             integers=zeros(num_rows, NUM_INTEGERS.value, dtype=torch.int64),
             histories=self.rows.histories,
-            counts=zeros(num_lines, shape.vocab_size),
-            biases=zeros(num_lines, shape.vocab_size, dtype=torch.float32),
+            counts=zeros(num_sampled, shape.vocab_size),
+            biases=zeros(num_sampled, shape.vocab_size, dtype=torch.float32),
             word_starts=self._words.starts,
             word_tokens=self._words.tokens,
         )
-        self._num_lines = num_lines
+        self._num_lines = num_sampled
         self._known: list[Row | None] = [None] * num_rows
         self._num_blocks = [0] * num_rows
-        self._free_lines = list(range(num_lines))
+        self._free_lines = list(range(num_sampled))
         self._lines: dict[Row, int] = {}
 
     def update(self, batch: Batch) -> None:
@@ -88,9 +88,9 @@ class CudaRows:
 
     def mask_lines(self, batch: Batch) -> list[int]:
         """Which line of ``masks`` tells what each of the batch's lines allows; -1: everything."""
-        masks = [-1 if line.lists.allowed is None else self._lines[line.row] for line in batch.lines]
+        masks = [-1 if sample.lists.allowed is None else self._lines[sample.row] for sample in batch.sampled]
         if batch.masks is not None:
-            for place, index in enumerate(batch.masks.lines):
+            for place, index in enumerate(batch.masks.sampled):
                 masks[index] = self._num_lines + place
         return masks
 
@@ -162,10 +162,10 @@ class CudaRows:
             words = np.packbits(bits, bitorder="little").view(np.int32)
             self.masks[line].copy_(self._copied(words), non_blocking=True)
 
-    def _set(self, line: Tensor, ids: NDArray[np.int64], values: NDArray[Any]) -> None:
+    def _set(self, sample: Tensor, ids: NDArray[np.int64], values: NDArray[Any]) -> None:
         """A line with these values, and 0 besides."""
         inside = ids < self._shape.vocab_size  # a prompt may hold ids that the tokenizer does not have
-        line.zero_().index_copy_(0, self._copied(ids[inside]), self._copied(values[inside]).to(line.dtype))
+        sample.zero_().index_copy_(0, self._copied(ids[inside]), self._copied(values[inside]).to(sample.dtype))
 
     def _add_words(self, added: Sequence[Row]) -> None:
         """Writes the added rows' integers, which say where their words are; those of all rows, if words moved."""
@@ -174,12 +174,12 @@ class CudaRows:
             alive = [row for row in self._known if row is not None and not row.is_dropped]
             wanted = [(row, _words(row)) for row in alive]
             self._make_room([word for _, (stops, bad) in wanted for word in stops + bad])
-        lines = []
+        sampled = []
         for row, (stops, bad) in wanted:
             first = self._words.add_words(stops + bad)
-            lines.append(self._integers(row, (first, first + len(stops), first + len(stops) + len(bad))))
+            sampled.append(self._integers(row, (first, first + len(stops), first + len(stops) + len(bad))))
         numbers = self._copied([row.number for row, _ in wanted])
-        self.sampler.integers.index_copy_(0, numbers, self._copied(np.array(lines, dtype=np.int64)))
+        self.sampler.integers.index_copy_(0, numbers, self._copied(np.array(sampled, dtype=np.int64)))
 
     def _make_room(self, words: list[tuple[int, ...]]) -> None:
         """For these words, and as many again."""

@@ -18,30 +18,30 @@ Room = TypeVar("Room", SamplerRoom, LogprobsRoom)
 class CudaSampler:
     """The sampler's kernels, and the memory that they need for up to so many lines."""
 
-    def __init__(self, shape: SamplerShape, max_lines: int, device: torch.device) -> None:
+    def __init__(self, shape: SamplerShape, max_sampled: int, device: torch.device) -> None:
         self._shape = shape
-        self._room = make_room(shape, max_lines, device)
-        self._logprobs_room = make_logprobs_room(shape, max_lines, device)
+        self._room = make_room(shape, max_sampled, device)
+        self._logprobs_room = make_logprobs_room(shape, max_sampled, device)
 
     def choose(
         self, size: Size, logits: Tensor, inputs: StepInputs, rows: CudaRows, outputs: StepOutputs, last: Tensor
     ) -> Tensor:
         """``logits`` is (lines, V). Tokens and log-probabilities go to the outputs. Returns how many of its lines'
         tokens each sequence keeps, (sequences,) int32, and writes the last of them to ``last``."""
-        shape, lines = self._shape, size.lines
-        told = inputs.lines(size, rows.masks)
-        token_ids = outputs.part("token_ids", lines)
-        sample(shape, logits, rows.sampler, told, _first(self._room, lines), token_ids)
+        shape, sampled = self._shape, size.sampled
+        told = inputs.sampled(size, rows.masks)
+        token_ids = outputs.part("token_ids", sampled)
+        sample(shape, logits, rows.sampler, told, _first(self._room, sampled), token_ids)
         logprobs(
             shape,
             logits,
             told.num_lines,
-            inputs.part("num_top", lines),
+            inputs.part("num_top", sampled),
             token_ids,
-            _first(self._logprobs_room, lines),
-            outputs.part("chosen", lines).view(torch.float32),
-            outputs.top_part("top_ids", lines),
-            outputs.top_part("top", lines).view(torch.float32),
+            _first(self._logprobs_room, sampled),
+            outputs.part("chosen", sampled).view(torch.float32),
+            outputs.top_part("top_ids", sampled),
+            outputs.top_part("top", sampled).view(torch.float32),
         )
         accepted = outputs.part("accepted", size.sequences)
         accept(
@@ -49,7 +49,7 @@ class CudaSampler:
             rows.sampler,
             inputs.part("line_starts", size.sequences + 1),
             told.rows,
-            inputs.part("drafts", lines),
+            inputs.part("drafts", sampled),
             token_ids,
             accepted,
             last,
@@ -57,6 +57,6 @@ class CudaSampler:
         return accepted
 
 
-def _first(room: Room, lines: int) -> Room:
+def _first(room: Room, sampled: int) -> Room:
     """The part of a room for so many lines."""
-    return type(room)(**{name: tensor[:lines] for name, tensor in vars(room).items()})
+    return type(room)(**{name: tensor[:sampled] for name, tensor in vars(room).items()})

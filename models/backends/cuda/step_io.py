@@ -14,7 +14,7 @@ from penstock.kernels.cuda.sampling.tensors import Lines
 from penstock.kernels.cuda.step import StepTensors
 from penstock.models.backends.cuda.rows import CudaRows
 from penstock.models.batch.batch import Batch, Sampled
-from penstock.models.batch.lines import SampledPosition
+from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.scheduler.plan import TokenLogprobs
 
 Integers = NDArray[np.int32]
@@ -29,7 +29,7 @@ class Size:
 
     sequences: int
     tokens: int
-    lines: int
+    sampled: int
     """Of logits; 0 only where nothing is sampled."""
     longest: int
     """Tokens that a sequence has at most."""
@@ -38,14 +38,14 @@ class Size:
     def of(cls, batch: Batch) -> "Size":
         """Just that of a batch."""
         sequences, tokens = len(batch.rows), len(batch.token_ids)
-        return cls(sequences, tokens, len(batch.lines), int((batch.ends - batch.starts).max()))
+        return cls(sequences, tokens, len(batch.sampled), int((batch.ends - batch.starts).max()))
 
     def fits(self, other: "Size") -> bool:
         """Whether a step of this size fits into one of the other."""
         return (
             self.sequences <= other.sequences
             and self.tokens <= other.tokens
-            and self.lines <= other.lines
+            and self.sampled <= other.sampled
             and self.longest <= other.longest
         )
 
@@ -64,10 +64,10 @@ class ArrayLayout:
 class StepInputs:
     """What the host tells of a step."""
 
-    def __init__(self, max_sequences: int, max_tokens: int, max_lines: int, device: torch.device) -> None:
+    def __init__(self, max_sequences: int, max_tokens: int, max_sampled: int, device: torch.device) -> None:
         of_sequences = dict.fromkeys(("rows", "num_queries", "kept_before"), max_sequences)
         of_lines = dict.fromkeys(
-            ("line_tokens", "line_rows", "line_positions", "num_drafts", "drafts", "masks", "num_top"), max_lines
+            ("line_tokens", "line_rows", "line_positions", "num_drafts", "drafts", "masks", "num_top"), max_sampled
         )
         # What a step of few tokens has comes first, since the copy ends with its last token.
         self._layout = ArrayLayout(
@@ -75,7 +75,7 @@ class StepInputs:
         )
         self._array = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self._parts = {name: self._array[part] for name, part in self._layout.parts.items()}
-        self._max_lines = max_lines
+        self._max_lines = max_sampled
         # What the device makes of it.
         self._tokens = torch.zeros(2, -(-max_tokens // ALIGNMENT) * ALIGNMENT, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
@@ -96,9 +96,9 @@ class StepInputs:
             contexts=self._contexts[:sequences],
         )
 
-    def lines(self, size: Size, mask_words: Tensor) -> Lines:
+    def sampled(self, size: Size, mask_words: Tensor) -> Lines:
         """Its lines of logits."""
-        part, end = self._parts, size.lines
+        part, end = self._parts, size.sampled
         return Lines(
             num_lines=part["num_lines"],
             rows=part["line_rows"][:end],
@@ -118,7 +118,7 @@ class StepInputs:
 
     def write(self, batch: Batch, size: Size, rows: CudaRows) -> None:
         """The batch as a step of that size."""
-        assert len(batch.lines) <= self._max_lines, "more is drafted for rows than the config says"
+        assert len(batch.sampled) <= self._max_lines, "more is drafted for rows than the config says"
         end = self._layout.parts["given"].start + size.tokens
         pinned = self._array.is_cuda
         host = torch.zeros(end, dtype=torch.int32, pin_memory=pinned)
@@ -131,45 +131,48 @@ class StepInputs:
 
 def _values(batch: Batch, sequences: int, rows: CudaRows) -> Iterator[tuple[str, "Integers | list[int]"]]:
     """Parts of the inputs; what is behind stays 0."""
-    lines, num_lines = batch.lines, batch.num_lines
+    sampled, num_sampled = batch.sampled, batch.num_sampled
     queries = batch.ends - batch.starts
     line_starts = np.zeros(sequences + 1, dtype=np.int32)
-    np.cumsum(num_lines, out=line_starts[1 : len(num_lines) + 1])
-    line_starts[len(num_lines) + 1 :] = len(lines)
-    yield "num_lines", [len(lines)]
+    np.cumsum(num_sampled, out=line_starts[1 : len(num_sampled) + 1])
+    line_starts[len(num_sampled) + 1 :] = len(sampled)
+    yield "num_lines", [len(sampled)]
     yield "line_starts", line_starts
     yield "rows", [row.number for row in batch.rows]
     yield "num_queries", queries.astype(np.int32)
     # A line's token is kept because it was chosen, not because it was given: ``accept`` counts it.
-    yield "kept_before", (queries - np.array(num_lines)).astype(np.int32)
-    yield "line_tokens", batch.line_tokens.astype(np.int32)
-    yield "line_rows", [line.row.number for line in lines]
-    yield "line_positions", [line.position for line in lines]
+    yield "kept_before", (queries - np.array(num_sampled)).astype(np.int32)
+    yield "line_tokens", batch.sampled_tokens.astype(np.int32)
+    yield "line_rows", [sample.row.number for sample in sampled]
+    yield "line_positions", [sample.position for sample in sampled]
     yield "masks", rows.mask_lines(batch)
-    yield "num_top", [-1 if (wanted := line.sampling.logprobs) is None else rows.num_top(wanted) for line in lines]
-    if len(lines) > np.count_nonzero(num_lines):
+    yield (
+        "num_top",
+        [-1 if (wanted := sample.sampling.logprobs) is None else rows.num_top(wanted) for sample in sampled],
+    )
+    if len(sampled) > np.count_nonzero(num_sampled):
         # Each of a row's lines takes one more for granted, the tokens that are computed behind its own.
         yield (
             "num_drafts",
-            (np.arange(len(lines)) - np.repeat(line_starts[: len(num_lines)], num_lines)).astype(np.int32),
+            (np.arange(len(sampled)) - np.repeat(line_starts[: len(num_sampled)], num_sampled)).astype(np.int32),
         )
-        yield "drafts", batch.token_ids[np.minimum(batch.line_tokens + 1, len(batch.token_ids) - 1)].astype(np.int32)
+        yield "drafts", batch.token_ids[np.minimum(batch.sampled_tokens + 1, len(batch.token_ids) - 1)].astype(np.int32)
     yield "given", batch.token_ids.astype(np.int32)
 
 
 class StepOutputs:
     """What the device tells of a step."""
 
-    def __init__(self, max_sequences: int, max_lines: int, device: torch.device) -> None:
+    def __init__(self, max_sequences: int, max_sampled: int, device: torch.device) -> None:
         self._layout = ArrayLayout(
             {
-                "token_ids": max_lines,
+                "token_ids": max_sampled,
                 "accepted": max_sequences,
                 "kept": max_sequences,
                 "last": max_sequences,
-                "chosen": max_lines,
-                "top_ids": max_lines * MAX_TOP,
-                "top": max_lines * MAX_TOP,
+                "chosen": max_sampled,
+                "top_ids": max_sampled * MAX_TOP,
+                "top": max_sampled * MAX_TOP,
             }
         )
         self._array = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
@@ -179,25 +182,25 @@ class StepOutputs:
         begin = self._layout.parts[name].start
         return self._array[begin : begin + length]
 
-    def top_part(self, name: str, lines: int) -> Tensor:
+    def top_part(self, name: str, sampled: int) -> Tensor:
         """(lines, 20) int32."""
-        return self.part(name, lines * MAX_TOP).view(lines, MAX_TOP)
+        return self.part(name, sampled * MAX_TOP).view(sampled, MAX_TOP)
 
-    def snapshot(self, num_lines: int, *, with_tops: bool) -> Tensor:
+    def snapshot(self, num_sampled: int, *, with_tops: bool) -> Tensor:
         """A copy of what ``read`` wants, which the next step does not change."""
         if with_tops:
             return self._array.clone()
-        return self._array[: self._layout.parts["chosen"].start + num_lines].clone()
+        return self._array[: self._layout.parts["chosen"].start + num_sampled].clone()
 
-    def read(self, lines: list[SampledPosition], snapshot: Integers, num_top: Callable[[int], int]) -> list[Sampled]:
+    def read(self, sampled: list[SampledPosition], snapshot: Integers, num_top: Callable[[int], int]) -> list[Sampled]:
         """The tokens of the lines, from a snapshot on the host. ``num_top``: what of so many that are
         wanted there is."""
         parts = self._layout.parts
-        token_ids = snapshot[parts["token_ids"]][: len(lines)].tolist()
+        token_ids = snapshot[parts["token_ids"]][: len(sampled)].tolist()
         chosen = snapshot[parts["chosen"]].view(np.float32)
-        sampled = []
-        for index, (line, token_id) in enumerate(zip(lines, token_ids, strict=True)):
-            wanted = line.sampling.logprobs
+        found = []
+        for index, (sample, token_id) in enumerate(zip(sampled, token_ids, strict=True)):
+            wanted = sample.sampling.logprobs
             logprobs = None
             if wanted is not None:
                 wanted = num_top(wanted)
@@ -205,5 +208,5 @@ class StepOutputs:
                 top_ids = snapshot[parts["top_ids"]][begin : begin + wanted]
                 top = snapshot[parts["top"]][begin : begin + wanted].view(np.float32)
                 logprobs = TokenLogprobs(wanted, [float(chosen[index])], top_ids.tolist(), top.tolist())
-            sampled.append(Sampled(token_id, logprobs))
-        return sampled
+            found.append(Sampled(token_id, logprobs))
+        return found

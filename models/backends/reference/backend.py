@@ -20,7 +20,7 @@ from penstock.models.backends.torch_common.host_pages import HostPages, take_hos
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import result_of
-from penstock.models.backends.torch_common.rotations import rotations
+from penstock.models.backends.torch_common.rotations import cos_sin_tables
 from penstock.models.backends.torch_common.weights import LayerWeights, Weights
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
@@ -69,8 +69,8 @@ class ReferenceBackend(SynchronousBackend):
         self._pages = pages
         self._host_pages = host_pages
         self._device = pages.device
-        self._rotations = {
-            rope: rotations(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
+        self._cos_sin_tables = {
+            rope: cos_sin_tables(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
         }
 
     def reset_blocks(self, block_ids: list[int]) -> None:
@@ -86,7 +86,7 @@ class ReferenceBackend(SynchronousBackend):
         """Copies slots of the host tier to blocks."""
         self._host_pages.copy_in(copies)
 
-    def take_memory(self) -> None:
+    def prefault(self) -> None:
         """Is the allocator's."""
 
     @torch.inference_mode()
@@ -106,7 +106,7 @@ class ReferenceBackend(SynchronousBackend):
         token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp(0, spec.vocab_size - 1)
         positions = torch.from_numpy(batch.positions).to(self._device)
         slots = torch.from_numpy(batch.slots).to(self._device)
-        turns = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self._rotations.items()}
+        turns = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self._cos_sin_tables.items()}
         groups = {
             window: attention_groups(batch, window, self._pages.num_blocks, self._pages.block_size, self._device)
             for window in set(spec.windows)

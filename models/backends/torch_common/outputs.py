@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.models.backends.torch_common.sampler import log_softmax, sample_lines, split_logprobs
+from penstock.models.backends.torch_common.sampler import log_softmax, sample_positions, split_logprobs
 from penstock.models.batch.batch import Batch, BatchResult, Sampled
 from penstock.models.batch.rows import Row
 from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs
@@ -25,9 +25,9 @@ def result_of(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> Batc
 
 
 def _sample(batch: Batch, hidden: Tensor, head: Head) -> list[Sampled]:
-    if not batch.lines:
+    if not batch.sampled:
         return []
-    return sample_lines(head(hidden[batch.line_tokens.tolist()]), batch.lines, batch.masks)
+    return sample_positions(head(hidden[batch.sampled_tokens.tolist()]), batch.sampled, batch.masks)
 
 
 def prompt_parts(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> list[PromptLogprobsPart]:
@@ -44,13 +44,13 @@ def add_to_vectors(batch: Batch, hidden: Tensor) -> None:
         pooled.add_states(hidden[first : first + count].float().cpu().numpy())
 
 
-def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_lines: int) -> list[PromptLogprobsPart]:
+def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_sampled: int) -> list[PromptLogprobsPart]:
     """Of the tokens from ``position`` on, predicted by the lines of ``hidden``; the head runs on few of them at a time,
     so that a long prompt with a large vocabulary needs little memory."""
     parts = []
     num_top = row.sampling.prompt_logprobs or 0
-    for first in range(0, len(hidden), num_lines):
-        logprobs = log_softmax(head(hidden[first : first + num_lines]))
+    for first in range(0, len(hidden), num_sampled):
+        logprobs = log_softmax(head(hidden[first : first + num_sampled]))
         at = position + first
         told = row.history[at : at + len(logprobs)]
         assert max(told) < logprobs.shape[1], "prompts' ids are checked against the tokenizer's vocabulary"
@@ -62,8 +62,8 @@ def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_li
 def _joined(logprobs: Tensor, targets: Tensor, num_top: int) -> TokenLogprobs:
     """Of all lines as one."""
     joined = TokenLogprobs(min(num_top, logprobs.shape[1]), [], [], [])
-    for line in split_logprobs(logprobs, targets, [num_top] * len(targets)):
-        joined.chosen += line.chosen
-        joined.top_token_ids += line.top_token_ids
-        joined.top += line.top
+    for sample in split_logprobs(logprobs, targets, [num_top] * len(targets)):
+        joined.chosen += sample.chosen
+        joined.top_token_ids += sample.top_token_ids
+        joined.top += sample.top
     return joined

@@ -12,28 +12,30 @@ from penstock.kernels.reference.sampling import keep_min_p, keep_top_k, keep_top
 from penstock.kernels.reference.wide import widened
 from penstock.models.batch.batch import Sampled
 from penstock.models.batch.forbidden import forbidden_ids
-from penstock.models.batch.lines import GrammarBitmasks, SampledPosition
 from penstock.models.batch.rows import Ids
+from penstock.models.batch.sampled_positions import GrammarBitmasks, SampledPosition
 from penstock.scheduler.plan import TokenLogprobs
 
 
-def sample_lines(logits: Tensor, lines: list[SampledPosition], masks: GrammarBitmasks | None = None) -> list[Sampled]:
+def sample_positions(
+    logits: Tensor, sampled: list[SampledPosition], masks: GrammarBitmasks | None = None
+) -> list[Sampled]:
     """The token of each line. ``logits`` is (L, V) in at least fp32, and is changed.
 
     A line's token depends on its own logits, history and parameters alone. If its masks leave no token, those of
     ``min_tokens`` and ``bad_words`` are dropped. A line whose best logit is no finite number, as a broken
     model computes, gets the lowest token that ``allowed_token_ids`` or its grammar allows, or 0.
     """
-    wanted = [i for i, line in enumerate(lines) if line.sampling.logprobs is not None]
+    wanted = [i for i, sample in enumerate(sampled) if sample.sampling.logprobs is not None]
     raw = log_softmax(logits[wanted]) if wanted else None
-    _penalise(logits, lines)
-    _bias(logits, lines)
-    lowest = _allow(logits, lines, masks)
-    _forbid(logits, lines)
-    token_ids = _choose(logits, lines, lowest)
+    _penalise(logits, sampled)
+    _bias(logits, sampled)
+    lowest = _allow(logits, sampled, masks)
+    _forbid(logits, sampled)
+    token_ids = _choose(logits, sampled, lowest)
     reported: dict[int, TokenLogprobs] = {}
     if raw is not None:
-        tops = [lines[i].sampling.logprobs or 0 for i in wanted]
+        tops = [sampled[i].sampling.logprobs or 0 for i in wanted]
         reported = dict(zip(wanted, split_logprobs(raw, token_ids[wanted], tops), strict=True))
     return [Sampled(token_id, reported.get(i)) for i, token_id in enumerate(token_ids.tolist())]
 
@@ -54,10 +56,10 @@ def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iter
         yield TokenLogprobs(num_top, [chosen[row]], ids[row][:num_top], values[row][:num_top])
 
 
-def _penalise(logits: Tensor, lines: list[SampledPosition]) -> None:
+def _penalise(logits: Tensor, sampled: list[SampledPosition]) -> None:
     """Repetition (prompt and output): x / p where x > 0, else x p. Then x - frequency * count - presence * (count > 0),
     counted over the output."""
-    penalised = [(i, line.sampling, line.counts) for i, line in enumerate(lines) if line.counts is not None]
+    penalised = [(i, sample.sampling, sample.counts) for i, sample in enumerate(sampled) if sample.counts is not None]
     if not penalised:
         return
     sizes = [len(counts.ids) for _, _, counts in penalised]
@@ -75,19 +77,19 @@ def _penalise(logits: Tensor, lines: list[SampledPosition]) -> None:
     logits[where] = torch.where(x > 0, x / factor, x * factor) - lowered
 
 
-def _bias(logits: Tensor, lines: list[SampledPosition]) -> None:
-    biased = [(i, line.lists) for i, line in enumerate(lines) if len(line.lists.bias)]
+def _bias(logits: Tensor, sampled: list[SampledPosition]) -> None:
+    biased = [(i, sample.lists) for i, sample in enumerate(sampled) if len(sample.lists.bias)]
     if biased:
         where = _where(logits, [(i, lists.bias_ids) for i, lists in biased])
         biases = np.concatenate([lists.bias for _, lists in biased])
         logits[where] += torch.from_numpy(biases).to(logits)
 
 
-def _allow(logits: Tensor, lines: list[SampledPosition], masks: GrammarBitmasks | None) -> dict[int, int]:
+def _allow(logits: Tensor, sampled: list[SampledPosition], masks: GrammarBitmasks | None) -> dict[int, int]:
     """Leaves what ``allowed_token_ids`` and grammars allow. Returns the lowest of these, of lines that have such."""
-    allowed = {i: line.lists.allowed for i, line in enumerate(lines) if line.lists.allowed is not None}
+    allowed = {i: sample.lists.allowed for i, sample in enumerate(sampled) if sample.lists.allowed is not None}
     if masks is not None:
-        for i, words in zip(masks.lines, masks.words.result(), strict=True):
+        for i, words in zip(masks.sampled, masks.words.result(), strict=True):
             bits = np.unpackbits(words.view(np.uint8), count=logits.shape[1], bitorder="little")
             allowed[i] = bits.nonzero()[0]
     for i, ids in allowed.items():
@@ -98,9 +100,9 @@ def _allow(logits: Tensor, lines: list[SampledPosition], masks: GrammarBitmasks 
     return {i: int(ids.min()) for i, ids in allowed.items()}
 
 
-def _forbid(logits: Tensor, lines: list[SampledPosition]) -> None:
+def _forbid(logits: Tensor, sampled: list[SampledPosition]) -> None:
     """What ``min_tokens`` and ``bad_words`` forbid, wherever that leaves a token."""
-    forbidden = [(i, ids) for i, line in enumerate(lines) for ids in forbidden_ids(line)]
+    forbidden = [(i, ids) for i, line in enumerate(sampled) for ids in forbidden_ids(line)]
     if not forbidden:
         return
     at, ids = _where(logits, forbidden)
@@ -117,24 +119,24 @@ def _where(logits: Tensor, ids_of_rows: list[tuple[int, Ids]]) -> tuple[Tensor, 
     return torch.from_numpy(at).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
-def _choose(logits: Tensor, lines: list[SampledPosition], lowest: dict[int, int]) -> Tensor:
+def _choose(logits: Tensor, sampled: list[SampledPosition], lowest: dict[int, int]) -> Tensor:
     """The argmax of greedy lines, a draw for the others; (L,) int64."""
     chosen = torch.argmax(logits, dim=1)
     # A NaN counts as the largest, so the largest tells of every row that is broken.
     whole = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite().tolist()
-    drawn = [i for i, line in enumerate(lines) if line.sampling.temperature > 0.0]
+    drawn = [i for i, sample in enumerate(sampled) if sample.sampling.temperature > 0.0]
     if drawn:
-        chosen[drawn] = _draw(logits if len(drawn) == len(lines) else logits[drawn], [lines[i] for i in drawn])
+        chosen[drawn] = _draw(logits if len(drawn) == len(sampled) else logits[drawn], [sampled[i] for i in drawn])
     for i, is_whole in enumerate(whole):
         if not is_whole:
             chosen[i] = lowest.get(i, 0)
     return chosen
 
 
-def _draw(logits: Tensor, lines: list[SampledPosition]) -> Tensor:
+def _draw(logits: Tensor, sampled: list[SampledPosition]) -> Tensor:
     """Temperature, filters, and the argmax of logits and keyed noise."""
     device = logits.device
-    params = [line.sampling for line in lines]
+    params = [line.sampling for line in sampled]
     temperature = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=device)
     # Distances below the best are what is divided: at the lowest temperatures logits themselves would overflow.
     logits = (logits - logits.amax(1, keepdim=True)) / temperature.unsqueeze(1)
@@ -150,7 +152,7 @@ def _draw(logits: Tensor, lines: list[SampledPosition]) -> Tensor:
             keep(part, torch.tensor([values[i] for i in filtered], device=device))
             logits[filtered] = part
     seeds = torch.tensor([_signed(p.seed) for p in params], dtype=torch.int64, device=device)
-    positions = torch.tensor([line.position for line in lines], dtype=torch.int64, device=device)
+    positions = torch.tensor([line.position for line in sampled], dtype=torch.int64, device=device)
     return sample(logits, seeds, positions)
 
 

@@ -86,11 +86,11 @@ class CpuEagleHead:
 
     def _sampling(self, draws: Draws) -> NDArray[np.void]:
         """A ``SamplingRow`` for each."""
-        lines = np.zeros(len(draws.seeds), dtype=SamplingLines)
-        lines["top_p"] = lines["repetition_penalty"] = 1.0
-        lines["temperature"], lines["seed"], lines["position"] = draws
-        lines["noise_ids"] = address(self._noise_ids)
-        return lines
+        sampled = np.zeros(len(draws.seeds), dtype=SamplingLines)
+        sampled["top_p"] = sampled["repetition_penalty"] = 1.0
+        sampled["temperature"], sampled["seed"], sampled["position"] = draws
+        sampled["noise_ids"] = address(self._noise_ids)
+        return sampled
 
 
 def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> CpuEagleHead:

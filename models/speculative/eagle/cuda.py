@@ -99,8 +99,8 @@ class HeadInputs:
 
 @lru_cache(maxsize=1024)
 def _layout(size: Size) -> ArrayLayout:
-    sequences, tokens, lines = size.sequences, size.tokens, size.lines
-    wide = dict.fromkeys(("sampled", "temperatures", "seeds", "draft_positions"), 2 * lines)
+    sequences, tokens, sampled = size.sequences, size.tokens, size.sampled
+    wide = dict.fromkeys(("sampled", "temperatures", "seeds", "draft_positions"), 2 * sampled)
     of_tokens = {"token_ids": tokens, "positions": tokens, "slots": 2 * tokens}
     return ArrayLayout({"query_starts": sequences + 1, "contexts": sequences, **of_tokens, **wide})
 
@@ -128,7 +128,7 @@ class HeadLayer(CudaModel):
             rms_norm(source, norm.weight, spec.norm_eps, half)
         query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
         self._write_kv(0, layer, before, inputs.part(size, "positions"), inputs.part(size, "slots", torch.int64), query)
-        if not size.lines:
+        if not size.sampled:
             return x[:0], x[:0]
         rows, mixed = inputs.rows(size), torch.zeros_like(query)
         self._attend(0, query, rows, self._plan(rows, size.longest)[None], mixed, size.longest)
@@ -198,10 +198,10 @@ class CudaHead:
 
     def _choose(self, size: Size, made: Made) -> None:
         """Launches the choice of the drafts."""
-        if size.lines:
+        if size.sampled:
             drawn = draw_drafts(self._layer.logits(made[1]), self._target_ids, *self._inputs.draws(size))
             for line, found in zip(self._told, drawn, strict=True):
-                line[: size.lines].copy_(found)
+                line[: size.sampled].copy_(found)
 
     @torch.inference_mode()
     def _warm(self, shape: ModelShape) -> None:

@@ -11,7 +11,7 @@ from penstock.models.backends.reference.attention_groups import attention_groups
 from penstock.models.backends.reference.backend import ReferenceBackend, attend
 from penstock.models.backends.torch_common.device import allocated
 from penstock.models.backends.torch_common.kv_pages import KVPages
-from penstock.models.backends.torch_common.rotations import rotations
+from penstock.models.backends.torch_common.rotations import cos_sin_tables
 from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.speculative.eagle.head import Floats, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
 from penstock.models.speculative.eagle.head_weights import HeadWeights, load_head_weights
@@ -32,7 +32,7 @@ class ReferenceHead:
         self._spec = head.spec
         self._weights = weights
         self._pages = pages
-        self._rotations = rotations(head.spec.ropes[0], head.spec.rotary_dim, max_positions, pages.device)
+        self._cos_sin_tables = cos_sin_tables(head.spec.ropes[0], head.spec.rotary_dim, max_positions, pages.device)
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
         """The blocks have a new owner, who will write them."""
@@ -44,7 +44,7 @@ class ReferenceHead:
         spec, weights, pages = self._spec, self._weights.common, self._pages
         [layer], device = weights.layers, pages.device
         positions = torch.from_numpy(step.positions).to(device)
-        cos, sin = self._rotations
+        cos, sin = self._cos_sin_tables
         groups = attention_groups(step, None, pages.num_blocks, pages.block_size, device)
         x = self._given(step)
         # Ids were checked at admission; an id out of range must still never be an address.

@@ -17,9 +17,9 @@ from penstock.kernels.cuda.sampling.tensors import (
     make_room,
     number_line,
 )
-from penstock.models.backends.torch_common.sampler import sample_lines
-from penstock.models.batch.lines import SampledPosition
+from penstock.models.backends.torch_common.sampler import sample_positions
 from penstock.models.batch.rows import RowTable
+from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -124,11 +124,11 @@ class Batch:
         )
 
     def sample(self, logits):
-        num_lines = len(self.rows) + self._spare
-        padded = torch.full((num_lines, self.shape.stride), math.nan, dtype=self.shape.dtype, device=DEVICE)
+        num_sampled = len(self.rows) + self._spare
+        padded = torch.full((num_sampled, self.shape.stride), math.nan, dtype=self.shape.dtype, device=DEVICE)
         padded[: len(self.rows), : self.shape.vocab_size] = logits
-        token_ids = tensor([-5] * num_lines, torch.int32)
-        self.room = make_room(self.shape, num_lines, DEVICE)
+        token_ids = tensor([-5] * num_sampled, torch.int32)
+        self.room = make_room(self.shape, num_sampled, DEVICE)
         for part in vars(self.room).values():
             part.view(torch.uint8).fill_(0xA7)
         sample(self.shape, padded, self.device_rows(), self.lines(), self.room, token_ids)
@@ -138,7 +138,7 @@ class Batch:
 
 def expected_tokens(logits, rows):
     return [
-        sampled.token_id for sampled in sample_lines(logits.float().clone(), [SampledPosition(row) for row in rows])
+        sampled.token_id for sampled in sample_positions(logits.float().clone(), [SampledPosition(row) for row in rows])
     ]
 
 

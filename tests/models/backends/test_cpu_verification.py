@@ -13,8 +13,8 @@ from penstock.models.backends.cpu import backend as cpu_backend
 from penstock.models.backends.cpu.backend import CpuBackend
 from penstock.models.batch.batch import build_batch
 from penstock.models.batch.grammar_matcher import Words
-from penstock.models.batch.lines import GrammarBitmasks
 from penstock.models.batch.rows import RowTable
+from penstock.models.batch.sampled_positions import GrammarBitmasks
 from penstock.models.speculative.drafter import Drafter, Proposal
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan

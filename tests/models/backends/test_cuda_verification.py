@@ -15,8 +15,8 @@ import torch
 from penstock.models.backends.base import Backend, load_backend
 from penstock.models.batch.batch import build_batch
 from penstock.models.batch.grammar_matcher import Words
-from penstock.models.batch.lines import GrammarBitmasks, SampledPosition
 from penstock.models.batch.rows import RowTable
+from penstock.models.batch.sampled_positions import GrammarBitmasks, SampledPosition
 from penstock.models.speculative.draft_model import DraftModelDrafter, load as load_draft_model
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.worker.runner import _expect, _results
@@ -78,16 +78,16 @@ class Steps:
         """Rows in ``masked`` have a grammar."""
         self.backend.reset_blocks(self.table.apply(plan))
         batch = build_batch(self.table, plan, drafts or {})
-        wanted = [index for index, line in enumerate(batch.lines) if line.row.number in masked]
+        wanted = [index for index, line in enumerate(batch.sampled) if line.row.number in masked]
         if wanted:
             words: Future[Words] = Future()
             batch = replace(batch, masks=GrammarBitmasks(wanted, words))
-            told = np.stack([allowed_words(batch.lines[index]) for index in wanted])
+            told = np.stack([allowed_words(batch.sampled[index]) for index in wanted])
             threading.Timer(0.01, words.set_result, [told]).start()
         finish = self.backend.start_step(batch)
         places = [
             _expect(row, end, number)
-            for row, end, number in zip(batch.rows, batch.ends.tolist(), batch.num_lines, strict=True)
+            for row, end, number in zip(batch.rows, batch.ends.tolist(), batch.num_sampled, strict=True)
         ]
         return _results(batch, places, finish().sampled)
 

@@ -173,7 +173,7 @@ async def test_a_request_may_end_where_the_context_does(tiny_model, in_process, 
     engine = await start_engine(executor, max_plans_in_flight=2)
     [answer] = await engine.run([prompts[-1][:3]], GREEDY, max_model_len - 3)
     assert len(answer.token_ids) == max_model_len - 3
-    [[cos, _]] = executor._runner._backend._rotations.values()
+    [[cos, _]] = executor._runner._backend._cos_sin_tables.values()
     assert cos.shape[0] == max_model_len
 
 

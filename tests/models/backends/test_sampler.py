@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from penstock.models.backends.torch_common.sampler import sample_lines
-from penstock.models.batch.lines import SampledPosition
+from penstock.models.backends.torch_common.sampler import sample_positions
 from penstock.models.batch.rows import RowTable
+from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 VOCAB = 12
@@ -21,7 +21,7 @@ def make_row(sampling, history=(1, 2, 3), num_prompt=None):
 
 
 def choose(logits, sampling, history=(1, 2, 3), num_prompt=None):
-    [sampled] = sample_lines(torch.tensor([logits]), [SampledPosition(make_row(sampling, history, num_prompt))])
+    [sampled] = sample_positions(torch.tensor([logits]), [SampledPosition(make_row(sampling, history, num_prompt))])
     return sampled
 
 
@@ -63,7 +63,7 @@ def test_penalties_follow_the_tokens_that_are_appended():
     row = make_row(sampling)
     chosen = []
     for _ in range(8):
-        [sampled] = sample_lines(torch.tensor([falling()]), [SampledPosition(row)])
+        [sampled] = sample_positions(torch.tensor([falling()]), [SampledPosition(row)])
         row.append(sampled.token_id)
         chosen.append(sampled.token_id)
     # Token 0 falls by 0.3 each time: the fourth time it stands at 11.1, the fifth at 10.8.
@@ -121,7 +121,8 @@ def test_temperature_flattens():
     for temperature, share in ((1.0, 1 / (1 + math.exp(-2))), (4.0, 1 / (1 + math.exp(-0.5)))):
         rows = [make_row(SamplingParams(temperature=temperature, seed=seed)) for seed in range(4000)]
         zeros = sum(
-            sampled.token_id == 0 for sampled in sample_lines(logits.clone(), [SampledPosition(row) for row in rows])
+            sampled.token_id == 0
+            for sampled in sample_positions(logits.clone(), [SampledPosition(row) for row in rows])
         )
         assert zeros / 4000 == pytest.approx(share, abs=0.03)
 
@@ -143,7 +144,7 @@ def test_a_model_that_computes_no_numbers_harms_no_other_row(logit):
     params = SamplingParams(seed=1, top_k=3, top_p=0.5, min_p=0.1, frequency_penalty=0.5, logprobs=1)
     logits = torch.tensor([[logit] * VOCAB, falling(), [1.0, *[logit] * (VOCAB - 1)]])
     rows = [make_row(params) for _ in range(3)]
-    broken, whole, half_broken = sample_lines(logits.clone(), [SampledPosition(row) for row in rows])
+    broken, whole, half_broken = sample_positions(logits.clone(), [SampledPosition(row) for row in rows])
     assert whole == choose(falling(), params)
     assert broken.token_id == half_broken.token_id == 0
 
@@ -174,7 +175,7 @@ def test_logprobs_are_the_models_own():
 
 def test_logprobs_as_each_row_asks():
     rows = [make_row(greedy(logprobs=logprobs)) for logprobs in (0, None, 3, 99)]
-    sampled = sample_lines(torch.tensor([falling()] * 4), [SampledPosition(row) for row in rows])
+    sampled = sample_positions(torch.tensor([falling()] * 4), [SampledPosition(row) for row in rows])
     assert [s.logprobs and len(s.logprobs.top) for s in sampled] == [0, None, 3, VOCAB]
     assert [s.logprobs.num_top for s in sampled if s.logprobs] == [0, 3, VOCAB]
 
@@ -194,6 +195,6 @@ def test_rows_with_different_parameters_do_not_disturb_each_other():
     ] * 3
     logits = torch.randn(len(params), 200, generator=generator, dtype=torch.float64) * 2
     rows = [make_row(p, history=range(i + 1), num_prompt=1) for i, p in enumerate(params)]
-    together = sample_lines(logits.clone(), [SampledPosition(row) for row in rows])
-    alone = [sample_lines(logits[i : i + 1].clone(), [SampledPosition(row)])[0] for i, row in enumerate(rows)]
+    together = sample_positions(logits.clone(), [SampledPosition(row) for row in rows])
+    alone = [sample_positions(logits[i : i + 1].clone(), [SampledPosition(row)])[0] for i, row in enumerate(rows)]
     assert together == alone

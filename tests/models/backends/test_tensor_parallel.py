@@ -306,8 +306,8 @@ async def test_what_rank_0_answered_comes_before_the_failure_of_another(group):
 
 
 async def test_a_step_that_takes_too_long_condemns_all_ranks(group):
-    group.condemn("a step took 31 s")
-    group.condemn("and again")
+    group.kill("a step took 31 s")
+    group.kill("and again")
     error = await end_of(group)
     assert str(error) == "a step took 31 s"
     assert error.blames_step
@@ -319,7 +319,7 @@ async def test_a_group_stops_twice_and_ends_its_results(group):
     await group.stop()
     await group.stop()
     assert await ended == "ended"
-    group.condemn("nobody")
+    group.kill("nobody")
 
 
 async def test_a_rank_that_refuses_the_model_is_told_of_once(without_model):

@@ -85,8 +85,8 @@ def test_a_batch_is_flat_and_says_who_samples(table):
     batch = build_batch(table, first)
     assert [row.number for row in batch.rows] == [2, 0, 1]
     assert batch.token_starts.tolist() == [0, 1, 21, 23]
-    assert batch.num_lines == [1, 0, 1]
-    assert batch.line_tokens.tolist() == [0, 22]
+    assert batch.num_sampled == [1, 0, 1]
+    assert batch.sampled_tokens.tolist() == [0, 22]
     assert batch.token_ids.tolist() == [132, *range(100, 120), 116, 117]
     assert batch.positions.tolist() == [32, *range(20), 16, 17]
     slots = [6 * 16, *range(3 * 16, 4 * 16), *range(4 * 16, 4 * 16 + 4), 9 * 16, 9 * 16 + 1]

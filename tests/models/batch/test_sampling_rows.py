@@ -9,8 +9,8 @@ import pytest
 
 from penstock.kernels.cpu.bindings import SamplingRow
 from penstock.models.backends.cpu.sampling import SamplingRows
-from penstock.models.batch.lines import SampledPosition
 from penstock.models.batch.rows import RowTable
+from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 

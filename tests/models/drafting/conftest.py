@@ -56,9 +56,9 @@ class Player:
     """Plays the scheduler: rows begin all at once, and are continued until each has its tokens."""
 
     def __init__(
-        self, backend: Backend, drafting: SpeculationController | None, clock: Callable[[], int] = lambda: 0
+        self, backend: Backend, controller: SpeculationController | None, clock: Callable[[], int] = lambda: 0
     ) -> None:
-        self.runner = Runner(backend, drafting, clock=clock)
+        self.runner = Runner(backend, controller, clock=clock)
         self._facts = backend.facts
         self._epoch = 0
 
@@ -129,14 +129,14 @@ class Device(SynchronousBackend):
 
     copy_in = copy_out
 
-    def take_memory(self) -> None:
+    def prefault(self) -> None:
         """There is none."""
 
     def run(self, batch: Batch) -> BatchResult:
         """Takes its time."""
         self._clock.now += self.seconds(len(batch.token_ids))
         features = np.zeros((len(batch.token_ids), 1), np.float32) if batch.feature_layers else None
-        sampled = [Sampled(next_token(line.position, line.row.number), None) for line in batch.lines]
+        sampled = [Sampled(next_token(line.position, line.row.number), None) for line in batch.sampled]
         return BatchResult(sampled, [], features)
 
 
@@ -253,10 +253,10 @@ class Simulation:
         else:
             self.drafter = Rounds(self.clock, self.is_right, self.round_s, self.read_s, self.confidence)
         costs = StepCost(self.device.facts.max_num_batched_tokens)
-        drafting = SpeculationController(
+        controller = SpeculationController(
             self.drafter, self.max_drafts, costs, runs_ahead=False, clock=self.clock.seconds
         )
-        self.player = Player(self.device, drafting, self.clock.nanoseconds)
+        self.player = Player(self.device, controller, self.clock.nanoseconds)
         self.player.runner.warm()
 
     def run(self, num_tokens: int, room: int = 1 << 10) -> tuple[float, list[Told]]:

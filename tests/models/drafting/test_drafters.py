@@ -12,7 +12,7 @@ from penstock.models.speculative.ngram import NgramDrafter
 from penstock.models.speculative.row_indexes import PORTION
 from penstock.models.speculative.suffix import SuffixDrafter
 from penstock.models.speculative.token_index import MAX_OCCURRENCES, Cursor, TokenIndex
-from penstock.models.worker.speculation import check_speculation, make_drafting
+from penstock.models.worker.speculation import check_speculation, make_controller
 from penstock.scheduler.plan import AddedRow, DraftMethod, SamplingParams, SpeculationConfig, StepPlan, WorkerConfig
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=MAX_OCCURRENCES)
@@ -228,4 +228,4 @@ def test_ranks_are_refused():
 def test_without_a_config_nothing_is_drafted(simulation):
     device = simulation(lambda n: 1.0, lambda row, at: True).device
     check_speculation(WorkerConfig("model"))
-    assert make_drafting(WorkerConfig("model"), device) is None
+    assert make_controller(WorkerConfig("model"), device) is None

@@ -19,29 +19,29 @@ from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowResult,
 
 # -------------------------------------------------------------------------------------------------------------- lengths
 
-chances = st.lists(
+acceptance = st.lists(
     st.lists(st.floats(0.03, 1.0), max_size=4).map(lambda parts: list(itertools.accumulate(parts, float.__mul__))),
     min_size=1,
     max_size=3,
 )
 
 
-@given(chances, st.lists(st.floats(0.0, 1.0), max_size=12), st.integers(3, 5))
-def test_no_other_lengths_bring_more_tokens_a_second(chances, costs, num_certain):
+@given(acceptance, st.lists(st.floats(0.0, 1.0), max_size=12), st.integers(3, 5))
+def test_no_other_lengths_bring_more_tokens_a_second(acceptance, costs, num_certain):
     seconds = list(itertools.accumulate(costs, initial=1.0))
-    counts, token_s = choose_lengths(chances, num_certain, seconds)
+    counts, token_s = choose_lengths(acceptance, num_certain, seconds)
     assert sum(counts) < len(seconds)
 
     def token_seconds(counts):
-        tokens = num_certain + sum(sum(row[:count]) for row, count in zip(chances, counts, strict=True))
+        tokens = num_certain + sum(sum(row[:count]) for row, count in zip(acceptance, counts, strict=True))
         return seconds[sum(counts)] / tokens
 
     assert token_seconds(counts) == pytest.approx(token_s)
     num_taken = sum(counts)
-    for others in itertools.product(*(range(len(row) + 1) for row in chances)):
+    for others in itertools.product(*(range(len(row) + 1) for row in acceptance)):
         # Others are no better, but for what is too little to be looked at.
         if sum(others) < len(seconds):
-            last = [row[count - 1] for row, count in zip(chances, others, strict=True) if count]
+            last = [row[count - 1] for row, count in zip(acceptance, others, strict=True) if count]
             is_little = num_taken == 0 or min(last, default=1.0) < MIN_CHANCE
             assert token_s <= token_seconds(others) * (MIN_GAIN + (0.2 if last and min(last) < MIN_CHANCE else 1e-9))
             assert is_little or token_s <= token_seconds(others) * (1 + 1e-9)
@@ -49,16 +49,16 @@ def test_no_other_lengths_bring_more_tokens_a_second(chances, costs, num_certain
         assert token_s * MIN_GAIN < seconds[0] / num_certain
 
 
-@given(chances, st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12), st.floats(0.0, 0.5), st.integers(1, 5))
-def test_a_drafter_is_asked_where_some_number_of_rounds_pays(chances, costs, round_s, last):
+@given(acceptance, st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12), st.floats(0.0, 0.5), st.integers(1, 5))
+def test_a_drafter_is_asked_where_some_number_of_rounds_pays(acceptance, costs, round_s, last):
     seconds = list(itertools.accumulate(costs, initial=1.0))
-    most = max(map(len, chances))
-    found = choose_rounds(chances, 3, seconds, lambda number: number * round_s, last)
+    most = max(map(len, acceptance))
+    found = choose_rounds(acceptance, 3, seconds, lambda number: number * round_s, last)
     assert found.number <= most
     assert all(count <= found.number for count in found.counts)
     with_one = {
         number: choose_lengths(
-            [row[:number] for row in chances], 3, [1.0, *(step_s + number * round_s for step_s in seconds[1:])]
+            [row[:number] for row in acceptance], 3, [1.0, *(step_s + number * round_s for step_s in seconds[1:])]
         )
         for number in range(1, most + 1)
     }
@@ -229,10 +229,10 @@ def test_drafts_that_do_not_quite_pay_lose_little_where_times_are_noise(simulati
         sizes.append(n)
         return true(n) * pace * rng.lognormvariate(0, 0.08)
 
-    chances = [min(0.95, max(0.02, chance + rng.uniform(-0.3, 0.3))) for _ in range(16)]
+    acceptance = [min(0.95, max(0.02, chance + rng.uniform(-0.3, 0.3))) for _ in range(16)]
 
     def is_right(row, at):
-        return random.Random(row.number * 100_003 + at * 17 + seed).random() < chances[row.number]
+        return random.Random(row.number * 100_003 + at * 17 + seed).random() < acceptance[row.number]
 
     world = simulation(noisy, is_right, num_rows=16, confidence=0.5)
     sizes.clear()
@@ -358,62 +358,62 @@ def drafting_of(drafter, table, runs_ahead=False, max_drafts=8):
     """Where drafts cost next to nothing."""
     costs = StepCost(256)
     costs.measure(lambda size: None, 64, itertools.count(step=0.1).__next__)
-    drafting = SpeculationController(drafter, max_drafts, costs, runs_ahead, clock=lambda: 0.0)
+    controller = SpeculationController(drafter, max_drafts, costs, runs_ahead, clock=lambda: 0.0)
     for row in range(len(table)):
-        drafting.add_row(table[row])
-    drafting.choose(table, StepPlan(0, [], [], [], [], []))  # the first step is without drafts
-    return drafting
+        controller.add_row(table[row])
+    controller.choose(table, StepPlan(0, [], [], [], [], []))  # the first step is without drafts
+    return controller
 
 
-def step(drafting, table, *decodes, room):
+def step(controller, table, *decodes, room):
     plan = StepPlan(0, [], [], [], [], list(decodes), max_drafts=room)
-    wanted = drafting.choose(table, plan)
-    return {row: len(drafts) for row, drafts in drafting.draft(wanted, plan).drafts.items()} if wanted else {}
+    wanted = controller.choose(table, plan)
+    return {row: len(drafts) for row, drafts in controller.draft(wanted, plan).drafts.items()} if wanted else {}
 
 
 def test_every_bound_is_kept():
     table = new_table(6, 3, 0, 20, 20)
-    drafting = drafting_of(drafter := Generous(), table)
+    controller = drafting_of(drafter := Generous(), table)
     decodes = [Decode(0, 9), Decode(1, 9), Decode(2, 9), Decode(3, 9), Decode(4, 5)]
-    assert step(drafting, table, *decodes, room=100) == {0: 6, 1: 3, 3: 8, 4: 4}
+    assert step(controller, table, *decodes, room=100) == {0: 6, 1: 3, 3: 8, 4: 4}
     assert drafter.asked == [(0, 6), (1, 3), (3, 8), (4, 4)]
-    assert sum(step(drafting, table, *decodes, room=7).values()) == 7
-    assert step(drafting, table, *decodes, room=0) == {}
-    assert step(drafting, table, Decode(0, 1), Decode(1, 3), room=100) == {1: 2}
+    assert sum(step(controller, table, *decodes, room=7).values()) == 7
+    assert step(controller, table, *decodes, room=0) == {}
+    assert step(controller, table, Decode(0, 1), Decode(1, 3), room=100) == {1: 2}
 
 
 def test_pooled_rows_and_rows_without_drafts_are_nothing_to_a_drafter():
     for table in (new_table(0, 0), new_table(4, 4, pooling=Pooling.MEAN)):
-        drafting = drafting_of(drafter := Generous(), table)
-        assert step(drafting, table, Decode(0, 5), Decode(1, 5), room=10) == {}
-        drafting.drop_row(table[0])
+        controller = drafting_of(drafter := Generous(), table)
+        assert step(controller, table, Decode(0, 5), Decode(1, 5), room=10) == {}
+        controller.drop_row(table[0])
         assert drafter.asked == []
 
 
 def test_a_dropped_row_is_forgotten():
     table = new_table(4)
-    drafting = drafting_of(drafter := Generous(), table)
-    drafting.drop_row(table[0])
+    controller = drafting_of(drafter := Generous(), table)
+    controller.drop_row(table[0])
     assert drafter.asked == [0]
-    assert step(drafting, table, Decode(0, 5), room=10) == {}
+    assert step(controller, table, Decode(0, 5), room=10) == {}
 
 
 def test_what_waits_for_the_last_step_is_rare_where_it_does_not_pay():
     table = new_table(*[8] * 4)
-    drafting = drafting_of(Generous(), table, runs_ahead=True)
+    controller = drafting_of(Generous(), table, runs_ahead=True)
     decodes = [Decode(row, 9) for row in range(4)]
     batch = build_batch(table, StepPlan(0, [], [], [], [], [Decode(row, 1) for row in range(4)]))
     num_asked = 0
     for _ in range(1000):
         plan = StepPlan(0, [], [], [], [], decodes, max_drafts=32)
-        wanted = drafting.choose(table, plan)
+        wanted = controller.choose(table, plan)
         num_asked += bool(wanted)
         drafted = NOTHING
         if wanted:
-            drafted = drafting.draft(wanted, plan)
+            drafted = controller.draft(wanted, plan)
         rows = [RowResult(row, 0, 2, [5], num_drafted=len(drafts)) for row, drafts in drafted.drafts.items()]
         # Waiting takes as long again as the step.
-        drafting.observe(drafted, batch, rows, 0.2 if wanted else 0.1, is_fenced=bool(wanted))
+        controller.observe(drafted, batch, rows, 0.2 if wanted else 0.1, is_fenced=bool(wanted))
     assert 2 <= num_asked <= 20
 
 
@@ -421,8 +421,8 @@ def test_a_step_without_drafts_waits_for_one_that_has_some(simulation, monkeypat
     world = simulation(idle, lambda row, at: True)
     world.device.runs_ahead = True
     table = new_table()
-    drafting = drafting_of(world.drafter, table)
-    runner = Runner(world.device, drafting, clock=world.clock.nanoseconds)
+    controller = drafting_of(world.drafter, table)
+    runner = Runner(world.device, controller, clock=world.clock.nanoseconds)
     added = AddedRow(0, 0, [1, 2], 2, 0, [0], SamplingParams(temperature=0.0), max_drafts=4)
     runner.start_step(StepPlan(0, [], [added], [], [Chunk(0, 0, 2)], []))()
     finish = runner.start_step(StepPlan(1, [], [], [], [], [Decode(0, 5)], max_drafts=4))

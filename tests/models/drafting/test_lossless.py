@@ -13,7 +13,7 @@ from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Proposal
 from penstock.models.speculative.ngram import NgramDrafter
 from penstock.models.speculative.suffix import SuffixDrafter
-from penstock.models.worker.speculation import make_drafter, make_drafting
+from penstock.models.worker.speculation import make_controller, make_drafter
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import (
     AddedRow,
@@ -76,9 +76,9 @@ class Speculating:
         self.path = config.model
         self.plain = self.run(None, 0)
 
-    def run(self, drafting, max_drafts, room=1 << 10):
+    def run(self, controller, max_drafts, room=1 << 10):
         asked = [self._asked(prompt, sampling, max_drafts) for prompt, sampling in zip(prompts(), WAYS, strict=True)]
-        return self._player(self._backend, drafting).run(asked, NUM_TOKENS, room)
+        return self._player(self._backend, controller).run(asked, NUM_TOKENS, room)
 
     def free(self, drafter, max_drafts):
         """Drafting that takes no time, by a clock that stands still; and drafts hardly any."""
@@ -92,7 +92,7 @@ class Speculating:
     def chosen(self, method, max_drafts):
         """Drafting as the config asks, by the worker's own clock."""
         config = WorkerConfig("", speculation=SpeculationConfig(DraftMethod(method), max_drafts))
-        return make_drafting(config, self._backend)
+        return make_controller(config, self._backend)
 
 
 @pytest.fixture(scope="module")

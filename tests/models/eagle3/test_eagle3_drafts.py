@@ -21,7 +21,7 @@ from penstock.models.speculative.eagle import drafter as eagle
 from penstock.models.train_demo.eagle3 import draft
 from penstock.models.train_demo.export import read_head, read_model
 from penstock.models.worker.runner import Runner
-from penstock.models.worker.speculation import check_speculation, make_drafting
+from penstock.models.worker.speculation import check_speculation, make_controller
 from penstock.scheduler.plan import (
     AddedRow,
     Chunk,
@@ -71,8 +71,8 @@ class Watched(SpeculationController):
 def start(config, with_head=True):
     config = check_speculation(config)
     backend = load_backend(config)
-    drafting = Watched(eagle.load(config, backend)) if with_head else None
-    return Runner(backend, drafting), drafting
+    controller = Watched(eagle.load(config, backend)) if with_head else None
+    return Runner(backend, controller), controller
 
 
 def added(number, prompt, first_block, sampling, num_computed=0):
@@ -119,7 +119,7 @@ def test_drafts_are_those_of_plain_torch_and_change_no_answer(target_and_head, e
     plain, _ = start(config, with_head=False)
     assert told == answers(plain, some, 0)
     backend = load_backend(check_speculation(config))
-    assert told == answers(Runner(backend, make_drafting(config, backend)), some, 3)  # as it is worth the while
+    assert told == answers(Runner(backend, make_controller(config, backend)), some, 3)  # as it is worth the while
     lengths = {len(history) for history, *_ in watched.proposed}
     assert len(watched.proposed) > 40, "every step of every row"
     assert any(length % BLOCK == 1 for length in lengths)

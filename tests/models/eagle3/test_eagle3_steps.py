@@ -43,7 +43,7 @@ class Played:
 
     def __init__(self, head, runs, lines):
         self.head, self._runs = head, runs
-        self.lines = lines
+        self.sampled = lines
         self.rng = np.random.default_rng(4)
         self.token_ids = self.rng.integers(0, VOCAB, (2, 64))
         self.features = self.rng.standard_normal((2, 64, 3 * HIDDEN)).astype(np.float32)
@@ -53,7 +53,7 @@ class Played:
 
     def run(self, spans, hidden=None):
         """Computes positions of rows, and drafts after the last of each."""
-        parts = [self.lines(self.features[row, start:end]) for row, start, end in spans]
+        parts = [self.sampled(self.features[row, start:end]) for row, start, end in spans]
         return self._runs.run(
             HeadStep(
                 token_ids=np.concatenate([self.token_ids[row, start:end] for row, start, end in spans]),

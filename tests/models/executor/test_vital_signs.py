@@ -11,27 +11,27 @@ from penstock.models.executor.liveness import Heartbeat, MemoryKills, _cgroup_fi
 
 
 def test_silence_is_counted_from_the_last_sound():
-    silence = Heartbeat(0.25, now=100.0)
+    heartbeat = Heartbeat(0.25, now=100.0)
     for tick in range(1, 9):
-        assert silence.length(100.0 + tick / 4) == tick / 4
-    silence.heard(102.0)
-    assert silence.length(102.25) == 0.25
+        assert heartbeat.length(100.0 + tick / 4) == tick / 4
+    heartbeat.heard(102.0)
+    assert heartbeat.length(102.25) == 0.25
 
 
 def test_time_in_which_we_could_not_listen_is_no_silence():
-    silence = Heartbeat(0.25, now=100.0)
-    assert silence.length(100.25) == 0.25
-    assert silence.length(160.0) == pytest.approx(0.5)  # we were stopped for a minute
-    assert silence.length(160.25) == pytest.approx(0.75)
-    silence.heard(160.3)
-    assert silence.length(200.0) == pytest.approx(0.25, abs=0.06)
-    silence.heard(230.0)
-    assert silence.length(230.1) == 0.0
+    heartbeat = Heartbeat(0.25, now=100.0)
+    assert heartbeat.length(100.25) == 0.25
+    assert heartbeat.length(160.0) == pytest.approx(0.5)  # we were stopped for a minute
+    assert heartbeat.length(160.25) == pytest.approx(0.75)
+    heartbeat.heard(160.3)
+    assert heartbeat.length(200.0) == pytest.approx(0.25, abs=0.06)
+    heartbeat.heard(230.0)
+    assert heartbeat.length(230.1) == 0.0
 
 
 def test_being_a_little_late_is_no_excuse():
-    silence = Heartbeat(0.25, now=0.0)
-    lengths = [silence.length(tick * 0.45) for tick in range(1, 21)]
+    heartbeat = Heartbeat(0.25, now=0.0)
+    lengths = [heartbeat.length(tick * 0.45) for tick in range(1, 21)]
     assert lengths[-1] == pytest.approx(9.0)
 
 

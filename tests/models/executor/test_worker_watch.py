@@ -129,13 +129,13 @@ async def test_an_exception_is_held_against_the_step(worker):
 
 async def test_a_condemned_worker_ends_at_once(worker):
     pid = worker.pid
-    worker.condemn("a step took 31 s")
-    worker.condemn("and again")
+    worker.kill("a step took 31 s")
+    worker.kill("and again")
     error = await end_of(worker)
     assert str(error) == "a step took 31 s"
     assert error.blames_step
     await worker.stop()
-    worker.condemn("nobody")
+    worker.kill("nobody")
     assert not psutil.pid_exists(pid)
 
 
@@ -147,7 +147,7 @@ async def test_a_worker_that_cannot_be_killed_is_left_behind(worker, monkeypatch
         patch.setattr(launch, "CLOSE_TIMEOUT_S", 0.1)
         patch.setattr(launch, "KILL_TIMEOUT_S", 0.1)
         patch.setattr(popen, "kill", lambda: None)
-        worker.condemn("a step took 31 s")
+        worker.kill("a step took 31 s")
         assert str(await end_of(worker)) == "a step took 31 s"
         await worker.stop()
     assert "cannot be killed" in caplog.text

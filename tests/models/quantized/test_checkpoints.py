@@ -13,7 +13,7 @@ from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQCon
 from safetensors.torch import load_file
 
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.cpu.backend import objection
+from penstock.models.backends.cpu.backend import unsupported_reason
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.quantized_reader import read_matrix
 from penstock.models.errors import ModelError
@@ -100,7 +100,7 @@ async def test_the_cuda_backend_multiplies_codes(kind, group, checkpoints, in_pr
 async def test_the_cpu_backend_comes_close(checkpoint, in_process, start_engine, worker_config, prompts):
     """It rounds activations to bytes, unless weights are fp8, which it multiplies out; whatever else it did wrong would
     be off by the deviation of the logits, above 2."""
-    why_not = objection(worker_config(checkpoint.path, backend="cpu"), check_checkpoint(checkpoint.path))
+    why_not = unsupported_reason(worker_config(checkpoint.path, backend="cpu"), check_checkpoint(checkpoint.path))
     if why_not is not None:  # the one kind that the next test is about
         assert why_not.startswith("its experts")
         return

@@ -270,7 +270,7 @@ def test_masks_allow_what_may_come_at_each_line(config, tokenizer, make_runner):
     row.step()
     lines, masks = seen[-1]
     assert len(lines) == 1 + len(drafts)
-    assert masks.lines == list(range(len(lines)))
+    assert masks.sampled == list(range(len(lines)))
     matcher = compile_grammar(tokenizer, grammar)
     matcher.consume_tokens(row.output[:1])
     for words, draft in zip(masks.words.result(), [*drafts, None], strict=True):

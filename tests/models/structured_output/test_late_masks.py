@@ -60,9 +60,9 @@ def backend():
 @pytest.fixture
 def make_world(backend, tokenizer):
     def make(drafter=None, **options):
-        drafting = drafter and SpeculationController(drafter, 8, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
+        controller = drafter and SpeculationController(drafter, 8, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
         return World(
-            Runner(backend, drafting, StructuredOutputManager(lambda: tokenizer, VOCAB_SIZE, **options)), tokenizer
+            Runner(backend, controller, StructuredOutputManager(lambda: tokenizer, VOCAB_SIZE, **options)), tokenizer
         )
 
     return make

@@ -98,9 +98,9 @@ def probabilities(model: Model, sizes: Sizes, device: torch.device) -> Case:
     chosen = torch.empty(lines, device=device)
     top_ids, top = _integers(lines, MAX_TOP, device=device), torch.empty(lines, MAX_TOP, device=device)
     wanted = _integers(lines, device=device, value=TOP)
-    num_lines = _integers(1, device=device, value=lines)
+    num_sampled = _integers(1, device=device, value=lines)
     room = make_logprobs_room(shape, lines, device)
-    run = partial(logprobs, shape, logits, num_lines, wanted, token_ids, room, chosen, top_ids, top)
+    run = partial(logprobs, shape, logits, num_sampled, wanted, token_ids, room, chosen, top_ids, top)
 
     def error() -> float:
         run()

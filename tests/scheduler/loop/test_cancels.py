@@ -54,8 +54,8 @@ class Watched:
     def results(self):
         return self.executor.results()
 
-    def condemn(self, why):
-        self.executor.condemn(why)
+    def kill(self, why):
+        self.executor.kill(why)
 
     async def stop(self):
         await self.executor.stop()

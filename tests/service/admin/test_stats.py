@@ -111,7 +111,7 @@ async def test_it_ends_with_the_service(start_watched):
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await answers.read()
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert failure.value.details() == "the service is going down"
+    assert failure.value.details() == "the service is shutting down"
     await stopping
 
 

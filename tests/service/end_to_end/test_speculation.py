@@ -115,17 +115,17 @@ def request(max_tokens=40, **fields):
 
 
 @pytest.fixture
-async def drafting(start_service):
+async def controller(start_service):
     """A service that drafts four tokens a step."""
     return await start_service(speculation=NGRAM, metrics_listen="127.0.0.1:0", admin_listen="127.0.0.1:0")
 
 
-async def test_drafts_change_when_tokens_come_and_never_which(drafting, start_service):
+async def test_drafts_change_when_tokens_come_and_never_which(controller, start_service):
     plain = await start_service()
     expected = await plain.generation.Complete(request(n=2))
-    answer = await drafting.generation.Complete(request(n=2))
+    answer = await controller.generation.Complete(request(n=2))
     assert [choice.text for choice in answer.choices] == [choice.text for choice in expected.choices]
-    assert drafting.engine.stats().steps < plain.engine.stats().steps
+    assert controller.engine.stats().steps < plain.engine.stats().steps
     assert not expected.finished.HasField("speculation")
     told = answer.finished.speculation
     assert 0 < told.accepted_tokens < told.drafted_tokens
@@ -136,14 +136,14 @@ async def test_drafts_change_when_tokens_come_and_never_which(drafting, start_se
 
 
 @pytest.mark.parametrize(("asked", "most"), [(None, 4), (0, 0), (2, 2), (MAX_DRAFTS, 4)])
-async def test_a_request_may_have_fewer(drafting, asked, most):
-    answer = await drafting.generation.Complete(request(max_draft_tokens=asked))
+async def test_a_request_may_have_fewer(controller, asked, most):
+    answer = await controller.generation.Complete(request(max_draft_tokens=asked))
     assert len(answer.finished.speculation.drafted_at) == most
 
 
-async def test_more_than_anybody_may_have_is_refused(drafting, details_of):
+async def test_more_than_anybody_may_have_is_refused(controller, details_of):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await drafting.generation.Complete(request(max_draft_tokens=MAX_DRAFTS + 1))
+        await controller.generation.Complete(request(max_draft_tokens=MAX_DRAFTS + 1))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert details_of(caught.value)["BadRequest"].field_violations[0].field == "max_draft_tokens"
 
@@ -157,11 +157,11 @@ async def test_a_service_without_drafts_takes_the_bound(start_service):
 # What is told -------------------------------------------------------------------------------------------------------
 
 
-async def test_everybody_is_told_the_same(drafting, caplog):
+async def test_everybody_is_told_the_same(controller, caplog):
     caplog.set_level("INFO", logger="penstock")
-    answer = await drafting.generation.Complete(request())
+    answer = await controller.generation.Complete(request())
     told = answer.finished.speculation
-    page = await asyncio.to_thread(_read, f"http://{drafting.server.metrics_target}/metrics")
+    page = await asyncio.to_thread(_read, f"http://{controller.server.metrics_target}/metrics")
     values: dict[str, float] = {}
     positions: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(page):
@@ -178,7 +178,7 @@ async def test_everybody_is_told_the_same(drafting, caplog):
     assert positions["vllm:spec_decode_num_accepted_tokens_per_pos_total"] == accepted_at
     assert positions["penstock_drafted_tokens_total"] == dict(zip("0123", told.drafted_at, strict=True))
 
-    stats = await anext(aiter(drafting.admin.WatchStats(admin_pb2.WatchStatsRequest())))
+    stats = await anext(aiter(controller.admin.WatchStats(admin_pb2.WatchStatsRequest())))
     assert (stats.drafts, stats.drafted_tokens, stats.accepted_tokens) == (
         told.steps,
         told.drafted_tokens,
@@ -188,7 +188,7 @@ async def test_everybody_is_told_the_same(drafting, caplog):
     data = vars(record)["data"]
     assert (data["drafted_tokens"], data["accepted_tokens"]) == (told.drafted_tokens, told.accepted_tokens)
 
-    explained = await drafting.admin.Explain(admin_pb2.ExplainRequest(request_id=answer.request_id))
+    explained = await controller.admin.Explain(admin_pb2.ExplainRequest(request_id=answer.request_id))
     [decoded] = [entry for entry in explained.timeline if entry.kind == admin_pb2.TIMELINE_KIND_DECODED]
     assert decoded.detail == f"{told.accepted_tokens} of {told.drafted_tokens} drafts accepted"
 
@@ -202,8 +202,8 @@ async def test_the_log_tells_of_drafts_from_time_to_time(start_service, caplog):
     assert re.search(r"; drafted \d+ tokens/s, accepted \d+ %$", lines[0])
 
 
-async def test_the_model_is_described_with_it(drafting, start_service):
-    model = await drafting.model.GetModel(model_pb2.GetModelRequest())
+async def test_the_model_is_described_with_it(controller, start_service):
+    model = await controller.model.GetModel(model_pb2.GetModelRequest())
     assert (model.speculation, model.limits.max_draft_tokens) == ("ngram", 4)
     plain = await (await start_service()).model.GetModel(model_pb2.GetModelRequest())
     assert (plain.speculation, plain.limits.max_draft_tokens) == ("", 0)

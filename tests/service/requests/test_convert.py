@@ -387,7 +387,7 @@ async def test_a_new_limit_on_the_output_is_held_against_the_same_bounds(convert
         assert converter.cut_max_tokens(request, most) == most
     for max_tokens, problem in (
         (2, "must be at least min_tokens, 3"),
-        (MAX_TOKENS_IN_ALL // 64 - 99, "n x .prompt tokens . max_tokens. is at most"),
+        (MAX_TOKENS_IN_ALL // 64 - 99, "n x .prompt tokens . max_tokens. must be at most"),
     ):
         with pytest.raises(ServiceError, match=problem):
             converter.cut_max_tokens(request, max_tokens)

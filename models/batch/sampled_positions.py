@@ -66,7 +66,7 @@ class MaskWords(Protocol):
 class GrammarBitmasks:
     """Which tokens grammars allow."""
 
-    lines: list[int]
+    sampled: list[int]
     """Indices of the batch's lines, ascending."""
     words: MaskWords
     """Of these lines."""
