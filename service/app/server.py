@@ -33,7 +33,7 @@ from penstock.service.config.addresses import ADMIN_FLAG, METRICS_FLAG, Address
 from penstock.service.config.limits import MAX_CONNECTIONS, ModelLimits, Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.requests.contexts import ContextStore
-from penstock.service.requests.embed import EmbedConverter
+from penstock.service.requests.embed import EmbedRequestBuilder
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.requests.lifecycle import RequestContext
@@ -129,7 +129,7 @@ class ServerConfig:
     heartbeat_s: float = HEARTBEAT_S
     tokenizer_threads: int = 2
     closes_objects: bool = True
-    """Whether objects have only the properties that their schema declares, unless it sets additionalProperties."""
+    """Whether objects have only the properties that their schema declares, unless it has a rule for others."""
     checks_grammars_soon: bool = False
     """Whether the process that checks grammars starts with the service, instead of with the first grammar."""
     stats_interval_s: float = INTERVAL_S
@@ -334,7 +334,7 @@ class _Running:
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
         conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
         speculation, defaults = config.speculation, config.sampling_defaults
-        converter = RequestBuilder(
+        request_builder = RequestBuilder(
             validator,
             self.pool,
             config.model_name,
@@ -344,10 +344,12 @@ class _Running:
             grammars=self.grammars,
             defaults=defaults,
         )
-        surroundings = RequestContext(engine, converter, telemetry, conversations)
-        self.generation = GenerationService(surroundings, validator, config.heartbeat_s)
-        embed_converter = EmbedConverter(validator, self.pool, config.model_name, config.embedding, facts.hidden_size)
-        self.embedding = EmbeddingService(engine, embed_converter, telemetry)
+        request_context = RequestContext(engine, request_builder, telemetry, conversations)
+        self.generation = GenerationService(request_context, validator, config.heartbeat_s)
+        embed_builder = EmbedRequestBuilder(
+            validator, self.pool, config.model_name, config.embedding, facts.hidden_size
+        )
+        self.embedding = EmbeddingService(engine, embed_builder, telemetry)
         self._limits = CallLimits()
         identity = IdentityInterceptor(config.authenticator)
         interceptors = [StatusInterceptor(telemetry, self._limits), identity]

@@ -1,1 +1,1 @@
-"""Turns messages into requests for the scheduler, and follows each until it ends."""
+"""Converts messages into requests for the scheduler, and manages each until it ends."""

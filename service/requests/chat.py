@@ -1,4 +1,4 @@
-"""From the contract's ``TemplateInput`` to what a template takes: what bounds alone cannot say, and texts of JSON."""
+"""Converts a ``Chat`` to a chat template's input: parses JSON texts and makes checks beyond the fields' rules."""
 
 import json
 import json.scanner
@@ -12,35 +12,35 @@ from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.v1 import generation_pb2 as pb
 
 MAX_JSON_DEPTH = 64
-"""Of objects and lists in each other."""
+"""The deepest nesting of objects and lists."""
 _LONG_CHARS = 32 << 10
-"""What is longer is parsed by json's code in Python: that in C holds Python's lock, and so the event loop, until it is
-done, 0.1 s for 4 MiB of short lists."""
+"""Longer texts are parsed by json's Python code. Its C code holds Python's lock until it is done, which blocks the
+event loop: 0.1 s for 4 MiB of short lists."""
 _SET_BY_FIELDS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
-    """What can be said before anything is parsed. ``template`` is the one that will render the chat. Raises
-    ServiceError."""
+    """Makes all checks that need no parsing. ``template`` is the one that will render the chat. Raises ServiceError."""
     if chat.tools and not template.shows_tools:
         raise ServiceError(Reason.NO_TOOLS_IN_TEMPLATE, field="chat.tools")
     for index, message in enumerate(chat.messages):
         if message.role not in template.roles:
             raise invalid(f"{_at(index)}.role", f"must be one of {', '.join(sorted(template.roles))}")
     if chat.tools and (total := chat_bytes(chat.messages) + sum(map(utf8_bytes, chat.tools))) > MAX_TEXT_BYTES:
-        raise invalid("chat.tools", f"together with the messages at most {MAX_TEXT_BYTES:,} bytes; they have {total:,}")
+        raise invalid("chat.tools", f"at most {MAX_TEXT_BYTES:,} bytes together with the messages; they have {total:,}")
     if not chat.continue_final_message:
         return
     field = "chat.continue_final_message"
     if chat.add_generation_prompt:
-        raise invalid(field, "not with add_generation_prompt, which begins another turn")
+        raise invalid(field, "not together with add_generation_prompt, which starts another turn")
     last = chat.messages[-1]
     if last.role != "assistant" or not last.content or last.tool_calls:
         raise invalid(field, "the last message must be the assistant's, with content and without tool_calls")
 
 
 def parse_chat(chat: pb.Chat) -> TemplateInput:
-    """``chat`` as the template takes it; it has passed ``check_chat``. Slow for long texts. Raises ServiceError."""
+    """Returns the template's input for ``chat``, which has passed ``check_chat``. Slow for long texts. Raises
+    ServiceError."""
     messages = [
         TemplateMessage(
             message.role,
@@ -70,12 +70,12 @@ def _variables(text: str) -> Mapping[str, Any]:
     field = "chat.template_variables"
     variables = _object(text or "{}", field)
     for name in sorted(_SET_BY_FIELDS & variables.keys()):
-        raise invalid(field, f"{name} has a field of its own; set that")
+        raise invalid(field, f"{name} has its own field; set that")
     return variables
 
 
 def _arguments(text: str) -> Mapping[str, Any] | str:
-    """A call's arguments; the text itself where a model wrote something else, as it may."""
+    """Returns a call's arguments; the text itself if the model wrote something else than an object, as it may."""
     try:
         return _object(text or "{}", "arguments")
     except ServiceError:
@@ -83,11 +83,11 @@ def _arguments(text: str) -> Mapping[str, Any] | str:
 
 
 def _object(text: str, field: str) -> Mapping[str, Any]:
-    """An object of JSON. Raises ServiceError."""
+    """Parses a JSON object. Raises ServiceError."""
     try:
         value = _parsed(text)
         is_deep = _is_deep(value)
-        if not is_deep and "\\u" in text:  # half of a surrogate pair can be written so, and is no text
+        if not is_deep and "\\u" in text:  # may be half of a surrogate pair, which is not valid text
             for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
                 part.encode()
     except RecursionError:
@@ -95,7 +95,7 @@ def _object(text: str, field: str) -> Mapping[str, Any]:
     except ValueError:
         raise invalid(field, "must be the JSON text of an object") from None
     if is_deep:
-        raise invalid(field, f"objects and lists in each other at most {MAX_JSON_DEPTH} deep")
+        raise invalid(field, f"objects and lists must be nested at most {MAX_JSON_DEPTH} deep")
     if not isinstance(value, dict):
         raise invalid(field, "must be the JSON text of an object")
     return value
@@ -110,7 +110,7 @@ def _parsed(text: str) -> Any:
 
 
 def _refuse(constant: str) -> NoReturn:
-    """NaN and its like are no JSON."""
+    """Refuses NaN and infinities, which are not valid JSON."""
     raise ValueError
 
 

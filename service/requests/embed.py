@@ -1,7 +1,7 @@
-"""From an ``EmbedRequest`` to a request of the scheduler, and from its vectors to the answer. Knows neither calls nor
-the engine.
+"""Converts an ``EmbedRequest`` to a request for the scheduler, and the resulting vectors to the response. Knows neither
+calls nor the engine.
 
-``check`` is for the event loop; what ``prepare`` does runs in the tokenizer's pool.
+``check`` is for the event loop; the work of ``prepare`` runs in the tokenizer's thread pool.
 """
 
 import math
@@ -22,13 +22,13 @@ from penstock.service.text.truncation import Truncation
 from penstock.v1 import embedding_pb2 as pb
 
 MAX_VALUES = 900_000
-"""Of an answer: it stays below the 4 MiB that gRPC's clients take."""
+"""The maximum number of values in a response, which keeps it below the 4 MiB default limit of gRPC's clients."""
 MAX_TOKENS = 1 << 20
-"""Of all inputs of a request."""
+"""The maximum number of tokens in all inputs of a request."""
 
 
-class EmbedConverter:
-    """Makes requests for one served model."""
+class EmbedRequestBuilder:
+    """Builds embedding requests for one served model."""
 
     def __init__(
         self, validator: Validator, pool: TokenizerPool, model_name: str, embedding: PoolingConfig, hidden_size: int
@@ -40,7 +40,7 @@ class EmbedConverter:
         self._hidden_size = hidden_size
 
     def check(self, request: pb.EmbedRequest) -> None:
-        """All that can be said before the inputs are tokenized. Raises ServiceError."""
+        """Makes all checks that are possible before the inputs are tokenized. Raises ServiceError."""
         self._validator.check(request)
         if request.dimensions > self._hidden_size:
             raise invalid(
@@ -59,21 +59,21 @@ class EmbedConverter:
             elif not truncates:
                 self._validator.check_num_ids(item.token_ids.ids, f"inputs[{index}].token_ids.ids", Limit.CONTEXT)
         if num_bytes > MAX_TEXT_BYTES:
-            raise invalid("inputs", f"the texts together at most {MAX_TEXT_BYTES:,} bytes; they have {num_bytes:,}")
+            raise invalid("inputs", f"at most {MAX_TEXT_BYTES:,} bytes of text in total; they have {num_bytes:,}")
         num_values = len(request.inputs) * self.dimensions(request)
         if num_values > MAX_VALUES:
             raise _too_expensive("inputs x dimensions", num_values, MAX_VALUES)
 
     def dimensions(self, request: pb.EmbedRequest) -> int:
-        """How many values each vector gets."""
+        """Returns the number of values in each vector of the response."""
         return request.dimensions or self._hidden_size
 
     def vector_bytes(self, request: pb.EmbedRequest) -> int:
-        """What of each vector ``fill`` needs."""
+        """Returns the number of each vector's bytes that ``fill`` needs."""
         return array("f").itemsize * self.dimensions(request)
 
     async def prepare(self, request: pb.EmbedRequest, origin: Origin, sink: Callable[[Event], None]) -> Request:
-        """The request, ready for the queue. It has passed ``check``. Raises ServiceError."""
+        """Returns the scheduler's request. ``request`` has passed ``check``. Raises ServiceError."""
         return await self._pool.run(lambda: self._make(request, origin, sink), request.ByteSize(), origin.tenant)
 
     def _make(self, request: pb.EmbedRequest, origin: Origin, sink: Callable[[Event], None]) -> Request:
@@ -85,7 +85,7 @@ class EmbedConverter:
             prompts.append(self._prompt(item, f"inputs[{index}]", salt, truncation))
             num_tokens += len(prompts[-1].token_ids)
             if num_tokens > MAX_TOKENS:
-                raise _too_expensive("the tokens of all inputs", num_tokens, MAX_TOKENS)
+                raise _too_expensive("the total number of tokens", num_tokens, MAX_TOKENS)
         first, *others = prompts
         return Request(
             request_id=origin.request_id,
@@ -121,8 +121,8 @@ class EmbedConverter:
         return self._pool.prompt(token_ids, salt, limit)
 
     def fill(self, response: pb.EmbedResponse, vectors: Sequence[bytes], request: pb.EmbedRequest) -> None:
-        """Puts the vectors, cut to ``vector_bytes``, into the answer as the request wants them; takes about 0.1 us a
-        value."""
+        """Adds the vectors, cut to ``vector_bytes``, to the response, normalized if the request or the model requires
+        it. Takes about 0.1 us per value."""
         normalize = request.normalize if request.HasField("normalize") else self._embedding.normalize
         for vector in vectors:
             values: Sequence[float] = array("f", vector)
@@ -133,6 +133,6 @@ class EmbedConverter:
 def _too_expensive(what: str, value: int, limit: int) -> ServiceError:
     return ServiceError(
         Reason.TOO_EXPENSIVE,
-        f"inputs: {what} is at most {limit:,}; it is {value:,} or more: send the inputs in several requests",
+        f"inputs: {what} must be at most {limit:,}; it is {value:,} or more; send the inputs in several requests",
         field="inputs",
     )

@@ -1,7 +1,7 @@
-"""From a ``start`` to a request of the scheduler: checks what bounds alone cannot say, and prepares all that is slow.
+"""Converts a ``start`` to a request for the scheduler: makes checks beyond the fields' rules, and tokenizes the prompt.
 
-Knows neither streams nor the engine. ``check`` is for the event loop; what ``prepare`` does runs in the tokenizer's
-pool.
+Knows neither streams nor the engine. ``check`` is for the event loop; the slow work of ``prepare`` runs in the
+tokenizer's thread pool.
 """
 
 import functools
@@ -28,16 +28,17 @@ from penstock.v1 import generation_pb2 as pb
 from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
 
 MAX_TOKENS_IN_ALL = 1 << 20
-"""Prompt and output, once for each choice of a request: the bookkeeping of a step grows with it, on the loop."""
+"""The maximum total of prompt and output tokens of a request's choices, if it has several. A step's bookkeeping on the
+event loop grows with it."""
 MAX_LOGPROB_ENTRIES = 1 << 22
-"""Of a request's output, and of its prompt."""
+"""The maximum number of log-probabilities of a request's output, and of its prompt."""
 MAX_WHOLE_ANSWER = 512_000
-"""Of an answer in one message, in 8 bytes: it stays below the 4 MiB that gRPC's clients take, which leaves 96 KB for
-what else there is of 64 choices. A log-probability takes one at most."""
+"""The maximum size of a response in one message, in units of 8 bytes. It stays below the 4 MiB default limit of gRPC's
+clients, and leaves 96 KB for the other fields of 64 choices. A log-probability takes at most one unit."""
 _MAX_END_TOKENS = 64
-"""Of a prompt: where the template may have opened reasoning."""
+"""The number of tokens at the prompt's end in which the template may have opened reasoning."""
 _ID_BYTES = 3
-"""Ids below 2**21 take no more."""
+"""The maximum size of an id below 2**21."""
 
 _FORMS: Mapping[int, OutputForm] = {
     pb.OUTPUT_FORMAT_UNSPECIFIED: OutputForm(text=True, token_ids=False),
@@ -49,7 +50,7 @@ _FORMS: Mapping[int, OutputForm] = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose a request is, and its times by ``time.monotonic()``."""
+    """A request's id and tenant, and its times by ``time.monotonic()``."""
 
     request_id: str
     tenant: str
@@ -58,20 +59,20 @@ class Origin:
 
 
 class ResponseMode(Enum):
-    """How the output is carried: it decides how much a request may ask for."""
+    """How the output is sent, which limits its size."""
 
     STREAMED = auto()
     WHOLE = auto()
-    """In one message."""
+    """The output is sent in one message."""
 
 
 def output_form(start: pb.Start) -> OutputForm:
-    """Which parts of the output are sent; ``start`` has passed ``check``."""
+    """Returns the parts of the output to send. ``start`` has passed ``check``."""
     return _FORMS[start.output.format]
 
 
 class RequestBuilder:
-    """Makes requests for one served model."""
+    """Builds generation requests for one served model."""
 
     def __init__(
         self,
@@ -85,10 +86,10 @@ class RequestBuilder:
         grammars: GrammarChecks,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        """``max_sequence_tokens``: what prompt and output of one choice may have together, by the model's context and
-        by the KV cache, whichever is less. ``max_retain_s``: how long KV may be retained, and is where a request
-        continues another and doesn't say. ``max_drafts``: what is drafted for a choice in a step at most.
-        ``defaults``: those of the model."""
+        """``max_sequence_tokens`` is the maximum length of a choice with its prompt: the model's context or the KV
+        cache's size, whichever is less. ``max_retain_s`` is the longest time for which KV can be retained, and the
+        default for requests that continue others. ``max_drafts`` is the maximum number of draft tokens per choice and
+        step. ``defaults`` are the model's sampling defaults."""
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer
@@ -100,7 +101,7 @@ class RequestBuilder:
         self._defaults = SamplingDefaults() if defaults is None else defaults
 
     def check(self, start: pb.Start) -> None:
-        """All that can be said before the prompt is tokenized. Raises ServiceError."""
+        """Makes all checks that are possible before the prompt is tokenized. Raises ServiceError."""
         self._validator.check(start)
         prompt = start.WhichOneof("prompt")
         if prompt is None and not start.continue_from:
@@ -117,11 +118,11 @@ class RequestBuilder:
         if sampling.HasField("max_tokens"):
             if sampling.min_tokens > sampling.max_tokens:
                 raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
-            # How much of it the context leaves is known with the prompt. This much of the cost is certain.
+            # How much of max_tokens fits in the context is only known with the prompt. This much cost is certain.
             _check_cost(_Cost(sampling.n or 1, None, None), 1, min(sampling.max_tokens, self._left(1)))
 
     def cut_max_tokens(self, request: Request, max_tokens: int) -> int:
-        """What another limit on its output comes to, for a request that was prepared. Raises ServiceError."""
+        """Returns the effective value of a new ``max_tokens`` for a prepared request. Raises ServiceError."""
         max_tokens = self._cut(max_tokens, len(request.prompt_token_ids))
         sampling = request.sampling
         if max_tokens < sampling.min_tokens:
@@ -138,8 +139,8 @@ class RequestBuilder:
         answer: ResponseMode = ResponseMode.STREAMED,
         context: StoredContext | None = None,
     ) -> Request:
-        """The request, ready for the queue. ``start`` has passed ``check``; ``context`` is that of the request which it
-        continues. Raises ServiceError."""
+        """Returns the scheduler's request. ``start`` has passed ``check``; ``context`` is the context of the request
+        that it continues. Raises ServiceError."""
         grammar = ""
         if start.HasField("constraint"):
             grammar = await self._grammars.grammar(start.constraint, origin.tenant)
@@ -184,7 +185,7 @@ class RequestBuilder:
         )
 
     def _after_reasoning(self, grammar: str, start: pb.Start, prompt: list[int], max_tokens: int) -> str:
-        """A grammar of what a constraint holds, as one of the whole output."""
+        """Returns a grammar for the whole output, in which the constraint's ``grammar`` applies after the reasoning."""
         if not grammar or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
             return grammar
         reasoning, chat = self._tokenizer.reasoning, start.chat
@@ -234,8 +235,8 @@ class RequestBuilder:
         return Truncation.of(start, self._validator.limits.max_model_len - 1)
 
     def _left(self, num_prompt_tokens: int) -> int:
-        """Output tokens that a choice may have after its prompt. A cache that is smaller than the context refuses a
-        prompt that is too long; what is only a limit must not make it so."""
+        """Returns the maximum number of output tokens after a prompt. It is at least 1: if the KV cache is smaller than
+        the context, the scheduler refuses a prompt that is too long, but this limit must not."""
         left = max(1, self._max_sequence_tokens - num_prompt_tokens)
         return left if self._defaults.token_limit is None else min(left, self._defaults.token_limit)
 
@@ -259,13 +260,15 @@ class RequestBuilder:
                 max_tokens = min(max_tokens, asked.max_tokens)
                 break
         if sampling.min_tokens > max_tokens:
-            raise invalid("sampling.min_tokens", f"at most {max_tokens:,}, which the prompt leaves")
+            raise invalid(
+                "sampling.min_tokens", f"must be at most {max_tokens:,}, the number of tokens that fit after the prompt"
+            )
         return max_tokens
 
     def _fit_whole(self, start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> int:
-        """What of ``max_tokens`` one message has room for: of a default less than all, of the caller's own all.
+        """Returns ``max_tokens``, reduced to fit in one message if the caller did not set it.
 
-        Raises ServiceError.
+        Raises ServiceError if the caller's own ``max_tokens`` does not fit.
         """
         n, output, form = start.sampling.n or 1, start.output, output_form(start)
         token_bytes = form.text * self._tokenizer.pieces.longest_bytes + form.token_ids * _ID_BYTES
@@ -284,7 +287,7 @@ class RequestBuilder:
         output_units = n * max_tokens * units_per_token
         if prompt_units + output_units > MAX_WHOLE_ANSWER:
             field = "output.prompt_logprobs" if prompt_units > output_units else field
-            remedy = "lower one of them, or call GenerateOne, which answers in parts"
+            remedy = "reduce one of them, or call GenerateOne, which streams the output"
             raise _too_expensive(field, formula, prompt_units + output_units, MAX_WHOLE_ANSWER, remedy)
         return max_tokens
 
@@ -301,7 +304,7 @@ class RequestBuilder:
             masked |= stop_token_ids
         if allowed and masked.issuperset(allowed):
             raise invalid(
-                "sampling.allowed_token_ids", "bad_words, or stop tokens under min_tokens, leave none of them"
+                "sampling.allowed_token_ids", "bad_words, or stop tokens with min_tokens, exclude all of them"
             )
         takes_likeliest = sampling.HasField("top_p") and not sampling.top_p
         temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
@@ -332,14 +335,14 @@ class RequestBuilder:
 
 def _check_constraint(start: pb.Start) -> None:
     if start.constraint.WhichOneof("kind") is None:
-        raise invalid("constraint", "set json_schema, any_json, regex, lark, gbnf or choices, or leave it out")
+        raise invalid("constraint", "set json_schema, any_json, regex, lark, gbnf or choices, or omit constraint")
     for field in ("ignore_eos", "allowed_token_ids"):
         if getattr(start.sampling, field):
-            raise invalid("constraint", f"not together with {field}: leave one of them out")
+            raise invalid("constraint", f"not together with {field}; omit one of them")
 
 
 class _Cost(NamedTuple):
-    """What multiplies a request's tokens."""
+    """The factors by which a request's tokens are multiplied."""
 
     n: int
     logprobs: int | None
@@ -347,7 +350,7 @@ class _Cost(NamedTuple):
 
     @classmethod
     def of(cls, start: pb.Start) -> "_Cost":
-        """As its caller asks."""
+        """Returns the factors of a request."""
         output = start.output
         return cls(
             n=start.sampling.n or 1,
@@ -357,10 +360,10 @@ class _Cost(NamedTuple):
 
 
 def _check_cost(cost: _Cost, num_prompt_tokens: int, max_tokens: int) -> None:
-    """What a request may cost in all, before anything is allocated for it."""
+    """Checks a request's total cost, before anything is allocated for it. Raises ServiceError."""
     n, logprobs, prompt_logprobs = cost
     num_tokens = n * (num_prompt_tokens + max_tokens)
-    # One choice is bounded by the model's context alone.
+    # For a single choice the model's context is the only limit.
     if n > 1 and num_tokens > MAX_TOKENS_IN_ALL:
         raise _too_expensive("sampling.n", "n x (prompt tokens + max_tokens)", num_tokens, MAX_TOKENS_IN_ALL)
     if logprobs is not None and (entries := n * max_tokens * (logprobs + 1)) > MAX_LOGPROB_ENTRIES:
@@ -372,7 +375,9 @@ def _check_cost(cost: _Cost, num_prompt_tokens: int, max_tokens: int) -> None:
             raise _too_expensive("output.prompt_logprobs", formula, entries, MAX_LOGPROB_ENTRIES)
 
 
-def _too_expensive(field: str, formula: str, value: int, limit: int, remedy: str = "lower one of them") -> ServiceError:
+def _too_expensive(
+    field: str, formula: str, value: int, limit: int, remedy: str = "reduce one of them"
+) -> ServiceError:
     return ServiceError(
-        Reason.TOO_EXPENSIVE, f"{field}: {formula} is at most {limit:,}; it is {value:,}: {remedy}", field=field
+        Reason.TOO_EXPENSIVE, f"{field}: {formula} must be at most {limit:,}; it is {value:,}; {remedy}", field=field
     )

@@ -1,5 +1,5 @@
-"""Checks what an output must match before its request is taken, in a process of its own: a hostile grammar can take a
-compiler minutes, or more memory than there is. Knows nothing of the grammars themselves; answers are remembered."""
+"""Checks constraints before their requests are accepted, in a separate process: a hostile grammar can take a compiler
+minutes, or exhaust its memory. Caches the results. Knows nothing about the grammars themselves."""
 
 import asyncio
 import contextlib
@@ -21,23 +21,23 @@ from penstock.service.thread_pool import FairThreadPool
 from penstock.v1 import constraint_pb2
 
 CHECKER = "from penstock.models.structured_output.check_process import main; main()"
-"""Nothing of it is imported here: its library is for processes that may die."""
+"""Runs in another process; the service imports none of it, because its library may crash."""
 START_TIMEOUT_S = 60.0
-"""For a large vocabulary on a busy machine."""
+"""Enough for a large vocabulary on a busy machine."""
 ANSWER_TIMEOUT_S = 5.0
-"""It answers within 4 s even on a busy machine, or something is wrong with it."""
+"""A working process responds within 4 s, even on a busy machine."""
 MAX_WAITING_BYTES = 8 << 20
 MAX_KNOWN_BYTES = 16 << 20
 _KNOWN_BYTES = 512
-"""What an answer takes besides its text."""
+"""Memory of a cached result besides its text."""
 
 
 class GrammarChecks:
-    """Has grammars checked, one at a time; tenants take turns."""
+    """Checks grammars, one at a time; tenants take turns."""
 
     def __init__(self, tokenizer: Tokenizer, closes_objects: bool = True) -> None:
-        """``closes_objects``: whether an object whose schema declares properties, and says nothing of others, has no
-        others."""
+        """``closes_objects``: whether objects may have only the properties that their schema declares, if it declares
+        any and has no rule for others."""
         facts = tokenizer.facts
         special_tokens = list(facts.special_tokens)
         self._told = {
@@ -56,14 +56,14 @@ class GrammarChecks:
         }
         self._lane = FairThreadPool("grammars", 1, MAX_WAITING_BYTES)
         self._process: subprocess.Popen[bytes] | None = None
-        """The lane's thread's, and after ``close`` nobody's."""
+        """Used only by the pool's thread; None or ended after ``close``."""
         self._warming: asyncio.Task[None] | None = None
         self._is_unusable = False
-        """Whether the tokenizer is none for grammars."""
+        """Whether the tokenizer does not support grammars."""
         self._is_closed = False
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
-        """Answers by the digest of what was asked. The lock's, like their size."""
+        """Results by the digest of the constraint. Guarded by the lock, like their size."""
         self._known_bytes = 0
 
     def warm(self) -> None:
@@ -75,7 +75,7 @@ class GrammarChecks:
             await self._lane.run(self._running, 0, "")
 
     async def grammar(self, constraint: constraint_pb2.Constraint, tenant: str) -> str:
-        """The constraint as the worker takes it. It is within its bounds. Raises ServiceError."""
+        """Returns the worker's grammar for a constraint whose fields are valid. Raises ServiceError."""
         kind = constraint.WhichOneof("kind")
         assert kind is not None
         if kind == "choices":
@@ -87,14 +87,14 @@ class GrammarChecks:
         if answer is None:
             answer = await self._lane.run(functools.partial(self._ask, key, kind, text), len(text), tenant)
         if "error" in answer:
-            remedy = "change it, or leave it out"
-            raise invalid(f"constraint.{kind}", f"no output can be held to it: {answer['error']}; {remedy}")
+            remedy = "change or omit it"
+            raise invalid(f"constraint.{kind}", f"cannot be used as a constraint: {answer['error']}; {remedy}")
         if "busy" in answer:
             raise ServiceError(Reason.PREPARATION_FULL, answer["busy"])
         return answer["grammar"]
 
     def close(self) -> None:
-        """Ends the process, whatever it does."""
+        """Ends the process, even if it is busy."""
         if self._warming is not None:
             self._warming.cancel()
         self._lane.close()
@@ -118,27 +118,27 @@ class GrammarChecks:
                 _, oldest = self._known.popitem(last=False)
                 self._known_bytes -= _size(oldest)
 
-    # In the lane's thread ---------------------------------------------------------------------------------------------
+    # In the pool's thread ---------------------------------------------------------------------------------------------
 
     def _ask(self, key: bytes, kind: str, text: str) -> dict[str, str]:
-        answer = self._remembered(key)  # somebody may have asked the same meanwhile
+        answer = self._remembered(key)  # another request may have had the same meanwhile
         if answer is None:
             answer = self._answer({"kind": kind, "text": text})
-            if "busy" not in answer:  # which is true of this moment, not of the grammar
+            if "busy" not in answer:  # a temporary state, not a result
                 self._remember(key, answer)
         return answer
 
     def _answer(self, question: dict[str, str]) -> dict[str, str]:
-        for _ in range(2):  # whatever ended the process, perhaps the machine's want of memory: a new one is tried once
+        for _ in range(2):  # if the process ends, for example for lack of memory, a new one is tried once
             process = self._running()
             answer = self._exchange(process, question, ANSWER_TIMEOUT_S)
             if answer is not None:
                 return answer
             self._end(process)
-        raise RuntimeError("the process that checks grammars does not answer")
+        raise RuntimeError("the process that checks grammars does not respond")
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """The process. Raises ServiceError where the model's tokenizer is none for grammars."""
+        """Returns the process; starts it if needed. Raises ServiceError if the tokenizer does not support grammars."""
         with self._lock:
             if self._is_closed:
                 raise ServiceError(Reason.SHUTDOWN)
@@ -148,7 +148,7 @@ class GrammarChecks:
                 return self._process
             if self._process is not None:
                 self._end(self._process)
-            # Its own standard error is the service's: what it says there is a bug of ours.
+            # It shares the service's standard error, where it writes only internal errors.
             command = [sys.executable, "-P", "-c", CHECKER]
             self._process = subprocess.Popen(
                 command,
@@ -166,7 +166,7 @@ class GrammarChecks:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], question: object, timeout_s: float) -> dict[str, str] | None:
-        """A line there and a line back; None if none comes."""
+        """Writes one line and returns the parsed line that it gets back; None if there is none in time."""
         assert process.stdin is not None
         assert process.stdout is not None
         deadline = time.monotonic() + timeout_s
@@ -181,7 +181,7 @@ class GrammarChecks:
                 if not part:
                     return None
                 line += part
-        except (OSError, ValueError):  # a pipe that is closed, at one end or at the other
+        except (OSError, ValueError):  # the pipe is closed, at either end
             return None
         answer: dict[str, str] = json.loads(line)
         return answer

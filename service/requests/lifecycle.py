@@ -1,7 +1,7 @@
-"""One request on its way through the service: checked, prepared, queued, and ended exactly once, whatever happens.
+"""The life cycle of a request in the service: it is checked, prepared and queued, and always ends exactly once.
 
-Every way out leads through ``_finish``: a refusal, a cancel during preparation, the engine's own end, an error of ours.
-Knows neither how the request came nor how its output is carried.
+Every end goes through ``_finish``: a refusal, a cancellation during preparation, the engine's end, an internal error.
+Knows neither how the request arrived nor how its output is sent.
 """
 
 import asyncio
@@ -52,87 +52,88 @@ from penstock.v1 import generation_pb2 as pb
 _log = logging.getLogger(__name__)
 
 ORDER_WAIT_S = 0.02
-"""How long a prepared request waits for the one that its stream sent before it: a long prompt may be overtaken."""
+"""The longest time for which a prepared request waits for the one sent before it on its stream. After that it may
+overtake a long prompt."""
 MAX_EARLY_UPDATES = 16
-"""That wait until a request's prompt is tokenized."""
+"""The maximum number of updates that wait until a request's prompt is tokenized."""
 
 Refuse = Callable[[ServiceError], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What every request needs of the service."""
+    """The parts of the service that every request needs."""
 
     engine: Engine
-    converter: RequestBuilder
+    request_builder: RequestBuilder
     telemetry: Telemetry
     conversations: ContextStore
 
 
 class RequestLifecycle:
-    """One request from ``begin_request`` to its end: ``receiver.finished`` is called exactly once, last, and ``on_end``
-    after it."""
+    """One request, from ``begin_request`` to its end. ``receiver.finished`` is called exactly once, as the last of the
+    receiver's methods, and ``on_end`` after it."""
 
     def __init__(
         self,
-        surroundings: RequestContext,
+        request_context: RequestContext,
         start: pb.Start,
         *,
         request_id: str,
-        caller: Principal,
+        principal: Principal,
         receiver: RequestReceiver,
         on_end: Callable[["RequestLifecycle"], None],
         answer: ResponseMode = ResponseMode.STREAMED,
         time_left_s: float | None = None,
     ) -> None:
-        """``start`` is the argument that ``begin_request`` will get. ``time_left_s`` is the deadline of a request that
-        has none of its own."""
+        """``start`` is the later argument of ``begin_request``. ``time_left_s`` is the time to the deadline, unless
+        ``start`` sets its own."""
         self.request_id = request_id
         self.ref = start.ref
         self.status = status_pb2.Status()
-        """How it ended, once it has."""
+        """The request's status, after its end."""
         self.was_accepted = False
         """Whether it entered the queue."""
         self.preparation: asyncio.Task[None] | None = None
-        """Done when the request is in the queue, or never will be."""
-        self._surroundings = surroundings
+        """Done when the request is in the queue or has failed to get there."""
+        self._request_context = request_context
         self._client_request_id = start.client_request_id
         self._continues = start.continue_from
-        self._caller = caller
-        self._tenant = caller.tenant
+        self._principal = principal
+        self._tenant = principal.tenant
         self._receiver = receiver
         self._on_end = on_end
         self._answer = answer
         self._arrival = time.monotonic()
         self._operation = "chat" if start.HasField("chat") else "text_completion"
-        self._meter = surroundings.telemetry.metrics.request(self._arrival)
+        self._meter = request_context.telemetry.metrics.request(self._arrival)
         if start.HasField("timeout_ms"):
             time_left_s = start.timeout_ms / 1000
         self._deadline = None if time_left_s is None else self._arrival + time_left_s
         self._limit: asyncio.Timeout | None = None
-        """What keeps the deadline during the preparation."""
+        """The deadline's timer during the preparation."""
         self._request: Request | None = None
         self._is_queued = False
-        """Whether the engine has it, or had it."""
+        """Whether the request has been submitted to the engine."""
         self._early: list[tuple[Change, Refuse]] = []
-        """Updates that came before."""
+        """Updates that arrived before that."""
         self._held = False
         self._refusal: ServiceError | None = None
-        """Why it ended, where it was not the engine that ended it."""
+        """The error that ended the request, unless the engine ended it."""
         self._had_output = False
         self._done = False
         self._span: Span = INVALID_SPAN
 
     def begin_request(self, start: pb.Start, after: "asyncio.Task[None] | None" = None) -> None:
-        """Checks the request and has it prepared; it enters the queue after the one that ``after`` prepares, unless
-        that takes long. Never raises. ``start`` is not kept: its prompt may have 4 MiB."""
+        """Checks the request and starts its preparation. It enters the queue after the request that ``after`` prepares,
+        unless that takes long. Never raises. Keeps no reference to ``start``, whose prompt may have 4 MiB."""
         try:
-            self._tenant = self._caller.tenant_for(start.tenant)
-            self._surroundings.engine.charge(self._tenant, Rated.REQUEST)  # first: a refusal counts too
-            self._surroundings.converter.check(start)
+            self._tenant = self._principal.tenant_for(start.tenant)
+            self._request_context.engine.charge(self._tenant, Rated.REQUEST)  # first: a refusal counts too
+            self._request_context.request_builder.check(start)
             self._form = output_form(start)
             context = self._context()
-            self._span = self._surroundings.telemetry.request(
+            self._span = self._request_context.telemetry.request(
                 self.request_id, self._tenant, self._operation, start.traceparent
             )
             origin = Origin(self.request_id, self._tenant, self._arrival, self._deadline)
@@ -141,7 +142,7 @@ class RequestLifecycle:
             self._refuse(error)
 
     def cancel(self, reason: EngineFinishReason = EngineFinishReason.CANCELLED, message: str = "") -> None:
-        """Ends the request, wherever it is; nothing if it has ended."""
+        """Ends the request in any state. Does nothing if it has ended."""
         if self._done or (self._request is not None and self._abort(reason, message)):
             return
         self._finish(self._unqueued(reason, message))
@@ -149,8 +150,8 @@ class RequestLifecycle:
             self.preparation.cancel()
 
     def update(self, update: pb.Update, refuse: Refuse) -> None:
-        """Changes the request; one that is being prepared, as soon as it is queued. ``refuse`` is called, once and
-        perhaps later, where that cannot be; the request then goes on as it was."""
+        """Changes the request; during its preparation, as soon as it is queued. If the change is refused, calls
+        ``refuse`` once, perhaps later, and the request continues unchanged."""
         change = Change(
             priority=update.priority if update.HasField("priority") else None,
             deadline=time.monotonic() + update.timeout_ms / 1000 if update.HasField("timeout_ms") else None,
@@ -162,19 +163,19 @@ class RequestLifecycle:
             refuse(ServiceError(Reason.PREPARATION_FULL, "too many updates wait for the prompt to be tokenized"))
         else:
             self._early.append((change, refuse))
-            if change.deadline is not None and change.max_tokens is None:  # which alone can be refused later
+            if change.deadline is not None and change.max_tokens is None:  # only max_tokens can be refused later
                 self._move_deadline(change.deadline)
 
     def hold(self, held: bool) -> None:
-        """While it is held it costs no step: nobody reads what it brings."""
+        """Pauses the request, so that it takes no part in steps while its output is not read, or resumes it."""
         self._held = held
         if self._is_queued:
-            self._surroundings.engine.hold(self.request_id, held)
+            self._request_context.engine.hold(self.request_id, held)
 
     def _context(self) -> StoredContext | None:
         if not self._continues:
             return None
-        kept = self._surroundings.conversations.find(self._continues, self._tenant)
+        kept = self._request_context.conversations.find(self._continues, self._tenant)
         if kept is None:
             raise ServiceError(Reason.CONTEXT_NOT_FOUND, field="continue_from")
         return kept
@@ -189,19 +190,19 @@ class RequestLifecycle:
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
             request.deadline = self._deadline
             self._request = request
-            self._surroundings.engine.submit(request)
+            self._request_context.engine.submit(request)
             self._catch_up()
         except (Exception, asyncio.CancelledError) as error:
-            # A cancel of ours has ended the request already; any other one must not leave it without an end.
+            # ``cancel`` has already ended the request; any other cancellation must not leave it without an end.
             self._refuse(error)
 
     async def _prepared(self, start: pb.Start, context: StoredContext | None, origin: Origin) -> Request:
-        converter = self._surroundings.converter
+        request_builder = self._request_context.request_builder
         left = None if self._deadline is None else self._deadline - time.monotonic()
         try:
             async with asyncio.timeout(left) as limit:
                 self._limit = limit
-                return await converter.prepare(start, origin, self._on_event, self._answer, context)
+                return await request_builder.prepare(start, origin, self._on_event, self._answer, context)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -215,30 +216,30 @@ class RequestLifecycle:
             self._limit.reschedule(asyncio.get_running_loop().time() + deadline - time.monotonic())
 
     def _catch_up(self) -> None:
-        """What was said during the preparation."""
+        """Applies the updates and pauses that arrived during the preparation."""
         if self._done:
-            return  # what told its caller that it was accepted failed, and so it ended
+            return  # the message that accepts it could not be delivered, which ended it
         self._is_queued = True
         early, self._early = self._early, []
         for change, refuse in early:
             self._change(change, refuse)
         if self._held:
-            self._surroundings.engine.hold(self.request_id, True)
+            self._request_context.engine.hold(self.request_id, True)
 
     def _change(self, change: Change, refuse: Refuse) -> None:
         assert self._request is not None
         try:
             if change.max_tokens is not None:
-                max_tokens = self._surroundings.converter.cut_max_tokens(self._request, change.max_tokens)
+                max_tokens = self._request_context.request_builder.cut_max_tokens(self._request, change.max_tokens)
                 change = replace(change, max_tokens=max_tokens)
-            self._surroundings.engine.update(self.request_id, change)
+            self._request_context.engine.update(self.request_id, change)
         except ServiceError as error:
             refuse(error)
         except Refused as error:
             refuse(from_refusal(error))
 
     def _on_event(self, event: Event) -> None:
-        """The request's sink. The engine counts on it: it never raises."""
+        """Receives the engine's events. Never raises, on which the engine relies."""
         if self._done:
             return
         try:
@@ -280,48 +281,48 @@ class RequestLifecycle:
         return milliseconds(time.monotonic() - self._arrival + seconds_from_now)
 
     def _refuse(self, error: BaseException) -> None:
-        """Ends the request with the status that an exception stands for."""
+        """Ends the request with the status of an exception."""
         if self._done:
             return
         known = from_exception(error)
         if known is None:
-            _log.error("request %s: an error of our own", self.request_id, exc_info=error)
+            _log.error("request %s: internal error", self.request_id, exc_info=error)
             known = ServiceError(Reason.INTERNAL)
         self._refusal = known
         reason = EngineFinishReason.DEADLINE if known.reason is Reason.DEADLINE else EngineFinishReason.INTERNAL
         was_prepared = self._request is not None
         self._finish(self._unqueued(reason), to_status(known, self.request_id))
-        if known is error or isinstance(error, Refused):  # else the log may not have written it yet
+        if known is error or isinstance(error, Refused):  # other errors' frames may still be needed by the log
             release_frames(error)
-        # Whatever went wrong, the engine must not go on with it. Later, since this may be the engine calling.
+        # The engine must not continue the request. Aborted later, because the engine may be the caller.
         if was_prepared:
             asyncio.get_running_loop().call_soon(self._abort, reason, "")
 
     def _abort(self, reason: EngineFinishReason, message: str) -> bool:
-        return self._surroundings.engine.abort(self.request_id, reason, message)
+        return self._request_context.engine.abort(self.request_id, reason, message)
 
     def _finish(self, finished: RequestFinished, status: status_pb2.Status | None = None) -> None:
-        """The one way out."""
+        """Ends the request. Every end goes through here."""
         if self._done:
             return
         self._done = True
         self.status = status or ending_status(finished.reason, finished.message, self.request_id)
         seed = self._request.sampling.seed if self._request is not None and self.was_accepted else None
         try:
-            # Before its caller is told: the next request may come at once.
+            # Stored before the client learns of the end: the next request may arrive at once.
             is_kept = finished.context is not None and self._keep(finished.context)
             self._receiver.finished(finished_message(self.ref, self.request_id, finished, self.status, seed, is_kept))
         except Exception as error:
-            _log.exception("request %s: its end cannot be delivered", self.request_id)
+            _log.exception("request %s: its end could not be delivered", self.request_id)
             self._receiver.fail(error)
         self._on_end(self)
         self._report(finished)
-        # It has our sink: a circle, which would be there until the cycle collector comes by.
+        # It refers to this object's sink: a reference cycle, which would remain until the garbage collector runs.
         self._request = None
 
     def _keep(self, context: Context) -> bool:
         assert self._request is not None
-        return self._surroundings.conversations.keep(
+        return self._request_context.conversations.keep(
             self.request_id,
             self._tenant,
             context,
@@ -340,10 +341,10 @@ class RequestLifecycle:
             code=status_code(self.status),
             was_accepted=self.was_accepted,
         )
-        report_end(self._span, self._surroundings.telemetry.metrics, end)
+        report_end(self._span, self._request_context.telemetry.metrics, end)
 
     def _unqueued(self, reason: EngineFinishReason, message: str = "") -> RequestFinished:
-        """The end of a request of which the engine knows nothing."""
+        """Returns the end of a request that the engine does not have."""
         prompt_tokens = len(self._request.prompt_token_ids) if self._request is not None else 0
         total_us = int((time.monotonic() - self._arrival) * 1e6)
         return RequestFinished(

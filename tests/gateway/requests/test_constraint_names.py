@@ -72,4 +72,4 @@ def test_the_schema_at_fault_is_named(scripted: str, path: str, body: dict[str, 
     answer = httpx.post(f"{scripted}/v1/{path}", json=body, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
-    assert error["message"].startswith(f"{param}: no output can be held to it")
+    assert error["message"].startswith(f"{param}: cannot be used as a constraint")

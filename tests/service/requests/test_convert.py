@@ -29,7 +29,7 @@ EOS = 256
 
 
 @pytest.fixture
-def make_converter(byte_tokenizer):
+def make_builder(byte_tokenizer):
     pools = []
 
     def make(max_model_len=4096, max_sequence_tokens=None, tokenizer=None, defaults=None):
@@ -53,12 +53,14 @@ def make_converter(byte_tokenizer):
 
 
 @pytest.fixture
-def convert(make_converter):
-    async def convert(start, converter=None, tenant="default", answer=ResponseMode.STREAMED, context=None, **origin):
-        converter = converter or make_converter()
-        converter.check(start)
+def convert(make_builder):
+    async def convert(
+        start, builder=None, tenant="default", answer=ResponseMode.STREAMED, context=None, **origin
+    ):
+        builder = builder or make_builder()
+        builder.check(start)
         whose = Origin("id", tenant, arrival=time.monotonic(), **origin)
-        return await converter.prepare(start, whose, lambda event: None, answer, context)
+        return await builder.prepare(start, whose, lambda event: None, answer, context)
 
     return convert
 
@@ -138,18 +140,18 @@ async def test_text_is_made_only_where_it_is_needed(convert):
     assert not isinstance((await convert(start())).make_text(), IdsOnly)
 
 
-async def test_prompt_is_required(convert, make_converter, byte_tokenizer_path, tmp_path):
+async def test_prompt_is_required(convert, make_builder, byte_tokenizer_path, tmp_path):
     assert (await refusal(convert(pb.Start()))).field == "prompt"
     assert (await refusal(convert(pb.Start(text="")))).field == "text"
     assert (await refusal(convert(start("x" * 4096)))).field == "text"
     assert (await convert(start("x" * 4095))).max_tokens == 1
 
 
-async def test_without_a_template_chat_is_refused(convert, make_converter, byte_tokenizer_path, tmp_path):
+async def test_without_a_template_chat_is_refused(convert, make_builder, byte_tokenizer_path, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((byte_tokenizer_path / "tokenizer.json").read_bytes())
-    converter = make_converter(tokenizer=Tokenizer.load(tmp_path))
+    builder = make_builder(tokenizer=Tokenizer.load(tmp_path))
     with pytest.raises(ServiceError) as error:
-        await convert(pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="user")])), converter)
+        await convert(pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="user")])), builder)
     assert error.value.reason is Reason.NO_CHAT_TEMPLATE
 
 
@@ -168,10 +170,10 @@ async def test_what_is_too_long_for_the_context_says_so(convert):
     assert (await refusal(convert(start("")))).reason is Reason.INVALID_FIELD
 
 
-async def test_a_limit_on_the_output_fits_the_cache(convert, make_converter):
-    converter = make_converter(max_sequence_tokens=1024)
+async def test_a_limit_on_the_output_fits_the_cache(convert, make_builder):
+    builder = make_builder(max_sequence_tokens=1024)
     for asked in (None, 500):
-        assert (await convert(start("x" * 1000, max_tokens=asked), converter)).max_tokens == 24
+        assert (await convert(start("x" * 1000, max_tokens=asked), builder)).max_tokens == 24
 
 
 async def test_min_tokens_is_at_most_max_tokens(convert):
@@ -193,18 +195,18 @@ async def test_min_tokens_is_at_most_max_tokens(convert):
         (start("x" * 250_000, output=pb.Output(prompt_logprobs=20)), "output.prompt_logprobs"),
     ],
 )
-async def test_cost_is_bounded_as_a_whole(convert, make_converter, request_, field):
-    error = await refusal(convert(request_, make_converter(max_model_len=1 << 20)))
+async def test_cost_is_bounded_as_a_whole(convert, make_builder, request_, field):
+    error = await refusal(convert(request_, make_builder(max_model_len=1 << 20)))
     assert (error.reason, error.field) == (Reason.TOO_EXPENSIVE, field)
 
 
-async def test_cost_at_its_bound_is_allowed(convert, make_converter):
-    converter = make_converter(max_model_len=1 << 20)
-    request = await convert(start("x" * 100, n=64, max_tokens=MAX_TOKENS_IN_ALL // 64 - 100), converter)
+async def test_cost_at_its_bound_is_allowed(convert, make_builder):
+    builder = make_builder(max_model_len=1 << 20)
+    request = await convert(start("x" * 100, n=64, max_tokens=MAX_TOKENS_IN_ALL // 64 - 100), builder)
     assert request.n * (len(request.prompt_token_ids) + request.max_tokens) == MAX_TOKENS_IN_ALL
     # What the demo model's context leaves, and one choice of any length, need no thought.
-    assert (await convert(start(n=64), make_converter(max_model_len=16_384))).n == 64
-    assert (await convert(start(), make_converter(max_model_len=1 << 21))).max_tokens == (1 << 21) - 5
+    assert (await convert(start(n=64), make_builder(max_model_len=16_384))).n == 64
+    assert (await convert(start(), make_builder(max_model_len=1 << 21))).max_tokens == (1 << 21) - 5
 
 
 @pytest.mark.parametrize(
@@ -215,27 +217,27 @@ async def test_cost_at_its_bound_is_allowed(convert, make_converter):
         (pb.Output(prompt_logprobs=15), 1, 1, "output.prompt_logprobs"),
     ],
 )
-async def test_an_answer_in_one_message_may_have_fewer_logprobs(convert, make_converter, output, n, max_tokens, field):
-    converter = make_converter(max_model_len=1 << 20)
+async def test_an_answer_in_one_message_may_have_fewer_logprobs(convert, make_builder, output, n, max_tokens, field):
+    builder = make_builder(max_model_len=1 << 20)
     prompt = "x" * (MAX_WHOLE_ANSWER // 16 - 1)
     fits = pb.Start(text=prompt, output=output, sampling=pb.Sampling(n=n, max_tokens=max_tokens))
-    assert await convert(fits, converter, answer=ResponseMode.WHOLE)
+    assert await convert(fits, builder, answer=ResponseMode.WHOLE)
     more = pb.Start()
     more.CopyFrom(fits)
     if field == "output.logprobs":
         more.sampling.max_tokens += 1
     else:
         more.text += "x"
-    error = await refusal(convert(more, converter, answer=ResponseMode.WHOLE))
+    error = await refusal(convert(more, builder, answer=ResponseMode.WHOLE))
     assert (error.reason, error.field) == (Reason.TOO_EXPENSIVE, field)
     assert "GenerateOne" in error.message
-    assert await convert(more, converter)
+    assert await convert(more, builder)
 
 
-async def test_logprobs_of_output_and_prompt_count_together(convert, make_converter):
+async def test_logprobs_of_output_and_prompt_count_together(convert, make_builder):
     half = MAX_WHOLE_ANSWER // 2
     request = start("x" * (half // 2), pb.Output(logprobs=0, prompt_logprobs=1), max_tokens=half // 2 + 1)
-    error = await refusal(convert(request, make_converter(max_model_len=1 << 20), answer=ResponseMode.WHOLE))
+    error = await refusal(convert(request, make_builder(max_model_len=1 << 20), answer=ResponseMode.WHOLE))
     assert error.field == "output.logprobs"
     assert len(error.message) < 300
 
@@ -244,26 +246,28 @@ TEXT, IDS, BOTH = pb.OUTPUT_FORMAT_TEXT, pb.OUTPUT_FORMAT_TOKEN_IDS, pb.OUTPUT_F
 
 
 @pytest.mark.parametrize(("format_", "units"), [(TEXT, 1), (IDS, 1), (BOTH, 2)])
-async def test_an_answer_in_one_message_has_fewer_tokens(convert, make_converter, format_, units):
+async def test_an_answer_in_one_message_has_fewer_tokens(convert, make_builder, format_, units):
     """The longest token here is <|end|>, of 7 bytes; an id takes 3."""
-    converter = make_converter(max_model_len=1 << 20)
+    builder = make_builder(max_model_len=1 << 20)
     most = MAX_WHOLE_ANSWER // (2 * units)
     output = pb.Output(format=format_)
-    assert await convert(start("x", output, n=2, max_tokens=most), converter, answer=ResponseMode.WHOLE)
+    assert await convert(start("x", output, n=2, max_tokens=most), builder, answer=ResponseMode.WHOLE)
     more = start("x", output, n=2, max_tokens=most + 1)
-    error = await refusal(convert(more, converter, answer=ResponseMode.WHOLE))
+    error = await refusal(convert(more, builder, answer=ResponseMode.WHOLE))
     assert (error.reason, error.field) == (Reason.TOO_EXPENSIVE, "sampling.max_tokens")
     assert "call GenerateOne" in error.message
-    assert await convert(more, converter)
+    assert await convert(more, builder)
 
 
-async def test_a_default_fits_an_answer_in_one_message(convert, make_converter):
-    converter = make_converter(max_model_len=1 << 20)
-    assert (await convert(start("x"), converter, answer=ResponseMode.WHOLE)).max_tokens == MAX_WHOLE_ANSWER
+async def test_a_default_fits_an_answer_in_one_message(convert, make_builder):
+    builder = make_builder(max_model_len=1 << 20)
+    assert (await convert(start("x"), builder, answer=ResponseMode.WHOLE)).max_tokens == MAX_WHOLE_ANSWER
     request = start("x" * 1000, pb.Output(logprobs=2, prompt_logprobs=0), n=4)
-    assert (await convert(request, converter, answer=ResponseMode.WHOLE)).max_tokens == (MAX_WHOLE_ANSWER - 1000) // 16
+    assert (await convert(request, builder, answer=ResponseMode.WHOLE)).max_tokens == (
+        MAX_WHOLE_ANSWER - 1000
+    ) // 16
     request = start("x", n=4, min_tokens=MAX_WHOLE_ANSWER // 4 + 1)
-    assert (await refusal(convert(request, converter, answer=ResponseMode.WHOLE))).reason is Reason.TOO_EXPENSIVE
+    assert (await refusal(convert(request, builder, answer=ResponseMode.WHOLE))).reason is Reason.TOO_EXPENSIVE
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])
@@ -339,30 +343,30 @@ class TestContinueFrom:
         assert request.block_hashes == hash_blocks(request.prompt_token_ids, 16, request.hash_salt)
         assert hashed == [70 - 16 * num_hashes]
 
-    async def test_all_bounds_are_those_of_the_whole(self, convert, make_converter, kept):
-        converter = make_converter(max_model_len=64)
-        request = await convert(pb.Start(continue_from="R", text="y" * 23), converter, context=kept)
+    async def test_all_bounds_are_those_of_the_whole(self, convert, make_builder, kept):
+        builder = make_builder(max_model_len=64)
+        request = await convert(pb.Start(continue_from="R", text="y" * 23), builder, context=kept)
         assert (len(request.prompt_token_ids), request.max_tokens) == (63, 1)
-        error = await refusal(convert(pb.Start(continue_from="R", text="y" * 24), converter, context=kept))
+        error = await refusal(convert(pb.Start(continue_from="R", text="y" * 24), builder, context=kept))
         assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH, "text")
         assert "63 tokens together with the context; they are 64, 40 of them the context's" in error.message
-        error = await refusal(convert(pb.Start(continue_from="R"), make_converter(max_model_len=40), context=kept))
+        error = await refusal(convert(pb.Start(continue_from="R"), make_builder(max_model_len=40), context=kept))
         assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH, "continue_from")
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="y" * 30)])
-        error = await refusal(convert(pb.Start(continue_from="R", chat=chat), converter, context=kept))
+        error = await refusal(convert(pb.Start(continue_from="R", chat=chat), builder, context=kept))
         assert error.field == "chat"
         ids = pb.TokenIds(ids=[258])
-        error = await refusal(convert(pb.Start(continue_from="R", token_ids=ids), converter, context=kept))
+        error = await refusal(convert(pb.Start(continue_from="R", token_ids=ids), builder, context=kept))
         assert error.field == "token_ids.ids[0]"
         short = pb.Start(continue_from="R", text="y" * 5, sampling=pb.Sampling(max_tokens=20))
-        assert (await convert(short, converter, context=kept)).max_tokens == 19
+        assert (await convert(short, builder, context=kept)).max_tokens == 19
 
-    async def test_cost_counts_the_context(self, convert, make_converter, kept):
-        converter = make_converter(max_model_len=1 << 20)
+    async def test_cost_counts_the_context(self, convert, make_builder, kept):
+        builder = make_builder(max_model_len=1 << 20)
         sampling = pb.Sampling(n=64, max_tokens=MAX_TOKENS_IN_ALL // 64 - 40)
-        assert await convert(pb.Start(continue_from="R", sampling=sampling), converter, context=kept)
+        assert await convert(pb.Start(continue_from="R", sampling=sampling), builder, context=kept)
         sampling.max_tokens += 1
-        error = await refusal(convert(pb.Start(continue_from="R", sampling=sampling), converter, context=kept))
+        error = await refusal(convert(pb.Start(continue_from="R", sampling=sampling), builder, context=kept))
         assert error.field == "sampling.n"
 
     @pytest.mark.parametrize(
@@ -380,26 +384,26 @@ class TestContinueFrom:
         assert request.retain_s == retain_s
 
 
-async def test_a_new_limit_on_the_output_is_held_against_the_same_bounds(convert, make_converter):
-    converter = make_converter(max_model_len=1 << 20)
-    request = await convert(start("x" * 100, n=64, max_tokens=10, min_tokens=3), converter)
+async def test_a_new_limit_on_the_output_is_held_against_the_same_bounds(convert, make_builder):
+    builder = make_builder(max_model_len=1 << 20)
+    request = await convert(start("x" * 100, n=64, max_tokens=10, min_tokens=3), builder)
     for most in (3, MAX_TOKENS_IN_ALL // 64 - 100):
-        assert converter.cut_max_tokens(request, most) == most
+        assert builder.cut_max_tokens(request, most) == most
     for max_tokens, problem in (
         (2, "must be at least min_tokens, 3"),
         (MAX_TOKENS_IN_ALL // 64 - 99, "n x .prompt tokens . max_tokens. must be at most"),
     ):
         with pytest.raises(ServiceError, match=problem):
-            converter.cut_max_tokens(request, max_tokens)
-    request = await convert(start(output=pb.Output(logprobs=20), max_tokens=10), converter)
+            builder.cut_max_tokens(request, max_tokens)
+    request = await convert(start(output=pb.Output(logprobs=20), max_tokens=10), builder)
     with pytest.raises(ServiceError, match=r"n x max_tokens x \(logprobs"):
-        converter.cut_max_tokens(request, MAX_LOGPROB_ENTRIES // 21 + 1)
-    request = await convert(start("x" * 100, max_tokens=10), converter)
-    assert converter.cut_max_tokens(request, 2**32 - 1) == (1 << 20) - 100
+        builder.cut_max_tokens(request, MAX_LOGPROB_ENTRIES // 21 + 1)
+    request = await convert(start("x" * 100, max_tokens=10), builder)
+    assert builder.cut_max_tokens(request, 2**32 - 1) == (1 << 20) - 100
 
 
-def test_a_text_far_too_long_is_refused_before_it_waits_for_a_thread(make_converter):
-    converter = make_converter(max_model_len=100)
-    converter.check(start("x" * 99))
+def test_a_text_far_too_long_is_refused_before_it_waits_for_a_thread(make_builder):
+    builder = make_builder(max_model_len=100)
+    builder.check(start("x" * 99))
     with pytest.raises(ServiceError, match="text: must be 1 to 99 tokens; it has 100 at least"):
-        converter.check(start("x" * 100))
+        builder.check(start("x" * 100))
