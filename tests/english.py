@@ -140,7 +140,7 @@ def python_strings(path: str, source: str) -> Iterator[Passage]:
     parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            text = "".join(part.value if isinstance(part, ast.Constant) else NESTED_VALUE for part in node.values)
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else NESTED_VALUE for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
             text = node.value
         else:

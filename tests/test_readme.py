@@ -98,9 +98,9 @@ def test_the_commands_for_batch_files_answer_every_line(target: str, tmp_path: P
         assert PRINTED_TARGET in command
         run(command.replace(PRINTED_TARGET, target), tmp_path)
     for source, output in (("in.jsonl", "out.jsonl"), ("openai.jsonl", "openai-out.jsonl")):
-        num_lines = len((tmp_path / source).read_text().splitlines())
+        num_sampled = len((tmp_path / source).read_text().splitlines())
         answers = (tmp_path / output).read_text().splitlines()
-        assert len(answers) == num_lines
+        assert len(answers) == num_sampled
         assert not any('"error":{' in answer for answer in answers)
 
 

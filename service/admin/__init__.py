@@ -1,1 +1,1 @@
-"""AdminService: settings, statistics, timelines and KV events, for operators."""
+"""AdminService: settings, statistics, request timelines and KV events for operators and routers."""

@@ -1,4 +1,4 @@
-"""Explain: a request's timeline as the wire has it. What is told is the scheduler's; nothing is found out here."""
+"""Explain: converts the scheduler's timeline of a request to a protobuf message."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ _KINDS = {kind: pb.TimelineKind.Value(f"TIMELINE_KIND_{kind.name}") for kind in 
 
 
 class Explainer:
-    """Answers for requests that live, and for the last ones that ended."""
+    """Explains live requests, and the last ones that ended."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -23,13 +23,13 @@ class Explainer:
     async def Explain(
         self, request: pb.ExplainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> pb.ExplainResponse:
-        """Raises ServiceError REQUEST_UNKNOWN. The request is within its bounds."""
+        """Returns the timeline of a request. The message has been validated. Raises ServiceError REQUEST_UNKNOWN."""
         timeline = self._engine.explain(request.request_id)
         if timeline is None:
             num_kept = self._engine.config.explain_requests
             raise ServiceError(
                 Reason.REQUEST_UNKNOWN,
-                f"no request of this id lives, nor is it among the last {num_kept:,} that ended; "
+                f"no request with this id is live or among the last {num_kept:,} that ended; "
                 "--explain-requests keeps more",
                 field="request_id",
             )
@@ -37,7 +37,8 @@ class Explainer:
 
 
 def _explained(timeline: Timeline, now: float, unix_now: float) -> pb.ExplainResponse:
-    """What goes on is told as if it ended ``now``, which is ``unix_now`` by the calendar."""
+    """Builds the response. Entries that have not ended are shown as if they ended ``now``, which is ``unix_now`` in
+    Unix time."""
     arrival = timeline.arrival
     told = pb.ExplainResponse(
         request_id=timeline.request_id,
@@ -63,7 +64,7 @@ def _entry(entry: TimelineEntry, arrival: float, now: float) -> pb.TimelineEntry
     at_us = _microseconds(entry.at - arrival)
     return pb.TimelineEntry(
         at_us=at_us,
-        # The difference of what is shown, so that what follows begins where this ends.
+        # The difference of the rounded times, so that the next entry begins where this one ends.
         duration_us=max(0, _microseconds(until - arrival) - at_us),
         choice=entry.choice,
         kind=_KINDS[entry.kind],

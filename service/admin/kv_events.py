@@ -1,7 +1,7 @@
-"""WatchKvEvents: what the prefix cache has, and every change, for routers that send a request where its prefix is.
+"""WatchKvEvents: the prefix cache's contents and all changes, for routers that send a request to where its prefix is.
 
-A subscriber is told as fast as it reads, and no faster than the loop can spare: what it has not been told yet is only
-a list of hashes, and one that falls too far behind is told everything anew.
+A subscriber receives events as fast as it reads them, within a limit on the event loop's time. Its pending events take
+only a list of hashes. A subscriber that falls too far behind receives the whole contents again.
 """
 
 import asyncio
@@ -15,26 +15,26 @@ from penstock.service.transport.call_end import write
 from penstock.v1 import admin_pb2 as pb
 
 MAX_MESSAGE_BYTES = 32 << 10
-"""A millisecond of the loop's time."""
+"""Takes a millisecond of the event loop's time."""
 PAUSE_S = 0.01
-"""Between two messages, and for each subscriber: so all of them together are told a hundred messages a second at most,
-which is a tenth of a core when the messages are full."""
+"""The pause after a message, times the number of subscribers. So all subscribers together receive at most 100 messages
+per second, which take a tenth of a core if the messages are full."""
 
 
 class KvEvents:
-    """One for all who watch."""
+    """Serves all subscribers."""
 
     def __init__(self, log: KvEventLog) -> None:
         self._log = log
         self._watching: set[asyncio.Event] = set()
-        """What each of them waits for."""
+        """The event that each subscriber waits for."""
         self._is_closed = False
 
     async def WatchKvEvents(
         self, request: pb.WatchKvEventsRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> None:
-        """Until the caller leaves or the service ends. The request is within its bounds."""
-        # Routers take a worker that says nothing at once for one without events.
+        """Sends events until the caller leaves or the service ends. The request has been validated."""
+        # A router assumes that a worker has no events if nothing arrives at once.
         await context.send_initial_metadata(())
         reader = KvEventReader(self._log, request.stream_id, request.after_sequence)
         changed = asyncio.Event()
@@ -50,17 +50,17 @@ class KvEvents:
         finally:
             self._watching.discard(changed)
             self._log.forget_wake(changed.set)
-        raise ServiceError(Reason.SHUTDOWN, "the service is going down")
+        raise ServiceError(Reason.SHUTDOWN, "the service is shutting down")
 
     def close(self) -> None:
-        """Ends what watches: the service goes down."""
+        """Ends all watches, because the service shuts down."""
         self._is_closed = True
         for changed in self._watching:
             changed.set()
 
 
 def message(log: KvEventLog, changes: KvChanges) -> pb.WatchKvEventsResponse:
-    """As it is sent."""
+    """Builds the protobuf message for ``changes``."""
     return pb.WatchKvEventsResponse(
         sequence=changes.sequence,
         stream_id=log.stream_id,

@@ -1,4 +1,4 @@
-"""The listener of the administration: a gRPC server of its own, so that callers' networks need not reach it."""
+"""The admin listener: a separate gRPC server, so that callers' networks need not reach it."""
 
 from collections.abc import Sequence
 
@@ -17,11 +17,11 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _MAX_STREAMS = 1024
 _LAST_WORDS_S = 0.1
-"""How long what watches has to hear of the end."""
+"""The time for subscribers to receive the final status."""
 
 
 class AdminListener:
-    """Up as long as the service, draining included."""
+    """The admin listener, which is open for the service's lifetime, including while it drains."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class AdminListener:
         tls: ServerTls | None,
         connections: Connections,
     ) -> None:
-        """``tls`` holds where other machines can reach the address; on loopback the tools need no certificates."""
+        """``tls`` applies if other machines can reach the address; on loopback the tools need no certificates."""
         self._address = address
         self._tls = None if address.is_local else tls
         self._service = service
@@ -44,18 +44,18 @@ class AdminListener:
         add_reflection((ADMIN_SERVICE, health_name), self._server)
 
     def bind(self) -> str:
-        """Returns the address with the port that was bound; a Unix socket is this user's alone. Raises ListenError."""
+        """Returns the address with the bound port. Only this user can open a Unix socket. Raises ListenError."""
         with for_this_user_alone():
             bound = bind(self._server, self._address, self._tls)
         self._connections.add_listener(Address.parse(bound), MAX_ADMIN_CONNECTIONS)
         return bound
 
     async def start(self) -> None:
-        """Answers from here on."""
+        """Starts to serve."""
         await self._server.start()
 
     async def stop(self) -> None:
-        """Ends what is on it."""
+        """Ends all calls and closes the listener."""
         self._service.close()
         await self._server.stop(_LAST_WORDS_S)
         self._address.remove()

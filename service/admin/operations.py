@@ -1,7 +1,7 @@
-"""AdminService: operators and routers ask what a running service does and why, and change what may be changed.
+"""AdminService: operators and routers inspect a running service and change its settings.
 
-Nothing happens here: each request is held against the bounds, and handed to the part that answers it. What changes the
-service is logged, with the tenant of the key that did it.
+This file only validates each request and passes it to the part that handles it. Changes are logged with the tenant of
+the caller's key.
 """
 
 import logging
@@ -16,7 +16,7 @@ from penstock.service.admin.explain import Explainer
 from penstock.service.admin.kv_events import KvEvents
 from penstock.service.admin.settings import LiveSettings
 from penstock.service.admin.stats import StatsFeed
-from penstock.service.auth.identity import current_caller
+from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.telemetry.event_loop_lag import LoopLag
@@ -27,16 +27,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
 
 _MAX_LOGGED = 1000
-"""Characters of a change."""
+"""The maximum number of characters of a logged change."""
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
-    """The servicer. The engine has started."""
+    """The servicer. Needs a started engine."""
 
     def __init__(
         self, engine: Engine, validator: Validator, loop_lag: LoopLag, is_going_down: Callable[[], bool]
     ) -> None:
-        """``is_going_down``: whether the process ends, so that nothing new can be taken ever again."""
+        """``is_going_down`` returns whether the process is ending and can never accept new requests again."""
         self._engine = engine
         self._validator = validator
         self._is_going_down = is_going_down
@@ -46,61 +46,61 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._kv_events = KvEvents(engine.kv_events)
 
     def close(self) -> None:
-        """Ends what watches: the service goes down."""
+        """Ends all watches, because the service shuts down."""
         self._stats.close()
         self._kv_events.close()
 
-    # The generated base class knows only handlers that yield; gRPC takes those that write as well.
+    # The generated base class knows only handlers that yield; gRPC also accepts handlers that write.
     async def WatchStats(  # type: ignore[override]
         self, request: pb.WatchStatsRequest, context: Context
     ) -> None:
-        """Until the caller leaves."""
+        """Sends statistics until the caller leaves."""
         self._validator.check(request)
         await self._stats.WatchStats(request, context)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Whoever watches the engine's state does the rest."""
+        """Makes the engine refuse new requests. The server's watch of the engine's state does the rest."""
         self._engine.drain()
         _log_change("new requests are refused")
         return pb.DrainResponse(live_requests=self._engine.stats().requests)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
-        """Also where nothing was drained."""
+        """Makes the engine accept new requests again. Succeeds even if it was not draining."""
         if self._is_going_down():
             raise ServiceError(Reason.GOING_DOWN)
         if self._engine.resume():
-            _log_change("new requests are taken again")
+            _log_change("new requests are accepted again")
         return pb.ResumeResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
-        """What rows hold stays."""
+        """Drops all cached blocks, except blocks that rows hold."""
         num_blocks = self._engine.flush_cache()
-        _log_change(f"{num_blocks} cached blocks are forgotten")
+        _log_change(f"{num_blocks} cached blocks are dropped")
         return pb.FlushCacheResponse(flushed_blocks=num_blocks)
 
     async def GetSettings(self, request: pb.GetSettingsRequest, context: Context) -> pb.GetSettingsResponse:
-        """As they are now."""
+        """Returns the current settings."""
         return pb.GetSettingsResponse(settings=self._settings.get())
 
     async def UpdateSettings(self, request: pb.UpdateSettingsRequest, context: Context) -> pb.UpdateSettingsResponse:
-        """All or nothing."""
+        """Makes all changes or none; returns the new settings."""
         self._validator.check(request)
         settings = self._settings.update(request)
         _log_change(f"settings: {text_format.MessageToString(request, as_one_line=True)}")
         return pb.UpdateSettingsResponse(settings=settings)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
-        """Also of a request that has ended."""
+        """Returns the timeline of a live or ended request."""
         self._validator.check(request)
         return await self._explainer.Explain(request, context)
 
     async def WatchKvEvents(  # type: ignore[override]
         self, request: pb.WatchKvEventsRequest, context: Context
     ) -> None:
-        """Until the caller leaves."""
+        """Sends KV events until the caller leaves."""
         self._validator.check(request)
         await self._kv_events.WatchKvEvents(request, context)
 
 
 def _log_change(what: str) -> None:
-    _log.info("by tenant %s: %s", current_caller.get().tenant, what[:_MAX_LOGGED])
+    _log.info("by tenant %s: %s", current_principal.get().tenant, what[:_MAX_LOGGED])

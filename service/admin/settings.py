@@ -1,6 +1,6 @@
-"""The settings that may be changed while the service runs: from the engine's configuration to the contract, and back.
+"""The settings that can change while the service runs: converts between the engine's configuration and the protos.
 
-A change is a new configuration, whole: it holds from the next plan on, or is refused and nothing has changed.
+A change replaces the whole configuration: it applies from the next plan on, or is refused and changes nothing.
 """
 
 from collections.abc import Container, Mapping
@@ -28,13 +28,13 @@ _CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_s
 
 
 class LiveSettings:
-    """Tells and changes an engine's settings. The engine has started."""
+    """Reads and changes the settings of a started engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def get(self) -> pb.Settings:
-        """As they are now."""
+        """Returns the current settings."""
         config = self._effective()
         return pb.Settings(
             policy=_POLICIES[config.policy],
@@ -45,8 +45,8 @@ class LiveSettings:
         )
 
     def update(self, request: pb.UpdateSettingsRequest) -> pb.Settings:
-        """Makes all changes and returns what holds then. Raises ServiceError INVALID_FIELD, and nothing has changed.
-        ``request`` is within the bounds of its fields."""
+        """Makes all changes and returns the new settings. Raises ServiceError INVALID_FIELD and changes nothing if one
+        is invalid. The fields of ``request`` have been validated one by one."""
         before, given = self._effective(), _given(request)
         changes: dict[str, Any] = {name: given[name] for name in _LIMITS if name in given}
         if request.policy:
@@ -66,14 +66,14 @@ class LiveSettings:
         return self.get()
 
     def _effective(self) -> SchedulerConfig:
-        """With the limits that hold on this worker: the operator may have asked for more than it can do."""
+        """Returns the configuration with the worker's effective limits, which may be lower than those configured."""
         config, facts = self._engine.config, self._engine.facts
         return replace(config, max_num_seqs=config.max_rows(facts), max_num_batched_tokens=config.token_budget(facts))
 
 
 def _check_rows(config: SchedulerConfig, given: Container[str], most_tokens: int) -> None:
-    """Raises ServiceError where a step would not have a token for each row. Names the limit that is in ``given``: the
-    other one was right before. ``most_tokens``: what the worker can compute in a step."""
+    """Raises ServiceError if a step would have fewer tokens than rows. The error names the limit that is in ``given``,
+    because the other one was valid before. ``most_tokens`` is the maximum number of tokens in the worker's steps."""
     rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if tokens >= rows:
         return
@@ -81,19 +81,19 @@ def _check_rows(config: SchedulerConfig, given: Container[str], most_tokens: int
         lower = "lower max_num_seqs" if "max_num_seqs" in given else "lower max_num_seqs too"
         raise invalid(
             "max_num_batched_tokens",
-            f"must be at least max_num_seqs, {rows:,}, so that each row gets a token; it is {tokens:,}: raise it, or "
+            f"must be at least max_num_seqs, {rows:,}, so that each row gets a token; it is {tokens:,}; raise it, or "
             f"{lower}",
         )
     or_more = ", or raise max_num_batched_tokens too" if rows <= most_tokens else ""
     raise invalid(
         "max_num_seqs",
-        f"must be at most max_num_batched_tokens, {tokens:,}, so that each row gets a token; it is {rows:,}: lower it"
+        f"must be at most max_num_batched_tokens, {tokens:,}, so that each row gets a token; it is {rows:,}; lower it"
         f"{or_more}",
     )
 
 
 def _given(message: Message) -> dict[str, Any]:
-    """The fields that are set, by name."""
+    """Returns the set fields by name."""
     return {descriptor.name: value for descriptor, value in message.ListFields()}
 
 
@@ -112,32 +112,32 @@ def _tenant_limits(message: pb.TenantSettings) -> TenantLimits:
 
 def _default_tenant(message: pb.TenantSettings) -> TenantLimits:
     if message.tenant:
-        raise invalid("default_tenant.tenant", "must be empty; put the settings of one tenant into tenants")
+        raise invalid("default_tenant.tenant", "must be empty; put the settings of a single tenant into tenants")
     return _tenant_limits(message)
 
 
 def _tenants(before: Mapping[str, TenantLimits], request: pb.UpdateSettingsRequest) -> dict[str, TenantLimits]:
-    """Those that are named from now on. Raises ServiceError."""
+    """Returns the new limits of named tenants. Raises ServiceError."""
     forgotten, seen = set(request.forget_tenants), set[str]()
     after = {name: limits for name, limits in before.items() if name not in forgotten}
     for index, message in enumerate(request.tenants):
         field = f"tenants[{index}].tenant"
         if not message.tenant:
-            raise invalid(field, "is required; put the settings of all tenants without a name into default_tenant")
+            raise invalid(field, "is required; put the settings of all tenants that are not named into default_tenant")
         if message.tenant in forgotten:
-            raise invalid(field, "the tenant is in forget_tenants too; name it in one of the two")
+            raise invalid(field, "the tenant is also in forget_tenants; name it in only one of the two")
         if message.tenant in seen:
-            raise invalid(field, "the tenant is in this request already; name it once")
+            raise invalid(field, "the tenant is already in this request; name it once")
         seen.add(message.tenant)
         after[message.tenant] = _tenant_limits(message)
     if len(after) > MAX_NAMED_TENANTS:
         raise invalid(
-            "tenants", f"at most {MAX_NAMED_TENANTS:,} tenants may have settings; use forget_tenants for some"
+            "tenants", f"at most {MAX_NAMED_TENANTS:,} tenants may have settings; remove some with forget_tenants"
         )
     return after
 
 
 def _refusal(error: ValueError) -> ServiceError:
-    """The engine's own refusal, whose text begins with the name of the field, as the contract has it."""
+    """Converts the engine's refusal, whose text begins with the name of the field as in the protos."""
     name, _, problem = str(error).partition(" ")
     return invalid(name, problem)

@@ -1,4 +1,4 @@
-"""WatchStats: where the engine and the event loop stand, again and again. Nothing is counted here."""
+"""WatchStats: sends the statistics of the engine and the event loop at an interval. Counts nothing itself."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ _STATES = {state: pb.EngineState.Value(f"ENGINE_STATE_{state.name}") for state i
 
 
 class StatsFeed:
-    """One for all who watch; the service's uptime is the feed's."""
+    """Serves all subscribers. The reported uptime is that of this object."""
 
     def __init__(self, engine: Engine, loop_lag: LoopLag) -> None:
         self._engine = engine
@@ -30,8 +30,8 @@ class StatsFeed:
         self._closed = asyncio.Event()
 
     async def WatchStats(self, request: pb.WatchStatsRequest, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        """Now, then after every interval, until the caller leaves or the service ends. The request is within its
-        bounds."""
+        """Sends statistics at once and after every interval, until the caller leaves or the service ends. The request
+        has been validated."""
         interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
         num_told = self._loop_lag.num_samples - round(interval_ms / 1000 / PERIOD_S)
         await context.send_initial_metadata(())
@@ -45,10 +45,10 @@ class StatsFeed:
                     await self._closed.wait()
             except TimeoutError:
                 continue
-            raise ServiceError(Reason.SHUTDOWN, "the service is going down")
+            raise ServiceError(Reason.SHUTDOWN, "the service is shutting down")
 
     def close(self) -> None:
-        """Ends what watches: the service goes down."""
+        """Ends all watches, because the service shuts down."""
         self._closed.set()
 
     def _read(self, lag: Lag | None) -> pb.WatchStatsResponse:

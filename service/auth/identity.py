@@ -80,7 +80,7 @@ class ApiKeys:
         # Looked up by a keyed hash of the digest, under a secret of this process: how long a look-up takes then tells
         # nothing about the digests, and the one comparison that follows takes the same time for every key.
         self._secret = secrets.token_bytes(32)
-        self._callers = {self._blind(digest): (digest, caller) for digest, caller in callers.items()}
+        self._callers = {self._blind(digest): (digest, principal) for digest, principal in callers.items()}
         self._nobody = (bytes(32), Principal(DEFAULT_TENANT))
 
     @classmethod
@@ -91,21 +91,21 @@ class ApiKeys:
             words = line.partition("#")[0].split()
             if not words:
                 continue
-            digest, caller = _parse_line(words, f"{file}:{number}")
+            digest, principal = _parse_line(words, f"{file}:{number}")
             if digest in callers:
                 raise FileError(f"{file}:{number}: the key is in the file already; remove one of the lines")
-            callers[digest] = caller
+            callers[digest] = principal
         if not callers:
             raise FileError(f"{file}: holds no key; leave the flag out, or add a line: {_REMEDY}")
         return cls(callers)
 
-    def caller_of(self, credential: str) -> Principal | None:
+    def principal_of(self, credential: str) -> Principal | None:
         """See ``Credentials``."""
         if len(credential) > _MAX_KEY_BYTES:
             return None
         digest = _digest(credential)
-        known, caller = self._callers.get(self._blind(digest), self._nobody)
-        return caller if hmac.compare_digest(known, digest) else None
+        known, principal = self._callers.get(self._blind(digest), self._nobody)
+        return principal if hmac.compare_digest(known, digest) else None
 
     def _blind(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
@@ -114,7 +114,7 @@ class ApiKeys:
 class Credentials(Protocol):
     """One kind of what may stand after ``Bearer``."""
 
-    def caller_of(self, credential: str) -> Principal | None:
+    def principal_of(self, credential: str) -> Principal | None:
         """Whose it is; None where it is not one of these. Raises ServiceError UNAUTHENTICATED where it is one, and no
         good."""
         ...
@@ -131,9 +131,9 @@ class BearerAuthenticator:
         """Wants ``authorization: Bearer <key or token>``, once."""
         credential = bearer_of(metadata)
         for kind in self._kinds:
-            caller = kind().caller_of(credential)
-            if caller is not None:
-                return caller
+            principal = kind().principal_of(credential)
+            if principal is not None:
+                return principal
         raise ServiceError(Reason.UNAUTHENTICATED)
 
 
@@ -183,7 +183,7 @@ ACCESS: Mapping[str, Access] = {
 }
 """Every method that is served. One that is not here is denied to everyone."""
 
-current_caller: ContextVar[Principal] = ContextVar("current_caller")
+current_principal: ContextVar[Principal] = ContextVar("current_principal")
 """Who made the call that this task answers."""
 
 
@@ -206,10 +206,10 @@ class IdentityInterceptor(grpc.aio.ServerInterceptor):
         try:
             if access is None:
                 raise ServiceError(Reason.METHOD_DENIED)
-            caller = self._authenticator.authenticate(handler_call_details.invocation_metadata)
-            if access is Access.ADMINS and not caller.may_administer:
+            principal = self._authenticator.authenticate(handler_call_details.invocation_metadata)
+            if access is Access.ADMINS and not principal.may_administer:
                 raise ServiceError(Reason.ADMIN_DENIED)
-            current_caller.set(caller)
+            current_principal.set(principal)
         except ServiceError as error:
             return _denial(error)
         return handler

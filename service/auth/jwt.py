@@ -84,7 +84,7 @@ class TokenKeys:
             raise FileError(f"{file}: holds no key that signs tokens; RS256, ES256 and EdDSA (Ed25519) do")
         return cls(keys, rules)
 
-    def caller_of(self, credential: str) -> Principal | None:
+    def principal_of(self, credential: str) -> Principal | None:
         """See ``Credentials``."""
         if credential.count(".") != 2 or len(credential) > _MAX_TOKEN_BYTES:
             return None
@@ -105,9 +105,9 @@ class TokenKeys:
             raise ServiceError(Reason.UNAUTHENTICATED, _PROBLEMS.get(type(error), "")) from None
         except (LookupError, TypeError, ValueError, RecursionError):
             raise ServiceError(Reason.UNAUTHENTICATED) from None
-        return self._caller(claims)
+        return self._principal(claims)
 
-    def _caller(self, claims: Mapping[str, Any]) -> Principal:
+    def _principal(self, claims: Mapping[str, Any]) -> Principal:
         tenant, rights = claims.get(self._rules.tenant_claim), claims.get(self._rules.rights_claim, "")
         if not isinstance(tenant, str) or not TENANT_NAME.fullmatch(tenant):
             raise ServiceError(

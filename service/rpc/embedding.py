@@ -19,9 +19,9 @@ from penstock.scheduler.request import (
     RequestTimings,
     TokenUsage,
 )
-from penstock.service.auth.identity import Principal, current_caller
+from penstock.service.auth.identity import Principal, current_principal
 from penstock.service.errors import Reason, ServiceError, StatusError, code_of, ending_status, from_exception
-from penstock.service.requests.embed import EmbedConverter
+from penstock.service.requests.embed import EmbedRequestBuilder
 from penstock.service.requests.generate import Origin
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.telemetry.metrics import End
@@ -37,9 +37,9 @@ _MAX_VALUES_ON_LOOP = 8192
 class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
     """The servicer, and the register of live requests."""
 
-    def __init__(self, engine: Engine, converter: EmbedConverter, telemetry: Telemetry) -> None:
+    def __init__(self, engine: Engine, request_builder: EmbedRequestBuilder, telemetry: Telemetry) -> None:
         self._engine = engine
-        self._converter = converter
+        self._request_builder = request_builder
         self._telemetry = telemetry
         self._live: set[_LiveEmbedding] = set()
 
@@ -50,7 +50,7 @@ class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.EmbedResponse:
         """Returns the embeddings of one request."""
-        live = _LiveEmbedding(self._engine, self._converter, current_caller.get(), context.time_remaining())
+        live = _LiveEmbedding(self._engine, self._request_builder, current_principal.get(), context.time_remaining())
         self._live.add(live)
         try:
             return await live.answer(request, self._telemetry)
@@ -66,14 +66,16 @@ class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
 class _LiveEmbedding:
     """The state of one live request."""
 
-    def __init__(self, engine: Engine, converter: EmbedConverter, caller: Principal, time_left_s: float | None) -> None:
+    def __init__(
+        self, engine: Engine, request_builder: EmbedRequestBuilder, principal: Principal, time_left_s: float | None
+    ) -> None:
         self._engine = engine
-        self._converter = converter
-        self._caller = caller
+        self._request_builder = request_builder
+        self._principal = principal
         self._request_id = current_request_id.get()
         self._arrival = time.monotonic()
         self._deadline = None if time_left_s is None else self._arrival + time_left_s
-        self._tenant = caller.tenant
+        self._tenant = principal.tenant
         self._span: Span = INVALID_SPAN
         self._request: Request | None = None
         self._vectors: dict[int, bytes] = {}
@@ -101,11 +103,11 @@ class _LiveEmbedding:
             self._engine.abort(self._request_id, reason)
 
     async def _answer(self, request: pb.EmbedRequest, telemetry: Telemetry) -> pb.EmbedResponse:
-        self._tenant = self._caller.tenant_for(request.tenant)
+        self._tenant = self._principal.tenant_for(request.tenant)
         self._engine.charge(self._tenant, Rated.REQUEST)  # first: a refusal counts too
-        self._converter.check(request)
+        self._request_builder.check(request)
         self._span = telemetry.request(self._request_id, self._tenant, _OPERATION, request.traceparent)
-        self._vector_bytes = self._converter.vector_bytes(request)
+        self._vector_bytes = self._request_builder.vector_bytes(request)
         self._request = await self._prepared(request)
         self._engine.submit(self._request)
         await self._end.wait()
@@ -119,10 +121,10 @@ class _LiveEmbedding:
         )
         response = pb.EmbedResponse(request_id=self._request_id, usage=usage)
         vectors = [self._vectors[index] for index in range(len(request.inputs))]
-        if len(vectors) * self._converter.dimensions(request) <= _MAX_VALUES_ON_LOOP:
-            self._converter.fill(response, vectors, request)
+        if len(vectors) * self._request_builder.dimensions(request) <= _MAX_VALUES_ON_LOOP:
+            self._request_builder.fill(response, vectors, request)
         else:
-            await asyncio.to_thread(self._converter.fill, response, vectors, request)
+            await asyncio.to_thread(self._request_builder.fill, response, vectors, request)
         return response
 
     async def _prepared(self, request: pb.EmbedRequest) -> Request:
@@ -130,7 +132,7 @@ class _LiveEmbedding:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         try:
             async with asyncio.timeout(left) as limit:
-                return await self._converter.prepare(request, origin, self._on_event)
+                return await self._request_builder.prepare(request, origin, self._on_event)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -14,13 +14,13 @@ import grpc
 
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta
-from penstock.service.auth.identity import Principal, current_caller
+from penstock.service.auth.identity import Principal, current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError, StatusError, invalid, to_status, with_finished
 from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.lifecycle import RequestContext, RequestLifecycle
 from penstock.service.rpc.interceptor import current_request_id
-from penstock.service.streaming.backlog import BufferBudget, WritePacer
+from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import fill_delta, fill_logprobs, single_message, stream_message
 from penstock.service.streaming.outbox import HEARTBEAT_S, Outbox
 from penstock.service.streaming.pending_message import OutputForm
@@ -47,12 +47,12 @@ StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse
 class GenerationService(pb_grpc.GenerationServiceServicer):
     """The servicer, and the register of live requests."""
 
-    def __init__(self, surroundings: RequestContext, validator: Validator, heartbeat_s: float = HEARTBEAT_S) -> None:
-        self._surroundings = surroundings
+    def __init__(self, request_context: RequestContext, validator: Validator, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self._request_context = request_context
         self._validator = validator
         self._heartbeat_s = heartbeat_s
         self._pacer = WritePacer()
-        self._backlog = BufferBudget()
+        self._buffer_budget = BufferBudget()
         self._live: set[RequestLifecycle] = set()
         """The live requests of all kinds of calls."""
         self._outboxes: set[Outbox] = set()
@@ -70,7 +70,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Serves many requests, until the client half-closes and the last request has ended."""
         await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
-        stream = _Stream(self, outbox, self._validator, current_caller.get())
+        stream = _Stream(self, outbox, self._validator, current_principal.get())
         self._outboxes.add(outbox)
         outbox.begin_beats()
         reader = asyncio.create_task(stream.read(request_iterator))
@@ -107,7 +107,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 outbox.close(error)
 
         start = _required(request)
-        live = self.new_request(start, outbox, current_caller.get(), on_end, context)
+        live = self.new_request(start, outbox, current_principal.get(), on_end, context)
         outbox.opened()
         live.begin_request(start)
         try:
@@ -121,7 +121,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Serves one request with one response."""
         answer = _WholeAnswer()
         start = _required(request)
-        live = self.new_request(start, answer, current_caller.get(), lambda live: None, context, ResponseMode.WHOLE)
+        live = self.new_request(start, answer, current_principal.get(), lambda live: None, context, ResponseMode.WHOLE)
         live.begin_request(start)
         try:
             response = await answer.whole
@@ -136,7 +136,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self,
         start: pb.Start,
         receiver: "Outbox | _WholeAnswer",
-        caller: Principal,
+        principal: Principal,
         on_end: Callable[[RequestLifecycle], None],
         call: "grpc.aio.ServicerContext[Any, Any] | None" = None,
         answer: ResponseMode = ResponseMode.STREAMED,
@@ -149,10 +149,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             on_end(live)
 
         live = RequestLifecycle(
-            self._surroundings,
+            self._request_context,
             start,
             request_id=new_request_id() if call is None else current_request_id.get(),
-            caller=caller,
+            principal=principal,
             receiver=receiver,
             on_end=unregister,
             answer=answer,
@@ -175,20 +175,20 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             outbox.close(ServiceError(Reason.DRAINING))
 
     def _new_outbox(self, write: Any, encode: Any, on_stall: Callable[[bool], None]) -> Outbox:
-        return Outbox(write, encode, self._pacer, self._backlog, self._state, on_stall, self._heartbeat_s)
+        return Outbox(write, encode, self._pacer, self._buffer_budget, self._state, on_stall, self._heartbeat_s)
 
     def _state(self) -> "pb.ServiceState.ValueType":
-        return _STATES[self._surroundings.engine.state]
+        return _STATES[self._request_context.engine.state]
 
 
 class _Stream:
     """The requests of one multiplexed stream."""
 
-    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator, caller: Principal) -> None:
+    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator, principal: Principal) -> None:
         self._service = service
         self._outbox = outbox
         self._validator = validator
-        self._caller = caller
+        self._principal = principal
         self._live: dict[int, RequestLifecycle] = {}
         self._last: asyncio.Task[None] | None = None
         self._half_closed = False
@@ -248,7 +248,7 @@ class _Stream:
                 f"start.ref: {start.ref} is live on this stream; choose another",
                 field="start.ref",
             )
-        live = self._service.new_request(start, self._outbox, self._caller, self._on_end)
+        live = self._service.new_request(start, self._outbox, self._principal, self._on_end)
         self._live[start.ref] = live
         self._outbox.opened()
         live.hold(self._outbox.is_stalled)

@@ -18,7 +18,7 @@ from google.rpc import status_pb2
 
 from penstock.clients.host.error_frames import release_frames
 from penstock.clients.host.parse_turns import ParseTurns
-from penstock.service.auth.identity import ACCESS, Access, current_caller
+from penstock.service.auth.identity import ACCESS, Access, current_principal
 from penstock.service.errors import (
     Reason,
     ServiceError,
@@ -100,9 +100,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return raw
 
         async def run_within_limits(request_iterator: Any, context: Context, peer: str) -> Any:
-            caller = current_caller.get(None)
+            principal = current_principal.get(None)
             if not is_open:
-                return await run(request_iterator, context, "" if caller is None else caller.tenant)
+                return await run(request_iterator, context, "" if principal is None else principal.tenant)
             client = peer_of(peer)
             host = "" if client is None else client[0]
             async with limits.open_calls.place(host):
@@ -110,8 +110,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def answer(request_iterator: Any, context: Context) -> Any:
             request_id, peer = current_request_id.get(), context.peer()
-            caller = current_caller.get(None)
-            tenant = None if caller is None else caller.tenant
+            principal = current_principal.get(None)
+            tenant = None if principal is None else principal.tenant
             limits.connections.begin_call(peer, tenant)
             try:
                 with self._telemetry.call(details.method, details.invocation_metadata, request_id):

@@ -8,7 +8,7 @@ import grpc
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
 from penstock.scheduler.policy import Policy
-from penstock.service.auth.identity import current_caller
+from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.text.tokenizer import Tokenizer
@@ -61,9 +61,9 @@ class ModelService(pb_grpc.ModelServiceServicer):
     ) -> pb.GetModelResponse:
         """Returns the model, and the limits and features, which may change while the service runs. Raises
         ServiceError."""
-        caller = current_caller.get()
+        principal = current_principal.get()
         self._validator.check(request)
-        tenant = caller.tenant_for(request.tenant)
+        tenant = principal.tenant_for(request.tenant)
         config, facts = self._config(), self._facts
         limits = pb.Limits(
             max_num_seqs=config.max_rows(facts),
@@ -77,8 +77,8 @@ class ModelService(pb_grpc.ModelServiceServicer):
         answer = pb.GetModelResponse(
             limits=limits,
             features=sorted(self._features(config)),
-            tenant=caller.tenant,
-            may_act_for_others=caller.may_act_for_others,
+            tenant=principal.tenant,
+            may_act_for_others=principal.may_act_for_others,
             requests_per_second=config.tenant(tenant).requests_per_second,
         )
         answer.MergeFrom(self._model)

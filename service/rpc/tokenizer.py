@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import grpc
 
 from penstock.scheduler.planning.allowance import Rated
-from penstock.service.auth.identity import current_caller
+from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.config.text_size import utf8_bytes
 from penstock.service.errors import Reason, ServiceError
@@ -63,19 +63,19 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         """Converts token ids to text."""
         self._count_call()
         self._validator.check(request)
-        shows_specials = request.include_special_tokens
+        shows_special_tokens = request.include_special_tokens
 
         def work() -> pb.DetokenizeResponse:
             token_ids = self._checked(request.token_ids)
-            self._check_text(token_ids, shows_specials)
-            response = pb.DetokenizeResponse(text=self._tokenizer.decode(token_ids, shows_specials))
+            self._check_text(token_ids, shows_special_tokens)
+            response = pb.DetokenizeResponse(text=self._tokenizer.decode(token_ids, shows_special_tokens))
             _check_answer(response.ByteSize(), "token_ids")
-            return self._with_offsets(response, request, token_ids, "token_ids", shows_specials)
+            return self._with_offsets(response, request, token_ids, "token_ids", shows_special_tokens)
 
         return await self._pool.run(work, _ID_BYTES * len(request.token_ids))
 
     def _count_call(self) -> None:
-        self._charge(current_caller.get().tenant, Rated.TOKENIZER_CALL)
+        self._charge(current_principal.get().tenant, Rated.TOKENIZER_CALL)
 
     def _with_offsets(
         self,
@@ -83,11 +83,11 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         request: pb.TokenizeRequest | pb.DetokenizeRequest,
         token_ids: list[int],
         field: str,
-        shows_specials: bool = False,
+        shows_special_tokens: bool = False,
     ) -> _WithOffsets:
         """Adds its tokens' text offsets to ``response``, if requested, and returns it. Raises ServiceError."""
         if request.include_text_offsets:
-            response.text_offsets.extend(text_offsets(self._tokenizer, token_ids, shows_specials))
+            response.text_offsets.extend(text_offsets(self._tokenizer, token_ids, shows_special_tokens))
             _check_answer(response.ByteSize(), field)
         return response
 
@@ -100,7 +100,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
                 self._validator.check_ids(checked, "token_ids")
         return checked
 
-    def _check_text(self, token_ids: list[int], shows_specials: bool) -> None:
+    def _check_text(self, token_ids: list[int], shows_special_tokens: bool) -> None:
         """Refuses a text that is too long before it is built: a million ids may represent 100 times as many bytes."""
         pieces = self._tokenizer.pieces
         if len(token_ids) * pieces.longest_bytes <= MAX_ANSWER_BYTES:
@@ -108,7 +108,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         counts: Counter[int] = Counter()
         for some in _slices(token_ids):
             counts.update(some)
-        texts = pieces.all if shows_specials else pieces.ordinary
+        texts = pieces.all if shows_special_tokens else pieces.ordinary
         num_bytes = 0
         for token_id, number in counts.items():
             text = texts[token_id]

@@ -1,1 +1,1 @@
-"""Output streams: messages, their pace, and readers that are slow."""
+"""Output streams: their messages, their pacing, and slow readers."""

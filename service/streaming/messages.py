@@ -1,4 +1,4 @@
-"""From the engine's events to messages of the contract. Knows neither streams nor when anything is sent."""
+"""Converts the engine's events to protobuf messages. Knows neither streams nor when messages are sent."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,10 +26,10 @@ _REASONS: Mapping[EngineFinishReason, "pb.FinishReason.ValueType"] = {
 
 
 def stream_message(batch: PendingMessage) -> pb.GenerateResponse:
-    """A message of Generate."""
+    """Builds a message of Generate."""
     message = pb.GenerateResponse()
     _fill(message, batch)
-    # Most messages hold deltas alone: what is empty is not even looked at by protobuf.
+    # Most messages have only deltas, so empty lists are not even passed to protobuf.
     if batch.accepted:
         message.accepted.extend(batch.accepted)
     if batch.finished:
@@ -40,7 +40,7 @@ def stream_message(batch: PendingMessage) -> pb.GenerateResponse:
 
 
 def single_message(batch: PendingMessage) -> pb.GenerateOneResponse:
-    """A message of GenerateOne, whose stream carries one request."""
+    """Builds a message of GenerateOne, whose stream has one request."""
     message = pb.GenerateOneResponse()
     _fill(message, batch)
     for accepted in batch.accepted:
@@ -58,7 +58,7 @@ def finished_message(
     seed: int | None,
     may_continue: bool,
 ) -> pb.Finished:
-    """The end of a request; ``seed`` is None for one that was not admitted."""
+    """Builds the message for a request's end. ``seed`` is None if the request was not admitted."""
     usage, timings = finished.usage, finished.timings
     return pb.Finished(
         ref=ref,
@@ -93,12 +93,12 @@ def _speculation(speculation: SpeculationCounts) -> pb.Speculation:
 
 
 def milliseconds(seconds: float) -> int:
-    """For a field of 32 bits; what has no room in it is the most that has."""
+    """Converts to milliseconds, limited to the largest value of a 32-bit field."""
     return round(min(seconds * 1000, UINT32_MAX))
 
 
 def fill_logprobs(out: pb.Logprobs, logprobs: TokenLogprobs) -> None:
-    """Appends: parts of one choice or prompt, in order, make the whole."""
+    """Appends ``logprobs`` to ``out``, which collects the parts of one choice or prompt in order."""
     out.num_top = logprobs.num_top
     out.chosen.extend(logprobs.chosen)
     out.top_token_ids.extend(logprobs.top_token_ids)
@@ -106,7 +106,7 @@ def fill_logprobs(out: pb.Logprobs, logprobs: TokenLogprobs) -> None:
 
 
 def fill_end(out: pb.ChoiceEnd, end: StopMatch) -> None:
-    """How a choice ended."""
+    """Fills in how a choice ended."""
     out.reason = _REASONS[end.reason]
     if end.stop is not None:
         out.stop = end.stop
@@ -115,7 +115,7 @@ def fill_end(out: pb.ChoiceEnd, end: StopMatch) -> None:
 
 
 def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[SequenceDelta]) -> None:
-    """Joins consecutive deltas of one choice."""
+    """Fills in consecutive deltas of one choice, joined."""
     if form.text:
         out.text = deltas[0].text if len(deltas) == 1 else "".join([delta.text for delta in deltas])
     for delta in deltas:

@@ -1,9 +1,9 @@
-"""What waits to be written to one stream, and the one task that writes it: at most one message a step.
+"""The pending output of one stream, and the one task that writes it: at most one message per step.
 
-Sinks put events in, synchronously and without waiting; what a step brought to all requests of the stream leaves as one
-message. Under very many streams a message waits a little, and so carries several steps: a message costs the loop 25 to
-64 microseconds, whatever is in it. A stream that is read more slowly than it fills is stalled: whoever fills it is told
-to stop, and to go on when it has drained. Knows neither the engine nor what a request is.
+Sinks add events synchronously and without waiting. One message has a step's output for all requests of the stream. With
+very many streams a message waits a little and so has the output of several steps, because each message costs the event
+loop 25 to 64 microseconds, whatever its contents. A stream that is read more slowly than it fills is stalled: its
+requests are paused until it has drained. Knows neither the engine nor requests.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from penstock.scheduler.request import PromptLogprobsChunk, SequenceDelta
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.streaming.backlog import BufferBudget, WritePacer
+from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.pacing import AT_ONCE, NEVER, WriteTimer
 from penstock.service.streaming.pending_message import (
     MAX_PART_BYTES,
@@ -30,43 +30,43 @@ from penstock.service.streaming.pending_message import (
 from penstock.v1 import generation_pb2 as pb
 
 MAX_STALLED_BYTES = 16 << 20
-"""Of a stream that is told to stop. What was under way then is far less; a client that goes on and on sending requests,
-and does not read that they are refused, gets here."""
+"""The maximum number of pending bytes of a stalled stream. Output that is already on its way is far less. Only a client
+that keeps sending requests without reading their refusals reaches this limit."""
 STALLED_S = 60.0
-"""A stalled stream that takes nothing for so long is cut off."""
+"""A stalled stream whose reader takes nothing for this long is cut off."""
 SLOWEST_BYTES_PER_S = 1 << 10
-"""A reader of this speed takes longer over a message, and is given that time as well."""
+"""The slowest accepted reader. It has the additional time that it needs for a message."""
 HEARTBEAT_S = 10.0
 ACCEPTED_WAIT_S = 0.005
-"""How long ``accepted`` waits for a first token to go with."""
+"""The longest time for which ``accepted`` waits, to be sent with the first token."""
 BLOCKED_S = 0.1
 """A write that takes longer is held up by the stream's reader."""
 HELD_UP_PART_BYTES = 8 << 10
-"""Then messages are smaller: until one is full its parts take ten times the memory, and a slow reader is not taken for
-one that is gone."""
+"""The size of messages while a write is held up. They are smaller because parts take ten times the memory of a finished
+message, and so that a slow reader is not mistaken for one that has gone."""
 
 
 class RequestReceiver(Protocol):
-    """Takes what one request brings, synchronously and in order."""
+    """Receives a request's events, synchronously and in order."""
 
     def accepted(self, accepted: pb.Accepted) -> None:
-        """The request is in the queue."""
+        """Called when the request is in the queue."""
         ...
 
     def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
-        """A part of the prompt's log-probabilities."""
+        """Called with each part of the prompt's log-probabilities."""
         ...
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
-        """New output; ``at_once`` for a first token."""
+        """Called with new output; ``at_once`` for a first token."""
         ...
 
     def finished(self, finished: pb.Finished) -> None:
-        """The request is over."""
+        """Called when the request has ended."""
         ...
 
     def fail(self, error: Exception) -> None:
-        """Nothing more can be received in order: ends whatever carries the request with ``error``."""
+        """Ends the request's call with ``error``. Called when its events can no longer be delivered in order."""
         ...
 
 
@@ -78,67 +78,67 @@ class Outbox:
         write: Callable[[bytes], Awaitable[None]],
         encode: Callable[[PendingMessage], Message],
         pacer: WritePacer,
-        backlog: BufferBudget,
+        buffer_budget: BufferBudget,
         state: Callable[[], "pb.ServiceState.ValueType"],
         on_stall: Callable[[bool], None],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """``write`` sends a message as the wire has it, ``encode`` makes it, ``state`` is what a heartbeat tells.
-        ``on_stall`` is told True when the stream should get nothing more, and False when it has drained; never amid a
-        call of ours."""
+        """``encode`` builds a message and ``write`` sends it, serialized; ``state`` returns the state for a heartbeat.
+        ``on_stall`` is called with True when the stream should get no more output, and with False when it has drained,
+        but never during a call of this object's methods."""
         self._write = write
         self._encode = encode
         self._pacer = pacer
-        self._backlog = backlog
+        self._buffer_budget = buffer_budget
         self._state = state
         self._on_stall = on_stall
         self._heartbeat_s = heartbeat_s
         self._loop = asyncio.get_running_loop()
         self._ready: deque[bytes] = deque()
-        """Messages that are full, as the wire has them: a tenth of the memory that their parts took."""
+        """Full messages, serialized: they take a tenth of the memory of their parts."""
         self._batch: PendingMessage | None = None
-        """What comes next joins it."""
+        """The message that the next part joins."""
         self._pending_bytes = 0
-        """Of both, and of the message that is being written."""
-        self._alarm = WriteTimer()
-        """Rings when the next message leaves: what hurries most decides."""
+        """The size of both, and of the message that is being written."""
+        self._write_timer = WriteTimer()
+        """Fires when the next message is to be sent, at the earliest time that one of its parts needs."""
         self._num_live = 0
         self._is_active = False  # as the pacer knows it
         self._closed = False
         self._last_word: Exception | None = None
         self._failure: Exception | None = None
         self._was_cut = False
-        """Whether it was us who cancelled a write."""
+        """Whether this object cancelled a write."""
         self._next_beat: asyncio.TimerHandle | None = None
         self._writer: asyncio.Task[None] | None = None
         """The task of ``run``, while it is inside ``write``."""
         self._last_write = self._loop.time()
         self.is_stalled = False
-        """Whether it should get nothing more for the time being."""
+        """Whether the stream should get no output for now."""
         self._last_taken = 0.0
-        """While it is stalled: when its reader last took something."""
+        """The last time at which the reader of a stalled stream took a message."""
         self._writing_bytes = 0
         self._reader_watch: asyncio.TimerHandle | None = None
 
-    # ------------------------------------------------------------------------------------------------- what goes in
+    # --------------------------------------------------------------------------------------------------------- input
 
     def opened(self) -> None:
-        """A request begins to live on the stream."""
+        """Counts a new live request on the stream."""
         self._set_live(self._num_live + 1)
 
     def accepted(self, accepted: pb.Accepted) -> None:
-        """Goes with the first output, unless that takes long."""
+        """Sent with the first output, unless that takes long."""
         self._room(PART_BYTES + accepted.ByteSize()).accepted.append(accepted)
-        self._alarm.set(max(self._last_write + self._pacer.interval, self._loop.time() + ACCEPTED_WAIT_S))
+        self._write_timer.set(max(self._last_write + self._pacer.interval, self._loop.time() + ACCEPTED_WAIT_S))
 
     def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
-        """In several parts, where one message can't hold it."""
+        """Sent in several parts if it does not fit in one message."""
         for piece in split(part):
             self._room(PART_BYTES + logprobs_bytes(piece.logprobs)).prompt_logprobs.append((ref, piece))
-        self._alarm.set(self._last_write + self._pacer.interval)
+        self._write_timer.set(self._last_write + self._pacer.interval)
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
-        """Joins what waits of the same choice, if anything does. In several parts, where one message can't hold it."""
+        """Joined with pending deltas of the same choice. Sent in several parts if it does not fit in one message."""
         num_bytes = delta_bytes(delta, form)
         if not num_bytes:
             return
@@ -147,7 +147,7 @@ class Outbox:
         else:
             for part in split_delta(delta, form):
                 self._put_delta(ref, part, form, delta_bytes(part, form))
-        self._alarm.set(AT_ONCE if at_once else self._last_write + self._pacer.interval)
+        self._write_timer.set(AT_ONCE if at_once else self._last_write + self._pacer.interval)
 
     def _put_delta(self, ref: int, delta: SequenceDelta, form: OutputForm, num_bytes: int) -> None:
         deltas = self._room(num_bytes).deltas
@@ -159,50 +159,51 @@ class Outbox:
             waiting[1].append(delta)
 
     def finished(self, finished: pb.Finished) -> None:
-        """Goes at once; the request no longer lives on the stream."""
+        """Sent at once. The request is no longer live on the stream."""
         self._room(PART_BYTES + finished.ByteSize()).finished.append(finished)
         self._set_live(max(self._num_live - 1, 0))
-        self._alarm.set(AT_ONCE)
+        self._write_timer.set(AT_ONCE)
 
     def update_refused(self, refused: pb.UpdateRefused) -> None:
-        """Goes at once."""
+        """Sent at once."""
         self._room(PART_BYTES + refused.ByteSize()).update_refused.append(refused)
-        self._alarm.set(AT_ONCE)
+        self._write_timer.set(AT_ONCE)
 
     def heartbeat(self) -> None:
-        """Tells the service's state, at once."""
+        """Sends the service's state at once."""
         self._room(PART_BYTES).heartbeat = pb.Heartbeat(state=self._state())
-        self._alarm.set(AT_ONCE)
+        self._write_timer.set(AT_ONCE)
 
     def begin_beats(self) -> None:
-        """From here on a heartbeat leaves whenever nothing else has for its time."""
+        """Starts the heartbeats: one is sent whenever no message has been sent for their interval."""
         self._next_beat = self._loop.call_later(self._heartbeat_s, self._beat)
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no more events will be added."""
         return self._closed
 
     def close(self, error: Exception | None = None) -> None:
-        """Nothing more will come: when all is written ``run`` returns, or raises ``error``."""
+        """Ends the input. When all pending output is written, ``run`` returns, or raises ``error``."""
         self._closed = True
         self._last_word = self._last_word or error
-        self._alarm.ring()
+        self._write_timer.ring()
 
     def fail(self, error: Exception) -> None:
-        """Drops what waits and ends ``run`` with ``error``, even while a reader holds it up. The first error counts."""
+        """Drops pending output and ends ``run`` with ``error``, even while a reader holds it up. The first error
+        counts."""
         if self._failure is not None:
             return
         self._failure = error
         self._drop_pending()
-        self._alarm.ring()
+        self._write_timer.ring()
         # A write that is not held up must not be cancelled: gRPC could send no status after half a message.
         self._loop.call_later(BLOCKED_S, self._cut)
 
-    # ------------------------------------------------------------------------------------------------ what comes out
+    # -------------------------------------------------------------------------------------------------------- output
 
     async def run(self) -> None:
-        """Writes until the outbox is closed and empty. Raises what ``write`` raises, or what ``fail`` was given."""
+        """Writes until the outbox is closed and empty. Raises what ``write`` raises, or the error given to ``fail``."""
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -217,7 +218,7 @@ class Outbox:
         if self._failure is not None:
             raise self._failure
         raw = self._ready.popleft()
-        self._alarm.reset(AT_ONCE if self._has_more else NEVER)
+        self._write_timer.reset(AT_ONCE if self._has_more else NEVER)
         self._last_write = self._loop.time()
         self._writer, self._writing_bytes = task, len(raw)
         try:
@@ -231,21 +232,21 @@ class Outbox:
             self._count(-len(raw))
         if self.is_stalled:
             self._last_taken = self._loop.time()
-            if self._pending_bytes <= self._backlog.threshold() // 2:
+            if self._pending_bytes <= self._buffer_budget.threshold() // 2:
                 self._set_stalled(False)
 
     async def _wait(self) -> bool:
-        """Waits until a message is due; False when there will be none any more."""
+        """Waits until a message is due; returns False when there are no more messages."""
         while True:
             if self._failure is not None:
                 raise self._failure
-            if self._has_more and (self._closed or self._alarm.is_due):
+            if self._has_more and (self._closed or self._write_timer.is_due):
                 return True
             if self._closed:
                 if self._last_word is not None:
                     raise self._last_word
                 return False
-            await self._alarm.wait()
+            await self._write_timer.wait()
 
     @property
     def _is_held_up(self) -> bool:
@@ -256,12 +257,12 @@ class Outbox:
         return bool(self._ready) or self._batch is not None
 
     def _room(self, num_bytes: int) -> PendingMessage:
-        """The batch that takes a part of so many bytes."""
+        """Returns the pending message that a part of ``num_bytes`` joins."""
         if self._failure is not None or self._closed:
-            return PendingMessage()  # nobody will read it
+            return PendingMessage()  # never sent
         self._pending_bytes += num_bytes
-        self._backlog.num_bytes += num_bytes
-        # Both are rare: what a step brings is less, and is written before the next one comes.
+        self._buffer_budget.num_bytes += num_bytes
+        # Both cases are rare: a step's output is smaller, and is written before the next step's arrives.
         if self._pending_bytes > (MAX_PART_BYTES if self._writer is None else HELD_UP_PART_BYTES):
             self._keep_bounds(num_bytes)
         batch = self._batch
@@ -271,52 +272,52 @@ class Outbox:
         return batch
 
     def _keep_bounds(self, num_bytes: int) -> None:
-        """Of the message that would take so many bytes more, and of all that is pending, with them."""
-        if not self.is_stalled and self._pending_bytes > self._backlog.threshold():
+        """Applies the limits on the message that grows by ``num_bytes``, and on all pending output including them."""
+        if not self.is_stalled and self._pending_bytes > self._buffer_budget.threshold():
             self._set_stalled(True)
         elif self._pending_bytes > MAX_STALLED_BYTES:
             self.fail(ServiceError(Reason.READER_TOO_SLOW))
         most = HELD_UP_PART_BYTES if self._is_held_up else MAX_PART_BYTES
         if self._batch is not None and not self._batch.has_room(num_bytes, most):
             self._close_batch()
-            self._alarm.set(AT_ONCE)
+            self._write_timer.set(AT_ONCE)
 
     def _close_batch(self) -> None:
-        """Makes it a message: nothing more joins it."""
+        """Serializes the pending message; later parts join the next one."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
         try:
             raw = self._encode(batch).SerializeToString()
         except Exception as error:
-            self.fail(error)  # not to whoever put something in: it is the stream that is broken
+            self.fail(error)  # not raised to the caller: the stream is broken, not the added part
             return
         self._ready.append(raw)
         self._count(len(raw) - batch.num_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self._pending_bytes += num_bytes
-        self._backlog.num_bytes += num_bytes
+        self._buffer_budget.num_bytes += num_bytes
 
     def _drop_pending(self) -> None:
-        """All but what is being written."""
+        """Drops all pending output except the message that is being written."""
         self._ready.clear()
         self._batch = None
         self._count(self._writing_bytes - self._pending_bytes)
         if self._reader_watch is not None:
             self._reader_watch.cancel()
 
-    # -------------------------------------------------------------------------------------------- a reader too slow
+    # -------------------------------------------------------------------------------------------------- slow readers
 
     def _set_stalled(self, is_stalled: bool) -> None:
         self.is_stalled = is_stalled
         self._count_active()
-        # Later: this may be the engine that puts in what a step brought, and it must not be changed amid that.
+        # Called later: the caller may be the engine, which must not be changed while it delivers a step's output.
         self._loop.call_soon(self._on_stall, is_stalled)
         if is_stalled:
             self._last_taken = self._loop.time()
             self._reader_watch = self._loop.call_later(STALLED_S, self._watch_reader)
-            self._loop.call_soon(self._close_batch)  # for a while nothing more will come
+            self._loop.call_soon(self._close_batch)  # no more output will arrive for a while
         elif self._reader_watch is not None:
             self._reader_watch.cancel()
 
@@ -340,7 +341,7 @@ class Outbox:
             and self._writer is not None
             and idle > STALLED_S + self._writing_bytes / SLOWEST_BYTES_PER_S
         ):
-            # It is less than what makes a stream stalled, but all requests have ended, and nobody reads what is left.
+            # Too little is pending for the stream to be stalled, but all requests have ended and the rest is not read.
             self.fail(ServiceError(Reason.READER_TOO_SLOW))
         if idle >= self._heartbeat_s and self._writer is None and not self._has_more:
             self.heartbeat()
@@ -348,30 +349,30 @@ class Outbox:
         self._next_beat = self._loop.call_later(max(self._heartbeat_s - idle, 0.01), self._beat)
 
     def _abandon(self) -> None:
-        """Nothing is written any more: what requests still bring is dropped."""
+        """Ends the writing: further output is dropped."""
         if self._next_beat is not None:
             self._next_beat.cancel()
         self._closed = True
         self._drop_pending()
         self._set_live(0)
-        # They know whoever has this outbox: circles, which would be there until the cycle collector comes by.
+        # They refer to the outbox's owner: reference cycles, which would remain until the garbage collector runs.
         self._write, self._on_stall = _nowhere, _nobody
-        self._failure = self._last_word = None  # and their tracebacks know the frames that know it
+        self._failure = self._last_word = None  # and their tracebacks refer to frames that refer to the outbox
 
     def _set_live(self, num_live: int) -> None:
         self._num_live = num_live
         self._count_active()
 
     def _count_active(self) -> None:
-        """A stream with live requests counts for the pace of all, unless it is stalled: then it has little to write."""
+        """Counts the stream as active if it has live requests and is not stalled: a stalled one has little to write."""
         is_active = self._num_live > 0 and not self.is_stalled
         self._pacer.add_streams(is_active - self._is_active)
         self._is_active = is_active
 
 
 async def _nowhere(message: object) -> None:
-    """Where an outbox writes that is done."""
+    """The ``write`` of an outbox that is done."""
 
 
 def _nobody(is_stalled: bool) -> None:
-    """Whom it tells of a reader that is slow."""
+    """The ``on_stall`` of an outbox that is done."""

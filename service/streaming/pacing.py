@@ -1,19 +1,19 @@
-"""Wakes one task at the earliest of the times that others ask for. Knows nothing of what is due then."""
+"""Wakes one task at the earliest of the requested times. Knows nothing about the work that is due then."""
 
 import asyncio
 import math
 
 TURN_S = 0.01
-"""Tasks that wait are woken together, this far apart: gRPC sends what is written in one turn of the loop in fewer
-system calls, and they cost more than all else about a message."""
+"""The interval at which waiting tasks are woken together. gRPC needs fewer system calls for messages written in one turn
+of the event loop, and system calls are the largest part of the cost of a message."""
 
 AT_ONCE = -math.inf
 NEVER = math.inf
 
 
 class WriteTimer:
-    """Set to a time by the loop's clock, at first to never; one task at a time may wait for it. All of it belongs to
-    the event loop."""
+    """A timer by the event loop's clock, for one waiting task at a time. Not set at first. For the event loop's thread
+    only."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -23,29 +23,29 @@ class WriteTimer:
 
     @property
     def is_due(self) -> bool:
-        """Whether its time has come."""
+        """Whether the time has been reached."""
         return self._due <= self._loop.time()
 
     def set(self, due: float) -> None:
-        """It rings at ``due`` at the latest. Whoever waits runs after the caller, never amid it: the engine puts a
-        step's events without a pause between them."""
+        """Makes the timer fire at ``due`` or earlier. The waiting task runs after the caller, never during the call,
+        because the engine delivers a step's events without a pause between them."""
         if due < self._due:
             self._due = due
             if self._waiter is not None:
                 self._arm()
 
     def reset(self, due: float) -> None:
-        """It rings at ``due``, whatever was asked for before. Nobody waits."""
+        """Makes the timer fire at ``due``, regardless of earlier calls. No task may be waiting."""
         assert self._waiter is None
         self._due = due
 
     def ring(self) -> None:
-        """Wakes whoever waits, now."""
+        """Wakes the waiting task now, if any."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until it rings."""
+        """Waits until the timer fires."""
         self._waiter = self._loop.create_future()
         self._arm()
         try:

@@ -1,4 +1,4 @@
-"""The parts of one message, before it is one, and what they take on the wire. Knows no stream."""
+"""The parts of a message before it is built, and their encoded sizes. Knows nothing about streams."""
 
 from typing import NamedTuple
 
@@ -9,27 +9,27 @@ from penstock.v1 import generation_pb2 as pb
 
 MAX_MESSAGE_BYTES = 64 << 10
 PART_BYTES = 48
-"""More than a part takes besides its text, ids and numbers."""
+"""An upper bound on a part's size besides its text, ids and numbers."""
 _ID_BYTES = 3
-"""Ids below 2**21 take no more."""
+"""The maximum size of an id below 2**21."""
 _FLOAT_BYTES = 4
 _LENGTH_BYTES = 2
-"""A token begins fewer than 2**14 characters."""
+"""The maximum size of a text length: fewer than 2**14 characters start in a token."""
 _CHAR_BYTES = 4
-"""No character takes more in UTF-8."""
+"""The maximum size of a character in UTF-8."""
 MAX_PART_BYTES = MAX_MESSAGE_BYTES - 1024
-"""What an empty message takes."""
+"""The maximum size of a part: it fits in an empty message."""
 
 
 class OutputForm(NamedTuple):
-    """Which parts of the output a request wants."""
+    """The parts of the output that a request receives."""
 
     text: bool
     token_ids: bool
 
 
 class PendingMessage:
-    """What one message will hold, in the order in which it came; the deltas of a choice become one."""
+    """The contents of a future message, in the order of arrival. The deltas of a choice are joined."""
 
     __slots__ = ("accepted", "deltas", "finished", "heartbeat", "num_bytes", "prompt_logprobs", "update_refused")
 
@@ -37,20 +37,20 @@ class PendingMessage:
         self.accepted: list[pb.Accepted] = []
         self.prompt_logprobs: list[tuple[int, PromptLogprobsChunk]] = []
         self.deltas: dict[tuple[int, int], tuple[OutputForm, list[SequenceDelta]]] = {}
-        """By ref and choice."""
+        """Deltas by ref and choice."""
         self.finished: list[pb.Finished] = []
         self.update_refused: list[pb.UpdateRefused] = []
         self.heartbeat: pb.Heartbeat | None = None
         self.num_bytes = 0
-        """At least what the message takes on the wire."""
+        """An upper bound on the message's encoded size."""
 
     def has_room(self, num_bytes: int, most: int = MAX_PART_BYTES) -> bool:
-        """Whether a part of so many bytes may still go in, where a message may have ``most``."""
+        """Returns whether a part of ``num_bytes`` still fits in a message of at most ``most`` bytes."""
         return self.num_bytes + num_bytes <= most
 
 
 def delta_bytes(delta: SequenceDelta, form: OutputForm) -> int:
-    """What a delta takes at most; 0 if there is nothing in it that its request wants."""
+    """Returns an upper bound on a delta's encoded size; 0 if none of its parts are in ``form``."""
     num_bytes = 0
     if form.text and delta.text:
         num_bytes = utf8_bytes(delta.text)
@@ -64,12 +64,12 @@ def delta_bytes(delta: SequenceDelta, form: OutputForm) -> int:
 
 
 def logprobs_bytes(logprobs: TokenLogprobs) -> int:
-    """What log-probabilities take at most."""
+    """Returns an upper bound on the encoded size of log-probabilities."""
     return _FLOAT_BYTES * len(logprobs.chosen) + (_ID_BYTES + _FLOAT_BYTES) * len(logprobs.top)
 
 
 def split(part: PromptLogprobsChunk) -> list[PromptLogprobsChunk]:
-    """The same in parts, of which two go into a message."""
+    """Splits ``part`` into parts of at most half a message."""
     num_top = part.logprobs.num_top
     most = (MAX_PART_BYTES // 2 - PART_BYTES) // (_FLOAT_BYTES + num_top * (_ID_BYTES + _FLOAT_BYTES))
     num_tokens = len(part.logprobs.chosen)
@@ -85,8 +85,8 @@ def split(part: PromptLogprobsChunk) -> list[PromptLogprobsChunk]:
 
 
 def split_delta(delta: SequenceDelta, form: OutputForm) -> list[SequenceDelta]:
-    """The same in parts, none above ``MAX_PART_BYTES``: its tokens, in order, and with the last of them the text. A
-    long text goes on in parts of its own; the last part has the end."""
+    """Splits ``delta`` into parts of at most ``MAX_PART_BYTES``: first its tokens, in order, with the text in the last
+    of these parts. The rest of a long text follows in separate parts. The last part has the end."""
     most_bytes = MAX_PART_BYTES // 3
     token_bytes = _ID_BYTES if form.token_ids else 0
     if delta.logprobs is not None:
@@ -114,7 +114,7 @@ def split_delta(delta: SequenceDelta, form: OutputForm) -> list[SequenceDelta]:
 
 
 def _entries(logprobs: TokenLogprobs, first: int, end: int) -> TokenLogprobs:
-    """Those of the tokens from ``first`` to before ``end``."""
+    """Returns the entries of the tokens in [first, end)."""
     num_top = logprobs.num_top
     top = slice(first * num_top, end * num_top)
     return TokenLogprobs(num_top, logprobs.chosen[first:end], logprobs.top_token_ids[top], logprobs.top[top])

@@ -31,11 +31,11 @@ class SpecialTokenGuard:
     whole prompt, and all that a tokenizer looks at beyond a single word is as it should be.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, specials: Mapping[int, tokenizers.AddedToken]) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[int, tokenizers.AddedToken]) -> None:
         """Adds the aliases to ``tokenizer``, above its own ids."""
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        self._id_of = {token.content: token_id for token_id, token in specials.items()}
+        self._id_of = {token.content: token_id for token_id, token in special_tokens.items()}
         any_of_them = _any_of(sorted(self._id_of)) if self._id_of else "(?!)"
         self._templates = re.compile(any_of_them)
         self._beginnings = re.compile(f"(?=(?:{any_of_them}))(.)", re.DOTALL)
@@ -45,8 +45,8 @@ class SpecialTokenGuard:
         """Whether a token may stand for any number of spaces around it."""
         secret = f"\U0010fffd{secrets.token_hex(8)}"
         self._alias_of: dict[str, str] = {}
-        self._single_words = frozenset(token.content for token in specials.values() if token.single_word)
-        for token in specials.values():
+        self._single_words = frozenset(token.content for token in special_tokens.values() if token.single_word)
+        for token in special_tokens.values():
             alias = self._alias_of[token.content] = _alias(token, secret)
             flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             tokenizer.add_tokens([tokenizers.AddedToken(alias, **flags)])

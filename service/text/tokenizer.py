@@ -12,7 +12,7 @@ import tokenizers
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.scheduler.request import Context, Prompt
-from penstock.service.auth.identity import DEFAULT_TENANT, Principal, current_caller
+from penstock.service.auth.identity import DEFAULT_TENANT, Principal, current_principal
 from penstock.service.chat_templates.chat_template import ChatTemplate, TemplateInput, TemplateMessage
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
@@ -56,28 +56,32 @@ class Tokenizer:
             facts.vocab_size, facts.special_tokens, facts.eos_token_ids
         )  # fmt: skip
         _mark_special(library, self.special_tokens)
-        specials = {token_id: token for token_id, token in library.get_added_tokens_decoder().items() if token.special}
-        self.special_ids = frozenset(token_id for token_id in specials if token_id < self.vocab_size)
+        special_tokens = {
+            token_id: token for token_id, token in library.get_added_tokens_decoder().items() if token.special
+        }
+        self.special_ids = frozenset(token_id for token_id in special_tokens if token_id < self.vocab_size)
         """Ids that leave no trace in a text, unless special tokens are asked for."""
-        self.spells_with_foreign = any(token_id not in specials for token_id in range(facts.vocab_size, facts.num_ids))
+        self.spells_with_foreign = any(
+            token_id not in special_tokens for token_id in range(facts.vocab_size, facts.num_ids)
+        )
         """Whether it may make tokens of a text that the model does not have."""
         try:
             self.pieces = TokenTextTable(library, self.vocab_size, self.special_ids, files.decoder)
             """What each token adds to a text."""
         except UnsupportedDecoder as error:
             raise TokenizerError(f"{files.path}: decoder {error} is not supported: use another model") from error
-        self.longest_token_bytes = longest_token_bytes(library, files.vocabulary.keys(), specials)
+        self.longest_token_bytes = longest_token_bytes(library, files.vocabulary.keys(), special_tokens)
         """The most bytes of a caller's text that one token stands for, where that is known."""
         try:
-            self._specials = SpecialTokenGuard(library, specials)
+            self._special_token_guard = SpecialTokenGuard(library, special_tokens)
         except (RecursionError, OverflowError) as error:
             raise TokenizerError(
                 f"{files.path}: too many special tokens begin with one another: use another model"
             ) from error
         self._longest_rendered = None
         """The most characters of a rendered template that one token stands for, where that is known."""
-        if self.longest_token_bytes is not None and not self._specials.takes_spaces:
-            self._longest_rendered = max(self.longest_token_bytes, self._specials.longest_name)
+        if self.longest_token_bytes is not None and not self._special_token_guard.takes_spaces:
+            self._longest_rendered = max(self.longest_token_bytes, self._special_token_guard.longest_name)
         self._library = library
         self._templates = files.templates
         self.reasoning = Reasoning(
@@ -130,12 +134,14 @@ class Tokenizer:
         sequence, which ``truncation`` leaves there; in the text there are none. Raises ServiceError, also where there
         are more tokens than ``limit`` allows, which does not count for a text that is truncated."""
         _check_size((text,), "text")
-        token_ids = self._specials.encode(text, add_special_tokens, limit=limit if truncation is None else None)
+        token_ids = self._special_token_guard.encode(
+            text, add_special_tokens, limit=limit if truncation is None else None
+        )
         if truncation is None or len(token_ids) <= truncation.max_tokens:
             return token_ids
         if not add_special_tokens or not self._library.num_special_tokens_to_add(False):
             return truncation.cut(token_ids)
-        return truncation.cut_inside(token_ids, self._specials.encode(text, False))
+        return truncation.cut_inside(token_ids, self._special_token_guard.encode(text, False))
 
     def encode_chat(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
         """A conversation: special tokens where the template has them, none where a text of the caller's does.
@@ -144,20 +150,20 @@ class Tokenizer:
         """
         rendered = self._template_of(chat).render(chat)
         self._check_rendered(rendered, limit)
-        return self._specials.encode_template(rendered, limit=limit)
+        return self._special_token_guard.encode_template(rendered, limit=limit)
 
     def encode_after(self, text: str, limit: PromptLimit | None = None) -> list[int]:
         """A caller's text that follows other tokens: tokenized by itself, without special tokens and without the space
         that some tokenizers put before a beginning. Raises ServiceError as ``encode`` does."""
         _check_size((text,), "text")
-        return self._specials.encode(text, False, follows=True, limit=limit)
+        return self._special_token_guard.encode(text, False, follows=True, limit=limit)
 
     def encode_chat_after(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
         """New messages of a conversation whose tokens end with an answer of the assistant's: the end of that turn, and
         the messages. Raises ServiceError as ``encode_chat`` does."""
         rendered = self._template_of(chat).render_after_answer(chat)
         self._check_rendered(rendered, limit)
-        return self._specials.encode_template(rendered, follows=True, limit=limit)
+        return self._special_token_guard.encode_template(rendered, follows=True, limit=limit)
 
     def _check_rendered(self, rendered: str, limit: PromptLimit | None) -> None:
         """Refuses what has too many tokens whatever they are. Raises ServiceError."""
@@ -273,7 +279,7 @@ class TokenizerPool:
         cancelled; any other is dropped.
         """
         lane = self._long if num_bytes > _LONG_BYTES else self._short
-        return await lane.run(work, num_bytes, current_caller.get(_NOBODY).tenant if tenant is None else tenant)
+        return await lane.run(work, num_bytes, current_principal.get(_NOBODY).tenant if tenant is None else tenant)
 
     def limit(self, field: str, room_for_output: int = 1) -> PromptLimit:
         """The most tokens of a prompt that stands in ``field``, by the model's context."""

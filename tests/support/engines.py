@@ -16,7 +16,7 @@ from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Wanted
 from penstock.models.structured_output.manager import grammars_of
 from penstock.models.worker.runner import Runner
-from penstock.models.worker.speculation import check_speculation, make_drafter, make_drafting
+from penstock.models.worker.speculation import check_speculation, make_controller, make_drafter
 from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
@@ -74,7 +74,7 @@ class InProcessExecutor:
 
     def _drafting(self, config: WorkerConfig, backend: Backend) -> SpeculationController | None:
         if config.speculation is None or not self._is_eager:
-            return make_drafting(config, backend)
+            return make_controller(config, backend)
         return Eager(make_drafter(config, backend), config.speculation.num_speculative_tokens)
 
     def submit(self, plan: StepPlan) -> None:
@@ -95,7 +95,7 @@ class InProcessExecutor:
                 raise ExecutorError("it dies here")
             yield self._due.popleft()()
 
-    def condemn(self, why: str) -> None:
+    def kill(self, why: str) -> None:
         raise AssertionError(why)
 
     async def stop(self) -> None:

@@ -42,7 +42,7 @@ def batch(tool, threaded_service, tmp_path):
     return Run()
 
 
-def num_lines(path):
+def num_sampled(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
@@ -146,7 +146,7 @@ def test_killed_in_the_middle_it_goes_on_and_answers_each_line_once(batch):
     batch.write(*({"id": i, "prompt": f"prompt number {i}"} for i in range(60)))
     first = batch.start("--concurrency", "4")
     try:
-        wait_until(lambda: num_lines(batch.output) >= 12)
+        wait_until(lambda: num_sampled(batch.output) >= 12)
     finally:
         first.kill()
         first.communicate()
@@ -168,7 +168,7 @@ def test_killed_in_the_middle_it_goes_on_and_answers_each_line_once(batch):
 def test_interrupted_it_says_how_to_go_on(batch, number):
     batch.write({"id": 1, "prompt": "one"}, {"id": 2, "prompt": "hang"})
     process = batch.start()
-    wait_until(lambda: num_lines(batch.output) == 1)
+    wait_until(lambda: num_sampled(batch.output) == 1)
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -270,7 +270,7 @@ def test_on_a_terminal_lines_are_typed_and_progress_is_shown(batch, open_termina
     terminal = open_terminal("generate", "--target", batch.service.target, "--input", "-", "--output", batch.output)
     terminal.wait_for("0 lines")
     terminal.type('{"id": 1, "prompt": "hello"}\n')
-    wait_until(lambda: num_lines(batch.output) == 1)
+    wait_until(lambda: num_sampled(batch.output) == 1)
     terminal.type("\x04")
     assert "tokens/s" in terminal.wait_for("1 lines done")
     assert terminal.end() == 0

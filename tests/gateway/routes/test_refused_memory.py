@@ -143,7 +143,9 @@ async def test_what_is_too_long_for_a_message_to_the_service_or_from_it_is_not_k
         if path != "/detokenize"  # whose tokens take fewer bytes there
     }
     grown["from it"] = await sender.grown(
-        "/v1/responses/input_tokens", as_json(**ASKED["/v1/responses/input_tokens"](answer)), "the response is limited to"
+        "/v1/responses/input_tokens",
+        as_json(**ASKED["/v1/responses/input_tokens"](answer)),
+        "the response is limited to",
     )
     with_wide_ids = '{"prompt": "%s"}' % ("\u00e9" * (3 * MIB // 2))  # two tokens a letter, two bytes a token
     grown["tokens"] = await sender.grown("/tokenize", with_wide_ids.encode(), "the response is limited to")

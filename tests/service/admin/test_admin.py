@@ -274,8 +274,8 @@ async def test_what_was_changed_is_logged_with_who_did_it(start_service, keys, c
         await service.admin.UpdateSettings(request, metadata=key)
     assert caplog.messages == [
         "by tenant acme: new requests are refused",
-        "by tenant acme: new requests are taken again",
-        "by tenant acme: 0 cached blocks are forgotten",
+        "by tenant acme: new requests are accepted again",
+        "by tenant acme: 0 cached blocks are dropped",
         'by tenant acme: settings: max_num_seqs: 7 tenants { tenant: "b" }',
     ]
 

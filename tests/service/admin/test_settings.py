@@ -203,7 +203,7 @@ class TestChanging:
             (
                 {"tenants": [tenant("a")], "forget_tenants": ["a"]},
                 "tenants[0].tenant",
-                "in forget_tenants too; name it",
+                "also in forget_tenants; name it",
             ),
             ({"tenants": [tenant("a/b")]}, "tenants[0].tenant", "must be letters, digits"),
         ],
@@ -228,7 +228,7 @@ class TestChanging:
         named, text = await refusal(service, details_of, max_num_seqs=65)
         assert named == "max_num_seqs"
         assert text == (
-            "max_num_seqs: must be at most max_num_batched_tokens, 64, so that each row gets a token; it is 65: "
+            "max_num_seqs: must be at most max_num_batched_tokens, 64, so that each row gets a token; it is 65; "
             + remedy
         )
 

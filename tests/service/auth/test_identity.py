@@ -46,13 +46,13 @@ def test_keys_are_known_by_their_hashes(keys):
 
 def test_a_key_may_have_several_rights_in_any_order(tmp_path, load_keys):
     path = tmp_path / "keys"
-    for rights, caller in (
+    for rights, principal in (
         ("admin", Principal("acme", may_administer=True)),
         ("admin act-for-others", Principal("acme", may_act_for_others=True, may_administer=True)),
         ("act-for-others admin", Principal("acme", may_act_for_others=True, may_administer=True)),
     ):
         path.write_text(f"{hash_key(KEY)} acme {rights}\n")
-        assert load_keys(path).authenticate(bearer(KEY)) == caller
+        assert load_keys(path).authenticate(bearer(KEY)) == principal
 
 
 @pytest.mark.parametrize(

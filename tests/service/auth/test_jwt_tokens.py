@@ -40,18 +40,18 @@ def keys(issuer):
 
 def refusal(keys, token):
     with pytest.raises(ServiceError) as error:
-        keys.caller_of(token)
+        keys.principal_of(token)
     assert error.value.reason is Reason.UNAUTHENTICATED
     return error.value.message
 
 
 @pytest.mark.parametrize("kid", ["rsa", "ec", "ed"])
 def test_each_kind_of_key_signs(issuer, keys, kid):
-    assert keys.caller_of(issuer.token(kid)) == Principal("acme")
+    assert keys.principal_of(issuer.token(kid)) == Principal("acme")
 
 
 @pytest.mark.parametrize(
-    ("scope", "caller"),
+    ("scope", "principal"),
     [
         ("", Principal("acme")),
         ("openid admin act-for-others", Principal("acme")),
@@ -62,20 +62,20 @@ def test_each_kind_of_key_signs(issuer, keys, kid):
         (None, Principal("acme")),
     ],
 )
-def test_rights_are_words_of_a_claim(issuer, keys, scope, caller):
-    assert keys.caller_of(issuer.token(scope=scope)) == caller
+def test_rights_are_words_of_a_claim(issuer, keys, scope, principal):
+    assert keys.principal_of(issuer.token(scope=scope)) == principal
 
 
 def test_claims_may_have_other_names(issuer):
     rules = TokenRules(RULES.issuer, RULES.audience, "https://id.example/team", "roles")
     token = issuer.token(**{"https://id.example/team": "zenith", "roles": ["penstock:admin"]})
-    assert parse(issuer.jwks(), rules).caller_of(token) == Principal("zenith", may_administer=True)
+    assert parse(issuer.jwks(), rules).principal_of(token) == Principal("zenith", may_administer=True)
 
 
 def test_clocks_may_differ_a_little(issuer, keys):
     now = time.time()
-    assert keys.caller_of(issuer.token(exp=now - 5)) is not None
-    assert keys.caller_of(issuer.token(nbf=now + 5)) is not None
+    assert keys.principal_of(issuer.token(exp=now - 5)) is not None
+    assert keys.principal_of(issuer.token(nbf=now + 5)) is not None
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_token_that_is_not_for_here_and_now_is_told_why(issuer, keys, claims, 
 
 
 def test_several_audiences_are_enough_where_ours_is_among_them(issuer, keys):
-    assert keys.caller_of(issuer.token(aud=["another", "penstock"])) is not None
+    assert keys.principal_of(issuer.token(aud=["another", "penstock"])) is not None
 
 
 def test_a_stranger_is_told_nothing(issuer, other_issuer, keys):
@@ -146,7 +146,7 @@ def test_a_public_key_is_no_secret_to_sign_with(issuer, keys):
 
 def test_what_is_no_token_is_left_to_others(keys):
     for credential in ("k" * 40, "a.b", "a.b.c.d", "x." * 2 + "y" * 10_000):
-        assert keys.caller_of(credential) is None
+        assert keys.principal_of(credential) is None
 
 
 def test_keys_that_sign_nothing_here_are_passed_over(issuer):
@@ -162,7 +162,7 @@ def test_keys_that_sign_nothing_here_are_passed_over(issuer):
         {"kty": "new", "kid": "new"},
     ]
     keys = parse({"keys": [*others, ours]})
-    assert keys.caller_of(issuer.token("rsa")) == Principal("acme")
+    assert keys.principal_of(issuer.token("rsa")) == Principal("acme")
     assert refusal(keys, issuer.token("rsa", headers={"kid": "other"})).startswith("no valid API key")
     with pytest.raises(FileError, match="holds no key that signs tokens"):
         parse({"keys": others})

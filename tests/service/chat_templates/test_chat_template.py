@@ -212,5 +212,5 @@ def test_a_template_that_tests_for_special_tokens_sees_the_content_as_it_is(cont
     assert tokenizer.render_chat(chat) == expected.render(messages=[{"role": "assistant", "content": content}])
     splits = "</think>" in content
     turn, end, opens, closes = map(library.token_to_id, ("<|turn|>", "<|end|>", "<think>", "</think>"))
-    specials = [token_id for token_id in tokenizer.encode_chat(chat) if token_id in tokenizer.special_ids]
-    assert specials == [turn, *([opens, closes] if splits else []), end]
+    special_tokens = [token_id for token_id in tokenizer.encode_chat(chat) if token_id in tokenizer.special_ids]
+    assert special_tokens == [turn, *([opens, closes] if splits else []), end]

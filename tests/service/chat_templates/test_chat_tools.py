@@ -43,14 +43,14 @@ WEATHER = {
 TIME = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 
 
-def write(directory, specials, named, template):
+def write(directory, special_tokens, named, template):
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
     library.train_from_iterator(["What is the weather in a city? tool call"], trainer)
-    library.add_special_tokens([AddedToken(special) for special in specials])
+    library.add_special_tokens([AddedToken(special) for special in special_tokens])
     library.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **named}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
@@ -81,8 +81,8 @@ def references(directories):
 @pytest.fixture
 def load(tmp_path):
     """A tokenizer with a template of the test's own."""
-    return lambda template, specials=SPECIALS["qwen3"]: Tokenizer.load(
-        write(tmp_path, specials, {"eos_token": specials[-1]}, template)
+    return lambda template, special_tokens=SPECIALS["qwen3"]: Tokenizer.load(
+        write(tmp_path, special_tokens, {"eos_token": special_tokens[-1]}, template)
     )
 
 
@@ -206,10 +206,10 @@ def test_no_text_of_a_caller_becomes_a_special_token(kind, loaded):
         result = RESULT | {"content": hostile, "tool_call_id": hostile, "name": hostile}
         chat = chat_of([QUESTION, call, result], [tool], {"date_string": hostile})
 
-        def specials(chat):
+        def special_tokens(chat):
             return [token_id for token_id in ids_of(tokenizer, chat) if token_id in tokenizer.special_ids]
 
-        assert specials(chat) == specials(plain)
+        assert special_tokens(chat) == special_tokens(plain)
         assert hostile in text_of(tokenizer, chat)
 
 

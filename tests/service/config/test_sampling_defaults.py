@@ -128,12 +128,12 @@ def convert(byte_tokenizer):
 
     async def make(defaults, **sampling):
         validator = Validator(ModelLimits(byte_tokenizer.vocab_size, 4096))
-        converter = RequestBuilder(
+        request_builder = RequestBuilder(
             validator, pool, "m", 4096, max_retain_s=1, grammars=GrammarChecks(byte_tokenizer), defaults=defaults
         )
         start = pb.Start(text="hello", sampling=pb.Sampling(**sampling))
-        converter.check(start)
-        return await converter.prepare(start, Origin("id", "t", time.monotonic()), lambda event: None)
+        request_builder.check(start)
+        return await request_builder.prepare(start, Origin("id", "t", time.monotonic()), lambda event: None)
 
     yield make
     pool.close()

@@ -18,7 +18,7 @@ from waiting import until
 
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import UncheckedSlots
-from penstock.service.streaming import backlog, outbox
+from penstock.service.streaming import buffer_budget, outbox
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -99,8 +99,8 @@ def fast_service(seconds_per_step: float) -> FakeExecutor:
 @pytest.fixture
 def small(monkeypatch):
     """Bounds that a few streams reach at once."""
-    monkeypatch.setattr(backlog, "MAX_STREAM_BYTES", 100_000)
-    monkeypatch.setattr(backlog, "MAX_TOTAL_BYTES", 1_000_000)
+    monkeypatch.setattr(buffer_budget, "MAX_STREAM_BYTES", 100_000)
+    monkeypatch.setattr(buffer_budget, "MAX_TOTAL_BYTES", 1_000_000)
 
 
 async def test_reliability_figure_13_8_stalled_readers(start_service, small, monkeypatch):
@@ -112,7 +112,7 @@ async def test_reliability_figure_13_8_stalled_readers(start_service, small, mon
         # Two plans were under way; from then on the one that is read is alone, and the others keep their place.
         assert await rows_a_step(service, 30) < 1.5
         assert service.engine.stats().requests == 9
-        assert service.server._running.generation._backlog.num_bytes < 1_500_000
+        assert service.server._running.generation._buffer_budget.num_bytes < 1_500_000
         # One that is read again goes on at once, with all that it had missed.
         waking = asyncio.create_task(stalled[0].read())
         await until(lambda: len(stalled[0].text) > 3000)
@@ -131,7 +131,7 @@ async def test_reliability_figure_13_8_stalled_readers(start_service, small, mon
     reader.call.cancel()
     await reading
     await until(lambda: service.engine.stats().requests == 0)
-    assert service.server._running.generation._backlog.num_bytes == 0
+    assert service.server._running.generation._buffer_budget.num_bytes == 0
     assert service.blocks_in_use == 0
     for one in (reader, *stalled, *cut_off):
         one.check_text()

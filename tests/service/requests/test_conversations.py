@@ -170,11 +170,15 @@ def test_books_balance_whatever_happens(make, clock):
         )
         kept.find(str(chance.randrange(index + 1)), tenant)
         clock.now += chance.random() * 0.02
-        shelves = kept._shelves
-        assert kept.num_tokens == sum(shelf.num_tokens for shelf in shelves.values()) <= FULL_TENANTS * 200
-        assert len(kept) == sum(len(shelf) for shelf in shelves.values())
-        assert all(len(shelf) and shelf.num_tokens <= 200 for shelf in shelves.values())
+        tenants = kept._tenants
+        assert (
+            kept.num_tokens
+            == sum(one.num_tokens for one in tenants.values())
+            <= FULL_TENANTS * 200
+        )
+        assert len(kept) == sum(len(one) for one in tenants.values())
+        assert all(len(one) and one.num_tokens <= 200 for one in tenants.values())
     clock.now += 10
     kept.find("x", "a")
-    assert not kept._shelves
+    assert not kept._tenants
     assert kept.num_tokens == 0

@@ -220,14 +220,14 @@ async def preparing(open_stream, monkeypatch):
     """A stream whose requests stay in preparation until ``go`` is set."""
     stream = await open_stream()
     stream.go = asyncio.Event()
-    converter = stream.service.server._running.generation._surroundings.converter
-    prepare = converter.prepare
+    request_builder = stream.service.server._running.generation._request_context.request_builder
+    prepare = request_builder.prepare
 
     async def when_told(*arguments):
         await stream.go.wait()
         return await prepare(*arguments)
 
-    monkeypatch.setattr(converter, "prepare", when_told)
+    monkeypatch.setattr(request_builder, "prepare", when_told)
     return stream
 
 

@@ -86,8 +86,8 @@ async def test_ids_of_too_much_text_are_refused_before_it_is_made(
     monkeypatch.setattr(type(byte_tokenizer), "decode", lambda *_: "")
     long = pb.DetokenizeRequest(token_ids=[120] * 13)
     assert await refused_field(detokenize(long), details_of) == "token_ids"
-    specials = pb.DetokenizeRequest(token_ids=[256] * 10, include_special_tokens=True)
-    assert await refused_field(detokenize(specials), details_of) == "token_ids"
+    special_tokens = pb.DetokenizeRequest(token_ids=[256] * 10, include_special_tokens=True)
+    assert await refused_field(detokenize(special_tokens), details_of) == "token_ids"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from waiting import until
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta, StopMatch
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.streaming import backlog as backlog_module, outbox as outbox_module, pacing as alarm_module
-from penstock.service.streaming.backlog import BufferBudget, WritePacer
+from penstock.service.streaming import buffer_budget as backlog_module, outbox as outbox_module, pacing as alarm_module
+from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import stream_message
 from penstock.service.streaming.outbox import Outbox
 from penstock.service.streaming.pending_message import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PART_BYTES, OutputForm
@@ -44,13 +44,13 @@ async def make_outbox():
     """Outboxes whose ``run`` is a task."""
     tasks = []
 
-    def make(pacer=None, heartbeat_s=60.0, run=True, backlog=None):
+    def make(pacer=None, heartbeat_s=60.0, run=True, buffer_budget=None):
         writer = Writer()
         outbox = Outbox(
             writer.write,
             stream_message,
             pacer or WritePacer(),
-            backlog or BufferBudget(),
+            buffer_budget or BufferBudget(),
             lambda: pb.SERVICE_STATE_SERVING,
             writer.stalls.append,
             heartbeat_s,
@@ -239,12 +239,12 @@ async def test_streams_that_wait_leave_in_the_same_turn_of_the_loop(make_outbox,
         await turns()
         await asyncio.sleep(0.002)
         outbox.delta(1, delta(), TEXT, False)
-        waiting.append(outbox._alarm)
-    timers = [alarm._timer.when() for alarm in waiting]
-    assert len({alarm._due for alarm in waiting}) == 3
+        waiting.append(outbox._write_timer)
+    timers = [write_timer._timer.when() for write_timer in waiting]
+    assert len({write_timer._due for write_timer in waiting}) == 3
     assert len(set(timers)) == 1
     assert timers[0] % 1e4 == 0
-    assert all(alarm._due <= timers[0] for alarm in waiting)
+    assert all(write_timer._due <= timers[0] for write_timer in waiting)
 
 
 async def test_only_streams_with_live_requests_count(make_outbox):
@@ -287,7 +287,7 @@ async def test_a_busy_stream_has_none(make_outbox):
 
 
 def pending(outbox):
-    return outbox._backlog.num_bytes
+    return outbox._buffer_budget.num_bytes
 
 
 async def fill(outbox, num_bytes):
@@ -400,19 +400,19 @@ async def test_a_stalled_stream_that_fills_on_is_cut_off_at_once(make_outbox, sm
 
 async def test_all_streams_together_have_a_bound_and_the_fullest_is_stalled_first(make_outbox, monkeypatch):
     monkeypatch.setattr(backlog_module, "MAX_TOTAL_BYTES", 2_000_000)
-    backlog = BufferBudget()
-    streams = [make_outbox(backlog=backlog) for _ in range(12)]
+    buffer_budget = BufferBudget()
+    streams = [make_outbox(buffer_budget=buffer_budget) for _ in range(12)]
     for _, writer, _ in streams:
         writer.open.clear()
     first = streams[0][0]
     while not first.is_stalled:
         await fill(first, 1_000)
-    assert 990_000 <= backlog.num_bytes < 1_010_000  # alone it has half
+    assert 990_000 <= buffer_budget.num_bytes < 1_010_000  # alone it has half
     while not all(outbox.is_stalled for outbox, _, _ in streams[:10]):
         for outbox, _, _ in streams[:10]:
             if not outbox.is_stalled:
                 await fill(outbox, 1_000)
-    assert 1_890_000 < backlog.num_bytes <= 2_000_000
+    assert 1_890_000 < buffer_budget.num_bytes <= 2_000_000
     reader, writer, _ = streams[11]
     writer.open.set()
     await fill(reader, 1_000_000)
@@ -421,7 +421,7 @@ async def test_all_streams_together_have_a_bound_and_the_fullest_is_stalled_firs
     for task in held:
         task.cancel()
     await asyncio.gather(*held, return_exceptions=True)
-    assert backlog.num_bytes == 0
+    assert buffer_budget.num_bytes == 0
 
 
 async def test_a_message_that_cannot_be_made_ends_the_stream(make_outbox, monkeypatch):

@@ -42,13 +42,13 @@ def encoded(monkeypatch):
     lengths = []
 
     def watch(tokenizer):
-        encoding = tokenizer._specials._encoding
+        encoding = tokenizer._special_token_guard._encoding
 
         def counted(text, add_special_tokens):
             lengths.append(len(text))
             return encoding(text, add_special_tokens)
 
-        monkeypatch.setattr(tokenizer._specials, "_encoding", counted)
+        monkeypatch.setattr(tokenizer._special_token_guard, "_encoding", counted)
         return lengths
 
     return watch

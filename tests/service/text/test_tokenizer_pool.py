@@ -9,7 +9,7 @@ import pytest
 from waiting import until
 
 from penstock.kv.block_hash import hash_blocks
-from penstock.service.auth.identity import Principal, current_caller
+from penstock.service.auth.identity import Principal, current_principal
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.thread_pool import FairThreadPool
@@ -126,7 +126,7 @@ async def test_work_without_a_tenant_is_the_callers(pool):
     gate = threading.Event()
     blocked = []
     for tenant in ("a", "a", "b"):
-        current_caller.set(Principal(tenant))
+        current_principal.set(Principal(tenant))
         blocked.append(asyncio.create_task(pool.run(gate.wait, 100)))
     await asyncio.sleep(0)
     assert set(pool._short._waiting_bytes) == {"a", "b"}

@@ -203,7 +203,7 @@ def left(service: Any) -> dict[str, float]:
         "live requests": service.server._running.generation.num_live,
         "the engine's requests": service.engine.stats().requests,
         "blocks": service.blocks_in_use,
-        "pending bytes": service.server._running.generation._backlog.num_bytes,
+        "pending bytes": service.server._running.generation._buffer_budget.num_bytes,
         "tasks": len(asyncio.all_tasks()),
         "descriptors": psutil.Process().num_fds(),
     }

@@ -44,7 +44,7 @@ def framed(message):
 class OneKey:
     """Of one tenant."""
 
-    def caller_of(self, credential):
+    def principal_of(self, credential):
         return Principal("one") if credential == "key" else None
 
 
@@ -191,7 +191,7 @@ async def test_a_tenant_may_not_have_all_messages_that_are_on_their_way(start_se
     """Its next ones wait for its own; another tenant's do not."""
 
     class Keys:
-        def caller_of(self, credential):
+        def principal_of(self, credential):
             return Principal(credential)
 
     monkeypatch.setattr(call_limits, "HOLD_S", 3600.0)
@@ -235,7 +235,7 @@ async def test_waiting_calls_of_a_tenant_do_not_keep_another_out(start_service, 
     """Nor the operators, whatever callers hold."""
 
     class Keys:
-        def caller_of(self, credential):
+        def principal_of(self, credential):
             return Principal(credential, may_administer=credential == "operator")
 
     for name, value in (("HOLD_S", 3600.0), ("MESSAGES", 1), ("_WAITING_OF_TENANT", 2), ("_MAX_WAITING", 2)):

@@ -149,7 +149,7 @@ async def test_silent_connections_leave_room_for_callers(start_service, monkeypa
     """They take all there are, and come again as often as they are closed."""
 
     class Keys:
-        def caller_of(self, credential):
+        def principal_of(self, credential):
             return Principal("one")
 
     monkeypatch.setattr(connections, "LOOK_S", 0.02)

@@ -87,7 +87,7 @@ async def test_unfinished_messages_end_and_idle_streams_go_on(start_service, mon
     """However many messages the idle ones have had before."""
 
     class Keys:
-        def caller_of(self, credential):
+        def principal_of(self, credential):
             return Principal("one")
 
     for name, value in (("LOOK_S", 0.05), ("QUIET_S", 0.1), ("MAX_UNFINISHED_BYTES", 2 * MIB)):

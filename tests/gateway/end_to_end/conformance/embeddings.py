@@ -22,7 +22,7 @@ OWN = (
     Case("input", "several lists of ids", {"input": [IDS]}, is_the_vector_of_its_text),
     Case("input", "an empty list", {"input": []}, support=REFUSED),
     Case("input", "an empty text", {"input": ""}, support=REFUSED),
-    Case("dimensions", "so many values, scaled anew", {"dimensions": 8}, is_of_length(8)),
+    Case("dimensions", "this many values, scaled again", {"dimensions": 8}, is_of_length(8)),
     Case("dimensions", "more than the model has", {"dimensions": 2**20}, support=REFUSED),
     Case("encoding_format", "float or base64", {"encoding_format": "base64"}, is_the_same_in_either_form),
     Case("encoding_format", "others", {"encoding_format": "int8"}, support=REFUSED),

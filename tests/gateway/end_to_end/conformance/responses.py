@@ -60,7 +60,7 @@ OWN = (
     Case("top_logprobs", "more than 20", {"top_logprobs": 21}, support=REFUSED),
     Case("metadata", "comes back", {"metadata": {"a": "b"}}, comes_back("metadata", {"a": "b"})),
     Case("user", "comes back", {"user": "me"}, comes_back("user", "me")),
-    Case("parallel_tool_calls", "false keeps the first call alone",
+    Case("parallel_tool_calls", "false keeps only the first call",
          {**says(CALL + OTHER_CALL), "parallel_tool_calls": False}, has_a_call, service="scripted"),
     Case("reasoning", "effort: a variable of the template", {"reasoning": {"effort": "low"}},
          comes_back("reasoning", {"effort": "low"})),
