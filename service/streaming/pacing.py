@@ -4,8 +4,8 @@ import asyncio
 import math
 
 TURN_S = 0.01
-"""The interval at which waiting tasks are woken together. gRPC needs fewer system calls for messages written in one turn
-of the event loop, and system calls are the largest part of the cost of a message."""
+"""The interval at which waiting tasks are woken together. Messages written in one turn of the event loop need fewer
+system calls, which are the largest part of the cost of a message."""
 
 AT_ONCE = -math.inf
 NEVER = math.inf
