@@ -200,7 +200,7 @@ class TestSettings:
             said = failure(capsys, "settings", "--max-num-seqs", "9")
             assert said == (
                 "penstock settings: --max-num-seqs: must be at most --max-num-batched-tokens, 8, so that each row gets "
-                "a token; it is 9: lower it, or raise --max-num-batched-tokens too\n"
+                "a token; it is 9; lower it, or raise --max-num-batched-tokens too\n"
             )
         finally:
             limits = {name: str(before[name]) for name in ("max_num_seqs", "max_num_batched_tokens")}

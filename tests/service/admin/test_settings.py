@@ -181,12 +181,12 @@ class TestChanging:
             (
                 {"max_num_batched_tokens": 31},
                 "max_num_batched_tokens",
-                "at least max_num_seqs, 32, .* 31: raise it, or lower max_num_seqs too$",
+                "at least max_num_seqs, 32, .* 31; raise it, or lower max_num_seqs too$",
             ),
             (
                 {"max_num_batched_tokens": 39, "max_num_seqs": 40},
                 "max_num_batched_tokens",
-                "at least max_num_seqs, 40, .* 39: raise it, or lower max_num_seqs$",
+                "at least max_num_seqs, 40, .* 39; raise it, or lower max_num_seqs$",
             ),
             (
                 {"max_num_batched_tokens": 31, "max_num_seqs": 257},
