@@ -68,12 +68,12 @@ class GatewayMetrics:
     @contextmanager
     def request(self, scope: Scope) -> Iterator[RequestRecord]:
         """Counts a request, for as long as the block takes."""
-        exchanged, began = RequestRecord(), time.monotonic()
+        record, began = RequestRecord(), time.monotonic()
         with self._live.track_inprogress():
             try:
-                yield exchanged
+                yield record
             finally:
                 # A template, so that no caller can make new series; a request that was refused early has none.
                 route = getattr(scope.get("route"), "path", _NO_ROUTE)
-                self._requests.labels(route, str(exchanged.status)).inc()
+                self._requests.labels(route, str(record.status)).inc()
                 self._durations.labels(route).observe(time.monotonic() - began)

@@ -122,7 +122,7 @@ async def _complete(
 ) -> ParsedPrompt:
     tokenizer = caller.stubs.tokenizer
     shows_places = bool(body.echo) and body.logprobs is not None
-    shows_specials = body.skip_special_tokens is False
+    shows_special_tokens = body.skip_special_tokens is False
     try:
         if prompt.token_ids is None:
             assert prompt.text is not None
@@ -133,13 +133,13 @@ async def _complete(
             if not (body.echo and body.truncate_prompt_tokens):
                 return ParsedPrompt(prompt.text, tokens.token_ids, tokens.text_offsets)
             prompt = ParsedPrompt(token_ids=tokens.token_ids)  # of the text only its tokens' is left
-            shows_specials = False
+            shows_special_tokens = False
         assert prompt.token_ids is not None
         token_ids = truncated(prompt.token_ids, body, caller)
         if not body.echo:
             return ParsedPrompt(token_ids=token_ids)
         request = DetokenizeRequest(
-            token_ids=token_ids, include_special_tokens=shows_specials, include_text_offsets=shows_places
+            token_ids=token_ids, include_special_tokens=shows_special_tokens, include_text_offsets=shows_places
         )
         response = await caller.call(tokenizer.Detokenize, request)
         return ParsedPrompt(response.text, token_ids, response.text_offsets)

@@ -15,8 +15,8 @@ from penstock.clients.gateway.responses.chat_places import ContentTokens, Placed
 from penstock.clients.gateway.responses.logprobs import TokenNames, chat_entries, named_ids
 from penstock.clients.gateway.responses.stop_text import finish_reason, stop_reason, stop_token, with_stop
 from penstock.clients.gateway.schemas.common import GenerationBody, without_texts
-from penstock.clients.gateway.upstream.exchange import Arrival
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
+from penstock.clients.gateway.upstream.upstream_request import Arrival
 from penstock.v1.tokenizer_pb2 import TokenDescription, TokenizeRequest
 
 

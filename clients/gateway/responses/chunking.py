@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.clients.events import Delta, Logprobs, PromptLogprobs
-from penstock.clients.gateway.upstream.exchange import Arrival
+from penstock.clients.gateway.upstream.upstream_request import Arrival
 
 _MAX_ENTRIES = 2048
 """Tokens and alternatives of a portion: some milliseconds' work."""

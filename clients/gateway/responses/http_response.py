@@ -16,7 +16,7 @@ from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.responses.chunking import encoded, portions
-from penstock.clients.gateway.upstream.exchange import Abandoned, Arrival, UpstreamRequest
+from penstock.clients.gateway.upstream.upstream_request import Abandoned, Arrival, UpstreamRequest
 from penstock.clients.host.error_frames import release_frames
 
 _SSE_HEADERS = (
@@ -77,7 +77,7 @@ class StreamingOrWholeResponse(Response):
 
     def __init__(
         self,
-        exchange: UpstreamRequest,
+        upstream_request: UpstreamRequest,
         writer: AnswerWriter,
         *,
         stream: bool,
@@ -88,7 +88,7 @@ class StreamingOrWholeResponse(Response):
         """``caller_name``: the caller's name of a field of one of the exchange's requests. A chunk with a key ``type``
         is sent as the event of that name, as the Responses API has it."""
         super().__init__()
-        self._exchange = exchange
+        self._upstream_request = upstream_request
         self._writer = writer
         self._stream = stream
         self._keepalive_s = keepalive_s
@@ -98,12 +98,12 @@ class StreamingOrWholeResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers. A caller who is gone is told nothing, and costs nothing any more."""
         watcher = asyncio.create_task(until_gone(receive), name="penstock-gateway-watch")
-        watcher.add_done_callback(lambda _: self._exchange.abandon())
+        watcher.add_done_callback(lambda _: self._upstream_request.abandon())
         has_begun = False
         try:
-            self._exchange.send_requests()
-            await self._exchange.accepted()
-            self._exchange.keep_of_body(self._writer.num_kept_bytes)
+            self._upstream_request.send_requests()
+            await self._upstream_request.accepted()
+            self._upstream_request.keep_of_body(self._writer.num_kept_bytes)
             if self._stream:
                 has_begun = True
                 await self._send_stream(send)
@@ -113,21 +113,21 @@ class StreamingOrWholeResponse(Response):
             pass
         except (GatewayError, RequestFailed) as failure:
             release_frames(failure)  # the exchange keeps it
-            error = as_gateway_error(failure, partial(self._caller_name, self._exchange.failed_index))
+            error = as_gateway_error(failure, partial(self._caller_name, self._upstream_request.failed_index))
             if has_begun:
                 last = _events(self._writer.failed(error)) + (_DONE if self._ends_with_done else b"")
                 await _send_part(send, last, more=False)
             else:
                 await error.response()(scope, receive, send)
         finally:
-            self._exchange.close()
+            self._upstream_request.close()
             watcher.cancel()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange, writer, whole = self._exchange, self._writer, self._writer.whole()
-        chunks = writer.begin_response(exchange.request_id)
+        upstream_request, writer, whole = self._upstream_request, self._writer, self._writer.whole()
+        chunks = writer.begin_response(upstream_request.request_id)
         num_portions = 0
-        for portion in portions(await exchange.collect()):
+        for portion in portions(await upstream_request.collect()):
             if num_portions:
                 await asyncio.sleep(0)
             num_portions += 1
@@ -138,14 +138,14 @@ class StreamingOrWholeResponse(Response):
             whole.add_chunk(chunk)
         answer = whole.result()
         body = _encode(answer) if num_portions == 1 else await encoded(answer)
-        headers = {"x-request-id": exchange.request_id}
+        headers = {"x-request-id": upstream_request.request_id}
         await Response(body, 200, headers, "application/json")(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
-        exchange, writer = self._exchange, self._writer
-        headers = [*_SSE_HEADERS, (b"x-request-id", exchange.request_id.encode())]
+        upstream_request, writer = self._upstream_request, self._writer
+        headers = [*_SSE_HEADERS, (b"x-request-id", upstream_request.request_id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        pending = _events(writer.begin_response(exchange.request_id))
+        pending = _events(writer.begin_response(upstream_request.request_id))
 
         async def pass_on(arrivals: Sequence[Arrival]) -> None:
             nonlocal pending
@@ -158,8 +158,8 @@ class StreamingOrWholeResponse(Response):
                     ticks.postpone()
                     await _send_part(send, data or _KEEP_ALIVE)
 
-        with _Ticks(self._keepalive_s, exchange.nudge) as ticks:
-            await exchange.pass_on(pass_on)
+        with _Ticks(self._keepalive_s, upstream_request.nudge) as ticks:
+            await upstream_request.pass_on(pass_on)
         last = pending + _events(writer.end()) + (_DONE if self._ends_with_done else b"")
         await _send_part(send, last, more=False)
 

@@ -32,8 +32,8 @@ from penstock.clients.gateway.responses.usage import UsageTracker
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.chat import ChatCompletion, ChatRequest
 from penstock.clients.gateway.schemas.common import without_texts
-from penstock.clients.gateway.upstream.exchange import Arrival, UpstreamRequest
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
+from penstock.clients.gateway.upstream.upstream_request import Arrival, UpstreamRequest
 from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
 _OK: dict[int | str, dict[str, Any]] = {
@@ -61,10 +61,10 @@ def make_router() -> APIRouter:
         allowed = with_allowed_tools(body)
         body = allowed.chat
         names = (*allowed.names, *chat_names(body, allowed.places))
-        new_parser, shows_specials = await parser_maker(body, caller)
+        new_parser, shows_special_tokens = await parser_maker(body, caller)
         start = build_chat_start(body, request.headers, caller)
         await fill_calls(start, body, caller)
-        if shows_specials:
+        if shows_special_tokens:
             start.output.include_special_tokens = True
         prompt_token_ids: Sequence[int] | None = None
         if body.return_token_ids or body.prompt_logprobs is not None:
@@ -104,16 +104,16 @@ class ChatWriter:
         self._prompt_token_ids = prompt_token_ids
         self._echoed = content_text(body.messages[-1].content, "messages") if body.echo else ""
         self.num_kept_bytes = len(self._echoed) + ID_BYTES * len(prompt_token_ids or ())
-        self._tally = UsageTracker(body, caller, "chat.completion.chunk", "chatcmpl-")
+        self._usage_tracker = UsageTracker(body, caller, "chat.completion.chunk", "chatcmpl-")
         self._shows_ids = bool(body.return_token_ids)
         self._shows_logprobs = bool(body.logprobs)
         self._num_reasoning_tokens = 0
 
     def begin_response(self, request_id: str) -> list[Json]:
         """Whose turn it is, in a chunk for each choice."""
-        self._tally.set_request_id(request_id)
+        self._usage_tracker.set_request_id(request_id)
         chunks = [
-            self._tally.chunk([self._choice(index, {"role": "assistant", "content": self._echoed})])
+            self._usage_tracker.chunk([self._choice(index, {"role": "assistant", "content": self._echoed})])
             for index in range(self._body.num_choices)
         ]
         if self._shows_ids:
@@ -126,17 +126,17 @@ class ChatWriter:
         """What is new."""
         chunks: list[Json] = []
         for _, event in arrivals:
-            self._tally.count(event)
+            self._usage_tracker.count(event)
             if isinstance(event, PromptLogprobs):
                 chunks.append(await self._prompt_part(event))
-        chunks += [self._tally.chunk([self._part(part)]) for part in await self._reader.read(arrivals)]
+        chunks += [self._usage_tracker.chunk([self._part(part)]) for part in await self._reader.read(arrivals)]
         if any(isinstance(event, Finished) for _, event in arrivals):
             self._num_reasoning_tokens = await self._reader.count_reasoning_tokens()
         return chunks
 
     def end(self) -> list[Json]:
         """The usage."""
-        return self._tally.last_chunk(reasoning_tokens=self._num_reasoning_tokens)
+        return self._usage_tracker.last_chunk(reasoning_tokens=self._num_reasoning_tokens)
 
     def failed(self, error: GatewayError) -> list[Json]:
         """As OpenAI's clients understand it."""
@@ -153,7 +153,7 @@ class ChatWriter:
             await self._caller.describe(named_ids(ids, part.logprobs)),
             as_ids=bool(self._body.return_tokens_as_token_ids),
         )
-        return self._tally.chunk([]) | {"prompt_logprobs": prompt_entries(ids, part.logprobs, names)}
+        return self._usage_tracker.chunk([]) | {"prompt_logprobs": prompt_entries(ids, part.logprobs, names)}
 
     def _part(self, part: Part) -> Json:
         choice = self._choice(part.choice, _delta(part.piece))

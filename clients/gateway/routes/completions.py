@@ -27,8 +27,8 @@ from penstock.clients.gateway.responses.usage import UsageTracker
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.common import without_texts
 from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest, CompletionResponse
-from penstock.clients.gateway.upstream.exchange import Arrival, UpstreamRequest
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
+from penstock.clients.gateway.upstream.upstream_request import Arrival, UpstreamRequest
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.tokenizer_pb2 import TokenDescription
 
@@ -127,7 +127,7 @@ class CompletionWriter:
         self._prompts = prompts if shows_prompts else [ParsedPrompt()] * len(prompts)
         self.num_kept_bytes = sum(each.num_bytes for each in self._prompts)
         self._caller = caller
-        self._tally = UsageTracker(body, caller, "text_completion", "cmpl-")
+        self._usage_tracker = UsageTracker(body, caller, "text_completion", "cmpl-")
         self._eos = frozenset(caller.model.eos_token_ids)
         self._shows_ids = bool(body.return_token_ids)
         self._scores_alone = body.max_tokens == 0
@@ -140,7 +140,7 @@ class CompletionWriter:
 
     def begin_response(self, request_id: str) -> list[Json]:
         """Nothing is known yet that a caller would see."""
-        self._tally.set_request_id(request_id)
+        self._usage_tracker.set_request_id(request_id)
         return []
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
@@ -152,7 +152,7 @@ class CompletionWriter:
             self._begun = True
             chunks = self._show_prompts(names)
         for at, event in arrivals:
-            self._tally.count(event)
+            self._usage_tracker.count(event)
             if isinstance(event, Delta):
                 chunks += self._delta(self._choices[at][event.choice], event, names)
             elif isinstance(event, PromptLogprobs):
@@ -161,7 +161,7 @@ class CompletionWriter:
 
     def end(self) -> list[Json]:
         """The usage."""
-        return self._tally.last_chunk(without_output=self._scores_alone)
+        return self._usage_tracker.last_chunk(without_output=self._scores_alone)
 
     def failed(self, error: GatewayError) -> list[Json]:
         """As OpenAI's clients understand it."""
@@ -202,7 +202,7 @@ class CompletionWriter:
                     shown["logprobs"] = choice.entries.add_prompt(prompt, 0, None, names)
                 if self._body.prompt_logprobs is not None:
                     shown["prompt_logprobs"] = [None]
-                chunks.append(self._tally.chunk([shown]))
+                chunks.append(self._usage_tracker.chunk([shown]))
         return chunks
 
     def _prompt_part(self, at: int, part: PromptLogprobs, names: TokenNames) -> list[Json]:
@@ -217,7 +217,7 @@ class CompletionWriter:
                 shown["logprobs"] = choice.entries.add_prompt(self._prompts[at], part.start, logprobs, names)
             if self._body.prompt_logprobs is not None:
                 shown["prompt_logprobs"] = prompt_entries(ids, cut(part.logprobs, self._body.prompt_logprobs), names)
-            chunks.append(self._tally.chunk([shown]))
+            chunks.append(self._usage_tracker.chunk([shown]))
         return chunks
 
     def _delta(self, choice: _CompletionChoice, delta: Delta, names: TokenNames) -> list[Json]:
@@ -226,7 +226,7 @@ class CompletionWriter:
             shown["finish_reason"] = finish_reason(delta.end)
             shown["stop_reason"] = stop_reason(delta.end, self._eos)
         if self._scores_alone:
-            return [self._tally.chunk([shown | {"finish_reason": "length"}])] if delta.end is not None else []
+            return [self._usage_tracker.chunk([shown | {"finish_reason": "length"}])] if delta.end is not None else []
         shown["text"] = with_stop(delta, self._body, names)
         if delta.logprobs is not None:
             is_last = delta.end is not None
@@ -235,7 +235,7 @@ class CompletionWriter:
             )
         if self._shows_ids:
             shown["token_ids"] = delta.token_ids
-        return [self._tally.chunk([shown])]
+        return [self._usage_tracker.chunk([shown])]
 
     @staticmethod
     def _empty(choice: _CompletionChoice) -> Json:

@@ -49,14 +49,14 @@ def make_router() -> APIRouter:
 async def _both(app: FastAPI, accepted: str) -> "_Page":
     """The service's metrics and the gateway's, or those alone."""
     link: ServiceLink = app.state.link
-    traffic: GatewayMetrics = app.state.traffic
+    gateway_metrics: GatewayMetrics = app.state.gateway_metrics
     theirs = await _service_page(link.settings.metrics_target, accepted)
-    traffic.has_service_metrics.set(theirs is not None)
+    gateway_metrics.has_service_metrics.set(theirs is not None)
     if theirs is None:
         encode, form = choose_encoder(accepted)
-        return _Page(encode(traffic.registry), form)
+        return _Page(encode(gateway_metrics.registry), form)
     # Two pages are one where both are in the form that the service chose.
-    ours = choose_encoder(theirs.form)[0](traffic.registry)
+    ours = choose_encoder(theirs.form)[0](gateway_metrics.registry)
     return _Page(theirs.text.removesuffix(_END) + ours, theirs.form)
 
 

@@ -25,8 +25,8 @@ from penstock.clients.gateway.responses.http_response import StreamingOrWholeRes
 from penstock.clients.gateway.responses.response_events import ResponseEvents
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.responses import InputTokens, ResponsesRequest
-from penstock.clients.gateway.upstream.exchange import Arrival, UpstreamRequest
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
+from penstock.clients.gateway.upstream.upstream_request import Arrival, UpstreamRequest
 from penstock.v1.model_pb2 import GetModelResponse
 from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
@@ -53,13 +53,13 @@ def make_router() -> APIRouter:
         report(asked.tools.hosted)
         chat, names = asked.chat, asked.names
         check_chat(chat, caller)
-        new_parser, shows_specials = await parser_maker(chat, caller)
+        new_parser, shows_special_tokens = await parser_maker(chat, caller)
         try:
             start = build_chat_start(chat, request.headers, caller)
         except GatewayError as error:
             raise error.with_param(format_name) from None
         await fill_calls(start, chat, caller)
-        if shows_specials:
+        if shows_special_tokens:
             start.output.include_special_tokens = True
         reader = ChatReader(chat, caller, new_parser, specials=start.output.include_special_tokens)
         return StreamingOrWholeResponse(

@@ -82,7 +82,7 @@ class GatewayApp(FastAPI):
 
 def create_app(settings: GatewaySettings) -> FastAPI:
     """The app. Its link to the service (``app.state.link``) opens with the app's lifespan; whoever serves it tells
-    ``app.state.traffic`` of the connections. Routes that speak for a caller are on routers of
+    ``app.state.gateway_metrics`` of the connections. Routes that speak for a caller are on routers of
     ``route_class=CallerRoute``, and get theirs by ``CallerDep`` (see ``route``)."""
 
     @asynccontextmanager
@@ -107,11 +107,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         app.include_router(router)
         routes += router.routes
     install_handlers(app, routes)
-    app.state.traffic = GatewayMetrics()
+    app.state.gateway_metrics = GatewayMetrics()
     app.state.parse_turns = ParseTurns()
     app.state.body_budget = BodyBudget(settings.max_bodies_bytes)
-    app.state.ignored_fields = IgnoredFields(app.state.traffic.registry)
-    app.add_middleware(OuterMiddleware, settings=settings, traffic=app.state.traffic)
+    app.state.ignored_fields = IgnoredFields(app.state.gateway_metrics.registry)
+    app.add_middleware(OuterMiddleware, settings=settings, gateway_metrics=app.state.gateway_metrics)
     if settings.allowed_origins:  # outermost, so that errors have the headers too
         app.add_middleware(
             CORSMiddleware,

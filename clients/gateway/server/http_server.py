@@ -142,7 +142,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: FastAPI, http: HttpSettings, greeting: str = "") -> None:
         self._places = places = ConnectionPlaces(http.max_connections, http.max_unread_bytes)
         super().__init__(_config(app, http, places))
-        app.state.traffic.bound(self.server_state.connections, places.max_connections)
+        app.state.gateway_metrics.bound(self.server_state.connections, places.max_connections)
         self._write_timeout_s = http.write_timeout_s
         self._greeting = greeting
         self._heartbeat = http.heartbeat

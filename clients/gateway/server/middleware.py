@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 class OuterMiddleware:
     """ASGI middleware. An exception's text may hold what a caller wrote, so neither logs nor callers get it."""
 
-    def __init__(self, app: ASGIApp, settings: GatewaySettings, traffic: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, settings: GatewaySettings, gateway_metrics: GatewayMetrics) -> None:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
         self._allowed_hosts = settings.allowed_hosts
-        self._traffic = traffic
+        self._gateway_metrics = gateway_metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
@@ -45,22 +45,20 @@ class OuterMiddleware:
             await self._app(scope, receive, send)
             return
         routed = as_routed(scope)
-        with self._traffic.request(routed) as exchanged, ExitStack() as held:
+        with self._gateway_metrics.request(routed) as record, ExitStack() as held:
             routed[HELD_UNTIL_END] = held
-            await self._pass_on(
-                routed, receive, _without_bodies(send) if scope["method"] == "HEAD" else send, exchanged
-            )
+            await self._pass_on(routed, receive, _without_bodies(send) if scope["method"] == "HEAD" else send, record)
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, exchanged: RequestRecord) -> None:
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         has_begun = False
-        is_refused = self._traffic.is_full and scope["path"] not in _PROBES
+        is_refused = self._gateway_metrics.is_full and scope["path"] not in _PROBES
         num_bytes = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_begun
             if not has_begun:
                 has_begun = True
-                exchanged.status = message["status"]
+                record.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("x-request-id", f"gw-{secrets.token_hex(12)}")
             await send(message)

@@ -72,7 +72,7 @@ async def test_ignored_fields_are_logged_by_name_and_counted(start_gateway, capl
     assert len(lines) == 1  # a minute has one
     assert "temprature, stream_options.foo" in lines[0]
     assert "CANARY" not in caplog.text
-    count = gateway.app.state.traffic.registry.get_sample_value
+    count = gateway.app.state.gateway_metrics.registry.get_sample_value
     assert count("penstock_gateway_unknown_fields_total", {"route": CHAT}) == 6
     assert count("penstock_gateway_unknown_fields_total", {"route": COMPLETIONS}) == 1
 

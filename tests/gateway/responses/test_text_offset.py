@@ -92,10 +92,10 @@ async def test_of_the_output(gateway_of):
 
 
 @pytest.mark.parametrize("shows_specials", [False, True])
-async def test_of_a_text_that_is_echoed(gateway_of, shows_specials):
+async def test_of_a_text_that_is_echoed(gateway_of, shows_special_tokens):
     """The text is the caller's: it has no special tokens, whether they are shown or not."""
     gateway = await gateway_of(3)
-    [choice] = await ask(gateway, prompt="The kernel", echo=True, skip_special_tokens=not shows_specials)
+    [choice] = await ask(gateway, prompt="The kernel", echo=True, skip_special_tokens=not shows_special_tokens)
     assert choice["text"].startswith("The kernel")
     assert shown(choice)[:3] == [("<s>", ""), (" The", "The"), (" kernel", " kernel")]
     assert shown(choice)[3:] == OUTPUT
@@ -104,10 +104,10 @@ async def test_of_a_text_that_is_echoed(gateway_of, shows_specials):
 @pytest.mark.parametrize(
     ("shows_specials", "begin"), [(False, [("<s>", ""), (" The", "The")]), (True, [("<s>", "<s>"), (" The", " The")])]
 )
-async def test_of_ids_that_are_echoed(gateway_of, sentencepiece, shows_specials, begin):
+async def test_of_ids_that_are_echoed(gateway_of, sentencepiece, shows_special_tokens, begin):
     gateway = await gateway_of(4)
     ids = [*sentencepiece.encode("The"), *(sentencepiece._library.token_to_id(f"<0x{byte}>") for byte in ("E6", "97"))]
-    [choice] = await ask(gateway, prompt=ids, echo=True, skip_special_tokens=not shows_specials)
+    [choice] = await ask(gateway, prompt=ids, echo=True, skip_special_tokens=not shows_special_tokens)
     broken = [("bytes:\\xe6", "\ufffd"), ("bytes:\\x97", "\ufffd")]
     assert shown(choice) == [*begin, *broken, *OUTPUT]
 

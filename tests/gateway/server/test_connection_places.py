@@ -132,7 +132,7 @@ async def test_a_connection_knows_the_tenant_that_is_answered(start_gateway, loa
     headers = {"Authorization": f"Bearer {key}"}
     async with gateway.http.stream("POST", "/v1/completions", json=body, headers=headers) as streamed:
         assert streamed.status_code == 200
-        [connection] = gateway.app.state.traffic._connections
+        [connection] = gateway.app.state.gateway_metrics._connections
         assert connection.tenant == "one"
     assert (await gateway.http.get("/version")).status_code == 200
-    assert "" in {each.tenant for each in gateway.app.state.traffic._connections}
+    assert "" in {each.tenant for each in gateway.app.state.gateway_metrics._connections}

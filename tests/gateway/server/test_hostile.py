@@ -12,7 +12,7 @@ from waiting import until
 
 from penstock.clients.gateway.routes.caller_route import _end_soon
 from penstock.clients.gateway.schemas.common import SamplingBody
-from penstock.clients.gateway.upstream.exchange import UpstreamRequest
+from penstock.clients.gateway.upstream.upstream_request import UpstreamRequest
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 

@@ -44,7 +44,7 @@ async def answer_from(reader):
 def num_gone(gateway):
     """How many requests had callers that left before."""
     labels = {"route": COMPLETIONS, "code": "499"}
-    return gateway.app.state.traffic.registry.get_sample_value("penstock_gateway_requests_total", labels)
+    return gateway.app.state.gateway_metrics.registry.get_sample_value("penstock_gateway_requests_total", labels)
 
 
 @pytest.mark.parametrize("begin", [b"GET /", b"GET / HTTP/1.1\r\nHost: x\r\nX-", b"GET / HTTP/1.1\r\nHost: "])
@@ -105,7 +105,7 @@ async def test_a_body_that_comes_late_is_no_harm_to_the_next_request(start_gatew
     async with connected(gateway) as (reader, writer):
         writer.write(NO_JSON)
         assert (await answer_from(reader))[0].startswith(b"http/1.1 415 ")
-        (connection,) = gateway.app.state.traffic._connections
+        (connection,) = gateway.app.state.gateway_metrics._connections
         assert connection._due is None
         writer.write(b"1")
         await until(lambda: connection._due is not None)

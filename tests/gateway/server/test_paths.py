@@ -92,5 +92,5 @@ async def test_other_spellings_are_served_and_counted_as_the_path(gateway):
         assert (await gateway.http.get(path)).status_code == 200
     assert (await gateway.post("/v1/tokenize", prompt="ab")).json()["count"] == 2
     labels = {"route": "/v1/completions", "code": "200"}
-    registry = gateway.app.state.traffic.registry
+    registry = gateway.app.state.gateway_metrics.registry
     assert registry.get_sample_value("penstock_gateway_requests_total", labels) == 3

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage, merge
 from penstock.clients.gateway.responses.http_response import _events
-from penstock.clients.gateway.upstream.exchange import UpstreamRequest
+from penstock.clients.gateway.upstream.upstream_request import UpstreamRequest
 from penstock.v1 import generation_pb2 as pb
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -189,12 +189,12 @@ async def test_a_key_that_gives_way_takes_no_request_with_it_that_comes_just_the
     start = pb.Start(text="a")
     start.sampling.max_tokens = 2
     start.output.format = pb.OUTPUT_FORMAT_TEXT
-    exchange = UpstreamRequest(caller, [start])
-    exchange.send_requests()
+    upstream_request = UpstreamRequest(caller, [start])
+    upstream_request.send_requests()
     try:
-        events = [event for _, event in await exchange.collect()]
+        events = [event for _, event in await upstream_request.collect()]
     finally:
-        exchange.close()
+        upstream_request.close()
     assert isinstance(events[-1], Finished)
     assert "".join(event.text for event in events if isinstance(event, Delta)) == "bc"
     assert place.take_stream() is None  # its own stream goes when it has ended
@@ -216,19 +216,19 @@ async def test_many_choices_are_not_merged_with_each_event(monkeypatch):
         numbers.append(len(events))
         return merge(events)
 
-    monkeypatch.setattr("penstock.clients.gateway.upstream.exchange.merge", note)
+    monkeypatch.setattr("penstock.clients.gateway.upstream.upstream_request.merge", note)
     nobody: Any = Nobody()
-    exchange = UpstreamRequest(nobody, [pb.Start(sampling=pb.Sampling(n=64))])
-    exchange.send_requests()
+    upstream_request = UpstreamRequest(nobody, [pb.Start(sampling=pb.Sampling(n=64))])
+    upstream_request.send_requests()
     for at in range(64 * 1000):
-        exchange.arrive(0, Delta(str(at % 10), [], choice=at % 64))
-    exchange.arrive(0, Finished(FinishReason.LENGTH, Usage(), Timings()))
-    arrivals = await exchange.collect()
+        upstream_request.arrive(0, Delta(str(at % 10), [], choice=at % 64))
+    upstream_request.arrive(0, Finished(FinishReason.LENGTH, Usage(), Timings()))
+    arrivals = await upstream_request.collect()
     assert len(numbers) <= 16
     assert len(arrivals) <= (64 + 16) * 64
     assert sum(len(event.text) for _, event in arrivals if isinstance(event, Delta)) == 64 * 1000
     assert max(len(event.text) for _, event in arrivals if isinstance(event, Delta)) <= 65  # none grows for ever
-    exchange.close()
+    upstream_request.close()
 
 
 async def test_idle_keys_are_forgotten(start_gateway):

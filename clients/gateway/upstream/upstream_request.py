@@ -194,14 +194,14 @@ def _never() -> bool:
 class _UpstreamReceiver:
     """The receiver of one of an exchange's requests."""
 
-    def __init__(self, exchange: UpstreamRequest, index: int) -> None:
-        self._exchange = exchange
+    def __init__(self, upstream_request: UpstreamRequest, index: int) -> None:
+        self._upstream_request = upstream_request
         self._index = index
 
     def put(self, event: Event) -> None:
         """Passes it on."""
-        self._exchange.arrive(self._index, event)
+        self._upstream_request.arrive(self._index, event)
 
     def fail(self, failure: RequestFailed) -> None:
         """Passes it on."""
-        self._exchange.fail(self._index, failure)
+        self._upstream_request.fail(self._index, failure)

@@ -9,7 +9,7 @@ import pytest
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage
 from penstock.clients.gateway.upstream.eagerly import run_eagerly
-from penstock.clients.gateway.upstream.exchange import Abandoned, UpstreamRequest
+from penstock.clients.gateway.upstream.upstream_request import Abandoned, UpstreamRequest
 from penstock.v1 import generation_pb2 as pb
 
 FINISHED = Finished(FinishReason.LENGTH, Usage(), Timings())
@@ -41,65 +41,65 @@ class Handler:
 @pytest.fixture
 async def passing():
     nobody: Any = Nobody()
-    exchange = UpstreamRequest(nobody, [pb.Start()])
-    exchange.send_requests()
+    upstream_request = UpstreamRequest(nobody, [pb.Start()])
+    upstream_request.send_requests()
     handler = Handler()
-    over = asyncio.create_task(exchange.pass_on(handler))
+    over = asyncio.create_task(upstream_request.pass_on(handler))
     await asyncio.sleep(0)
-    yield exchange, handler, over
+    yield upstream_request, handler, over
     over.cancel()
-    exchange.close()
+    upstream_request.close()
 
 
 async def test_an_event_is_handled_where_it_arrives(passing):
-    exchange, handler, over = passing
-    exchange.arrive(0, Delta("a", [1]))
-    exchange.arrive(0, Delta("b", [1]))
+    upstream_request, handler, over = passing
+    upstream_request.arrive(0, Delta("a", [1]))
+    upstream_request.arrive(0, Delta("b", [1]))
     assert handler.calls == ["a", "b"]
-    exchange.arrive(0, FINISHED)
+    upstream_request.arrive(0, FINISHED)
     await over
 
 
 async def test_what_comes_while_the_handler_waits_is_its_next_call(passing):
-    exchange, handler, over = passing
+    upstream_request, handler, over = passing
     handler.may_go_on.clear()
     for text in "abc":
-        exchange.arrive(0, Delta(text, [1]))
+        upstream_request.arrive(0, Delta(text, [1]))
     await asyncio.sleep(0)
     assert handler.calls == ["a"]
     handler.may_go_on.set()
-    exchange.arrive(0, FINISHED)
+    upstream_request.arrive(0, FINISHED)
     await over
     assert handler.calls == ["a", "bc"]
 
 
 async def test_a_nudge_is_a_call_with_nothing(passing):
-    exchange, handler, _ = passing
-    exchange.nudge()
+    upstream_request, handler, _ = passing
+    upstream_request.nudge()
     assert handler.calls == [""]
 
 
 async def test_what_a_handler_raises_meets_who_waits_alone():
     nobody: Any = Nobody()
-    exchange = UpstreamRequest(nobody, [pb.Start()])
-    exchange.send_requests()
+    upstream_request = UpstreamRequest(nobody, [pb.Start()])
+    upstream_request.send_requests()
 
     async def fail(arrivals):
         raise ValueError(arrivals[0][1].text)
 
-    exchange.arrive(0, Delta("a", [1]))
+    upstream_request.arrive(0, Delta("a", [1]))
     with pytest.raises(ValueError, match="a"):
-        await exchange.pass_on(fail)
-    exchange.arrive(0, Delta("b", [1]))
-    exchange.close()
+        await upstream_request.pass_on(fail)
+    upstream_request.arrive(0, Delta("b", [1]))
+    upstream_request.close()
 
 
 async def test_a_failure_comes_after_the_last_event(passing):
-    exchange, handler, over = passing
+    upstream_request, handler, over = passing
     handler.may_go_on.clear()
-    exchange.arrive(0, Delta("a", [1]))
-    exchange.arrive(0, Delta("b", [1]))
-    exchange.fail(0, RequestFailed(grpc.StatusCode.UNAVAILABLE, "gone"))
+    upstream_request.arrive(0, Delta("a", [1]))
+    upstream_request.arrive(0, Delta("b", [1]))
+    upstream_request.fail(0, RequestFailed(grpc.StatusCode.UNAVAILABLE, "gone"))
     handler.may_go_on.set()
     with pytest.raises(RequestFailed, match="gone"):
         await over
@@ -107,17 +107,17 @@ async def test_a_failure_comes_after_the_last_event(passing):
 
 
 async def test_a_caller_who_goes_ends_the_wait(passing):
-    exchange, _, over = passing
-    exchange.abandon()
+    upstream_request, _, over = passing
+    upstream_request.abandon()
     with pytest.raises(Abandoned):
         await over
 
 
 async def test_who_waits_no_more_ends_the_handler(passing):
-    exchange, handler, over = passing
+    upstream_request, handler, over = passing
     handler.may_go_on.clear()
-    exchange.arrive(0, Delta("a", [1]))
-    exchange.arrive(0, Delta("b", [1]))
+    upstream_request.arrive(0, Delta("a", [1]))
+    upstream_request.arrive(0, Delta("b", [1]))
     over.cancel()
     await asyncio.wait({over})
     handler.may_go_on.set()
