@@ -1,6 +1,6 @@
-"""All metrics at one moment: what the engine counts, what the service counts, and who has which label.
+"""Reads all metrics at one moment, from the engine and from the service, and sets their labels.
 
-Runs on the event loop when somebody asks, a few times a minute; nothing is computed in between.
+Runs on the event loop for each scrape or push, a few times a minute; nothing is computed in between.
 """
 
 import asyncio
@@ -25,27 +25,27 @@ READ_S = 5.0
 """How long the event loop may take to answer a thread."""
 PROVIDER = "penstock"
 _ENGINE = "0"
-"""vLLM counts its engines; there is one."""
+"""The value of vLLM's label ``engine``; there is one engine."""
 
 
 class Point(NamedTuple):
     """One value of a metric."""
 
     labels: tuple[str, ...]
-    """In the order of the instrument's. OpenTelemetry leaves out those that are empty."""
+    """In the order of the instrument's labels. Empty ones are not sent to OpenTelemetry."""
     value: float | Distribution
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One metric, now."""
+    """The current values of one metric."""
 
     instrument: Instrument
     points: list[Point]
 
 
 class MetricsReader:
-    """Reads one service's."""
+    """Reads the metrics of one service."""
 
     def __init__(
         self, engine: Engine, facts: WorkerFacts, metrics: Metrics, loop_lag: LoopLag, model_name: str
@@ -58,7 +58,7 @@ class MetricsReader:
         self._version = importlib.metadata.version("penstock")
 
     def read(self) -> list[Reading]:
-        """Every metric, those without a point included."""
+        """Returns every metric, including those without a point."""
         stats = self._engine.stats()
         return [*self._now(stats), *self._totals(stats), *self._requests(), *self._genai(), *self._vllm(stats)]
 
@@ -184,14 +184,14 @@ class MetricsReader:
 
 
 class LoopReader:
-    """Reads from other threads, by way of the event loop that it is made on."""
+    """Reads metrics from other threads, through the event loop that it is created on."""
 
     def __init__(self, read: Callable[[], list[Reading]]) -> None:
         self._read = read
         self._loop = asyncio.get_running_loop()
 
     def read(self) -> list[Reading]:
-        """Raises TimeoutError where the loop is too busy, or ends."""
+        """Returns every metric. Raises TimeoutError if the loop is too busy, or closed."""
         answer: Future[list[Reading]] = Future()
 
         def work() -> None:

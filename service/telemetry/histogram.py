@@ -1,4 +1,4 @@
-"""Distributions of what was measured, by buckets with fixed bounds. Knows no names and no labels."""
+"""Histograms with fixed bucket bounds, without names and labels."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What a histogram held at one moment."""
+    """The content of a histogram at one moment."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
-    """Of each bucket, its upper bound included; the last one has what is above all bounds."""
+    """Number of values in each bucket, including its upper bound. The last bucket has the values above all bounds."""
     sum: float
 
     @property
     def count(self) -> int:
-        """Of all values."""
+        """The number of all values."""
         return sum(self.counts)
 
 
@@ -26,18 +26,18 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds`` rise."""
+        """``bounds`` are in ascending order."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """One value."""
+        """Counts one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def read(self, bounds: tuple[float, ...]) -> Distribution:
-        """Exactly what a histogram with ``bounds`` would hold, which are some of its own.
+        """Returns exactly what a histogram with ``bounds`` would hold; these are a subset of its own bounds.
 
         its own     |--1--|--4--|--2--|--0--|  the rest
         bounds      |-----5-----|-----2-----|  the rest
@@ -51,12 +51,12 @@ class Histogram:
 
 
 def merged(*bounds: Sequence[float]) -> tuple[float, ...]:
-    """The bounds of a histogram that can be read with any of these."""
+    """Returns the bounds of a histogram that can be read with any of these."""
     return tuple(sorted(set().union(*bounds)))
 
 
 def one_two_five(limit: float) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 ... up to ``limit``."""
+    """Returns 1, 2, 5, 10, 20, 50 ... up to ``limit``."""
     found = []
     decade = 1
     while decade <= limit:

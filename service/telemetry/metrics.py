@@ -1,8 +1,8 @@
-"""What the service counts by itself, for metrics: requests as they end, deltas as they come, calls. What the engine
-counts already is read from there, when somebody asks.
+"""The metrics that the service counts itself: requests, deltas and calls. The engine's own counters are read from the
+engine when metrics are read.
 
-All of it happens on the event loop, thousands of times a second: plain additions, and no library. Knows neither
-Prometheus nor OpenTelemetry. Holds counts and names; never a prompt, an output or a key.
+Counting happens on the event loop, thousands of times a second, so it uses plain additions and no library. Holds counts
+and names; never a prompt, an output or a key.
 """
 
 import time
@@ -18,19 +18,19 @@ from penstock.service.telemetry.catalog import FIRST_TOKEN_BOUNDS, OUTPUT_TOKEN_
 from penstock.service.telemetry.histogram import Histogram
 
 MAX_TENANTS = 64
-"""That have a label of their own: the first ones seen. A name may come with every request."""
+"""Tenants with a label of their own: the first ones seen. Every request may bring a new name."""
 OTHER_TENANTS = "~other"
-"""The label of all others together; no tenant can have this name."""
+"""The common label of all other tenants; no tenant can have this name."""
 _OTHER_METHODS = "other"
 
 _SUCCESS = {"STOP": "stop", "LENGTH": "length", "CANCELLED": "abort", "DEADLINE": "abort"}
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-"""As vLLM says why a request ended; ``error`` is every other reason."""
+"""vLLM's words for why a request ended; ``error`` stands for every other reason."""
 
 
 @dataclass(slots=True)
 class TenantTotals:
-    """Of a tenant's requests that ended."""
+    """Totals over a tenant's requests that ended."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -40,20 +40,20 @@ class TenantTotals:
 
 @dataclass(slots=True)
 class OperationTimes:
-    """Of one kind of request, such as chat."""
+    """Histograms of one kind of request, such as chat."""
 
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
     output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN_BOUNDS))
     durations: dict[str, Histogram] = field(default_factory=dict)
-    """By the name of the status; empty where that is OK."""
+    """Durations by the name of the status; the name is empty for OK."""
 
 
 class Metrics:
-    """The register; one for a service."""
+    """All counters of a service."""
 
     def __init__(self) -> None:
         self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
-        """From arrival to the first delta, of every request that has one."""
+        """From arrival to the first delta, for every request that has one."""
         self.inter_token = Histogram(OUTPUT_TOKEN_BOUNDS)
         self.duration = Histogram(REQUEST_BOUNDS)
         self.queue_time = Histogram(REQUEST_BOUNDS)
@@ -61,27 +61,27 @@ class Metrics:
         self.decode_time = Histogram(REQUEST_BOUNDS)
         self.inference_time = Histogram(REQUEST_BOUNDS)
         self.output_token = Histogram(OUTPUT_TOKEN_BOUNDS)
-        """The mean of a request, from its second token on."""
+        """Mean of a request, from its second token on."""
         self.prompt_tokens = Histogram(TOKEN_BOUNDS)
         self.output_tokens = Histogram(TOKEN_BOUNDS)
         self.operations: dict[str, OperationTimes] = {}
         self.ends: Counter[tuple[str, str]] = Counter()
-        """By the names of status and reason."""
+        """Ended requests by the names of status and reason."""
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISHED_REASONS, 0))
         self.calls: Counter[tuple[str, str]] = Counter()
-        """By method and the name of the status."""
+        """Ended calls by method and the name of the status."""
         self.tenants: dict[str, TenantTotals] = {}
 
     def request(self, arrival: float) -> "RequestMeter":
-        """The meter of one request, which came at ``arrival`` by ``time.monotonic()``."""
+        """Returns the meter of a request that arrived at ``arrival``, in ``time.monotonic()``."""
         return RequestMeter(self, arrival)
 
     def call(self, method: str, code: grpc.StatusCode) -> None:
-        """A call ended. ``method``: as gRPC has it."""
+        """Counts a call that ended. ``method`` is gRPC's full name."""
         self.calls[method.removeprefix("/") if method in ACCESS else _OTHER_METHODS, code.name] += 1
 
     def tenant_label(self, tenant: str) -> str:
-        """The tenant's own, which is its for good, or that of all for whom there is no room."""
+        """Returns the tenant's own label, which it keeps, or the common one if there are too many tenants."""
         if tenant not in self.tenants:
             if len(self.tenants) >= MAX_TENANTS:
                 return OTHER_TENANTS
@@ -89,7 +89,7 @@ class Metrics:
         return tenant
 
     def ended(self, end: "End") -> None:
-        """A request ended, for whatever reason."""
+        """Counts a request that ended, for any reason."""
         finished, code = end.finished, end.code.name
         self.ends[code, end.reason] += 1
         usage = finished.usage
@@ -114,7 +114,7 @@ class Metrics:
         total_s, queued_s, first_s = timings.total_us * 1e-6, timings.queued_us * 1e-6, timings.first_token_us * 1e-6
         self.duration.observe(total_s)
         if successes is None and not first_s:
-            return  # it never ran, or not for long enough
+            return  # it failed before its first token
         self.queue_time.observe(queued_s)
         self.inference_time.observe(total_s - queued_s)
         if not first_s:
@@ -132,23 +132,23 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a request ended, for whoever tells of it."""
+    """How a request ended, for metrics, span and log."""
 
     request_id: str
     client_request_id: str
     tenant: str
     operation: str
-    """chat, text_completion or embeddings, as OpenTelemetry's conventions name it."""
+    """chat, text_completion or embeddings: the names in OpenTelemetry's conventions."""
     finished: RequestFinished
     refusal: ServiceError | None
-    """Why, where it was not the engine that ended it. Its message may repeat a value, so nobody tells that."""
+    """The error, if the engine did not end it. Its message may repeat a caller's value, so it is never reported."""
     code: grpc.StatusCode
     was_accepted: bool
     """Whether it entered the queue."""
 
     @property
     def reason(self) -> str:
-        """The name of the catalogue's reason, or of a ``FinishReason``."""
+        """The name of the error's reason, or of the engine's finish reason."""
         return self.finished.reason.name if self.refusal is None else self.refusal.reason.name
 
 
@@ -161,10 +161,10 @@ class RequestMeter:
         self._metrics = metrics
         self._arrival = arrival
         self._last_at: dict[int, float] = {}
-        """By choice."""
+        """Time of the last delta by choice."""
 
     def delta(self, choice: int) -> None:
-        """A delta of the choice came."""
+        """Counts a delta of the choice."""
         now = time.monotonic()
         last_at = self._last_at.get(choice)
         if last_at is not None:

@@ -1,4 +1,4 @@
-"""Where a service's metrics go: a page for Prometheus, a collector, both or nowhere."""
+"""Publishes a service's metrics: on a page for Prometheus, to a collector, both or neither."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from penstock.service.telemetry.prometheus import MetricsPage
 
 
 class MetricsOutlets:
-    """For the event loop that it is made on, after the worker was started: threads begin here."""
+    """The page and the push. Create it on the event loop, after the worker has started, because it starts threads."""
 
     def __init__(
         self,
@@ -19,8 +19,8 @@ class MetricsOutlets:
         allowed_hosts: tuple[str, ...],
         environ: Mapping[str, str],
     ) -> None:
-        """``address``: the page's, None for no page; ``allowed_hosts``: further names that it is called by. ``environ``
-        is read by OpenTelemetry's own names."""
+        """``address``: of the page, None for no page. ``allowed_hosts``: further host names of the page. ``environ``:
+        the environment with OpenTelemetry's own variables."""
         self._reader = reader
         from_threads = LoopReader(reader.read)
         self._page = (
@@ -29,14 +29,14 @@ class MetricsOutlets:
         self._push = push_from(environ, from_threads)
 
     def start(self) -> str | None:
-        """From here on; returns where the page is, if there is one. Raises ListenError."""
+        """Starts both; returns the address of the page, if there is one. Raises ListenError."""
         target = None if self._page is None else self._page.start()
         if self._push is not None:
             self._push.start()
         return target
 
     def stop(self) -> None:
-        """Sends the last numbers, and ends both. Safe to call before ``start``, and twice."""
+        """Sends the last values, and stops both. Safe to call before ``start``, and twice."""
         if self._page is not None:
             self._page.stop()
         if self._push is not None:

@@ -1,6 +1,6 @@
-"""Sends metrics to a collector by OTLP, where OpenTelemetry's environment variables name one, as spans are sent.
+"""Sends metrics to a collector by OTLP if OpenTelemetry's environment variables name one, as for spans.
 
-A thread waits, asks the event loop for the numbers and sends them: a collector that is slow holds nobody up.
+A thread waits, reads the values through the event loop and sends them, so a slow collector does not delay requests.
 """
 
 import logging
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsPush:
-    """A thread that sends every metric, again and again. Counts are totals since the start, whatever temporality the
+    """A thread that sends all metrics periodically. Counts are totals since the start, whatever temporality the
     environment prefers."""
 
     def __init__(self, exporter: "MetricExporter", resource: "Resource", interval_s: float, reader: LoopReader) -> None:
@@ -40,7 +40,7 @@ class MetricsPush:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """From here on, until ``stop``."""
+        """Starts the thread."""
         self._thread = threading.Thread(target=self._run, name="metrics to a collector", daemon=True)
         self._thread.start()
 
@@ -69,7 +69,7 @@ class MetricsPush:
         self._exporter.shutdown()
 
     def _send(self, readings: list[Reading], **options: float) -> None:
-        """Whatever goes wrong with these, later ones are tried."""
+        """Sends metrics. An error is only logged, so that later ones are still sent."""
         try:
             self._exporter.export(self._data(readings), **options)
         except Exception as error:
@@ -85,15 +85,15 @@ class MetricsPush:
 
 
 def _tell(error: Exception) -> None:
-    """Without the error's text: gRPC's may hold OTEL_EXPORTER_OTLP_HEADERS, keys among them."""
+    """Logs an error without its text: gRPC's may contain OTEL_EXPORTER_OTLP_HEADERS, which may hold keys."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{frame.name} {frame.filename.rpartition('/')[2]}:{frame.lineno}"
     _log.error("metrics could not be sent (%s in %s); the next ones are tried", type(error).__name__, place)
 
 
 def push_from(environ: Mapping[str, str], reader: LoopReader) -> MetricsPush | None:
-    """What the environment asks for; None where it names no collector. To be called after the worker was started: it
-    opens a channel."""
+    """Returns the push that the environment configures; None if it names no collector. Call it after the worker has
+    started: it opens a channel."""
     wanted = any(environ.get(name) for name in _ENDPOINTS) and environ.get("OTEL_METRICS_EXPORTER") != "none"
     if not wanted:
         return None
@@ -109,7 +109,7 @@ def push_from(environ: Mapping[str, str], reader: LoopReader) -> MetricsPush | N
 
 
 def to_otlp(readings: Sequence[Reading], began_ns: int, now_ns: int) -> "list[Metric]":
-    """The metrics as OpenTelemetry has them, by Unix time; those for Prometheus alone are left out."""
+    """Returns the metrics in OpenTelemetry's types, with Unix times; those only for Prometheus are left out."""
     from opentelemetry.sdk.metrics.export import AggregationTemporality, Gauge, Histogram, Metric, Sum
 
     found = []
@@ -137,7 +137,7 @@ def _point(names: tuple[str, ...], point: Point, began_ns: int, now_ns: int) -> 
     labels = {name: label for name, label in zip(names, point.labels, strict=True) if label}
     if not isinstance(value, Distribution):
         return NumberDataPoint(labels, began_ns, now_ns, value)
-    # The protocol can do without the extremes, though the library's type cannot.
+    # Minimum and maximum are optional in the protocol, but not in the library's type.
     unknown = cast(float, None)
     return HistogramDataPoint(
         labels, began_ns, now_ns, value.count, value.sum, value.counts, value.bounds, unknown, unknown

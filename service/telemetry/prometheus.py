@@ -1,7 +1,7 @@
 """The page that Prometheus scrapes: ``GET /metrics`` on a listener of its own, in its text format or in OpenMetrics.
 
-A thread serves it. The event loop is only asked for the numbers, a millisecond's work; rendering them takes longer, and
-streams need not wait for that.
+A thread serves it. Only reading the values runs on the event loop, for about 1 ms; rendering them takes longer, and
+does not delay streams.
 """
 
 import socket
@@ -30,14 +30,14 @@ from penstock.service.telemetry.collector import LoopReader, Reading
 from penstock.service.telemetry.histogram import Distribution
 
 MAX_CONNECTIONS = 16
-"""Each has a thread. With more, the one ends that has waited for the head of its request for the longest time; where
-none waits, the oldest does, if it has had ``SCRAPE_S``; else the new one."""
+"""Each has a thread. One more closes the connection that has sent no complete request head for the longest time; if
+there is none, the oldest, if that is ``SCRAPE_S`` old; else the new one."""
 SCRAPE_S = 1.0
-"""Long enough for a scrape."""
+"""Enough time for a scrape."""
 IDLE_S = 10.0
-"""How long a scraper may keep silent in the middle of its request."""
+"""How long a scraper may send nothing in the middle of its request."""
 REQUEST_S = 30.0
-"""How long a connection lasts: a byte now and then is no silence, and a few who send so would leave nobody a place."""
+"""Longest life of a connection: a few clients that send a byte now and then would otherwise take all places."""
 
 
 _WRONG_METHOD, _ALLOW = "405 Method Not Allowed", ("Allow", "GET, HEAD, OPTIONS")
@@ -49,14 +49,14 @@ class MetricsPage:
     """The listener and its thread."""
 
     def __init__(self, address: Address, hosts: AllowedHosts, reader: LoopReader) -> None:
-        """``hosts``: what requests may call the page."""
+        """``hosts``: the host names that requests may use."""
         self._address = address
         self._hosts = hosts
         self._reader = reader
         self._server: _Server | None = None
 
     def start(self) -> str:
-        """Listens from here on; returns the address with the port that was bound. Raises ListenError."""
+        """Starts to listen; returns the address with the port that was bound. Raises ListenError."""
         registry = CollectorRegistry()
         registry.register(_Bridge(self._reader))
         ProcessCollector(registry=registry)
@@ -68,7 +68,7 @@ class MetricsPage:
         return self._address.with_port(self._server.server_port)
 
     def stop(self) -> None:
-        """Listens no more; answers that are being made are not waited for. Safe to call before ``start``, and twice."""
+        """Stops listening, without waiting for running requests. Safe to call before ``start``, and twice."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -77,12 +77,12 @@ class MetricsPage:
             server.shutdown()
             server.server_close()
 
-        server.socket.shutdown(socket.SHUT_RDWR)  # no connection comes from here on, and its thread wakes up
+        server.socket.shutdown(socket.SHUT_RDWR)  # accepts no more connections, and wakes its thread
         threading.Thread(target=end, name="metrics end", daemon=True).start()
 
 
 def to_families(readings: Iterable[Reading]) -> Iterator[Metric]:
-    """The metrics as the library of Prometheus has them."""
+    """Yields the metrics in the types of the Prometheus library."""
     for reading in readings:
         family = _family(reading.instrument)
         for labels, value in reading.points:
@@ -95,17 +95,17 @@ def to_families(readings: Iterable[Reading]) -> Iterator[Metric]:
 
 
 class _Bridge(Collector):
-    """From readings to the library's families, for each scrape."""
+    """Converts readings to the library's families, for each scrape."""
 
     def __init__(self, reader: LoopReader) -> None:
         self._reader = reader
 
     def describe(self) -> Iterator[Metric]:
-        """What there is; with it a scrape may ask for some of the names alone."""
+        """Returns all metrics without values, so that a scrape may select some by name."""
         return map(_family, instruments())
 
     def collect(self) -> Iterator[Metric]:
-        """Raises TimeoutError where the loop does not answer."""
+        """Returns all metrics. Raises TimeoutError if the event loop does not respond."""
         return to_families(self._reader.read())
 
 
@@ -132,7 +132,7 @@ App = Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]
 
 
 def _app(registry: CollectorRegistry, hosts: AllowedHosts) -> App:
-    """The library's own one renames what has a colon, in OpenMetrics."""
+    """Returns the WSGI application. The library's own would rename metrics with a colon in OpenMetrics."""
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
@@ -151,11 +151,11 @@ def _app(registry: CollectorRegistry, hosts: AllowedHosts) -> App:
 
 
 def _answer(registry: CollectorRegistry, environ: WSGIEnvironment) -> tuple[str, str, bytes]:
-    """Status, content type and body."""
+    """Returns status, content type and body."""
     if environ["PATH_INFO"] != METRICS_PATH:
         return "404 Not Found", _PLAIN, f"metrics are at {METRICS_PATH}\n".encode()
     if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-        return _WRONG_METHOD, _PLAIN, b"metrics are to be read, with GET\n"
+        return _WRONG_METHOD, _PLAIN, b"metrics can only be read, with GET\n"
     names = parse_qs(environ.get("QUERY_STRING", "")).get("name[]")
     wanted: Any = registry.restricted_registry(names) if names else registry
     try:
@@ -165,36 +165,36 @@ def _answer(registry: CollectorRegistry, environ: WSGIEnvironment) -> tuple[str,
             return _OK, form, page
         return _OK, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(wanted)
     except TimeoutError:
-        return "503 Service Unavailable", _PLAIN, b"the service is too busy to tell its metrics; try again\n"
+        return "503 Service Unavailable", _PLAIN, b"the service is too busy to report its metrics; try again\n"
 
 
 class _Handler(WSGIRequestHandler):
     timeout = IDLE_S
 
     def setup(self) -> None:
-        """With a clock for all that follows."""
+        """Starts the timer that limits the connection's life."""
         super().setup()
         self._limit = threading.Timer(REQUEST_S, self._end)
         self._limit.daemon = True
         self._limit.start()
 
     def parse_request(self) -> bool:
-        """Reads the head, after which the connection gives way only when it has had time for an answer."""
+        """Reads the request's head. After it, the connection is closed for others only once it is ``SCRAPE_S`` old."""
         is_whole = super().parse_request()
         self.server.keep(self.connection)  # type: ignore[attr-defined]
         return is_whole
 
     def finish(self) -> None:
-        """Stops that clock."""
+        """Stops the timer."""
         self._limit.cancel()
         super().finish()
 
     def _end(self) -> None:
-        with suppress(OSError):  # it has just ended by itself
+        with suppress(OSError):  # it has just ended
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are no news."""
+        """Logs nothing: scrapes are routine."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -208,20 +208,20 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.address_family = family
         self._counting = threading.Lock()
         self._open: dict[socket.socket, float] = {}
-        """Connections, oldest first, and when each came."""
+        """Connections, oldest first, and the time of each."""
         self._waiting: set[socket.socket] = set()
-        """Those of them whose request has not come."""
+        """The open connections that have not sent a complete request head."""
         super().__init__((str(where[0]), int(where[1])), _Handler)
         self.set_app(app)
 
     def server_bind(self) -> None:
-        """Without the host's full name, which a name server may take long to tell."""
+        """Binds without looking up the host's full name, which may take long."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[0], self.server_address[1]  # type: ignore[assignment]
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread, if one may be had."""
+        """Handles a connection in a thread, or closes it if there are too many."""
         with self._counting:
             has_place = len(self._open) < MAX_CONNECTIONS or self._cut_one()
             if has_place:
@@ -233,7 +233,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def keep(self, connection: socket.socket) -> None:
-        """The head of a request has come."""
+        """Notes that the head of a request has arrived."""
         with self._counting:
             self._waiting.discard(connection)
 
@@ -245,8 +245,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         if victim is None:
             return False
         self._forget(victim)
-        with suppress(OSError):  # it has just ended by itself
-            victim.shutdown(socket.SHUT_RDWR)  # which wakes its thread up
+        with suppress(OSError):  # it has just ended
+            victim.shutdown(socket.SHUT_RDWR)  # wakes its thread
         return True
 
     def _forget(self, connection: socket.socket) -> None:
@@ -254,7 +254,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._waiting.discard(connection)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The thread's own part."""
+        """Runs in the connection's thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -262,4 +262,4 @@ class _Server(ThreadingMixIn, WSGIServer):
                 self._forget(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that leaves is no news either."""
+        """Logs nothing: a scraper may disconnect."""

@@ -1,5 +1,4 @@
-"""What the service tells of a request that has ended: its span, metrics, and a line of the log. Knows no prompt and no
-output."""
+"""Reports a request that has ended, in its span, in metrics and in a log line, without prompt and output."""
 
 import logging
 

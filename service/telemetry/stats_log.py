@@ -1,4 +1,4 @@
-"""What the engine is doing, as a line in the log from time to time: what an operator looks at first."""
+"""Logs a line about the engine's load at intervals."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class StatsLog:
-    """Logs how full the engine is and how fast, while it has requests. Says nothing of an engine that is idle."""
+    """Logs the engine's load and throughput while it has requests, and nothing while it is idle."""
 
     def __init__(self, stats: Callable[[], EngineStats], interval_s: float) -> None:
         self._stats = stats
@@ -21,11 +21,11 @@ class StatsLog:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """From here on, until ``stop``."""
+        """Starts to log."""
         self._task = asyncio.create_task(self._run(), name="penstock stats")
 
     def stop(self) -> None:
-        """No more lines. Safe to call before ``start``, and twice."""
+        """Stops logging. Safe to call before ``start``, and twice."""
         if self._task is not None:
             self._task.cancel()
 

@@ -1,7 +1,7 @@
 """Spans of calls and requests, by OpenTelemetry's conventions for RPC and generative AI servers.
 
-Without a configured exporter the API's null tracer does nothing. A span holds counts, names and the request id; never a
-prompt, an output or a key.
+Without a configured exporter, the API's null tracer does nothing. A span holds counts, names and the request id; never
+a prompt, an output or a key.
 """
 
 import threading
@@ -19,12 +19,12 @@ from penstock.service.telemetry.metrics import Metrics
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 CLOSE_S = 0.3
-"""How long the last spans may take."""
+"""How long sending the last spans may take."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Telemetry:
-    """Opens spans through whatever tracer provider the process has; ``metrics`` count what the spans tell of."""
+    """Opens spans through the process's tracer provider. ``metrics`` count the same calls and requests."""
 
     def __init__(self, model_name: str, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -33,7 +33,7 @@ class Telemetry:
 
     @contextmanager
     def call(self, method: str, metadata: Sequence[tuple[str, str | bytes]], request_id: str) -> Iterator[None]:
-        """The server span of one RPC, a child of the caller's; it is the current span inside the block."""
+        """Opens the server span of one RPC, a child of the caller's span. It is the current span inside the block."""
         service, _, name = method.removeprefix("/").rpartition("/")
         carrier = {key: value for key, value in metadata if key == "traceparent" and isinstance(value, str)}
         with self._tracer.start_as_current_span(
@@ -46,7 +46,7 @@ class Telemetry:
                 "rpc.method": name,
                 "penstock.request_id": request_id,
             },
-            record_exception=False,  # an exception's text may hold what a span must not
+            record_exception=False,  # an exception's text may contain data that a span must not
             set_status_on_exception=False,
         ) as span:
             try:
@@ -57,7 +57,7 @@ class Telemetry:
             _end_call(span, grpc.StatusCode.OK)
 
     def request(self, request_id: str, tenant: str, operation: str, traceparent: str) -> Span:
-        """The span of one request; ``operation`` is ``chat`` or ``text_completion``. ``end_request`` ends it."""
+        """Opens the span of one request; ``operation`` is ``chat`` or ``text_completion``. ``end_request`` ends it."""
         parent = _PROPAGATOR.extract({"traceparent": traceparent}) if traceparent else otel_context.get_current()
         return self._tracer.start_span(
             f"{operation} {self._model_name}",
@@ -81,7 +81,7 @@ def _end_call(span: Span, code: grpc.StatusCode) -> None:
 
 
 def end_request(span: Span, finished: RequestFinished, ended: str, code: grpc.StatusCode) -> None:
-    """Notes how a request ended and what it used, and ends its span. ``ended``: the name of why."""
+    """Records how a request ended and what it used, and ends its span. ``ended``: the name of the reason."""
     if span.is_recording():
         span.set_attributes(
             {
@@ -106,16 +106,16 @@ _OUR_FAULTS = frozenset(
 
 
 class Exporter:
-    """Sends the process's spans to a collector, if the environment names one; else it is nothing."""
+    """Sends the process's spans to a collector, if the environment names one."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        """``environ`` is read by OpenTelemetry's own names. To be made after the worker was started: it opens a
+        """``environ`` holds OpenTelemetry's own variables. Create it after the worker has started: it opens a
         channel."""
         wanted = any(environ.get(name) for name in _ENDPOINTS)
         self._shutdown = _install_exporter(environ.get("OTEL_SERVICE_NAME", "penstock")) if wanted else _nothing
 
     def close(self) -> None:
-        """Sends what is left, if the collector takes it at once: it must not hold up the end of the process."""
+        """Sends the remaining spans, for ``CLOSE_S`` at most, so that the process ends without delay."""
         thread = threading.Thread(target=self._shutdown, name="last spans", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
