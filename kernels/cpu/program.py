@@ -35,7 +35,7 @@ class QkNormKind(IntEnum):
     ALL = 2
 
 
-class LinearProgram(Structure):
+class PackedLinear(Structure):
     """One matrix product, or several side by side."""
 
     _fields_ = (("num_parts", c_int32), ("parts", Matrix * 3))
@@ -50,21 +50,21 @@ class Rope(Structure):
 class Expert(Structure):
     """One expert of a mixture."""
 
-    _fields_ = (("gate_up", LinearProgram), ("down", LinearProgram))
+    _fields_ = (("gate_up", PackedLinear), ("down", PackedLinear))
 
 
-class LayerProgram(Structure):
+class DecoderLayer(Structure):
     """One layer of a model."""
 
     _fields_ = (
         ("attention_norm", c_void_p), ("attention_post_norm", c_void_p), ("mlp_norm", c_void_p),
         ("mlp_post_norm", c_void_p), ("hidden_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
-        ("sinks", c_void_p), ("window", c_int32), ("rope", c_int32), ("qkv", LinearProgram), ("output", LinearProgram),
-        ("gate_up", LinearProgram), ("down", LinearProgram), ("router", LinearProgram), ("experts", c_void_p),
+        ("sinks", c_void_p), ("window", c_int32), ("rope", c_int32), ("qkv", PackedLinear), ("output", PackedLinear),
+        ("gate_up", PackedLinear), ("down", PackedLinear), ("router", PackedLinear), ("experts", c_void_p),
     )  # fmt: skip
 
 
-class ModelProgram(Structure):
+class DecoderModel(Structure):
     """A model as data."""
 
     _fields_ = (
@@ -77,7 +77,7 @@ class ModelProgram(Structure):
         ("attention_scale", c_float), ("attention_soft_cap", c_float), ("logit_soft_cap", c_float),
         ("gate_alpha", c_float), ("gate_limit", c_float),
         ("embedding_format", c_int32), ("embedding", c_void_p), ("packed_embedding", Matrix),
-        ("fc", LinearProgram), ("head", LinearProgram), ("norm", c_void_p),
+        ("fc", PackedLinear), ("head", PackedLinear), ("norm", c_void_p),
         ("layers", c_void_p), ("ropes", c_void_p), ("kv", KvLayout), ("pages", c_void_p), ("layer_bytes", c_int64),
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ class Library:
         """Ends the threads that pack weights. Called when everything is packed."""
         self._end()
 
-    def program(self, model: ModelProgram) -> "Program":
+    def program(self, model: DecoderModel) -> "Program":
         """The object that runs the model's steps."""
         return Program(self._c, self._c.penstock_program(byref(model), self.num_threads, self._cores))
 
@@ -213,7 +213,7 @@ def typed_library(path: Path | None = None) -> ctypes.CDLL:
         "penstock_threads_end": (None, [address]),
         "penstock_pack": (None, [address, POINTER(Kernels), POINTER(Matrix), address, integer, long, address]),
         "penstock_pack_codes": (None, [address, POINTER(Kernels), POINTER(Matrix), address, address, address]),
-        "penstock_program": (address, [POINTER(ModelProgram), integer, address]),
+        "penstock_program": (address, [POINTER(DecoderModel), integer, address]),
         "penstock_program_end": (None, [address]),
         "penstock_step": (None, [address, POINTER(Step), integer]),
         "penstock_step_begin": (None, [address, POINTER(Step), integer]),

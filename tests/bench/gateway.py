@@ -219,7 +219,7 @@ def serving(name: str) -> Iterator[Serving]:
                 assert line, "it never served"
                 greeting += line
             target = re.search(r"serves \S+ on (\S+)", greeting)
-            http = re.search(r"base is (\S+)/v1", greeting)
+            http = re.search(r"API at (\S+)/v1", greeting)
             assert target is not None
             assert http is not None
             yield Serving(target[1], http[1], family(process.pid))

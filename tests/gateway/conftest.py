@@ -95,7 +95,7 @@ def _greeted(process: "subprocess.Popen[str]", log: Path) -> Served:
         process.wait()
         pytest.fail(f"it never served: {log.read_text()}")
     greeting = "".join(lines)
-    target, base = re.search(r"serves \S+ on (\S+)", greeting), re.search(r"base is (\S+)/v1", greeting)
+    target, base = re.search(r"serves \S+ on (\S+)", greeting), re.search(r"API at (\S+)/v1", greeting)
     assert target is not None
     assert base is not None, greeting
     return Served(base[1], target[1], greeting, process, log)

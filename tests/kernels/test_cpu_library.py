@@ -187,7 +187,7 @@ def needs_level(header: Path) -> bool:
 
 
 def test_python_mirrors_the_structures(layouts: dict[str, int]) -> None:
-    assert {"Matrix", "Attention", "SamplingRow", "Kernels"} <= mirrors().keys()
+    assert {"Matrix", "PagedAttention", "SamplingRow", "Kernels"} <= mirrors().keys()
     for name, mirror in mirrors().items():
         assert sizeof(mirror) == layouts[f"sizeof(penstock::{name})"], name
         for field, *_ in mirror._fields_:

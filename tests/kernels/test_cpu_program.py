@@ -24,10 +24,10 @@ from penstock.kernels.cpu.bindings import (
 from penstock.kernels.cpu.program import (
     ElementType,
     Expert,
-    LayerProgram,
+    DecoderLayer,
     Library,
-    LinearProgram,
-    ModelProgram,
+    PackedLinear,
+    DecoderModel,
     Program,
     QkNormKind,
     Rope,
@@ -70,7 +70,7 @@ class Toy:
         self.weights: list[dict[str, Array]] = []
         self.frequencies = [np.float32(10) ** -np.linspace(0, 2 + i, ROTARY // 2, dtype=np.float32) for i in range(2)]
         self.table, self.norm = self.draw(VOCAB, HIDDEN), self.draw(HIDDEN)
-        layers = (LayerProgram * len(kind.windows))(*(self.layer(i) for i in range(len(kind.windows))))
+        layers = (DecoderLayer * len(kind.windows))(*(self.layer(i) for i in range(len(kind.windows))))
         ropes = (Rope * 2)(*(Rope(self.keep(frequencies), 1.0 + i) for i, frequencies in enumerate(self.frequencies)))
         head_bytes = 2 * 32 * LANES * 4
         layer_bytes = KV_HEADS * head_bytes
@@ -78,7 +78,7 @@ class Toy:
         pages = self.library.memory(NUM_BLOCKS * BLOCK // LANES * kv.page_bytes)
         ctypes.memset(pages.address, 0xFF, pages.num_bytes)
         table = self.matrix(self.table)
-        model = ModelProgram(
+        model = DecoderModel(
             kernels=ctypes.pointer(kernels), vocab_size=VOCAB, num_logits=LOGITS, hidden_size=HIDDEN,
             intermediate_size=INNER, num_layers=len(kind.windows), num_heads=HEADS, num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM, rotary_dim=ROTARY, num_ropes=2, num_experts=EXPERTS, experts_per_token=PER_TOKEN,
@@ -86,7 +86,7 @@ class Toy:
             qk_norm=QkNormKind.HEAD, activation=GemmActivation.SILU, block_size=BLOCK, norm_eps=EPS,
             embedding_scale=EMBEDDING_SCALE, attention_scale=SCALE, attention_soft_cap=CAP, logit_soft_cap=LOGIT_CAP,
             embedding_format=StorageFormat.F32, packed_embedding=table,
-            head=LinearProgram(1, (Matrix * 3)(table)), norm=self.keep(self.norm),
+            head=PackedLinear(1, (Matrix * 3)(table)), norm=self.keep(self.norm),
             layers=ctypes.addressof(layers), ropes=ctypes.addressof(ropes), kv=kv, pages=pages.address,
             layer_bytes=layer_bytes,
         )  # fmt: skip
@@ -121,13 +121,13 @@ class Toy:
         matrix.order = self.keep(order) if ordered else None
         return matrix
 
-    def linear(self, parts: list[Array]) -> LinearProgram:
+    def linear(self, parts: list[Array]) -> PackedLinear:
         if not self.kind.split:
-            return LinearProgram(1, (Matrix * 3)(self.matrix(np.concatenate(parts))))
+            return PackedLinear(1, (Matrix * 3)(self.matrix(np.concatenate(parts))))
         # The second of several takes its inputs as they come.
-        return LinearProgram(len(parts), (Matrix * 3)(*(self.matrix(part, i != 1) for i, part in enumerate(parts))))
+        return PackedLinear(len(parts), (Matrix * 3)(*(self.matrix(part, i != 1) for i, part in enumerate(parts))))
 
-    def gated(self, gate: Array, up: Array) -> LinearProgram:
+    def gated(self, gate: Array, up: Array) -> PackedLinear:
         if self.kind.split:
             return self.linear([gate, up])
         size = len(gate)
@@ -137,9 +137,9 @@ class Toy:
             for part in range(2)
             for row in range(panel * LANES, panel * LANES + LANES)
         ]
-        return LinearProgram(1, (Matrix * 3)(self.matrix(np.concatenate([gate, up]), False, rows)))
+        return PackedLinear(1, (Matrix * 3)(self.matrix(np.concatenate([gate, up]), False, rows)))
 
-    def layer(self, index: int) -> LayerProgram:
+    def layer(self, index: int) -> DecoderLayer:
         query, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
         shapes = {"q": (query, HIDDEN), "k": (kv, HIDDEN), "v": (kv, HIDDEN), "o": (HIDDEN, query), "n0": (HIDDEN,),
                   "n2": (HIDDEN,), "n3": (HIDDEN,), "qn": (HEAD_DIM,), "kn": (HEAD_DIM,), "sinks": (HEADS,),
@@ -153,7 +153,7 @@ class Toy:
             Expert(self.gated(w[f"gate{e}"], w[f"up{e}"]), self.linear([w[f"down{e}"]]))
             for e in range(EXPERTS if self.kind.experts else 1)
         ]
-        layer = LayerProgram(
+        layer = DecoderLayer(
             attention_norm=self.keep(w["n0"]), mlp_norm=self.keep(w["n2"]), mlp_post_norm=self.keep(w["n3"]),
             query_norm=self.keep(w["qn"]), key_norm=self.keep(w["kn"]), sinks=self.keep(w["sinks"]),
             window=self.kind.windows[index], rope=index % 2, qkv=self.linear([w["q"], w["k"], w["v"]]),

@@ -169,7 +169,7 @@ async def test_the_gateway_itself_lives_while_its_loop_does(caplog):
 
 async def test_one_that_never_serves_is_no_gateway(monkeypatch):
     monkeypatch.setattr(http_gateway, "_CHILD", BROKEN)
-    with pytest.raises(GatewayFailed, match=f"^{HTTP_FLAG}: the gateway ended with exit code 3; its own output"):
+    with pytest.raises(GatewayFailed, match=f"^{HTTP_FLAG}: the gateway ended with exit code 3; see its output"):
         async with running():
             pass
 
@@ -243,7 +243,7 @@ def test_what_is_not_installed_is_told_before_anything_is_loaded(monkeypatch, ca
     monkeypatch.setattr(serve, "inspect_machine", lambda: dataclasses.replace(machine, packages=lacks))
     assert serve.serve(["--port=0", "--http-port=0"]) == 1
     said = (
-        "penstock serve: --http-port: not installed: fastapi; pip install 'penstock[gateway]', or leave the flag out\n"
+        "penstock serve: --http-port: not installed: fastapi; pip install 'penstock[gateway]', or omit the flag\n"
     )
     assert capsys.readouterr().err == said
 
@@ -319,7 +319,7 @@ def paste(line):
 
 def test_what_is_printed_fits_what_is_served():
     text = str(HttpCalls(Address("0.0.0.0", 80), "my model", takes_chat=False, wants_key=True))
-    assert "base is http://127.0.0.1:80/v1" in text
+    assert "API at http://127.0.0.1:80/v1" in text
     *_, line = text.splitlines()
     words = shlex.split(line)
     assert words[:2] == ["curl", "http://127.0.0.1:80/v1/completions"]

@@ -148,7 +148,7 @@ def test_the_log_is_set_up_once():
 FAILING_WORKER = """
 import socket
 from penstock.models.worker import main as worker
-from penstock.models.executor.wire import Channel, Kind
+from penstock.models.executor.wire import Channel, FrameKind
 from penstock.scheduler.plan import WorkerConfig
 
 def fail(config):
@@ -156,7 +156,7 @@ def fail(config):
 
 worker.load_backend = fail
 ours, theirs = socket.socketpair()
-Channel(ours).send(Kind.CONFIG, WorkerConfig("nowhere", log_format="json"))
+Channel(ours).send(FrameKind.CONFIG, WorkerConfig("nowhere", log_format="json"))
 raise SystemExit(worker.serve(Channel(theirs)))
 """
 

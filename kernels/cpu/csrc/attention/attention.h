@@ -26,9 +26,9 @@ namespace paged {
 constexpr int RECORD_HEAD = LANES;  // floats before a record's values
 constexpr int RECORD_SUM = 1;
 
-INLINE int group_size(const Attention& attention) { return attention.num_heads / attention.kv.kv_heads; }
+INLINE int group_size(const PagedAttention& attention) { return attention.num_heads / attention.kv.kv_heads; }
 
-INLINE int64_t record_floats(const Attention& attention) { return RECORD_HEAD + padded_head(attention.kv); }
+INLINE int64_t record_floats(const PagedAttention& attention) { return RECORD_HEAD + padded_head(attention.kv); }
 
 // ---------------------------------------------------------------------------------------------------------- records
 
@@ -53,7 +53,7 @@ __attribute__((noinline)) static void merge_record(float* total, const float* re
 }
 
 // Writes the output of one query head. A sink is one more weight, without a value.
-__attribute__((noinline)) static void write_output(const Attention& attention, int head, const float* total,
+__attribute__((noinline)) static void write_output(const PagedAttention& attention, int head, const float* total,
                                                    float* out) {
   float by = 1 / total[RECORD_SUM];
   if (attention.sinks) {
@@ -91,7 +91,7 @@ struct Scratch {
   int64_t bytes;
 };
 
-INLINE Scratch scratch_of(const Attention& attention) {
+INLINE Scratch scratch_of(const PagedAttention& attention) {
   const int64_t rows = static_cast<int64_t>(QUERY_TILE) * group_size(attention), padded = padded_head(attention.kv);
   const int64_t record = record_floats(attention) * WORD;
   Scratch at = {};
@@ -106,7 +106,7 @@ INLINE Scratch scratch_of(const Attention& attention) {
 
 // An item's work for one of its KV heads. Its rows are queries times heads of the group.
 struct Work {
-  const Attention& attention;
+  const PagedAttention& attention;
   const AttentionRow& row;
   const AttentionItem& item;
   int kv_head;
@@ -132,7 +132,7 @@ struct Work {
 
 template <class Kv>
 static void prepare_queries(const Work& work) {
-  const Attention& attention = work.attention;
+  const PagedAttention& attention = work.attention;
   const int head_dim = attention.kv.head_dim, padded = padded_head(attention.kv);
   const bool transforms = transforms_heads(attention.kv.format);
   const float scale = transforms ? attention.scale / static_cast<float>(hadamard_block(head_dim)) : attention.scale;
@@ -153,7 +153,7 @@ static void prepare_queries(const Work& work) {
 // Computes rows [begin, end) against the pages of a split that any of them attends to.
 template <class Kv>
 static Block make_block(const Work& work, int split, int begin, int end) {
-  const Attention& attention = work.attention;
+  const PagedAttention& attention = work.attention;
   const KvLayout& layout = attention.kv;
   const int padded = padded_head(layout);
   Block block;
@@ -243,7 +243,7 @@ static void attend_block(const Work& work, int split, int begin, int end) {
 }
 
 INLINE void write_row(const Work& work, int index, const float* total) {
-  const Attention& attention = work.attention;
+  const PagedAttention& attention = work.attention;
   const int64_t token = work.row.token + work.item.query_begin - work.row.start + index / work.group;
   const int head = work.kv_head * work.group + index % work.group;
   float* out = attention.output + token * attention.output_stride + static_cast<int64_t>(head) * attention.kv.head_dim;
@@ -260,7 +260,7 @@ static void attend_head(const Work& work) {
   for (int i = 0; work.item.partial < 0 && i < work.rows; i++) write_row(work, i, work.total(i));
 }
 
-static Work make_work(const Attention& attention, const AttentionRow& row, const AttentionItem& item, int kv_head,
+static Work make_work(const PagedAttention& attention, const AttentionRow& row, const AttentionItem& item, int kv_head,
                       uint8_t* scratch, float* partials) {
   const int group = group_size(attention), rows = (item.query_end - item.query_begin) * group;
   return {attention, row, item, kv_head, group, rows, record_floats(attention), scratch_of(attention), scratch,
@@ -269,11 +269,13 @@ static Work make_work(const Attention& attention, const AttentionRow& row, const
 
 }  // namespace paged
 
-static int64_t attention_scratch(const penstock::Attention& attention) { return paged::scratch_of(attention).bytes; }
+static int64_t attention_scratch(const penstock::PagedAttention& attention) {
+  return paged::scratch_of(attention).bytes;
+}
 
-static int64_t partial_floats(const penstock::Attention& attention) { return paged::record_floats(attention); }
+static int64_t partial_floats(const penstock::PagedAttention& attention) { return paged::record_floats(attention); }
 
-static void attend(const penstock::Attention& attention, const penstock::AttentionRow& row,
+static void attend(const penstock::PagedAttention& attention, const penstock::AttentionRow& row,
                    const penstock::AttentionItem& item, uint8_t* scratch, float* partials) {
   using namespace paged;
   for (int head = item.kv_head_begin; head < item.kv_head_end; head++) {
@@ -290,7 +292,7 @@ static void attend(const penstock::Attention& attention, const penstock::Attenti
 #endif
 }
 
-static void merge(const penstock::Attention& attention, const penstock::AttentionRow& row,
+static void merge(const penstock::PagedAttention& attention, const penstock::AttentionRow& row,
                   const penstock::AttentionItem& item, int splits, const float* partials) {
   using namespace paged;
   const Work work = make_work(attention, row, item, item.kv_head_begin, nullptr, nullptr);

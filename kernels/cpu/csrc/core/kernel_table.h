@@ -54,7 +54,7 @@ enum OutputMode : int32_t {
   OUTPUT_GATED = 2,  // panels alternate gate and up: column 16 i + j of data is the activation of panels 2i and 2i + 1
 };
 
-struct Output {
+struct GemmOutput {
   float* data;  // column 0 of row 0
   int64_t stride;  // floats
   OutputMode mode;
@@ -80,7 +80,7 @@ struct KvLayout {
 };
 
 // One layer's attention over a batch of rows.
-struct Attention {
+struct PagedAttention {
   KvLayout kv;
   uint8_t* pages;  // of this layer
   int32_t num_heads;
@@ -173,7 +173,7 @@ struct Kernels {
   // Rounds a float32 row to the format that the matrix's product multiplies.
   void (*prepare)(Format format, int columns, int group, const float* x, uint8_t* out);
   // Multiplies all rows with panels [begin, end). Begin and end are even if the output is gated.
-  void (*product)(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output);
+  void (*product)(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output);
   // The maximum number of rows that a call should have. With more, a step splits its products across rows as well.
   int (*product_rows)(Format format);
 
@@ -194,12 +194,12 @@ struct Kernels {
   void (*write_kv)(const KvLayout& layout, uint8_t* page, int slot, const float* keys, const float* values);
 
   // The bytes of scratch memory that `attend` needs, and the floats of one query head's partial result of one split.
-  int64_t (*attention_scratch)(const Attention& attention);
-  int64_t (*partial_floats)(const Attention& attention);
-  void (*attend)(const Attention& attention, const AttentionRow& row, const AttentionItem& item, uint8_t* scratch,
+  int64_t (*attention_scratch)(const PagedAttention& attention);
+  int64_t (*partial_floats)(const PagedAttention& attention);
+  void (*attend)(const PagedAttention& attention, const AttentionRow& row, const AttentionItem& item, uint8_t* scratch,
                  float* partials);
   // Merges the partial results of splits [0, splits) of the item's queries. The first one is at item.partial.
-  void (*merge)(const Attention& attention, const AttentionRow& row, const AttentionItem& item, int splits,
+  void (*merge)(const PagedAttention& attention, const AttentionRow& row, const AttentionItem& item, int splits,
                 const float* partials);
 
   // The bytes of scratch memory that `sample` needs.

@@ -149,7 +149,7 @@ INLINE Lookahead look_ahead(const Block& block, bool cold, const uint8_t* weight
 
 // Multiplies steps [step, step + steps) of all rows and one or two panels. Sums are (tiles, height, panels, 16).
 static void multiply_pair(const Matrix& matrix, const Inputs& inputs, const Block& block, int64_t step, int64_t steps,
-                          int panel, const uint8_t* next, const Output& output, float* sums) {
+                          int panel, const uint8_t* next, const GemmOutput& output, float* sums) {
   const int panels = block.end - panel < PAIR ? block.end - panel : PAIR;
   const uint8_t* weights = matrix.panels + panel * matrix.panel_bytes + step * STEP_BYTES;
   const bool first = step == 0, last = step + steps == block.steps;
@@ -173,7 +173,7 @@ static void multiply_pair(const Matrix& matrix, const Inputs& inputs, const Bloc
   }
 }
 
-static void multiply_block(const Matrix& matrix, const Inputs& inputs, const Block& block, const Output& output,
+static void multiply_block(const Matrix& matrix, const Inputs& inputs, const Block& block, const GemmOutput& output,
                            float* sums) {
   for (int64_t step = 0; step < block.steps; step += block.piece_steps) {
     const int64_t left = block.steps - step, steps = left < block.piece_steps ? left : block.piece_steps;
@@ -191,7 +191,7 @@ static void multiply_block(const Matrix& matrix, const Inputs& inputs, const Blo
   }
 }
 
-static void multiply_rows_of_block(const Matrix& matrix, const Inputs& inputs, Block block, const Output& output) {
+static void multiply_rows_of_block(const Matrix& matrix, const Inputs& inputs, Block block, const GemmOutput& output) {
   alignas(64) float sums[BLOCK_ROWS * BLOCK_PANELS * LANES];
   const int most = block.piece_steps < block.steps ? BLOCK_PANELS : block.end - block.begin;
   for (const int end = block.end; block.begin < end; block.begin = block.end) {
@@ -207,7 +207,7 @@ static void configure(int height) {
   configure_tiles(shapes);
 }
 
-static void multiply(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+static void multiply(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
   const int64_t steps = bf16_filled(matrix.columns) * 2 / TILE_LINE;
   const int64_t blocks = (inputs.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   int configured = 0;
@@ -228,7 +228,7 @@ static void multiply(const Matrix& matrix, const Inputs& inputs, int begin, int 
 
 }  // namespace bf16_tiles
 
-static void bf16_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+static void bf16_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
   bf16_tiles::multiply(matrix, inputs, begin, end, output);
 }
 

@@ -10,10 +10,10 @@ namespace PENSTOCK_LEVEL {
 
 using penstock::LANES;
 using penstock::Matrix;
-using penstock::Output;
+using penstock::GemmOutput;
 
 // Writes the first `columns` entries of `result` to row `row` from `column` on.
-INLINE void write_columns(const Output& output, int row, int column, Floats result, int columns) {
+INLINE void write_columns(const GemmOutput& output, int row, int column, Floats result, int columns) {
   float* out = output.data + row * output.stride + column;
   const bool add = output.mode == penstock::OUTPUT_ADD;
   if (columns >= LANES) {
@@ -23,7 +23,7 @@ INLINE void write_columns(const Output& output, int row, int column, Floats resu
   }
 }
 
-INLINE Floats gate(Floats gate, Floats up, const Output& output) {
+INLINE Floats gate(Floats gate, Floats up, const GemmOutput& output) {
   if (output.activation != penstock::ACTIVATION_CLAMPED) return activate(gate, output.activation) * up;
   // For NaN, the second operand.
   const Floats limit = splat(output.limit), g = min(limit, gate), u = max(-limit, min(limit, up));
@@ -34,7 +34,7 @@ INLINE Floats gate(Floats gate, Floats up, const Output& output) {
 // [panel, panel + panels) of the matrix. Entries past the matrix's last row are not written. A gated output has half as
 // many columns as the matrix has rows. For it, `panel` and `panels` are even, and the last two panels hold the same
 // number of rows.
-static void write_tile(const Matrix& matrix, const Output& output, int row, int rows, int panel, int panels,
+static void write_tile(const Matrix& matrix, const GemmOutput& output, int row, int rows, int panel, int panels,
                        const float* sums) {
   const bool gated = output.mode == penstock::OUTPUT_GATED;
   for (int p = 0; p < panels; p += gated ? 2 : 1) {

@@ -198,7 +198,7 @@ INLINE void look_ahead(const Block& block, bool cold, int tile, int rows, const 
 // rows between pieces; with a single piece it holds one tile's sums at a time.
 template <typename Step>
 static void multiply_group(const Matrix& matrix, const Inputs& inputs, const Block& block, int64_t step, int panel,
-                           const Output& output, Sweep sweep, const uint8_t* next, float* sums) {
+                           const GemmOutput& output, Sweep sweep, const uint8_t* next, float* sums) {
   const int panels = block.end - panel < GROUP ? block.end - panel : GROUP, tiles = block.tiles();
   const bool pieces = block.piece_steps < block.steps, ends = step + sweep.steps == block.steps;
   const uint8_t* weights = matrix.panels + panel * matrix.panel_bytes + step * LINE;
@@ -218,7 +218,7 @@ static void multiply_group(const Matrix& matrix, const Inputs& inputs, const Blo
 }
 
 template <typename Step>
-static void multiply_block(const Matrix& matrix, const Inputs& inputs, const Block& block, const Output& output,
+static void multiply_block(const Matrix& matrix, const Inputs& inputs, const Block& block, const GemmOutput& output,
                            float* sums) {
   Sweep sweep = {};
   sweep.panel_bytes = matrix.panel_bytes;
@@ -242,7 +242,7 @@ static void multiply_block(const Matrix& matrix, const Inputs& inputs, const Blo
 // Multiplies a block whose sums are in memory between its pieces.
 template <typename Step>
 static __attribute__((noinline)) void multiply_in_pieces(const Matrix& matrix, const Inputs& inputs, Block block,
-                                                         const Output& output) {
+                                                         const GemmOutput& output) {
   alignas(64) float sums[BLOCK_ROWS * BLOCK_PANELS * LANES];
   for (const int end = block.end; block.begin < end; block.begin += BLOCK_PANELS) {
     block.end = end - block.begin < BLOCK_PANELS ? end : block.begin + BLOCK_PANELS;
@@ -251,7 +251,7 @@ static __attribute__((noinline)) void multiply_in_pieces(const Matrix& matrix, c
 }
 
 template <typename Step>
-static void multiply(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+static void multiply(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
   const int64_t steps = (matrix.columns + Step::COLUMNS - 1) / Step::COLUMNS;
   const int64_t pieces = inputs.rows > TILE_ROWS ? (steps + BLOCK_STEPS - 1) / BLOCK_STEPS : 1;
   const int64_t blocks = (inputs.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
@@ -272,12 +272,12 @@ static void multiply(const Matrix& matrix, const Inputs& inputs, int begin, int 
 
 }  // namespace float_product
 
-static void f32_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+static void f32_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
   float_product::multiply<float_product::FloatStep>(matrix, inputs, begin, end, output);
 }
 
 #if !defined(__AMX_BF16__)
-static void bf16_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+static void bf16_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
   float_product::multiply<float_product::PairStep>(matrix, inputs, begin, end, output);
 }
 #endif

@@ -72,7 +72,7 @@ static void prepare(Format format, int columns, int group, const float* x, uint8
   }
 }
 
-static void product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+static void product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
   switch (matrix.format) {
     case penstock::FORMAT_BF16: return bf16_product(matrix, inputs, begin, end, output);
     case penstock::FORMAT_INT8: return int8_product(matrix, inputs, begin, end, output);

@@ -150,7 +150,7 @@ struct Int4Tiles {
 
 #endif
 
-static void int4_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+static void int4_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
 #if defined(__AMX_INT8__)
   if (inputs.rows >= byte_tiles::LEAST_ROWS && int4_chunk(matrix.group) >= Int4Tiles::LEAST_CHUNK)
     return byte_tiles::multiply(Int4Tiles(matrix), inputs, begin, end, output);

@@ -222,7 +222,7 @@ struct Int8Tiles {
 
 #endif
 
-static void int8_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+static void int8_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
 #if defined(__AMX_INT8__)
   if (inputs.rows >= byte_tiles::LEAST_ROWS)
     return byte_tiles::multiply(Int8Tiles{matrix}, inputs, begin, end, output);

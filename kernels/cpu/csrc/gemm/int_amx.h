@@ -146,7 +146,8 @@ static void multiply_panels(const Kind& kind, const Rows& rows, const uint8_t* p
 
 // Multiplies all rows with panels [panel, panel + count), one or two.
 template <class Kind>
-static void multiply_group(const Kind& kind, const Rows& rows, int panel, int count, int end, const Output& output) {
+static void multiply_group(const Kind& kind, const Rows& rows, int panel, int count, int end,
+                           const GemmOutput& output) {
   alignas(64) float totals[MOST_ROWS * PANELS * LANES] = {};
   const Matrix& matrix = kind.matrix;
   const uint8_t* panels = matrix.panels + panel * matrix.panel_bytes;
@@ -167,7 +168,7 @@ static void multiply_group(const Kind& kind, const Rows& rows, int panel, int co
 
 // Multiplies all rows with panels [begin, end).
 template <class Kind>
-static void multiply(const Kind& kind, const Inputs& inputs, int begin, int end, const Output& output) {
+static void multiply(const Kind& kind, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
   const int64_t blocks = divide_up(inputs.rows, MOST_ROWS);
   for (int64_t i = 0; i < blocks; i++) {
     const int row = static_cast<int>(inputs.rows * i / blocks);

@@ -31,7 +31,7 @@ INLINE void compute_tile(int rows, const DotTile& tile) {
 
 // Multiplies all rows with panels [begin, end). Tiles differ by at most one row, so that none is too small to be fast.
 template <class Kind>
-INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
   alignas(64) float sums[DOT_ROWS * 2 * LANES];
   const int tiles = divide_up(inputs.rows, DOT_ROWS);
   for (int panel = begin; panel < end; panel += 2) {

@@ -5,7 +5,7 @@
 
 namespace penstock {
 
-void StepRun::layer(const Layer& layer, int index) {
+void StepRun::layer(const DecoderLayer& layer, int index) {
   uint8_t* pages = model_.pages + index * model_.layer_bytes;
   bool last = index == model_.num_layers - 1;
   Prepared inputs = layer.hidden_norm
@@ -33,7 +33,7 @@ void StepRun::layer(const Layer& layer, int index) {
 }
 
 // Prepares embeddings and x side by side, each after its norm.
-Prepared StepRun::prepare_joined(const Layer& layer) {
+Prepared StepRun::prepare_joined(const DecoderLayer& layer) {
   int64_t size = model_.hidden_size;
   each(num_rows_, [&](int row, int) {
     float* to = joined_ + row * 2 * size;
@@ -43,8 +43,8 @@ Prepared StepRun::prepare_joined(const Layer& layer) {
   return prepare(layer.qkv, joined_, 2 * size, num_rows_, nullptr);
 }
 
-void StepRun::rotate_and_write(const Layer& layer, uint8_t* pages) {
-  const Model& m = model_;
+void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {
+  const DecoderModel& m = model_;
   int half = m.rotary_dim / 2;
   const float* angles = angles_ + static_cast<int64_t>(layer.rope) * step_.num_tokens * m.rotary_dim;
   // One thread writes a whole page, since its slots are interleaved.
@@ -72,9 +72,9 @@ void StepRun::rotate_and_write(const Layer& layer, uint8_t* pages) {
   });
 }
 
-void StepRun::attend(const Layer& layer, uint8_t* pages) {
+void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   const AttentionPlan& plan = plans_[&layer - model_.layers];
-  Attention attention = {model_.kv, pages, model_.num_heads, layer.window, model_.attention_scale,
+  PagedAttention attention = {model_.kv, pages, model_.num_heads, layer.window, model_.attention_scale,
                          model_.attention_soft_cap, layer.sinks, qkv_, qkv_size_, mixed_, query_size_};
   threads_.run(plan.num_items, [&](int i, int thread) {
     const AttentionItem& item = plan.items[i];
@@ -107,7 +107,7 @@ void StepRun::keep_wanted_rows() {
   num_rows_ = wanted;
 }
 
-void StepRun::mlp(const Layer& layer) {
+void StepRun::mlp(const DecoderLayer& layer) {
   int inner = model_.intermediate_size;
   // A gated product writes whole panels.
   int stride = (inner + LANES - 1) / LANES * LANES;

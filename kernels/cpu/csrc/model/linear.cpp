@@ -28,7 +28,7 @@ int cut_panels(int panels, int threads, int most, int32_t* begins) {
 
 }  // namespace
 
-Prepared StepRun::prepare(const Linear& linear, const float* x, int64_t stride, int rows, const float* norm) {
+Prepared StepRun::prepare(const PackedLinear& linear, const float* x, int64_t stride, int rows, const float* norm) {
   Prepared prepared;
   int distinct = 0;
   for (int i = 0; i < linear.num_parts; i++) {
@@ -63,7 +63,7 @@ Prepared StepRun::prepare(const Linear& linear, const float* x, int64_t stride, 
   return prepared;
 }
 
-void StepRun::product(const Linear& linear, const Prepared& inputs, float* out, int64_t stride, OutputMode mode) {
+void StepRun::product(const PackedLinear& linear, const Prepared& inputs, float* out, int64_t stride, OutputMode mode) {
   for (int i = 0; i < linear.num_parts; i++) {
     const Matrix& part = linear.parts[i];
     const Inputs& rows = inputs.parts[i];
@@ -76,7 +76,7 @@ void StepRun::product(const Linear& linear, const Prepared& inputs, float* out, 
       int piece = item / blocks, first = item % blocks * most;
       int count = rows.rows - first < most ? rows.rows - first : most;
       Inputs some = {rows.data + first * rows.stride, rows.stride, count};
-      Output to = {out + first * stride, stride, mode, static_cast<Activation>(model_.activation), 0, 0};
+      GemmOutput to = {out + first * stride, stride, mode, static_cast<Activation>(model_.activation), 0, 0};
       kernels_.product(part, some, begins[piece], begins[piece + 1], to);
     });
     out += part.rows;

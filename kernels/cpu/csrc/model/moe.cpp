@@ -44,8 +44,8 @@ void StepRun::choose_experts(const float* logits, int32_t* chosen, float* weight
 }
 
 // Sorts the pairs by expert.
-Routing StepRun::route(const Layer& layer) {
-  const Model& m = model_;
+Routing StepRun::route(const DecoderLayer& layer) {
+  const DecoderModel& m = model_;
   int num_pairs = num_rows_ * m.experts_per_token;
   float* logits = arena_.take<float>(static_cast<int64_t>(num_rows_) * m.num_experts);
   int32_t* chosen = arena_.take<int32_t>(num_pairs);
@@ -76,7 +76,7 @@ uint8_t* StepRun::gather(const Routing& routing, const Inputs& inputs) {
 }
 
 // Computes one product of all experts, each with its rows of the prepared inputs.
-void StepRun::multiply_experts(const Routing& routing, const Layer& layer, Linear Expert::*linear,
+void StepRun::multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear Expert::*linear,
                                const uint8_t* inputs, float* out, int64_t stride, OutputMode mode) {
   const Matrix& first = (layer.experts[0].*linear).parts[0];
   int64_t bytes = kernels_.input_bytes(first.format, first.columns, first.group);
@@ -93,7 +93,7 @@ void StepRun::multiply_experts(const Routing& routing, const Layer& layer, Linea
     const ExpertItem& item = items[i];
     int begin = routing.starts[item.expert];
     Inputs rows = {inputs + begin * bytes, bytes, routing.starts[item.expert + 1] - begin};
-    Output to = {out + begin * stride, stride, mode, static_cast<Activation>(model_.expert_activation),
+    GemmOutput to = {out + begin * stride, stride, mode, static_cast<Activation>(model_.expert_activation),
                  model_.gate_alpha, model_.gate_limit};
     kernels_.product((layer.experts[item.expert].*linear).parts[0], rows, item.begin, item.end, to);
   });
@@ -113,8 +113,8 @@ void StepRun::combine(const Routing& routing, float* outputs) {
   });
 }
 
-void StepRun::experts(const Layer& layer) {
-  const Model& m = model_;
+void StepRun::experts(const DecoderLayer& layer) {
+  const DecoderModel& m = model_;
   Arena::Mark before = arena_.mark();
   Routing routing = route(layer);
   // All experts need inputs in the same format.

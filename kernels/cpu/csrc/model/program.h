@@ -11,7 +11,7 @@
 namespace penstock {
 
 // One product, or several side by side if their inputs need different orders.
-struct Linear {
+struct PackedLinear {
   int32_t num_parts;  // 0: there is none
   Matrix parts[3];
 };
@@ -25,10 +25,10 @@ struct Rope {
 };
 
 struct Expert {
-  Linear gate_up, down;
+  PackedLinear gate_up, down;
 };
 
-struct Layer {
+struct DecoderLayer {
   // Norms before the sublayers and after them, each or null.
   const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm;
   // For a draft head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm. Else
@@ -38,13 +38,13 @@ struct Layer {
   const float* sinks;                  // (num_heads,) or null
   int32_t window;                      // 0: none
   int32_t rope;                        // index
-  Linear qkv, output;
-  Linear gate_up, down;  // as one part, gate and up in alternating panels; as two parts, gate, then up
-  Linear router;         // for a mixture of experts; else no parts
+  PackedLinear qkv, output;
+  PackedLinear gate_up, down;  // as one part, gate and up in alternating panels; as two parts, gate, then up
+  PackedLinear router;         // for a mixture of experts; else no parts
   const Expert* experts;
 };
 
-struct Model {
+struct DecoderModel {
   const Kernels* kernels;
   int32_t vocab_size, num_logits, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
   int32_t rotary_dim, num_ropes;
@@ -58,10 +58,10 @@ struct Model {
   int32_t embedding_format;  // of `embedding`: FORMAT_F32 or FORMAT_BF16
   const uint8_t* embedding;  // (vocab_size, hidden_size); null: `packed_embedding` is looked up
   Matrix packed_embedding;
-  Linear fc;                 // for a draft head: from features to x; else no parts
-  Linear head;               // only the first num_logits rows are multiplied, of a tied embedding that may have more
+  PackedLinear fc;           // for a draft head: from features to x; else no parts
+  PackedLinear head;         // only the first num_logits rows are multiplied, of a tied embedding that may have more
   const float* norm;
-  const Layer* layers;
+  const DecoderLayer* layers;
   const Rope* ropes;
   KvLayout kv;
   uint8_t* pages;       // of layer 0
@@ -127,7 +127,7 @@ class StepRun;
 // Runs steps of one model. Not thread-safe.
 class Program {
  public:
-  Program(const Model& model, int num_threads, const int32_t* cores);
+  Program(const DecoderModel& model, int num_threads, const int32_t* cores);
   ~Program();
 
   // Computes the layers and logits. The step and everything it points to must stay in place until `finish` or the next
@@ -141,7 +141,7 @@ class Program {
  private:
   friend class StepRun;
 
-  Model model_;
+  DecoderModel model_;
   Threads threads_;
   Arena arena_;
   std::unique_ptr<StepRun> run_;  // the step that began last

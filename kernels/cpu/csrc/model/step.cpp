@@ -20,7 +20,7 @@ int head_rows(const Step& step, int begin) {
 // Ids are checked at admission. Clamping makes sure that an id out of range never becomes an address.
 int within(int64_t id, int num) { return id < 0 ? 0 : id < num ? static_cast<int>(id) : num - 1; }
 
-int64_t widest_input(const Kernels& kernels, const Linear& linear, int64_t so_far) {
+int64_t widest_input(const Kernels& kernels, const PackedLinear& linear, int64_t so_far) {
   for (int i = 0; i < linear.num_parts; i++) {
     const Matrix& part = linear.parts[i];
     int64_t bytes = kernels.input_bytes(part.format, part.columns, part.group);
@@ -31,7 +31,7 @@ int64_t widest_input(const Kernels& kernels, const Linear& linear, int64_t so_fa
 
 }  // namespace
 
-Program::Program(const Model& model, int num_threads, const int32_t* cores)
+Program::Program(const DecoderModel& model, int num_threads, const int32_t* cores)
     : model_(model), threads_(num_threads, cores) {}
 
 Program::~Program() = default;
@@ -92,7 +92,7 @@ void StepRun::finish() {
 }
 
 void StepRun::lay_out() {
-  const Model& m = model_;
+  const DecoderModel& m = model_;
   int64_t tokens = step_.num_tokens;
   x_ = arena_.take<float>(tokens * m.hidden_size);
   delta_ = arena_.take<float>(tokens * m.hidden_size);
@@ -108,10 +108,10 @@ void StepRun::lay_out() {
     joined_ = arena_.take<float>(tokens * 2 * m.hidden_size);
   }
   for (int i = 0; i < m.num_layers; i++) {
-    const Layer& layer = m.layers[i];
-    const Linear* linears[] = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.router,
+    const DecoderLayer& layer = m.layers[i];
+    const PackedLinear* linears[] = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.router,
                                layer.experts ? &layer.experts->gate_up : &layer.router};
-    for (const Linear* linear : linears) {
+    for (const PackedLinear* linear : linears) {
       inputs = widest_input(kernels_, *linear, inputs);
       most_parts = linear->num_parts > most_parts ? linear->num_parts : most_parts;
       for (int part = 0; part < linear->num_parts; part++)
@@ -154,7 +154,7 @@ void StepRun::find_pages() {
     plans_[i] = same < i ? plans_[same] : plan_attention(model_.layers[i]);
     partials = plans_[i].num_partial_floats > partials ? plans_[i].num_partial_floats : partials;
   }
-  Attention attention = {model_.kv, nullptr, model_.num_heads, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
+  PagedAttention attention = {model_.kv, nullptr, model_.num_heads, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
   room = kernels_.attention_scratch(attention);
   for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
   partials_ = arena_.take<float>(partials);
@@ -185,7 +185,7 @@ void StepRun::find_angles() {
 
 // Writes the embeddings of all tokens.
 void StepRun::embed(float* out) {
-  const Model& m = model_;
+  const DecoderModel& m = model_;
   each(step_.num_tokens, [&](int token, int) {
     int64_t id = within(step_.token_ids[token], m.vocab_size);
     float* to = out + static_cast<int64_t>(token) * m.hidden_size;
@@ -237,7 +237,7 @@ void StepRun::lay_out_head() {
 
 // Computes the logits of requested rows from `begin` on.
 void StepRun::multiply_head(int begin) {
-  Linear head = model_.head;
+  PackedLinear head = model_.head;
   head.parts[0].rows = model_.num_logits;
   const float* x = x_ + static_cast<int64_t>(begin) * model_.hidden_size;
   Prepared inputs = prepare(head, x, model_.hidden_size, head_rows(step_, begin), model_.norm);
@@ -282,7 +282,7 @@ void StepRun::pool() {
 
 }  // namespace penstock
 
-PENSTOCK_API penstock::Program* penstock_program(const penstock::Model* model, int32_t num_threads,
+PENSTOCK_API penstock::Program* penstock_program(const penstock::DecoderModel* model, int32_t num_threads,
                                                  const int32_t* cores) {
   return new penstock::Program(*model, num_threads, cores);
 }

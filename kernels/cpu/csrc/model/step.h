@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-// The inputs of a Linear's parts, each rounded to the format that the part multiplies.
+// The inputs of a PackedLinear's parts, each rounded to the format that the part multiplies.
 struct Prepared {
   Inputs parts[3];
 };
@@ -60,29 +60,29 @@ class StepRun {
   void pool();
 
   // model/layer.cpp
-  void layer(const Layer& layer, int index);
-  Prepared prepare_joined(const Layer& layer);
-  void rotate_and_write(const Layer& layer, uint8_t* pages);
-  void attend(const Layer& layer, uint8_t* pages);
+  void layer(const DecoderLayer& layer, int index);
+  Prepared prepare_joined(const DecoderLayer& layer);
+  void rotate_and_write(const DecoderLayer& layer, uint8_t* pages);
+  void attend(const DecoderLayer& layer, uint8_t* pages);
   void keep_wanted_rows();
-  void mlp(const Layer& layer);
+  void mlp(const DecoderLayer& layer);
   void add_sublayer(const float* post_norm);
 
   // model/moe.cpp
-  void experts(const Layer& layer);
-  Routing route(const Layer& layer);
+  void experts(const DecoderLayer& layer);
+  Routing route(const DecoderLayer& layer);
   void choose_experts(const float* logits, int32_t* chosen, float* weights);
   uint8_t* gather(const Routing& routing, const Inputs& inputs);
-  void multiply_experts(const Routing& routing, const Layer& layer, Linear Expert::*linear, const uint8_t* inputs,
-                        float* out, int64_t stride, OutputMode mode);
+  void multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear Expert::*linear,
+                        const uint8_t* inputs, float* out, int64_t stride, OutputMode mode);
   void combine(const Routing& routing, float* outputs);
 
   // model/linear.cpp Rounds `rows` rows of x for a product, after a norm unless `norm` is null.
-  Prepared prepare(const Linear& linear, const float* x, int64_t stride, int rows, const float* norm);
-  void product(const Linear& linear, const Prepared& inputs, float* out, int64_t stride, OutputMode mode);
+  Prepared prepare(const PackedLinear& linear, const float* x, int64_t stride, int rows, const float* norm);
+  void product(const PackedLinear& linear, const Prepared& inputs, float* out, int64_t stride, OutputMode mode);
 
   // attention/schedule.cpp
-  AttentionPlan plan_attention(const Layer& layer);
+  AttentionPlan plan_attention(const DecoderLayer& layer);
 
   // Calls body(i, thread) for every i in [0, n), several at a time.
   template <typename Body>
@@ -99,7 +99,7 @@ class StepRun {
   void spent_on(Stage stage);
 
   Program& program_;
-  const Model& model_;
+  const DecoderModel& model_;
   const Kernels& kernels_;
   const Step& step_;
   Threads& threads_;
