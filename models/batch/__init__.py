@@ -1,1 +1,1 @@
-"""The rows of a batch and their state between steps. Knows no device."""
+"""The rows of a batch and their state between steps. Uses no device."""

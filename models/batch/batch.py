@@ -1,5 +1,4 @@
-"""A step's work as one ragged batch: flat arrays over tokens, and a line for each row. Knows no tensors and no
-device."""
+"""A step's work as one ragged batch: flat arrays over tokens, and one entry per row. Uses no tensors and no device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,46 +20,47 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """T tokens of R rows; the tokens of a row are neighbours. Rows with one token come first, longest context first."""
+    """T tokens of R rows, of which S positions are sampled. A row's tokens are contiguous. Rows with one token come
+    first, longest context first."""
 
     rows: list[Row]
     starts: Ids
     """(R,): position of each row's first token."""
     ends: Ids
-    """(R,): position after each row's last token; KV before it is valid once the step has written its own, and the
-    row's drafts turned out to be right."""
+    """(R,): position after each row's last token. The KV before it is valid once the step has written its own and the
+    row's drafts have been accepted."""
     token_starts: Ids
     """(R + 1,): row r's tokens are [token_starts[r], token_starts[r + 1])."""
     token_ids: Ids
     """(T,)."""
     table: RowTable
-    """Of the rows."""
+    """The table that contains the rows."""
     sampled: list[SampledPosition]
-    """Those that are sampled, in the order of the rows."""
+    """The S sampled positions, in the order of the rows."""
     num_sampled: list[int]
-    """Of each row: 1 more than its drafts where its last token ends its history, else 0."""
+    """Sampled positions per row: one more than its drafts if its last token ends its history, else 0."""
     masks: GrammarBitmasks | None = None
-    """None: no line has a grammar."""
+    """None if no sampled position has a grammar."""
     feature_layers: tuple[int, ...] = ()
-    """Before these layers the hidden states of all tokens are wanted."""
+    """The layers whose input hidden states are returned for all tokens."""
 
-    # What not every backend needs is found out when it is asked for, before the next plan: a step of a small model is
-    # short.
+    # Not every backend needs the following, and a step of a small model is short: they are computed at first use,
+    # which must come before the next plan.
 
     @cached_property
     def tables(self) -> Ids:
-        """(R, at least the blocks of the longest row): blocks in the order of positions; what is past a row's end means
-        nothing."""
+        """(R, at least the blocks of the longest row): block ids in the order of positions. Entries past a row's end
+        are undefined."""
         return self.table.tables(self.rows)
 
     @property
     def block_size(self) -> int:
-        """Slots of a block."""
+        """Slots per block."""
         return self.table.block_size
 
     @cached_property
     def sampled_tokens(self) -> Ids:
-        """(lines,): the index in the batch of the token that each line follows."""
+        """(S,): the index in the batch of the token that each sampled position follows."""
         if max(self.num_sampled, default=0) <= 1:  # nothing is drafted
             return self.token_starts[1:][np.array(self.num_sampled, dtype=np.bool_)] - 1
         numbers = np.array(self.num_sampled, dtype=np.int64)
@@ -81,12 +81,12 @@ class Batch:
 
     @cached_property
     def _owners(self) -> Ids:
-        """(T,): index of each token's row."""
+        """(T,): the index of each token's row."""
         return np.repeat(np.arange(len(self.rows)), self.ends - self.starts)
 
     def pooled_spans(self) -> Iterator[tuple[PooledRow, int, int]]:
-        """Of each row with hidden states that its vector is made of: where they are added, the index in the batch of
-        the first of them, and their number."""
+        """Yields, for each row with hidden states that count towards its vector: the pooled row, the index in the batch
+        of the first such token, and their number."""
         for index, row in enumerate(self.rows):
             if row.pooled is not None:
                 start, end, first = int(self.starts[index]), int(self.ends[index]), int(self.token_starts[index])
@@ -95,48 +95,49 @@ class Batch:
                     yield row.pooled, first + counted.start - start, len(counted)
 
     def prompt_spans(self) -> Iterator[tuple[Row, int, int, int]]:
-        """Of each row whose prompt's log-probabilities are wanted and come out of this batch: the row, the index in the
-        batch of the token that predicts the first of them, their number, and the first's position."""
+        """Yields, for each row whose prompt log-probabilities are requested and computed by this batch: the row, the
+        index in the batch of the token that predicts the first of them, their number, and the first one's position."""
         for row, start, end, first in zip(
             self.rows, self.starts.tolist(), self.ends.tolist(), self.token_starts.tolist(), strict=False
         ):
-            # Position p is told by the hidden state at p - 1.
+            # The hidden state at p - 1 predicts position p.
             last = min(end, row.num_prompt_tokens - 1)
             if row.sampling.prompt_logprobs is not None and start < last:
                 yield row, first, last - start, start + 1
 
 
 class FeatureLines(Protocol):
-    """A line for each of some positions, wherever a backend has them: an array on the host is one."""
+    """Features of some positions, one line per position, in the backend's own memory. An array on the host satisfies
+    this protocol."""
 
     def __len__(self) -> int:
-        """Of lines."""
+        """The number of lines."""
         ...
 
     def __getitem__(self, part: slice | list[int], /) -> "FeatureLines":
-        """Some of them; of a slice perhaps no copy."""
+        """Selects lines; a slice may return a view."""
         ...
 
     def copy(self) -> "FeatureLines":
-        """The same lines, without the memory of many others."""
+        """Copies the lines, so that they no longer hold the memory of a larger array."""
         ...
 
 
 class Sampled(NamedTuple):
-    """A line's token."""
+    """The token chosen for a sampled position."""
 
     token_id: int
     logprobs: TokenLogprobs | None
 
 
 class BatchResult(NamedTuple):
-    """What a backend made of a batch."""
+    """A backend's results for a batch."""
 
     sampled: list[Sampled]
-    """Of each line, in their order."""
+    """One per sampled position, in their order."""
     prompt_logprobs: list[PromptLogprobsPart]
     features: FeatureLines | None = None
-    """(T, feature layers * hidden), where some are wanted."""
+    """(T, feature layers * hidden), if the batch has ``feature_layers``."""
 
 
 def build_batch(
@@ -145,8 +146,8 @@ def build_batch(
     drafts: Mapping[int, Sequence[int]] = MappingProxyType({}),
     feature_layers: tuple[int, ...] = (),
 ) -> Batch:
-    """The batch of a plan that was applied to the rows. Each row may be named once. ``drafts``: by the row's number,
-    what may follow the histories of rows that are continued."""
+    """Builds the batch of a plan that was applied to the rows. A plan may name each row once. ``drafts`` maps a row's
+    number to the tokens proposed to follow its history; only decoding rows may have drafts."""
     spans = [(table[chunk.row], chunk.start, chunk.end, NO_DRAFTS) for chunk in plan.chunks]
     for decode in plan.decodes:
         row, drafted = table[decode.row], drafts.get(decode.row, NO_DRAFTS)
@@ -155,14 +156,14 @@ def build_batch(
             assert len(drafted) < decode.max_tokens, f"row {row.number} has more drafts than the plan has room for"
             end += len(drafted)
         spans.append((row, row.num_computed, end, drafted))
-    # Decoding rows of like length are read together, so they must be neighbours.
+    # Decoding rows of similar length are read together, so they must be contiguous.
     spans.sort(key=lambda span: (span[2] - span[1] > 1, -span[2]))
     sampled: list[SampledPosition] = []
     num_sampled: list[int] = []
     token_ids: list[int] = []
     for row, start, end, drafted in spans:
         known = end - len(drafted)
-        assert row.num_computed == start < known <= len(row.history), f"row {row.number} does not stand at {start}"
+        assert row.num_computed == start < known <= len(row.history), f"row {row.number} is not at position {start}"
         assert end <= row.num_blocks * table.block_size, f"row {row.number} has no block for position {end - 1}"
         token_ids += row.history[start:known] if known - start > 1 else (row.history[start],)
         if known < len(row.history) or row.pooled is not None:
@@ -174,7 +175,7 @@ def build_batch(
             token_ids += drafted
             sampled += [SampledPosition(row, drafted[:number]) for number in range(1, len(drafted) + 1)]
     rows = [row for row, *_ in spans]
-    assert len({row.number for row in rows}) == len(rows), "a row is named twice in one plan"
+    assert len({row.number for row in rows}) == len(rows), "a plan names a row twice"
     return Batch(
         rows=rows,
         starts=np.array([start for _, start, _, _ in spans], dtype=np.int64),

@@ -1,4 +1,5 @@
-"""Tokens that must not come next in a line: stops before ``min_tokens``, and what would complete a bad word."""
+"""Tokens that must not come next at a sampled position: stops before ``min_tokens``, and tokens that would complete a
+bad word."""
 
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ from penstock.models.batch.sampled_positions import SampledPosition
 
 
 def forbidden_ids(sample: SampledPosition) -> Iterator[Ids]:
-    """int64 arrays of ids, none of them where nothing is forbidden; an id may come twice."""
+    """Yields int64 arrays of token ids, and nothing if no token is forbidden. An id may occur more than once."""
     sampling = sample.sampling
     if sample.num_output_tokens < sampling.min_tokens:
         yield sample.lists.stops

@@ -1,4 +1,4 @@
-"""Follows a row's output through its grammar. Knows no batch, and no thread but the caller's."""
+"""Matches a row's output against its grammar. Uses no batch, and only the caller's thread."""
 
 import threading
 import time
@@ -12,35 +12,35 @@ from numpy.typing import NDArray
 
 from penstock.scheduler.plan import RowFailure
 
-if TYPE_CHECKING:  # the library is there where a row has a grammar
+if TYPE_CHECKING:  # the library is installed wherever a row can have a grammar
     from llguidance import LLMatcher, LLTokenizer
 
 Words = NDArray[np.uint32]
-"""A mask, or several: bit v % 32 of word v // 32 says whether token v may come."""
+"""One or several masks: bit v % 32 of word v // 32 is set if token v may come."""
 
 FAILURE = "what the output must match became too costly to follow: make the constraint simpler"
 DEAD_END = "the constraint allows this beginning of an output, but nothing can follow it: correct the constraint"
 
 TOKEN_BUDGET_S = 0.05
-"""CPU time that a row's grammar may take for each token, on average."""
+"""The CPU time that a row's grammar may take per token, on average."""
 BURST_S = 2.0
-"""CPU time that it may take beyond that before its row ends."""
+"""The CPU time that it may take beyond that before its row ends."""
 SLOW_S = 0.01
 """A grammar that takes more CPU time than this for one token is slow: see ``APART_S``."""
 APART_S = 5.0
-"""How long no step waits for a grammar after it was slow twice within the same time. Being slow once does not count,
+"""How long no step waits for a grammar after it was slow twice within this time. A single slow token does not count,
 since much is computed only once."""
 MAX_BEHIND = 64
-"""A row that is more tokens behind, as after a preemption, catches up on threads that no step waits for."""
+"""A row that is more tokens behind, for example after a preemption, catches up on threads that no step waits for."""
 MAX_FORCED_BYTES = 256
-"""Forced text is tokenized in pieces of at most this length. A longer text would be tokenized in one call, which keeps
-every other thread waiting."""
+"""Forced text is tokenized in pieces of at most this length. A longer text would be tokenized in one call, which blocks
+every other thread."""
 HELD_BYTES = 64
-"""Of a piece, about: their tokens are found out with the next one."""
+"""The approximate length of the end of a piece whose tokens are computed with the next piece."""
 CONSUMED_TOGETHER = 16
-"""Tokens that are consumed in one call while a row catches up."""
+"""Tokens consumed per call while a row catches up."""
 SLOW_CALL_S = 0.002
-"""After a call that takes this long, tokens are consumed by a call that does not keep other threads waiting."""
+"""After a call that takes this long, tokens are consumed by a call that does not block other threads."""
 
 TOO_SLOW = (
     f"the constraint takes too long to follow, more than {TOKEN_BUDGET_S * 1000:.0f} ms of computing for each token: "
@@ -49,31 +49,31 @@ TOO_SLOW = (
 
 
 class CompiledGrammar:
-    """A grammar that rows share. Matchers of one grammar share a lexer, so one thread at a time may use them."""
+    """A grammar shared by rows. Its matchers share a lexer, so only one thread at a time may use them."""
 
     def __init__(self, compiled: "Future[LLMatcher]", *, forces: bool = False, puts_off: bool = True) -> None:
-        """``compiled`` brings a matcher that is never changed, or GrammarError. ``forces``: text that must come has
-        only the tokens that the tokenizer makes of it. Without ``puts_off`` steps always wait for it: what is drafted
-        may not depend on time then."""
+        """``compiled`` provides a matcher that is never changed, or raises GrammarError. With ``forces``, forced text
+        may have only the tokens that the tokenizer makes of it. Without ``puts_off``, steps always wait for the
+        grammar: drafts then must not depend on timing."""
         self.matcher = compiled
         self.forces = forces
         self._puts_off = puts_off
         self.lock = threading.Lock()
-        """Held by the thread that uses one of its matchers."""
+        """Held by the thread that uses one of the grammar's matchers."""
         self._apart_until = 0.0
         self._slow_at = -APART_S
 
     @property
     def is_apart(self) -> bool:
-        """Whether it was slow of late: no step waits for it."""
+        """Whether the grammar was slow recently, so that no step waits for it."""
         return self._apart_until > 0.0 and time.monotonic() < self._apart_until
 
     def try_lock(self) -> bool:
-        """Takes the lock, unless another thread has it for long."""
+        """Acquires the lock. Returns False if another thread holds it; without ``puts_off``, waits instead."""
         return self.lock.acquire(blocking=not self._puts_off)
 
     def note_slow(self) -> None:
-        """It was slow: the second time in a short while it is kept apart."""
+        """Records that the grammar was slow. The second time within ``APART_S``, it is set apart."""
         now = time.monotonic()
         if self._puts_off and now - self._slow_at < APART_S:
             self._apart_until = now + APART_S
@@ -81,78 +81,78 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """Of one row. It looks at the row's history whenever it is asked, and so needs to be told of nothing: neither of
-    tokens, nor of drafts that were not chosen, nor of a worker that begins anew.
+    """Matches one row's output. It reads the row's history at every call, so it needs no notification of new tokens,
+    rejected drafts or a restarted worker.
 
-    The library's matcher is past ``history[:end]`` and past the tokens that are forced to follow it::
+    The library's matcher has consumed ``history[:end]`` and the tokens that are forced to follow it::
 
         history  . . . . . . . .
                                ^ num_consumed - len(forced)
         forced                   . . .
                                        ^ num_consumed: the frontier
 
-    For positions before the frontier the mask is the forced token. The mask at the frontier is the library's.
+    Before the frontier, the mask allows only the forced token. At the frontier, the library computes the mask.
     """
 
     def __init__(self, grammar: CompiledGrammar, num_prompt_tokens: int, vocab_size: int) -> None:
-        """``vocab_size``: of the model."""
+        """``vocab_size`` is the model's."""
         self._vocab_size = vocab_size
         self.grammar = grammar
         self._num_consumed = num_prompt_tokens
         self._matcher: LLMatcher | None = None
         self._forced: list[int] = []
-        """Tokens in front of the frontier, which must come. They are computed once."""
+        """Forced tokens before the frontier. They are computed only once."""
         self._last_token: list[int] = []
         self.knows_text = False
-        """Whether text is left that is forced, of which the tokens are not computed yet."""
+        """Whether more text is forced whose tokens are not computed yet."""
         self._nothing_forced_at = -1
-        """The frontier, once it is known that no token must follow it."""
+        """The frontier, if no token is forced there."""
         self._mask: Words | None = None
-        """The library's, at the frontier, if it was kept."""
+        """The library's mask at the frontier, if it was kept."""
         self._credit_s = BURST_S
         self.is_trusted = False
         """Whether its last mask took little time."""
         self.is_pending = False
-        """Whether a thread is still at work for it."""
+        """Whether a thread is still working on it."""
         self.failure = ""
-        """Why the output cannot go on, fit for its caller's eyes."""
+        """Why the output cannot continue, in words that the client may see."""
         self.failure_kind = RowFailure.COSTLY
         self._failed_at = 0
-        """The position from which on it cannot."""
+        """The first position that cannot be sampled."""
 
     @property
     def frontier(self) -> int:
-        """The position that the library's matcher stands at."""
+        """The position of the library's matcher."""
         return self._num_consumed
 
     @property
     def library(self) -> "LLMatcher | None":
-        """The library's matcher; None before the row begins, and after it failed."""
+        """The library's matcher; None before the row's first use of it, and after a failure."""
         return self._matcher
 
     def is_behind(self, end: int) -> bool:
-        """Whether a row with a history this long has to catch up first."""
+        """Whether a row with a history of this length has to catch up first."""
         return end - self._num_consumed > MAX_BEHIND
 
     def is_ready(self, end: int) -> bool:
         """Whether the mask that follows a history of this length is known."""
         return end < self._num_consumed or (end == self._num_consumed and self._mask is not None)
 
-    # With the grammar's lock ------------------------------------------------------------------------------------------
+    # Under the grammar's lock -----------------------------------------------------------------------------------------
 
     def at(
         self, history: Sequence[int], end: int, consume: "Callable[[LLMatcher, int], bool] | None" = None
     ) -> "LLMatcher | None":
-        """The library's matcher, after ``history[:end]`` or at a frontier behind it; None where the output cannot go
-        on. Waits until the grammar is compiled. ``consume`` consumes one token without keeping other threads from
-        running; it is used when tokens take long."""
+        """Returns the library's matcher after ``history[:end]`` or at a later frontier; None if the output cannot
+        continue. Waits until the grammar is compiled. ``consume`` consumes one token without blocking other threads; it
+        is used once tokens turn out to be slow."""
         if self.failure:
             return None
         if self._matcher is None:
             try:
                 self._matcher = self.grammar.matcher.result().deep_copy()
             except Exception:
-                # What the service could compile this process cannot, perhaps for want of memory.
+                # The service could compile it, and this process cannot, perhaps for lack of memory.
                 self.fail(end)
                 return None
         new = list(history[self._num_consumed : end])
@@ -186,8 +186,8 @@ class GrammarMatcher:
         self._mask = None
 
     def force(self, tokenizer: "LLTokenizer") -> bool:
-        """Moves the frontier past tokens that must follow it; returns whether there are any. They are those that the
-        tokenizer makes of the text that must come."""
+        """Moves the frontier past the forced tokens that follow it, which are the tokenizer's tokens of the forced
+        text. Returns whether there are any."""
         matcher = self._matcher
         assert matcher is not None, "the row has begun"
         if not self.grammar.forces or self._nothing_forced_at == self._num_consumed or self._mask is not None:
@@ -203,7 +203,7 @@ class GrammarMatcher:
         return True
 
     def force_at(self, history: Sequence[int], end: int, tokenizer: "LLTokenizer") -> None:
-        """Finds out which tokens must follow ``history[:end]``."""
+        """Computes the tokens that must follow ``history[:end]``."""
         if self.at(history, end) is not None:
             self.force(tokenizer)
 
@@ -212,19 +212,19 @@ class GrammarMatcher:
         self.knows_text = len(text) > MAX_FORCED_BYTES
         if len(text) <= MAX_FORCED_BYTES:
             return matcher.compute_ff_tokens() if text else []
-        # The rest of a long text goes on to be forced when this piece is used up. The library writes a special token
-        # as text that begins with 0xFF, which only ``compute_ff_tokens`` reads.
+        # The rest of a long text is forced once this piece is used up. The library writes a special token as text that
+        # begins with 0xFF, which only ``compute_ff_tokens`` reads.
         piece = text[:MAX_FORCED_BYTES].partition(b"\xff")[0]
         token_ids = tokenizer.tokenize_partial(piece, self._last_token)[0]
-        # Near the cut the whole text may have other tokens, and a row that goes on after a crash has other cuts.
+        # Near the cut the whole text may have other tokens, and a row that continues after a crash has other cuts.
         num_held = 0 if len(piece) == MAX_FORCED_BYTES else HELD_BYTES
         while num_held < HELD_BYTES and len(token_ids) > 1:
             num_held += len(tokenizer.decode_bytes([token_ids.pop()]))
         return token_ids
 
     def num_valid(self, history: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many of the drafts may follow the history, one after the other. The lock is not needed: it is taken here,
-        and while another thread has it, the answer is 0."""
+        """Returns how many of the drafts may follow the history, one after the other. Takes the lock itself; returns 0
+        if another thread holds it."""
         if self._matcher is None or self.is_pending or not self.grammar.try_lock():
             return 0
         try:
@@ -235,21 +235,22 @@ class GrammarMatcher:
                 return 0
             count = self._num_agreeing(len(history), drafts)
             rest = list(drafts[count:])
-            # A mask that is kept was late: the masks behind more drafts might be late again, and so on for ever.
+            # A kept mask was late. The masks after more drafts might be late too, and so on without end.
             is_at_frontier = len(history) + count == self._num_consumed and self._mask is None
             return count + (matcher.validate_tokens(rest) if rest and is_at_frontier else 0)
         finally:
             self.grammar.lock.release()
 
-    # What is kept -----------------------------------------------------------------------------------------------------
+    # Kept results -----------------------------------------------------------------------------------------------------
 
     def kept(self, end: int) -> list[int]:
-        """Tokens that must follow a history of this length, as far as they are known."""
+        """Returns the known forced tokens that follow a history of this length."""
         behind = self._num_consumed - end
         return self._forced[-behind:] if 0 < behind <= len(self._forced) else []
 
     def num_known(self, end: int) -> int:
-        """How many of the kept tokens may be drafted such that all masks are known, the one behind them included."""
+        """Returns how many of the kept tokens can be drafted with all masks known, including the mask after the
+        last."""
         return max(0, len(self.kept(end)) - (self._mask is None))
 
     def _num_agreeing(self, end: int, drafts: Sequence[int]) -> int:
@@ -257,9 +258,9 @@ class GrammarMatcher:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def fill(self, words: Words, end: int, drafts: Sequence[int]) -> int:
-        """Writes the masks of a row's lines as far as they are known: line i follows a history of length ``end`` and i
-        drafts. Returns the number of lines for which nothing is left to do, all of them where a draft cannot come;
-        lines behind such a draft stay as they are."""
+        """Writes the known masks of a row's sampled positions; position i follows a history of length ``end`` and i
+        drafts. Returns the number of positions that need no more work: all of them if a draft cannot come. The masks of
+        positions after such a draft are left unchanged."""
         kept = self.kept(end)
         for index, token_id in enumerate(kept[: len(words)]):
             words[index, token_id // 32] = np.uint32(1 << (token_id % 32))
@@ -275,20 +276,20 @@ class GrammarMatcher:
         """Keeps the mask at the frontier."""
         self._mask = mask.copy()
 
-    # How it ends ------------------------------------------------------------------------------------------------------
+    # Limits and failure -----------------------------------------------------------------------------------------------
 
     def charge(self, cpu_s: float, num_tokens: int = 1) -> bool:
-        """Charges CPU time for this many tokens to the row. Returns False if it has used up its credit."""
+        """Charges CPU time for this many tokens to the row. Returns False once its credit is used up."""
         if cpu_s > SLOW_S * num_tokens:
             self.grammar.note_slow()
         self._credit_s -= cpu_s
         return self._credit_s >= 0.0
 
     def fail(self, position: int, kind: RowFailure | None = None) -> None:
-        """No token can be chosen for this position. Why, the library says in words of the caller's, which no message
-        repeats."""
+        """Records that no token can be chosen for this position. The library's own reason quotes the client's text,
+        which no message may repeat."""
         if kind is None:
-            # An error of the library is about its limits, except for this one.
+            # The library's errors are about its limits, except for this one.
             error = "" if self._matcher is None else self._matcher.get_error()
             is_dead_end = self._matcher is not None and (not error or error.startswith("NoExtension"))
             kind = RowFailure.DEAD_END if is_dead_end else RowFailure.COSTLY
@@ -299,7 +300,7 @@ class GrammarMatcher:
         self._forced = []
 
     def fails_at(self, position: int) -> bool:
-        """Whether what is chosen for it is no output: it only stands for the end."""
+        """Whether the token chosen for this position is a placeholder that only marks the end of the output."""
         return bool(self.failure) and position >= self._failed_at
 
 

@@ -1,4 +1,4 @@
-"""A row's vector in the making: the sum of the hidden states that it is the mean of. Knows no tensor library."""
+"""The vector of a pooled row: the running sum of the hidden states whose mean it is. Uses no tensor library."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +9,10 @@ Floats = NDArray[np.float32]
 
 
 class PooledRow:
-    """What is known of a row's vector so far.
+    """The running sum of a row's vector.
 
-    States are added one after the other in the order of positions, in float32: so the vector's bits don't depend on how
-    the row was cut into chunks.
+    States are added one by one in the order of positions, in float32, so the result is bit-identical however the row
+    was cut into chunks.
     """
 
     __slots__ = ("_positions", "total")
@@ -23,15 +23,15 @@ class PooledRow:
         """(hidden,): the sum so far."""
 
     def counted(self, start: int, end: int) -> range:
-        """The positions of a chunk whose states are to be added; perhaps none."""
+        """Returns the positions of a chunk whose states count towards the vector; possibly none."""
         start, end = max(start, self._positions.start), min(end, self._positions.stop)
         return range(start, max(start, end))
 
     def add_states(self, states: Floats) -> None:
-        """Adds the states, (N, hidden), of positions that are ``counted``."""
+        """Adds the states, (N, hidden), of positions that ``counted`` returned."""
         for state in states:
             self.total += state
 
     def vector(self) -> bytes:
-        """The mean, once all are added."""
+        """Returns the mean as float32 bytes, once all states are added."""
         return (self.total / np.float32(len(self._positions))).tobytes()

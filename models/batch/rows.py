@@ -1,5 +1,4 @@
-"""The worker's rows: the authority on where each row stands between plans. Plain data and integers; knows no
-tensors."""
+"""The worker's rows: the authority on each row's position between plans. Plain data and integers; uses no tensors."""
 
 from dataclasses import dataclass
 
@@ -15,7 +14,8 @@ from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 Ids = NDArray[np.int64]
 
 UNKNOWN = -1
-"""In a history: a token that the device has chosen, or will have when it is needed, and the host does not know yet."""
+"""In a history: a token that the device has chosen, or will have chosen when it is needed, and that the host does not
+know yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,28 +31,28 @@ class Row:
     sampling: SamplingParams
     lists: TokenLists
     counts: TokenCounts | None
-    """Kept only where a penalty needs them."""
+    """Kept only if a penalty needs them."""
     pooled: PooledRow | None
-    """Of a row that gets a vector and no tokens."""
+    """Set if the row gets a vector and no tokens."""
     max_drafts: int = 0
     tenant: str = ""
     matcher: GrammarMatcher | None = None
-    """Of a row whose output must match a grammar."""
+    """Set if the row's output must match a grammar."""
     is_dropped: bool = False
-    """Whether a plan has dropped it; a step that began before that may still compute it."""
+    """Whether a plan has dropped the row; a step that began earlier may still compute it."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens after the prompt, those from before a preemption included."""
+        """Tokens after the prompt, including those from before a preemption."""
         return len(self.history) - self.num_prompt_tokens
 
     def expect(self) -> int:
-        """Makes the history longer by a token that is being chosen; returns its position, for ``learn``."""
+        """Extends the history by a token that is being chosen. Returns its position, for ``learn``."""
         self.history.append(UNKNOWN)
         return len(self.history) - 1
 
     def learn(self, position: int, token_id: int) -> None:
-        """Says which token it was."""
+        """Sets the token at a position that ``expect`` returned."""
         self.history[position] = token_id
         if self.counts is not None:
             self.counts.count_token(token_id)
@@ -65,7 +65,7 @@ class Row:
 class RowTable:
     """All rows, and their block tables as one array.
 
-    A plan that contradicts the rows is a bug of the scheduler's: AssertionError.
+    A plan that contradicts the rows is a bug in the scheduler and raises AssertionError.
     """
 
     def __init__(self, num_blocks: int, block_size: int, hidden_size: int) -> None:
@@ -83,7 +83,7 @@ class RowTable:
         return self._rows[number]
 
     def apply(self, plan: StepPlan) -> list[int]:
-        """Drops, adds and extends rows. Returns the blocks that a row is to write anew: what they hold is stale."""
+        """Drops, adds and extends rows. Returns the blocks that rows will write; their content is stale."""
         for number in plan.dropped:
             assert number in self._rows, f"the plan drops row {number}, which does not exist"
             self._rows.pop(number).is_dropped = True
@@ -98,13 +98,13 @@ class RowTable:
         return fresh
 
     def tables(self, rows: list[Row]) -> Ids:
-        """Block tables of rows, one below the other, at least as wide as the longest; ids past a row's end mean
-        nothing."""
+        """Returns the block tables of rows, stacked, at least as wide as the longest. Ids past a row's end are
+        undefined."""
         width = max(row.num_blocks for row in rows)
         return self._tables[[row.number for row in rows], :width]
 
     def blocks(self, row: Row, begin: int) -> Ids:
-        """A row's blocks from the ``begin``-th on."""
+        """Returns a row's blocks from index ``begin`` on."""
         return self._tables[row.number, begin : row.num_blocks]
 
     def _add(self, added: AddedRow) -> None:
@@ -136,7 +136,9 @@ class RowTable:
     def _extend(self, row: Row, block_ids: list[int]) -> None:
         if not block_ids:
             return
-        assert 0 <= min(block_ids) <= max(block_ids) < self.num_blocks, f"row {row.number} is given no such block"
+        assert 0 <= min(block_ids) <= max(block_ids) < self.num_blocks, (
+            f"row {row.number} gets a block that does not exist"
+        )
         end = row.num_blocks + len(block_ids)
         self._grow(row.number + 1, end)
         self._tables[row.number, row.num_blocks : end] = block_ids

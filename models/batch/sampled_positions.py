@@ -1,4 +1,4 @@
-"""Lines of logits: the positions of a batch whose next token is chosen. Plain data; knows no tensors."""
+"""The positions of a batch whose next token is chosen. Plain data; uses no tensors."""
 
 from collections.abc import Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ NO_DRAFTS: Sequence[int] = ()
 
 
 class SampledPosition:
-    """The token that follows a row's history, as it was when the step began, and the first drafts after it. Whether
-    these are right shows when the lines before it are chosen."""
+    """The position after a row's history, as it was when the step began, and after its first drafts. The tokens chosen
+    for earlier positions show whether these drafts are accepted."""
 
     __slots__ = ("drafts", "position", "row")
 
@@ -23,21 +23,21 @@ class SampledPosition:
         self.row = row
         self.drafts = drafts
         self.position = len(row.history) + len(drafts)
-        """Of the token that is chosen."""
+        """The position of the token to choose."""
 
     @property
     def sampling(self) -> SamplingParams:
-        """The row's."""
+        """The row's sampling parameters."""
         return self.row.sampling
 
     @property
     def lists(self) -> TokenLists:
-        """The row's."""
+        """The row's token lists."""
         return self.row.lists
 
     @property
     def counts(self) -> TokenCounts | None:
-        """The row's, with the drafts."""
+        """The row's token counts, drafts included."""
         counts = self.row.counts
         return counts if counts is None or not self.drafts else counts.with_more(self.drafts)
 
@@ -47,7 +47,7 @@ class SampledPosition:
         return self.position - self.row.num_prompt_tokens
 
     def tail(self, length: int) -> tuple[int, ...]:
-        """The last so many tokens, all there are if these are fewer. Not before the row's are known."""
+        """Returns the last ``length`` tokens, or all if there are fewer. The row's own tokens must be known."""
         num_own = length - len(self.drafts)
         if num_own <= 0:
             return tuple(self.drafts[len(self.drafts) - length :])
@@ -58,18 +58,18 @@ class MaskWords(Protocol):
     """Masks that are computed while the layers run."""
 
     def result(self) -> Words:
-        """Waits for them: (lines, ceil(V / 32)) uint32. Bit v % 32 of word v // 32 says whether token v may come."""
+        """Waits for the masks: (masks, ceil(V / 32)) uint32. Bit v % 32 of word v // 32 is set if token v may come."""
         ...
 
 
 @dataclass(frozen=True)
 class GrammarBitmasks:
-    """Which tokens grammars allow."""
+    """The tokens that grammars allow."""
 
     sampled: list[int]
-    """Indices of the batch's lines, ascending."""
+    """Indices into the batch's sampled positions, ascending."""
     words: MaskWords
-    """Of these lines."""
+    """The masks of these positions."""
     late: AbstractSet[int] = field(default_factory=frozenset)
-    """Numbers of the rows whose masks were late, once ``words`` was called: tokens chosen for them are ignored, and
-    their histories do not grow."""
+    """The numbers of the rows whose masks were late, known once ``words`` has its result. Tokens chosen for these rows
+    are ignored, and their histories do not grow."""

@@ -1,4 +1,4 @@
-"""How often tokens occur in a row's history, kept up to date at constant cost for a token. For penalties."""
+"""Token counts of a row's history, for penalties. Updating them costs constant time per token."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ class TokenCounts:
             self.count_token(token_id)
 
     def with_more(self, token_ids: Sequence[int]) -> "TokenCounts":
-        """A copy in which these are counted too."""
+        """Returns a copy that also counts these tokens."""
         copy = TokenCounts([], 0)
         copy._place, copy._ids, copy._output = self._place.copy(), self._ids.copy(), self._output.copy()
         for token_id in token_ids:
@@ -33,7 +33,7 @@ class TokenCounts:
 
     @property
     def output(self) -> NDArray[np.int64]:
-        """How often each of ``ids`` was output."""
+        """How often each of ``ids`` occurs in the output."""
         return self._output[: len(self._place)]
 
     def count_token(self, token_id: int) -> None:

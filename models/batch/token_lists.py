@@ -1,4 +1,4 @@
-"""The parameters of a row that name tokens, as arrays: made once, used in every step."""
+"""A row's sampling parameters that name tokens, as arrays. They are built once and used in every step."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ from penstock.scheduler.plan import SamplingParams
 
 
 class TokenLists:
-    """Ids are int64, biases float64; ``allowed`` is None where every token is."""
+    """Ids are int64, biases float64. ``allowed`` is None if every token is allowed."""
 
     __slots__ = ("allowed", "bias", "bias_ids", "stops")
 
