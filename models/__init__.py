@@ -1,1 +1,1 @@
-"""Owns tensors: loads weights, runs a step and samples; it knows no request, stream or client."""
+"""Owns tensors: loads weights, runs steps and samples tokens. Knows no request, stream or client."""

@@ -175,7 +175,7 @@ def build_batch(
             token_ids += drafted
             sampled += [SampledPosition(row, drafted[:number]) for number in range(1, len(drafted) + 1)]
     rows = [row for row, *_ in spans]
-    assert len({row.number for row in rows}) == len(rows), "a plan names a row twice"
+    assert len({row.number for row in rows}) == len(rows), "a row is named twice in one plan"
     return Batch(
         rows=rows,
         starts=np.array([start for _, start, _, _ in spans], dtype=np.int64),

@@ -136,9 +136,7 @@ class RowTable:
     def _extend(self, row: Row, block_ids: list[int]) -> None:
         if not block_ids:
             return
-        assert 0 <= min(block_ids) <= max(block_ids) < self.num_blocks, (
-            f"row {row.number} gets a block that does not exist"
-        )
+        assert 0 <= min(block_ids) <= max(block_ids) < self.num_blocks, f"row {row.number} has no such block"
         end = row.num_blocks + len(block_ids)
         self._grow(row.number + 1, end)
         self._tables[row.number, row.num_blocks : end] = block_ids

@@ -1,1 +1,1 @@
-"""Starts, watches and talks to worker processes, for the service. Imports no torch."""
+"""Starts and watches worker processes and exchanges frames with them, for the service. Imports no torch."""

@@ -1,5 +1,5 @@
 """Sets up the service's child processes: their environment, their score when memory runs out, and no core files.
-Imports next to nothing."""
+Imports very little."""
 
 import contextlib
 import ctypes
@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PASSED_VARIABLE = "PENSTOCK_CHILD_ENV"
-"""The environment variable that names further variables for child processes, separated by commas."""
+"""The environment variable that names further variables for child processes, comma-separated."""
 CORES_VARIABLE = "PENSTOCK_CORE_DUMPS"
-"""The environment variable that lets child processes leave core files if it is 1."""
+"""The environment variable that lets child processes write core files if it is 1."""
 
 FED_BY_STRANGERS = 1000
-"""``oom_score_adj`` of a process that reads what callers send, and that the service replaces at no cost."""
+"""The ``oom_score_adj`` of a process that reads what clients send, and that the service can replace at no cost."""
 SERVICE = 550
-"""The score of the service's own process. All streams end with it, so it goes before the worker only if it has grown to
-the worker's size."""
+"""The score of the service's own process. All streams end with it, so it is killed before the worker only if it has
+grown to the worker's size."""
 WORKER = 500
 
 _PR_SET_DUMPABLE = 4
@@ -51,7 +51,7 @@ def _is_needed(name: str) -> bool:
 
 def offer_to_oom_killer(score: int) -> None:
     """Makes the kernel end this process sooner when memory runs out. Raising the score needs no privilege."""
-    with contextlib.suppress(OSError):  # a system without it, or one whose operator allows no lower score
+    with contextlib.suppress(OSError):  # the system lacks it, or its operator allows no lower score
         Path("/proc/self/oom_score_adj").write_text(str(score))
 
 
@@ -63,8 +63,8 @@ def offer_service_to_oom_killer() -> None:
 
 
 def forbid_core_dumps(environ: Mapping[str, str]) -> None:
-    """Makes this process leave no core file, which would contain prompts and weights: neither on disk nor with a
-    program that the kernel pipes cores to, for which no size limit applies. A debugger then needs root."""
+    """Prevents core files of this process, which would contain prompts and weights, both on disk and through a program
+    that the kernel pipes cores to, to which no size limit applies. A debugger then needs root."""
     if environ.get(CORES_VARIABLE) == "1":
         return
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
@@ -74,7 +74,7 @@ def forbid_core_dumps(environ: Mapping[str, str]) -> None:
 
 
 def prepare_child(score: int) -> None:
-    """Does what every child process does first. In this order: only root may write the score of a process that leaves
-    no cores."""
+    """Does what every child process does first. The order matters: only root may write the score of a process that
+    leaves no cores."""
     offer_to_oom_killer(score)
     forbid_core_dumps(os.environ)

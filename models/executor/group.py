@@ -1,6 +1,7 @@
-"""Workers that share a model, a rank each, as one Executor: what is theirs alone, and what ends one of them ends all.
+"""One Executor over the worker processes of a model's ranks: what differs between ranks, and how the loss of one ends
+all.
 
-Runs in the service process, so nothing here imports torch. Knows nothing of what ranks say to each other.
+Runs in the service process, so nothing here imports torch. Does not know what ranks exchange with each other.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import StepPlan, StepResult, WorkerConfig, WorkerFacts
 
 ANSWER_S = 0.2
-"""For rank 0 to answer the steps before one that another rank failed in."""
+"""How long rank 0 has to return the results of the steps before the one in which another rank failed."""
 
 
 def new_executor(config: WorkerConfig, spawned: Spawned | None = None) -> Executor:
-    """What runs the plans of a service with this config; ``spawned`` is a worker's process that was started already."""
+    """Returns the executor for a service with this config. ``spawned`` is a worker process that was started already."""
     if config.tensor_parallel_size == 1:
         return WorkerProcess(config, spawned=spawned)
     if spawned is not None:
@@ -33,11 +34,11 @@ def new_executor(config: WorkerConfig, spawned: Spawned | None = None) -> Execut
 
 
 class WorkerGroup:
-    """An ``Executor`` over a worker process for each rank. Every rank gets every plan, and rank 0 alone answers. When
-    one ends, all are ended, and the next ``start`` starts all of them."""
+    """An ``Executor`` over one worker process per rank. Every rank gets every plan, and only rank 0 returns results.
+    When one ends, all are ended, and the next ``start`` starts all of them."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        # Nobody can guess the name, and making it fails where it is there.
+        # The name cannot be guessed, and creating the directory fails if it exists.
         self._directory = Path(tempfile.gettempdir()) / f"penstock-{secrets.token_hex(16)}"
         ranks = range(config.tensor_parallel_size)
         self._workers = [WorkerProcess(_of_rank(config, rank, self._directory)) for rank in ranks]
@@ -46,14 +47,14 @@ class WorkerGroup:
         self._lost: ExecutorError | None = None
 
     async def start(self) -> WorkerFacts:
-        """Starts all ranks, and waits until all have loaded. Raises ExecutorError with the words of the first that
+        """Starts all ranks, and waits until all have loaded. Raises ExecutorError with the message of the first that
         failed."""
         assert not self._watches, "the workers are running"
         self._answers, self._lost = asyncio.Queue(), None
         try:
             self._directory.mkdir(mode=0o700)
         except OSError as error:
-            raise ExecutorError(f"the ranks have no place to meet: {error}") from error
+            raise ExecutorError(f"cannot create the directory in which the ranks meet: {error}") from error
         starts = [asyncio.create_task(worker.start()) for worker in self._workers]
         try:
             facts = await asyncio.gather(*starts)
@@ -69,7 +70,7 @@ class WorkerGroup:
         return facts[0]
 
     def submit(self, plan: StepPlan) -> None:
-        """Hands a plan to every rank without waiting. Raises ExecutorError if one is known to be gone."""
+        """Sends a plan to every rank without waiting. Raises ExecutorError if one is known to be gone."""
         if self._lost is not None:
             raise self._lost
         frame = encode_frame(FrameKind.PLAN, plan)
@@ -77,7 +78,8 @@ class WorkerGroup:
             worker.submit_frame(frame)
 
     async def results(self) -> AsyncIterator[StepResult]:
-        """Rank 0's answers in the order of the plans. Raises ExecutorError when a rank is gone; ends after ``stop``."""
+        """Yields rank 0's results in the order of the plans. Raises ExecutorError when a rank is gone; ends after
+        ``stop``."""
         answers = self._answers
         while (item := await answers.get()) is not None:
             if isinstance(item, ExecutorError):
@@ -85,7 +87,7 @@ class WorkerGroup:
             yield item
 
     def kill(self, why: str) -> None:
-        """Kills all ranks: ``results`` says ``why``, and blames the step."""
+        """Kills all ranks: ``results`` then raises an ExecutorError that contains ``why`` and blames the step."""
         if self._watches and self._lost is None:
             self._end_all(ExecutorError(why, blames_step=True))
 
@@ -101,7 +103,7 @@ class WorkerGroup:
             self._forget_directory()
 
     async def _watch(self, rank: int) -> None:
-        """Takes what a rank answers, until it ends."""
+        """Receives a rank's results until it ends."""
         try:
             async for result in self._workers[rank].results():
                 self._answers.put_nowait(result)
@@ -124,7 +126,7 @@ class WorkerGroup:
 
 
 def _of_rank(config: WorkerConfig, rank: int, directory: Path) -> WorkerConfig:
-    """A rank's own config: its GPU, or its part of what the ranks share of the host."""
+    """Returns a rank's own config: its GPU, or its share of the host's threads and memory."""
     size, limit = config.tensor_parallel_size, config.max_memory_bytes
     return msgspec.structs.replace(
         config,
@@ -133,6 +135,6 @@ def _of_rank(config: WorkerConfig, rank: int, directory: Path) -> WorkerConfig:
         device=f"cuda:{rank}" if config.device == "cuda" else config.device,
         num_threads=max(1, config.num_threads // size),
         max_memory_bytes=None if limit is None else limit // size,
-        # What all of them have to tell, rank 0 tells.
+        # What all ranks would log, only rank 0 logs.
         log_level=config.log_level if rank == 0 else "error",
     )

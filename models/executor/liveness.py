@@ -1,7 +1,7 @@
-"""What can be told of a worker from outside: how long it has been silent, whether it was stopped, and whether the
-kernel ended a process for want of memory.
+"""What can be seen of a worker from outside: how long it has been silent, whether it is stopped, and whether the kernel
+killed a process because memory ran out.
 
-Knows no frames. Where /proc or the cgroup files cannot be read, nothing is claimed.
+Knows no frames. If /proc or the cgroup files cannot be read, reports nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,25 +9,25 @@ from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 STOPPED = "T"
-"""The state of a process that SIGSTOP reached, in /proc/PID/stat."""
+"""The state in /proc/PID/stat of a process that SIGSTOP stopped."""
 
 
 class Heartbeat:
-    """How long nothing was heard, counting only time in which we were listening: if our own process was stopped, or
-    kept from its cores, that says nothing about others."""
+    """The time since the last sign of life, counting only time in which this process was listening: if it was stopped
+    or kept from its cores, the silence proves nothing about the other process."""
 
     def __init__(self, interval_s: float, now: float) -> None:
-        """``length`` will be asked for every ``interval_s``."""
+        """``length`` must be called every ``interval_s``."""
         self._interval_s = interval_s
         self._heard_at = now
         self._asked_at = now
 
     def heard(self, now: float) -> None:
-        """Something was heard."""
+        """Records a sign of life."""
         self._heard_at = now
 
     def length(self, now: float) -> float:
-        """In seconds."""
+        """Returns the length of the silence, in seconds."""
         deaf = now - self._asked_at - self._interval_s
         if deaf > self._interval_s:
             self._heard_at = min(now, self._heard_at + deaf)
@@ -36,30 +36,30 @@ class Heartbeat:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal, and not yet continued."""
+    """Whether a process is stopped by a signal."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[:1] == [STOPPED]  # the name before it may hold anything
+    return stat.rpartition(")")[2].split()[:1] == [STOPPED]  # the name before it may contain anything
 
 
 class MemoryKills:
-    """How often the kernel ended processes for want of memory: in the cgroup that this process and its workers are in,
-    and on the machine."""
+    """Counts the processes that the kernel killed because memory ran out: in the cgroup of this process and its
+    workers, and on the machine."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Lines ``oom_kill N`` of ``files`` are counted, from now on."""
+        """Counts lines ``oom_kill N`` of ``files``, from now on."""
         self._files = files
         self._counts = self._read()
 
     @classmethod
     def here(cls) -> "MemoryKills":
-        """Of this process."""
+        """Counts for this process's cgroup and machine."""
         return cls([*_cgroup_files(_read_text(Path("/proc/self/cgroup")), CGROUPS), Path("/proc/vmstat")])
 
     def have_grown(self) -> bool:
-        """Whether there were any since this was made."""
+        """Whether there were any since this object was created."""
         return any(count > self._counts.get(file, count) for file, count in self._read().items())
 
     def _read(self) -> Mapping[Path, int]:
@@ -73,8 +73,8 @@ class MemoryKills:
 
 
 def _cgroup_files(membership: str, root: Path) -> list[Path]:
-    """Where the counts of the cgroup are that ``membership``, a process's /proc/PID/cgroup, names; in a container the
-    cgroup may be at ``root`` itself."""
+    """Returns the files with the counts of the cgroup that ``membership``, a process's /proc/PID/cgroup, names. In a
+    container the cgroup may be at ``root`` itself."""
     files = []
     for line in membership.splitlines():
         number, _, rest = line.partition(":")

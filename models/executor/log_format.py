@@ -1,8 +1,8 @@
-"""The form of the log's lines: text for people, JSON for programs. The service's and its worker's are alike, since both
+"""The format of log lines: text for people, JSON for programs. The service and its workers use the same one, since all
 write to one stderr.
 
-An exception may quote what it failed on: a prompt, a token's text, a key. So the service tells of one where it came
-from and its type, and its text only where Python or the system wrote that. Knows nobody who logs.
+An exception may quote the value that it failed on: a prompt, a token's text, a key. So the service logs where an
+exception was raised and its type, and its text only if Python or the system wrote that.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any
 TEXT, JSON = "text", "json"
 _FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _FACTUAL = (AssertionError, AttributeError, ImportError, MemoryError, NameError, OSError, RecursionError)
-"""Their texts name code, files or our own numbers, never a value that somebody sent."""
+"""Their texts name code, files or our own numbers, never a value that a client sent."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,40 +28,39 @@ ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] 
 
 
 def set_up_logging(form: str, level: str, *, holds_texts: bool, handler: logging.Handler | None = None) -> None:
-    """Has everything of at least ``level`` logged as ``form``, one of TEXT and JSON, by ``handler`` or to stderr;
-    nothing, where logging is set up already. ``holds_texts``: whether the process has callers' texts, which no line may
-    repeat."""
+    """Logs everything of at least ``level`` in ``form``, TEXT or JSON, through ``handler`` or to stderr. Does nothing
+    if logging is set up already. ``holds_texts``: whether the process has clients' texts, which no line may repeat."""
     handler = handler or logging.StreamHandler()
     handler.setFormatter((JsonFormatter if form == JSON else TextFormatter)(holds_texts=holds_texts))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people; tracebacks follow on their own lines."""
+    """One line for people; tracebacks follow on their own lines."""
 
     def __init__(self, *, holds_texts: bool) -> None:
         super().__init__(_FORM)
         self._holds_texts = holds_texts
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's exception is told by this formatter, whoever else has told it before."""
+        """Formats the exception again even if another formatter has cached its text."""
         if record.exc_info:
             record = copy.copy(record)
             record.exc_text = None
         return super().format(record)
 
     def formatException(self, ei: ExceptionInfo) -> str:  # noqa: N802 - logging's name
-        """Where it came from, and what it was."""
+        """Returns the traceback, and the error's type and text, or only what ``holds_texts`` allows."""
         if not self._holds_texts or ei[1] is None:
             return super().formatException(ei)
         return "\n".join(_told(ei[1]))
 
 
 class JsonFormatter(TextFormatter):
-    """An object a line: time, level, logger, message, whatever the record has in ``data``, and its exception."""
+    """One object per line: time, level, logger, message, the record's ``data``, and its exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """In one line, in ASCII."""
+        """Returns one line in ASCII."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -75,19 +74,19 @@ class JsonFormatter(TextFormatter):
 
 
 def log_uncaught(loop: asyncio.AbstractEventLoop) -> None:
-    """Has errors that nobody catches logged as others are: of the event loop, of threads, and of what is collected.
-    Python's own words for them quote the error, and arguments of calls."""
+    """Logs uncaught errors of the event loop, of threads and of finalizers like others. Python's own messages quote the
+    error and the arguments of calls."""
 
     def of_the_loop(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        # Up to the arguments of a call, or the object's description.
+        # Cuts off the arguments of a call, or the object's description.
         message = str(context.get("message", "")).partition("(")[0].splitlines()[:1]
         _log.error("the event loop: %s", *message or ["an error"], exc_info=context.get("exception"))
 
     def of_a_thread(arguments: threading.ExceptHookArgs) -> None:
-        _log.error("a thread ended by an error", exc_info=arguments.exc_value)
+        _log.error("a thread ended with an error", exc_info=arguments.exc_value)
 
     def of_nobody(arguments: Any) -> None:
-        _log.error("an error that nobody could be told of", exc_info=arguments.exc_value)
+        _log.error("an exception could not be raised", exc_info=arguments.exc_value)
 
     loop.set_exception_handler(of_the_loop)
     threading.excepthook = of_a_thread
@@ -95,14 +94,14 @@ def log_uncaught(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _told(error: BaseException) -> Iterator[str]:
-    """The error and those before it, the first one first."""
+    """Yields the lines of an error and of its causes, the first cause first."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
         chain.append(current)
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     for number, link in enumerate(reversed(chain)):
-        yield "Then, while that was handled:" if number else "Traceback (most recent call last):"
+        yield "While handling it:" if number else "Traceback (most recent call last):"
         yield from (line.rstrip("\n") for line in traceback.format_tb(link.__traceback__))
         kind = type(link)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,7 +1,6 @@
-"""Starts a worker process, speaks with it and watches over it: the Executor over an inherited socketpair.
+"""The Executor over one worker process: starts it, exchanges frames over an inherited socketpair, and watches it.
 
-Runs in the service process, so nothing here imports torch. Knows frames and processes; what a plan means it does not
-know.
+Runs in the service process, so nothing here imports torch. Knows frames and processes, not the meaning of plans.
 """
 
 import asyncio
@@ -22,24 +21,25 @@ from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, Wo
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-"""For a worker to end by itself when its socket closes; it ignores SIGTERM, and holds nothing that SIGKILL would
-lose."""
+"""How long a worker has to end by itself when its socket closes. It ignores SIGTERM, and has no state that SIGKILL
+would lose."""
 KILL_TIMEOUT_S = 10.0
-"""For one that was sent SIGKILL. What hangs in a driver may outlast even that; it is left behind."""
+"""How long a worker has to end after SIGKILL. A process that hangs in a driver may outlast even that; it is left
+running."""
 POLL_INTERVAL_S = 0.01
 
 WATCH_INTERVAL_S = 0.25
 MAX_STOPPED_S = 2.0
-"""A worker that was stopped by a signal, and silent for so long, is replaced."""
+"""A worker that was stopped by a signal and silent for this long is replaced."""
 MAX_SILENCE_S = 5.0
-"""Of a worker that was not stopped: ten times the interval at which it says that it lives."""
+"""The limit for a worker that was not stopped: ten times the heartbeat interval."""
 MAX_LOADING_SILENCE_S = 60.0
-"""The same while it loads the model: what it imports may keep all its threads waiting for a slow disk."""
+"""The same while it loads the model: an import may block all its threads on a slow disk."""
 
 
 class WorkerProcess:
-    """An ``Executor`` over a worker process. All methods are for the event loop's thread, which must outlive the
-    worker: the kernel ends the worker with the thread that started it."""
+    """An ``Executor`` over one worker process. All methods must be called on the event loop's thread, which must
+    outlive the worker: the kernel ends the worker with the thread that started it."""
 
     def __init__(
         self, config: WorkerConfig, env: Mapping[str, str] | None = None, spawned: Spawned | None = None
@@ -53,14 +53,14 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the running worker."""
+        """The running worker's process id."""
         assert self._link is not None, "the worker was not started"
         return self._link.process.pid
 
     async def start(self) -> WorkerFacts:
-        """Starts a worker and waits until it has loaded the model. Raises ExecutorError with the worker's own words.
+        """Starts a worker and waits until it has loaded the model. Raises ExecutorError with the worker's own message.
 
-        A later start gives the same facts, however much memory is free by then, or raises ExecutorError.
+        A later start returns the same facts, however much memory is free by then, or raises ExecutorError.
         """
         assert self._link is None, "the worker is running"
         spawned, self._spawned = self._spawned, None
@@ -73,7 +73,7 @@ class WorkerProcess:
             await self.stop()
             raise
         self._facts = facts
-        # Nothing is chosen anew, so a reason why the best cannot be had is not told anew either.
+        # Restarts keep these choices, and so do not log again why the best backend is not available.
         self._config = msgspec.structs.replace(
             self._config,
             num_blocks=facts.num_blocks,
@@ -90,7 +90,8 @@ class WorkerProcess:
             raise ExecutorError(f"the worker process cannot be started: {error}") from error
 
     def _checked(self, facts: WorkerFacts) -> WorkerFacts:
-        """As they were the first time, when what was measured may have been a little different."""
+        """Returns the first worker's facts, whose measurements may differ a little. Raises ExecutorError if others
+        differ."""
         if self._facts is None:
             return facts
         first = self._facts
@@ -100,15 +101,15 @@ class WorkerProcess:
         if facts == first:
             return facts
         now, then = msgspec.structs.asdict(facts), msgspec.structs.asdict(first)
-        differences = [f"{name} is {now[name]}, and was {then[name]}" for name in now if now[name] != then[name]]
-        raise ExecutorError(f"the new worker is not like the last one: {'; '.join(differences)}; restart the service")
+        differences = [f"{name} is {now[name]} and was {then[name]}" for name in now if now[name] != then[name]]
+        raise ExecutorError(f"the new worker differs from the last one: {'; '.join(differences)}; restart the service")
 
     def submit(self, plan: StepPlan) -> None:
-        """Hands over a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
+        """Sends a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
         self.submit_frame(encode_frame(FrameKind.PLAN, plan))
 
     def submit_frame(self, frame: bytes) -> None:
-        """``submit`` of a plan that is encoded already."""
+        """Does the same as ``submit`` for a plan that is encoded already."""
         if self._link is None:
             raise ExecutorError("the worker is not running")
         if self._link.lost is not None:
@@ -118,7 +119,8 @@ class WorkerProcess:
         self._link.write(frame)
 
     async def results(self) -> AsyncIterator[StepResult]:
-        """Answers in the order of the plans. Raises ExecutorError when the worker is gone; ends after ``stop``."""
+        """Yields results in the order of the plans. Raises ExecutorError when the worker is gone; ends after
+        ``stop``."""
         link = self._link
         while link is not None:
             item = await link.answers.get()
@@ -129,19 +131,20 @@ class WorkerProcess:
             yield item
 
     def kill(self, why: str) -> None:
-        """Kills a worker that no longer makes progress: ``results`` says ``why``, and blames the step."""
+        """Kills a worker that no longer makes progress: ``results`` then raises an ExecutorError that contains ``why``
+        and blames the step."""
         if self._link is not None:
             self._link.kill(ExecutorError(why, blames_step=True))
 
     async def stop(self) -> None:
-        """Ends the worker, by closing its socket, then by SIGKILL, and reaps it."""
+        """Ends the worker, first by closing its socket, then by SIGKILL, and reaps it."""
         link, self._link = self._link, None
         if link is not None:
             await link.close()
 
 
 class _Link(asyncio.Protocol):
-    """One life of a worker: its process, its socket, and what came out of it."""
+    """One run of a worker: its process, its socket, and the results it has sent."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
@@ -167,27 +170,27 @@ class _Link(asyncio.Protocol):
             spawned.connection.setblocking(False)
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=spawned.connection)
         except BaseException:
-            link._closing = True  # its end is no news to anyone
+            link._closing = True  # the caller gets the error, so its end needs no report
             spawned.drop()
             raise
         return link
 
     @property
     def is_closing(self) -> bool:
-        """Whether the socket takes nothing any more, though ``connection_lost`` may still be to come."""
+        """Whether the socket accepts no more data, though ``connection_lost`` may not have been called yet."""
         return self._transport is None or self._transport.is_closing()
 
     def send(self, kind: FrameKind, body: object) -> None:
-        """Queues a frame; what the socket does not take now goes out by itself."""
+        """Queues a frame; what the socket does not accept now is sent later."""
         self.write(encode_frame(kind, body))
 
     def write(self, frame: bytes) -> None:
-        """The same of an encoded one."""
+        """Queues an encoded frame."""
         assert self._transport is not None
         self._transport.write(frame)
 
     def kill(self, verdict: ExecutorError) -> None:
-        """Kills the process; ``verdict`` is what is then said of its end."""
+        """Kills the process; ``verdict`` is then reported as the reason of its end."""
         if self._verdict is None:
             self._verdict = verdict
             self.process.kill()
@@ -196,35 +199,35 @@ class _Link(asyncio.Protocol):
             self._watch = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     async def close(self) -> None:
-        """Ends the process and reaps it. No answer follows."""
+        """Ends the process and reaps it. No more results follow."""
         self._closing = True
         self._unwatch()
         if self._transport is not None:
             self._transport.close()
         try:
-            # One that still loads does not look at its socket.
+            # A worker that is still loading does not read its socket.
             if not await self._ended(CLOSE_TIMEOUT_S if self.facts.done() else 0.0):
                 self.process.kill()
                 if not await self._ended(KILL_TIMEOUT_S):
-                    logger.error("process %d cannot be killed, and is left behind", self.process.pid)
-        except asyncio.CancelledError:  # nobody will come back for it
+                    logger.error("process %d cannot be killed: it is left running", self.process.pid)
+        except asyncio.CancelledError:  # this is the last chance to reap it
             self.process.kill()
             self.process.wait()
             raise
         self.answers.put_nowait(None)
         if not self.facts.done():
             self.facts.set_exception(ExecutorError("the worker was stopped while it loaded the model"))
-            self.facts.exception()  # nobody needs to wait for it
+            self.facts.exception()  # marks it as retrieved, since there may be no waiter
         if self._farewell is not None:
             await self._farewell
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is ours."""
+        """Stores the transport and starts the watch."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods, not by its class
         self._watch_again()
 
     def data_received(self, data: bytes) -> None:
-        """Takes whole frames out of the stream; a broken stream ends the worker."""
+        """Reads whole frames from the stream; a broken stream ends the worker."""
         self._heartbeat.heard(asyncio.get_running_loop().time())
         try:
             for kind, body in self._buffer.feed(data):
@@ -233,7 +236,7 @@ class _Link(asyncio.Protocol):
             self.kill(ExecutorError(f"the worker failed: {error}", blames_step=True))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The worker closed its end, which it does only by ending."""
+        """Reports the worker's end: it closes its socket only by ending."""
         self._unwatch()
         if not self._closing:
             self._farewell = asyncio.get_running_loop().create_task(self._report())
@@ -252,9 +255,9 @@ class _Link(asyncio.Protocol):
             case FrameKind.FAILED, str():
                 self._failure = body
             case FrameKind.ALIVE, None:
-                pass  # that it came is all it says
+                pass  # ``data_received`` has recorded it
             case _:
-                raise WireError(f"a {kind.name} frame came from the worker")
+                raise WireError(f"got a {kind.name} frame from the worker")
 
     def _watch_again(self) -> None:
         self._watch = asyncio.get_running_loop().call_later(WATCH_INTERVAL_S, self._look)
@@ -264,18 +267,18 @@ class _Link(asyncio.Protocol):
             self._watch.cancel()
 
     def _look(self) -> None:
-        """Ends a process that lives and does nothing."""
+        """Kills a process that is alive and makes no progress."""
         heartbeat = self._heartbeat.length(asyncio.get_running_loop().time())
         limit = MAX_SILENCE_S if self.facts.done() else MAX_LOADING_SILENCE_S
         if heartbeat > MAX_STOPPED_S and is_stopped(self.process.pid):
             self.kill(ExecutorError("the worker was stopped by a signal"))
         elif heartbeat > limit:
-            self.kill(ExecutorError(f"the worker gave no sign of life for {limit:.0f} s", blames_step=True))
+            self.kill(ExecutorError(f"the worker sent no heartbeat for {limit:.0f} s", blames_step=True))
         else:
             self._watch_again()
 
     async def _report(self) -> None:
-        """Says how the worker ended, to whoever waits for it."""
+        """Reports how the worker ended to ``start`` and ``results``."""
         if not await self._ended(CLOSE_TIMEOUT_S):
             self.process.kill()
             await self._ended(KILL_TIMEOUT_S)
@@ -285,17 +288,17 @@ class _Link(asyncio.Protocol):
         self.answers.put_nowait(self.lost)
 
     def _finding(self) -> ExecutorError:
-        """What its last words and its status say."""
+        """Returns the reason that its last message and its exit status show."""
         loading = not self.facts.done()
         if self._failure is not None:
             return ExecutorError(self._failure if loading else f"the worker failed: {self._failure}", blames_step=True)
         when = " while it loaded the model" if loading else ""
         if self.process.returncode != -signal.SIGKILL:
             how = ending(self.process.returncode)
-            return ExecutorError(f"the worker {how}{when}: its own output says more", blames_step=True)
+            return ExecutorError(f"the worker {how}{when}: see its own output", blames_step=True)
         if self._memory_kills.have_grown():
             return ExecutorError(f"the worker was ended by SIGKILL{when}: memory ran out", blames_step=True)
-        return ExecutorError(f"the worker was ended by SIGKILL{when}, though the kernel tells of no lack of memory")
+        return ExecutorError(f"the worker was ended by SIGKILL{when}, and the kernel reports no lack of memory")
 
     async def _ended(self, timeout_s: float) -> bool:
         """Whether the process ends in time; reaps it if so."""
@@ -309,7 +312,7 @@ class _Link(asyncio.Protocol):
 
 
 def ending(returncode: int | None) -> str:
-    """How a process ended, in words."""
+    """Describes how a process ended."""
     if returncode is not None and returncode < 0:
         number = -returncode
         name = signal.Signals(number).name if number in signal.Signals.__members__.values() else f"signal {number}"

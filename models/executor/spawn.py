@@ -1,5 +1,5 @@
-"""Starts a worker's process, of which nobody knows yet what it will load. Imports next to nothing, so that the service
-can have one get up while it gets up itself."""
+"""Starts a worker's process before its config is known. Imports very little, so that the worker can start up while the
+service does."""
 
 import os
 import socket
@@ -11,30 +11,30 @@ from dataclasses import dataclass
 from penstock.models.executor.child_process import child_environment
 
 UNINTERRUPTED = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
-"""A terminal interrupts every process at once; one that imports would tell it as a traceback."""
+"""A terminal interrupts every process at once; one that is importing would print a traceback."""
 WORKER = f"{UNINTERRUPTED}; from penstock.models.worker.main import main; main()"
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-"""Compute threads that wait for each other sleep instead of spinning: where the service's loop or anything else shares
-their cores, spinning was seen to cost nine tenths of the speed. Nor does a tokenizer have threads."""
+"""Compute threads that wait for each other sleep instead of spinning: where they shared cores with the service's loop
+or other processes, spinning cost nine tenths of the speed. Tokenizers use no threads either."""
 
 
 @dataclass(frozen=True)
 class Spawned:
-    """A worker's process that has not been told its config, and our end of the socket that it listens to."""
+    """A worker's process that has not received its config, and the service's end of its socket."""
 
     process: "subprocess.Popen[bytes]"
     connection: socket.socket
 
     def drop(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self.connection.close()
         self.process.kill()
         self.process.wait()
 
 
 def spawn(env: Mapping[str, str] | None = None) -> Spawned:
-    """Starts one, with these variables besides those that it needs of the service's. It ends with the thread that
-    started it. Raises OSError."""
+    """Starts a worker's process, with these variables in addition to the part of the service's environment that it
+    needs. It ends with the thread that started it. Raises OSError."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:

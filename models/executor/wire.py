@@ -1,4 +1,4 @@
-"""Frames between the service and a worker: length, kind, and a typed msgpack body. The same code at both ends.
+"""Frames between the service and a worker: length, kind, and a typed msgpack body. Both ends use the same code.
 
 Knows nothing of processes and tensors. Nothing is ever unpickled: each kind decodes into one declared type.
 """
@@ -16,30 +16,30 @@ import msgspec
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig, WorkerFacts
 
 MAX_FRAME_BYTES = 1 << 28
-"""Of a body. The largest plans add 256 rows with the longest lists that a request may have, of allowed tokens and bad
-words (160 MiB), or one row of 2^24 tokens (85 MiB); more is no plan but a broken stream."""
+"""The limit of a body. The largest plans add 256 rows with the longest lists of allowed tokens and bad words that a
+request may have (160 MiB), or one row of 2^24 tokens (85 MiB). A longer frame means a broken stream."""
 
 HEADER = struct.Struct("<IB")
-"""Length of the body, kind."""
+"""The length of the body, and the kind."""
 
 
 class FrameKind(IntEnum):
-    """What a frame holds, and which way it goes."""
+    """The content of a frame, and its direction."""
 
     CONFIG = 1
-    """To the worker, first: WorkerConfig."""
+    """Service to worker, first: WorkerConfig."""
     FACTS = 2
-    """From it, once it can run: WorkerFacts."""
+    """Worker to service, once it can run: WorkerFacts."""
     PLAN = 3
-    """To it: StepPlan."""
+    """Service to worker: StepPlan."""
     RESULT = 4
-    """From it, one for each plan, in order: StepResult."""
+    """Worker to service, one per plan, in order: StepResult."""
     PROMPT_LOGPROBS = 5
-    """From it: parts that belong to the next RESULT, so that no frame is large."""
+    """Worker to service: parts that belong to the next RESULT, so that no frame is large."""
     ALIVE = 6
-    """From it, every 500 ms: null."""
+    """Worker to service, every 500 ms: null."""
     FAILED = 7
-    """From it, last: what went wrong, a line of text."""
+    """Worker to service, last: the error, one line of text."""
 
 
 BODIES: dict[FrameKind, Any] = {
@@ -58,11 +58,11 @@ DECODERS: dict[FrameKind, "msgspec.msgpack.Decoder[Any]"] = {
 
 
 class WireError(Exception):
-    """The stream of frames is broken: its length, kind or body is none that this version knows."""
+    """The stream of frames is broken: this version does not know its length, kind or body."""
 
 
 def encode_frame(kind: FrameKind, body: object) -> bytes:
-    """A whole frame."""
+    """Returns a whole frame."""
     encoded = msgspec.msgpack.encode(body)
     if len(encoded) > MAX_FRAME_BYTES:
         raise WireError(f"a {kind.name} frame of {len(encoded)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -70,20 +70,20 @@ def encode_frame(kind: FrameKind, body: object) -> bytes:
 
 
 class FrameBuffer:
-    """Cuts a stream of bytes into frames; keeps a partial one until the rest comes."""
+    """Splits a stream of bytes into frames; keeps a partial one until the rest comes."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[FrameKind, Any]]:
-        """Yields the kind and decoded body of every frame that is now whole. Raises WireError."""
+        """Yields the kind and decoded body of every frame that is now complete. Raises WireError."""
         self._pending += data
         begin = 0
         try:
             while len(self._pending) - begin >= HEADER.size:
                 length, number = HEADER.unpack_from(self._pending, begin)
                 if length > MAX_FRAME_BYTES or number not in FrameKind.__members__.values():
-                    raise WireError(f"a frame of kind {number} and {length} bytes is none of this protocol")
+                    raise WireError(f"unknown frame of kind {number} with {length} bytes")
                 end = begin + HEADER.size + length
                 if len(self._pending) < end:
                     break
@@ -91,7 +91,7 @@ class FrameBuffer:
                 try:
                     body = DECODERS[kind].decode(bytes(self._pending[begin + HEADER.size : end]))
                 except msgspec.MsgspecError as error:
-                    raise WireError(f"a {kind.name} frame does not decode: {error}") from error
+                    raise WireError(f"a {kind.name} frame cannot be decoded: {error}") from error
                 begin = end
                 yield kind, body
         finally:
@@ -99,7 +99,7 @@ class FrameBuffer:
 
 
 class Channel:
-    """The worker's end: blocking, safe to send on from several threads."""
+    """The worker's end. It blocks, and several threads may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -112,13 +112,13 @@ class Channel:
             self._connection.sendall(frame)
 
     def wait_closed(self, timeout_s: float) -> None:
-        """Waits until the service closes its end, however much it has sent."""
+        """Waits until the service closes its end, even if data is left to read."""
         poll = select.poll()
         poll.register(self._connection, select.POLLRDHUP)
         poll.poll(1000 * timeout_s)
 
     def frames(self) -> Iterator[tuple[FrameKind, Any]]:
-        """Frames until the service closes its end; for one thread alone. Raises WireError."""
+        """Yields frames until the service closes its end. Only one thread may call it. Raises WireError."""
         buffer = FrameBuffer()
         while data := self._receive():
             yield from buffer.feed(data)

@@ -1,6 +1,7 @@
-"""The worker process: loads a model, runs plans strictly in order, answers each. Holds nothing that can't be rebuilt.
+"""The worker process: loads a model, runs plans strictly in order and returns a result for each. All its state can be
+rebuilt.
 
-Started by ``launch`` with an inherited socket; ends when that closes, or with its parent. Knows no request and no
+Started by ``spawn`` with an inherited socket; ends when that closes, or with its parent. Knows no request and no
 stream.
 """
 
@@ -32,47 +33,47 @@ from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
 
-if TYPE_CHECKING:  # its library is not needed by a worker whose model has no tokenizer
+if TYPE_CHECKING:  # a worker whose model has no tokenizer does not need its library
     from penstock.models.structured_output.manager import StructuredOutputManager
 
 logger = logging.getLogger(__name__)
 
 ALIVE_INTERVAL_S = 0.5
 PEER_LOST_S = 3.0
-"""For the service to see which other rank ended, and to end this one too."""
+"""How long the service has to see which other rank ended, and to end this one too."""
 PR_SET_PDEATHSIG = 1
 
 MAX_PARTS_BYTES = 64 << 10
-"""Prompt log-probabilities in one frame, about: the service decodes a frame in one go on its event loop."""
+"""The approximate limit of prompt log-probabilities per frame: the service decodes a whole frame at once on its event
+loop."""
 TOKEN_BYTES = 14
-"""One log-probability with its token id, encoded."""
+"""The encoded size of one log-probability with its token id."""
 
 
 def main() -> None:
-    """Runs a worker; arguments are the descriptor of the socket and the parent's process id."""
+    """Runs a worker. The arguments are the descriptor of the socket and the parent's process id."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     _end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Terminals and service managers send these to every process at once; the service decides when this one ends.
+        # Terminals and service managers send these to all processes at once; the service decides when this one ends.
         signal.signal(number, signal.SIG_IGN)
     prepare_child(WORKER)
     faulthandler.enable()
     with socket.socket(fileno=descriptor) as connection:
         code = serve(Channel(connection))
     logging.shutdown()
-    # Not by ``sys.exit``: threads may be inside a native library, which crashes if the interpreter is gone when it
-    # returns.
+    # Not ``sys.exit``: threads may be in a native library, which crashes if the interpreter is gone when it returns.
     os._exit(code)
 
 
 def serve(channel: Channel) -> int:
-    """Answers frames until the service closes its end; returns the exit code."""
+    """Serves frames until the service closes its end. Returns the exit code."""
     frames = channel.frames()
     kind, config = next(frames, (None, None))
     if kind is None:
         return 0
     assert isinstance(config, WorkerConfig), "the first frame is the config"
-    # On the service's own stderr, in its form.
+    # To the service's own stderr, in its format.
     set_up_logging(config.log_format, config.log_level, holds_texts=False)
     try:
         with _alive(channel):
@@ -93,7 +94,7 @@ def serve(channel: Channel) -> int:
             channel.send(FrameKind.FAILED, str(error))
         return 1
     except PeerLost as error:
-        # Why is the other one's to tell; what is said here would only come before it.
+        # The lost rank reports the cause; a message from here would only arrive before it.
         channel.wait_closed(PEER_LOST_S)
         with contextlib.suppress(OSError):
             channel.send(FrameKind.FAILED, f"another rank is lost: {error}")
@@ -117,8 +118,8 @@ def _grammars(config: WorkerConfig) -> "StructuredOutputManager | None":
 def _run_plans(
     channel: Channel, runner: Runner, frames: Iterator[tuple[FrameKind, object]], is_heard: bool = True
 ) -> None:
-    """Has plans computed until there are no more. The next one is read and decoded while one computes; it also begins
-    then, where the backend computes without this thread. Without ``is_heard`` no result is sent."""
+    """Runs plans until there are no more. Reads and decodes the next plan while one computes, and also starts it if the
+    backend computes without this thread. Without ``is_heard``, sends no results."""
     plans: SimpleQueue[StepPlan | Exception | None] = SimpleQueue()
     threading.Thread(target=_read_plans, args=(frames, plans), name="plans", daemon=True).start()
     answers = _Answers(plans, partial(_send_result, channel) if is_heard else _keep)
@@ -133,7 +134,7 @@ def _run_plans(
 
 
 class _Answers:
-    """Sends the results of plans that have begun, in their order; and tells how long there was nothing to do."""
+    """Sends the results of started plans in order, with the time that the worker was idle before each."""
 
     def __init__(self, plans: "SimpleQueue[StepPlan | Exception | None]", send: Callable[[StepResult], None]) -> None:
         self._plans = plans
@@ -142,10 +143,10 @@ class _Answers:
         self._counting = threading.Lock()
         self._num_due = 0
         self._idle_since: int | None = time.monotonic_ns()
-        """None: whoever waits for an answer has nobody wait, since there is a plan already."""
+        """None while the service does not wait for a result, since a plan is already here."""
 
     def expect(self, begin: Callable[[StepPlan], Callable[[], StepResult]], plan: StepPlan) -> None:
-        """Begins a plan."""
+        """Starts a plan."""
         with self._counting:
             waits = self._num_due == 0 and self._idle_since is not None
             waited_us = (time.monotonic_ns() - (self._idle_since or 0)) // 1000 if waits else 0
@@ -153,18 +154,18 @@ class _Answers:
         self._due.put((waited_us, begin(plan)))
 
     def send_next(self) -> None:
-        """Waits for the oldest one's result."""
+        """Waits for the oldest result and sends it."""
         waited_us, finish = self._due.get()
         result = finish()
         result.waited_us = waited_us
         with self._counting:
             self._num_due -= 1
-            # Whoever waits for an answer to make the next plan has the worker wait from here on.
+            # If the service needs this result to make the next plan, the worker is idle from here on.
             self._idle_since = time.monotonic_ns() if self._plans.empty() else None
         self._send(result)
 
     def send_all(self) -> None:
-        """On a thread of its own, until something fails; then that ends the worker."""
+        """Runs on its own thread until something fails, which then ends the worker."""
         try:
             while True:
                 self.send_next()
@@ -176,7 +177,7 @@ def _read_plans(frames: Iterator[tuple[FrameKind, object]], plans: "SimpleQueue[
     try:
         for kind, plan in frames:
             if not isinstance(plan, StepPlan):
-                raise WireError(f"a {kind.name} frame came where a plan was due")
+                raise WireError(f"got a {kind.name} frame instead of a plan")
             plans.put(plan)
     except (WireError, OSError) as error:
         plans.put(error)
@@ -185,11 +186,11 @@ def _read_plans(frames: Iterator[tuple[FrameKind, object]], plans: "SimpleQueue[
 
 
 def _keep(result: StepResult) -> None:
-    """What rank 0 says too."""
+    """Drops a result that rank 0 sends too."""
 
 
 def _send_result(channel: Channel, result: StepResult) -> None:
-    """Sends an answer; long prompt log-probabilities go ahead of it in frames of their own."""
+    """Sends a result. Long prompt log-probabilities go before it in separate frames."""
     pending: list[PromptLogprobsPart] = []
     size = 0
     for part in _bounded(result.prompt_logprobs):
@@ -207,7 +208,7 @@ def _part_bytes(part: PromptLogprobsPart) -> int:
 
 
 def _bounded(parts: list[PromptLogprobsPart]) -> Iterator[PromptLogprobsPart]:
-    """Cuts parts so that each fits in a frame."""
+    """Splits parts so that each fits in a frame."""
     for part in parts:
         whole, num_top = part.logprobs, part.logprobs.num_top
         step = max(1, MAX_PARTS_BYTES // (TOKEN_BYTES * (1 + num_top)))
@@ -224,7 +225,7 @@ def _bounded(parts: list[PromptLogprobsPart]) -> Iterator[PromptLogprobsPart]:
 
 @contextlib.contextmanager
 def _alive(channel: Channel) -> Iterator[None]:
-    """Says every 500 ms that the process lives, whatever it computes."""
+    """Sends a heartbeat every 500 ms, whatever the process computes."""
     over = threading.Event()
 
     def tell() -> None:
@@ -242,7 +243,7 @@ def _alive(channel: Channel) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends, even if it ended before we asked."""
+    """Makes the kernel kill this process when its parent ends, even if it ended before this call."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
@@ -250,5 +251,5 @@ def _end_with(parent: int) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """The error in one line."""
+    """Returns the error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

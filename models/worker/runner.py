@@ -1,4 +1,4 @@
-"""One step of the worker: a plan in, a result out. Owns the rows; knows no process, no socket, no tensors, and no clock
+"""Turns a plan into a result: one step of the worker. Owns the rows; knows no process, socket or tensor, and no clock
 but its own."""
 
 import threading
@@ -29,20 +29,20 @@ from penstock.scheduler.plan import (
     TokenLogprobs,
 )
 
-if TYPE_CHECKING:  # its library is not needed by a worker whose model has no tokenizer
+if TYPE_CHECKING:  # a worker whose model has no tokenizer does not need its library
     from penstock.models.structured_output.manager import StructuredOutputManager
 
 MEASURED_CHUNKS, MEASURED_DECODES = ((0, 128), (128, 144)), (1, 16)
-"""Chunks of one history, and rows that are continued, of the steps that are measured at the start: half a second for a
+"""The steps measured at the start: chunks of one history, and numbers of decoding rows. They take half a second for a
 model of 1.2 GB on two cores."""
 LARGE_BYTES = 256 << 20
-"""Of weights that a CPU takes long to multiply by: so long that new memory doesn't matter."""
+"""Weights of this size take a CPU so long to multiply by that the cost of fresh memory does not matter."""
 
 
 EMPTY_STEP_S = 0.01
-"""How long a step whose rows all wait for masks goes on, so that new rows can join the next one."""
+"""How long a step lasts whose rows all wait for masks, so that new rows can join the next one."""
 LATE = -2
-"""Where the next token of a row would stand that sits out."""
+"""The position of the next token of a row that sits out the step."""
 
 
 class Runner:
@@ -59,25 +59,25 @@ class Runner:
         self._controller = controller
         self._grammars = grammars
         self._matching: set[int] = set()
-        """Numbers of rows whose output must match a grammar."""
+        """The numbers of the rows whose output must match a grammar."""
         self._clock = clock
         self._done_at = 0
         self._newest = threading.Event()
-        """Whether the tokens of the newest step are known."""
+        """Set once the tokens of the newest step are known."""
         self._newest.set()
         self._has_drafts = False
-        """Whether the newest step has: how far it takes rows is not known until then."""
+        """Whether the newest step has drafts; how far it advances its rows is then unknown until it ends."""
         self.runs_ahead = backend.runs_ahead
-        """Whether the next plan may begin while one is computed."""
+        """Whether the next plan may start while one computes."""
         self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
         if controller is not None:
             controller.attach(self._rows)
 
     def warm(self) -> None:
-        """Runs a short row, so that no request pays for what a library sets up at its first use; and finds out what
-        drafts cost, where any are made. Leaves nothing behind: blocks are renewed before anyone has them."""
+        """Runs a short row, so that no request pays for what libraries set up at first use, and measures the cost of
+        drafts if there are any. Leaves no trace: blocks are reset before they are used."""
         facts = self._backend.facts
-        # No position is computed that no request could have: tables end with the context.
+        # Tables end with the context, so no position beyond it may be computed.
         end = min(facts.block_size, facts.max_model_len)
         length = max(1, end - 1)
         sampling = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, logprobs=1)
@@ -93,15 +93,15 @@ class Runner:
             self._measure_asking(self._controller)
 
     def measure_steps(self) -> Iterator[MeasuredStep]:
-        """Runs some, and tells what they took. Always the same ones: each rank of a group runs them. Leaves nothing
-        behind either."""
+        """Runs some steps and yields their times. The steps are always the same, since each rank of a group runs them.
+        Leaves no trace either."""
         facts = self._backend.facts
         room = min(facts.max_model_len, facts.num_blocks * facts.block_size, facts.max_num_batched_tokens)
         length = min(MEASURED_CHUNKS[-1][1], room)
         blocks = list(range(-(-length // facts.block_size)))
         row = AddedRow(0, 0, [0] * length, length, 0, blocks, SamplingParams(temperature=0.0))
         chunks = [Chunk(0, start, min(end, length)) for start, end in MEASURED_CHUNKS if start < length]
-        # The first chunk is the first use of much memory, so it is computed twice, unless that would tell little of it.
+        # The first chunk is the first use of much memory, so it is computed twice, unless that hardly affects its time.
         if facts.device != "cpu" or facts.weight_bytes < LARGE_BYTES:
             self.run(StepPlan(0, [], [row], [], chunks[:1], []))
             self.run(StepPlan(0, [0], [], [], [], []))
@@ -114,15 +114,15 @@ class Runner:
             rows, computed_us = self._begin_short_rows(number)
             if rows:
                 if len(rows) > 1:
-                    # Many prompts of which little is left to compute: what is cached looks like this.
+                    # Many prompts with little left to compute, as with cached prefixes.
                     yield MeasuredStep(0, 1, 0, computed_us, len(rows))
                 result = self.run(StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows]))
                 self.run(StepPlan(0, rows, [], [], [], []))
                 yield MeasuredStep(0, 0, len(rows), result.computed_us)
 
     def _begin_short_rows(self, number: int) -> tuple[list[int], int]:
-        """Begins this many rows of two tokens, as far as a step has room for them; none where rows cannot be so long.
-        Returns them, and the microseconds that it took."""
+        """Starts this many rows of two tokens, or as many as fit in a step; none if rows cannot be that long. Returns
+        their numbers, and the microseconds that the step took."""
         facts = self._backend.facts
         number = min(number, facts.max_num_seqs, facts.max_num_batched_tokens, facts.num_blocks)
         if facts.block_size < 2 or facts.max_model_len < 3:
@@ -133,7 +133,7 @@ class Runner:
         return list(range(number)), result.computed_us
 
     def _run_drafts(self, num_tokens: int) -> None:
-        """Runs a row of one token and so many less one drafts."""
+        """Runs a decoding row with ``num_tokens - 1`` drafts."""
         blocks = list(range(-(-num_tokens // self._backend.facts.block_size)))
         added = AddedRow(0, 0, [0], 1, 0, blocks, SamplingParams())
         plan = StepPlan(0, [], [added], [], [], [Decode(0, num_tokens)])
@@ -142,18 +142,18 @@ class Runner:
         self._rows.apply(StepPlan(0, [0], [], [], [], []))
 
     def _measure_asking(self, controller: SpeculationController) -> None:
-        """Asks for drafts of rows of two tokens."""
+        """Measures how long it takes to draft for rows of two tokens."""
         if rows := self._begin_short_rows(max(SIZES))[0]:
             controller.measure_asking([self._rows[row] for row in rows])
             self.run(StepPlan(0, rows, [], [], [], []))
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Applies a plan and computes it. ``waited_us`` of the result is left at 0 for the caller, who knows."""
+        """Applies a plan and computes it. The caller sets ``waited_us`` of the result, which stays 0 here."""
         return self.start_step(plan)()
 
     def start_step(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Applies a plan and has it computed; what is returned waits for the result. Plans begin in their order, and
-        are waited for in their order, by another thread perhaps."""
+        """Applies a plan and starts its computation. Returns a function that waits for the result. Plans start in order
+        and are waited for in order, possibly on another thread."""
         began = self._clock()
         if plan.copies_out:
             self._backend.copy_out(plan.copies_out)
@@ -189,8 +189,8 @@ class Runner:
                 controller.add_row(rows[added.row])
 
     def _without_late(self, plan: StepPlan) -> tuple[StepPlan, list[RowResult]]:
-        """What a plan is without rows whose masks are not there, and these rows' results. Where that leaves nothing, it
-        waits a little."""
+        """Returns the plan without the rows whose masks are not ready, and the results of these rows. If the plan is
+        empty without them, waits a little."""
         grammars, known = self._grammars, self._newest
         if grammars is None or not self._matching:
             return plan, []
@@ -201,7 +201,8 @@ class Runner:
         return left, idle
 
     def _draft(self, plan: StepPlan) -> Drafted:
-        """Drafts follow from what was chosen last, and so does where rows stand whose drafts are computed now."""
+        """Computes drafts. They depend on the tokens chosen last, and so do the positions of rows with drafts in the
+        step that is running."""
         if self._has_drafts:
             self._newest.wait()
         matched = self._matched(plan)
@@ -217,8 +218,8 @@ class Runner:
         return replace(drafted, drafts={**drafted.drafts, **forced}) if forced else drafted
 
     def _matched(self, plan: StepPlan) -> list[Wanted]:
-        """Rows that the plan continues, whose grammars may force tokens. None where ranks share the model: each of them
-        finds out by its own clock that a row ends, and batches must have the same size on all of them."""
+        """Returns the decoding rows of the plan whose grammars may force tokens. Returns none if ranks share the model:
+        each would find by its own clock that a row ends, and batches must have the same size on all of them."""
         if self._grammars is None or not self._grammars.puts_off or not self._matching or not plan.max_drafts:
             return []
         rows = [(self._rows[one.row], one.max_tokens - 1) for one in plan.decodes if one.row in self._matching]
@@ -235,7 +236,7 @@ class Runner:
             batch = replace(batch, masks=masks)
         finish = self._backend.start_step(batch)
         ends = batch.ends.tolist()
-        # A backend that is still computing has waited for the masks all the same.
+        # Even a backend that is still computing has waited for the masks.
         late = frozenset() if batch.masks is None else batch.masks.late
         places = [
             _sit_out(row, end, num) if row.number in late and num else _expect(row, end, num)
@@ -251,11 +252,11 @@ class Runner:
                 if self._controller is not None and features is not None:
                     self._controller.read(batch, features)
             finally:
-                learned.set()  # after a failure as well: whoever waits would never end
+                learned.set()  # after a failure as well, or a waiting thread would wait forever
             if batch.masks is not None:
                 self._prepare_masks(batch, learned)
             done = self._clock()
-            # The device computes one step after the other.
+            # The device computes one step after another.
             computed_ns = done - max(began, self._done_at)
             self._done_at = done
             if self._controller is not None:
@@ -265,7 +266,7 @@ class Runner:
         return result
 
     def _prepare_masks(self, batch: Batch, known: threading.Event) -> None:
-        """Has masks that no step waits for found out before the next plan comes."""
+        """Starts computing the masks that no step waits for before the next plan comes."""
         if self._grammars is not None and not self.runs_ahead:
             for row in batch.rows:
                 if row.matcher is not None and row.matcher.grammar.is_apart:
@@ -273,21 +274,23 @@ class Runner:
 
 
 def _with_idle(finish: Callable[[], StepResult], idle: list[RowResult]) -> StepResult:
-    """The result, with those of rows of the plan that had nothing to compute."""
+    """Adds the results of the plan's rows that had nothing to compute."""
     result = finish()
     result.rows += idle
     return result
 
 
 def _sit_out(row: Row, end: int, num_sampled: int) -> int:
-    """The row stands before the token out of which its next one comes. Returns that no token is expected."""
+    """Moves the row back to before the token that its next one is sampled from. Returns ``LATE``: no token is
+    expected."""
     row.num_computed = end - num_sampled
     return LATE
 
 
 def _expect(row: Row, end: int, num_sampled: int) -> int:
-    """The row moves on as far as is certain. Returns where its next token will stand, if it gets one."""
-    if num_sampled > 1:  # how many it gets is not known until then, so the next step that drafts for it waits
+    """Advances the row to the position that is certain. Returns the position of its next token, or -1 if it gets
+    none."""
+    if num_sampled > 1:  # how many it gets is not known yet, so the next step that drafts for it waits
         row.num_computed = len(row.history)
         return len(row.history)
     row.num_computed = end
@@ -295,7 +298,7 @@ def _expect(row: Row, end: int, num_sampled: int) -> int:
 
 
 def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[RowResult]:
-    """Tells the rows which tokens were chosen, and the scheduler what became of the rows."""
+    """Adds the chosen tokens to the rows, and returns the rows' results for the scheduler."""
     results = []
     first = 0
     for row, end, place, num_sampled in zip(batch.rows, batch.ends.tolist(), places, batch.num_sampled, strict=True):
@@ -326,7 +329,8 @@ def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[Ro
 
 
 def _verified(row: Row, drafts: Sequence[int], sampled: list[Sampled]) -> RowResult:
-    """Keeps the tokens up to the first that is another one than its draft: those behind it follow what did not come."""
+    """Keeps the tokens up to and including the first one that differs from its draft: later ones follow a rejected
+    draft."""
     num_right = next((index for index, draft in enumerate(drafts) if draft != sampled[index].token_id), len(drafts))
     kept = sampled[: num_right + 1]
     for token in kept:
@@ -338,7 +342,7 @@ def _verified(row: Row, drafts: Sequence[int], sampled: list[Sampled]) -> RowRes
 
 
 def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
-    """Those of a row's tokens, one after another."""
+    """Concatenates the log-probabilities of a row's tokens."""
     if not parts:
         return None
     return TokenLogprobs(

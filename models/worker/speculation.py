@@ -1,4 +1,4 @@
-"""The registry of drafters: from ``--speculative-config`` to what drafts."""
+"""The registry of drafters: maps ``--speculative-config`` to a drafter."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -22,25 +22,25 @@ DRAFTERS = {
 }
 
 MAKE_ROOM = {DraftMethod.DRAFT_MODEL: draft_model.with_room, DraftMethod.EAGLE3: eagle.with_room}
-"""Of those that keep keys and values."""
+"""Reserves memory for the methods that keep keys and values of their own."""
 
 
 def check_speculation(config: WorkerConfig) -> WorkerConfig:
-    """The config of a model that leaves room for what its drafter needs. Raises ModelError where drafts are asked for
-    that cannot be made; before a model is loaded."""
+    """Returns a config of the model that leaves room for its drafter. Called before a model is loaded. Raises
+    ModelError if the config requires drafts that cannot be made."""
     if config.speculation is None:
         return config
     if config.tensor_parallel_size > 1:
         raise ModelError(
-            "--speculative-config: is not for --tensor-parallel-size above 1, since ranks choose by their own clocks "
-            "how much to draft, and must choose the same: leave one of the two out"
+            "--speculative-config: does not work with --tensor-parallel-size above 1, since all ranks must draft the "
+            "same number of tokens, and each chooses it by its own clock: remove one of the two"
         )
     make_room = MAKE_ROOM.get(config.speculation.method)
     return config if make_room is None else make_room(config)
 
 
 def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
-    """The drafter that the config, which was checked, asks for. Raises ModelError."""
+    """Creates the drafter that the checked config names. Raises ModelError."""
     assert config.speculation is not None
     module, _, attribute = DRAFTERS[config.speculation.method].partition(":")
     factory: DrafterFactory = getattr(import_module(module), attribute)
@@ -48,7 +48,8 @@ def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
 
 
 def make_controller(config: WorkerConfig, backend: Backend) -> SpeculationController | None:
-    """What drafts for the rows of a loaded model, as the config, which was checked, asks; None: nothing does."""
+    """Creates the controller that drafts for the rows of a loaded model, as the checked config specifies; None if it
+    has no speculation."""
     speculation, facts = config.speculation, backend.facts
     if speculation is None:
         return None

@@ -89,7 +89,7 @@ async def test_a_worker_that_gives_no_sign_of_life_is_to_blame(new_worker, monke
     await process.start()
     monkeypatch.setattr(launch, "MAX_SILENCE_S", 0.6)
     error = await end_of(process)
-    assert "no sign of life" in str(error)
+    assert "sent no heartbeat" in str(error)
     assert error.blames_step
     await process.stop()
 
@@ -160,6 +160,6 @@ async def test_a_worker_that_cannot_be_killed_is_left_behind(worker, monkeypatch
 async def test_a_worker_with_other_facts_is_none(new_worker, monkeypatch):
     process = new_worker()
     monkeypatch.setattr(process, "_facts", FakeExecutor(num_blocks=9, vocab_size=7).facts)  # of the last one
-    with pytest.raises(ExecutorError, match="num_blocks is 1024, and was 9; vocab_size is 256, and was 7; restart the"):
+    with pytest.raises(ExecutorError, match="num_blocks is 1024 and was 9; vocab_size is 256 and was 7; restart the"):
         await process.start()
     assert process._link is None
