@@ -29,7 +29,8 @@ from penstock.scheduler.plan import StepPlan, StepResult
 from penstock.scheduler.request import SequenceDelta
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import UncheckedSlots
-from penstock.service.app.server import Server, ServerConfig
+from penstock.service.app.server import Server
+from penstock.service.app.server_config import ServerConfig
 from penstock.service.rpc import generation
 from penstock.service.streaming.outbox import Outbox
 from penstock.service.streaming.pending_message import OutputForm
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 async def benchmark(seconds: float) -> None:
     """Runs each load against a service of its own."""
     vars(generation)["Outbox"] = MeasuredOutbox
-    # As Server.serve_until_stopped does it, for a process of its own.
+    # As Server.main_loop does it, for a process of its own.
     gc.freeze()
     gc.set_threshold(20_000, 10, 100)
     print(f"{NUM_REQUESTS} requests, {STEPS_PER_SECOND} steps a second, {seconds:g} s each")

@@ -20,7 +20,8 @@ from penstock.clients.requests import Options
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.app.server import Server, ServerConfig
+from penstock.service.app.server import Server
+from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import AllowAll
 from penstock.service.text.tokenizer import Tokenizer
 

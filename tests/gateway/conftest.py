@@ -38,7 +38,8 @@ from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.gateway_process import HttpGateway
-from penstock.service.app.server import Server, ServerConfig
+from penstock.service.app.server import Server
+from penstock.service.app.server_config import ServerConfig
 from penstock.service.config.addresses import Address
 from penstock.service.text.tokenizer import Tokenizer
 

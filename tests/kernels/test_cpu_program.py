@@ -22,12 +22,12 @@ from penstock.kernels.cpu.bindings import (
     StorageFormat,
 )
 from penstock.kernels.cpu.program import (
+    DecoderLayer,
+    DecoderModel,
     ElementType,
     Expert,
-    DecoderLayer,
     Library,
     PackedLinear,
-    DecoderModel,
     Program,
     QkNormKind,
     Rope,

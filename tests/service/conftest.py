@@ -28,7 +28,8 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.app.server import Server, ServerConfig
+from penstock.service.app.server import Server
+from penstock.service.app.server_config import ServerConfig
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.admin_pb2_grpc import AdminServiceStub

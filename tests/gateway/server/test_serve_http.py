@@ -22,7 +22,7 @@ from waiting import until, wait_until
 from penstock.clients import Client
 from penstock.clients.host.machine import Package, inspect_machine
 from penstock.clients.requests import Options
-from penstock.service.app import gateway_process as http_gateway, serve
+from penstock.service.app import gateway_process as http_gateway, prepare, serve
 from penstock.service.app.gateway_process import GatewayFailed, HttpGateway, Patience, check_installed
 from penstock.service.app.usage_examples import HttpCalls
 from penstock.service.config.addresses import HTTP_FLAG, Address, ListenError
@@ -240,11 +240,9 @@ def test_what_is_not_installed_is_told_before_anything_is_loaded(monkeypatch, ca
         Package("matplotlib", None, "bench"),
         Package("uvicorn", "1", "gateway"),
     ]
-    monkeypatch.setattr(serve, "inspect_machine", lambda: dataclasses.replace(machine, packages=lacks))
+    monkeypatch.setattr(prepare, "inspect_machine", lambda: dataclasses.replace(machine, packages=lacks))
     assert serve.serve(["--port=0", "--http-port=0"]) == 1
-    said = (
-        "penstock serve: --http-port: not installed: fastapi; pip install 'penstock[gateway]', or omit the flag\n"
-    )
+    said = "penstock serve: --http-port: not installed: fastapi; pip install 'penstock[gateway]', or omit the flag\n"
     assert capsys.readouterr().err == said
 
 
@@ -257,7 +255,7 @@ def test_what_is_not_installed_is_told_before_anything_is_loaded(monkeypatch, ca
         (["--http-port", "70000"], "--http-port: must be 0 to 65,535; it is 70,000"),
         (
             ["--http-port", "0", "--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"],
-            "--http-port: --tls-client-ca does not hold over HTTP, where anyone could call; give --api-keys-file",
+            "--http-port: --tls-client-ca does not apply to HTTP, where anyone could call; give --api-keys-file",
         ),
     ],
 )
@@ -271,7 +269,7 @@ def test_what_the_gateway_is_told():
     other = ["--allowed-origins=*", "--allowed-hosts=llm.example", "--unknown-fields=ignore", "--sse-keep-alive=5"]
     config = parse_config([*http, *other, "--tool-call-parser=mistral"])
     assert config.http_address == "[::1]:0"
-    assert serve.http_options(config) == (
+    assert prepare.http_options(config) == (
         "--http-tls-cert=c",
         "--http-tls-key=k",
         "--host=::1",

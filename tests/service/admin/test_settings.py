@@ -15,7 +15,7 @@ from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.app.serve import prepare
+from penstock.service.app.prepare import prepare
 from penstock.service.config.addresses import ListenError
 from penstock.service.config.serve_config import parse_config
 from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2
@@ -86,7 +86,7 @@ class TestTheStart:
         assert server.admin_listen == ANY_PORT
 
     def test_a_port_of_the_administration_that_is_taken_is_named_before_anything_is_loaded(self, monkeypatch):
-        monkeypatch.setattr("penstock.service.app.serve.resolve_model", None)  # it must not come to that
+        monkeypatch.setattr("penstock.service.app.prepare.resolve_model", None)  # it must not come to that
         with socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
             with pytest.raises(ListenError) as error:

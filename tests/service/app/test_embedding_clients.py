@@ -12,7 +12,7 @@ from penstock.models.checkpoint.checkpoint import resolve_model
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.testing.fake_worker import vector_of
-from penstock.service.app.serve import prepare
+from penstock.service.app.prepare import prepare
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import parse_config
 

@@ -11,9 +11,10 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.app import serve
 from penstock.service.app.gateway_process import HttpGateway
-from penstock.service.app.server import Server, ServerConfig
+from penstock.service.app.prepare import prepare
+from penstock.service.app.server import Server
+from penstock.service.app.server_config import ServerConfig
 from penstock.service.config.addresses import Address, ListenError
 from penstock.service.config.serve_config import parse_config
 
@@ -128,12 +129,12 @@ class TestExposure:
         def stop(config):
             raise Reached
 
-        monkeypatch.setattr("penstock.service.app.serve.OperatorFiles.load", stop)
+        monkeypatch.setattr("penstock.service.app.prepare.OperatorFiles.load", stop)
 
         def prepared(*flags):
             caplog.clear()
             with pytest.raises(Reached):
-                serve.prepare(parse_config(["--port=0", *flags] if "--listen" not in flags[0] else [*flags]))
+                prepare(parse_config(["--port=0", *flags] if "--listen" not in flags[0] else [*flags]))
             return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
         return prepared

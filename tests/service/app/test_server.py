@@ -22,7 +22,7 @@ from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app import server as server_module
-from penstock.service.app.server import SERVICES
+from penstock.service.app.running_service import SERVICES
 from penstock.service.rpc.health import LIVENESS
 from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc, model_pb2, tokenizer_pb2
 
@@ -288,7 +288,7 @@ class TestGoingDown:
         """New requests are taken while health says already that there should be none."""
         monkeypatch.setattr(server_module, "calm_collector", lambda: None)
         service = await start_service(drain_delay_s=3600.0)
-        serving = asyncio.create_task(service.server.serve_until_stopped())
+        serving = asyncio.create_task(service.server.main_loop())
         await asyncio.sleep(0)
         service.server.request_stop()
         health = health_pb2_grpc.HealthStub(service.channel)
@@ -298,6 +298,7 @@ class TestGoingDown:
         assert not serving.done()
         service.server.request_stop()  # a second signal
         await asyncio.wait_for(serving, 120)
+        await service.server.stop()
 
     async def test_reliability_figure_8_sigterm_under_100_streams(self, tmp_path, new_reading):
         """Figure 8, and Shown by 7: the demo model's service, as `penstock serve` runs it."""
@@ -398,7 +399,8 @@ FAKE_SERVICE = """
 import tokenizers
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.app.server import Server, ServerConfig
+from penstock.service.app.server import Server
+from penstock.service.app.server_config import ServerConfig
 from penstock.service.text.tokenizer import Tokenizer
 
 async def main():
@@ -409,8 +411,7 @@ async def main():
     )
     config = ServerConfig(model_name="fake", listen="{listen}", grace_s=3600.0)
     server = Server(config, Engine(executor), lambda: Tokenizer.load(directory))
-    await server.start()
-    await server.serve_until_stopped()
+    assert await server.run()
 
 asyncio.run(main())
 """

@@ -12,15 +12,15 @@ from penstock.clients.host.machine import Gpu, inspect_machine
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
-from penstock.service.app import serve
+from penstock.service.app import prepare, serve
 from penstock.service.config.serve_config import ServeConfig
 
 GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")
 
 
 def worker_of(monkeypatch, machine, **flags):
-    monkeypatch.setattr(serve, "inspect_machine", lambda: machine)
-    return serve.prepare(ServeConfig(port=0, **flags)).worker
+    monkeypatch.setattr(prepare, "inspect_machine", lambda: machine)
+    return prepare.prepare(ServeConfig(port=0, **flags)).worker
 
 
 def test_the_worker_keeps_to_the_limits_of_the_control_groups_around_it(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def test_the_help_has_every_flag_its_default_and_examples(capsys):
         described = text[next(re.finditer(rf"{flag}[ ,]", text[start:])).start() + start :]
         assert "(default:" in described[:300], flag
     assert "penstock serve Qwen/Qwen3-0.6B" in text
-    assert "a line each: sha256:HEX TENANT" in text
+    assert "one line per key: sha256:HEX TENANT" in text
     assert 'echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" >> keys' in text
     for flag in AS_IN_VLLM:
         assert flag in text
@@ -186,18 +186,18 @@ def test_the_command_line_wins_over_what_says_the_same_otherwise(file):
     [
         (
             "max-num-sequences: 5",
-            "max-num-sequences is no flag; did you mean max-num-seqs?; penstock serve --help lists them",
+            "max-num-sequences is not a flag; did you mean max-num-seqs?; penstock serve --help lists them",
         ),
-        ("max_num_seq: 5", "max_num_seq is no flag; did you mean max-num-seqs?; penstock serve --help lists them"),
-        ("1: 5", "1 is no flag; penstock serve --help lists them"),
+        ("max_num_seq: 5", "max_num_seq is not a flag; did you mean max-num-seqs?; penstock serve --help lists them"),
+        ("1: 5", "1 is not a flag; penstock serve --help lists them"),
         ("port: many", "port: must be a whole number; it is 'many'"),
         ("port: 1.5", "port: must be a whole number; it is '1.5'"),
         ("port: true", "port: must be a whole number; it is True"),
         ("dtype: [float32]", "dtype: must be auto, float32, bfloat16, float16 or float64; it is ['float32']"),
         ("enable-prefix-caching: 1", "enable-prefix-caching: must be true or false; it is 1"),
-        ("- port", "must hold keys and values"),
-        ("a: b: c", "is no YAML"),
-        ("config: other.yaml", "config is no flag"),
+        ("- port", "must contain keys and values"),
+        ("a: b: c", "is not valid YAML"),
+        ("config: other.yaml", "config is not a flag"),
     ],
 )
 def test_a_bad_file_is_named_with_its_key(file, text, problem):

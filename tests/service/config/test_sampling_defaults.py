@@ -9,7 +9,7 @@ import pytest
 
 from penstock.models.errors import ModelError
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.app.serve import prepare
+from penstock.service.app.prepare import prepare
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.limits import ModelLimits, Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults

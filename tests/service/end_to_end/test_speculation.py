@@ -14,7 +14,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import DraftMethod, RowFailure, SpeculationConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.embedded import LocalServiceError, local_service
-from penstock.service.app.serve import prepare
+from penstock.service.app.prepare import prepare
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import ServeConfig, parse_config
 from penstock.service.config.speculative import MAX_DRAFTS, parse_speculation

@@ -171,11 +171,7 @@ def test_books_balance_whatever_happens(make, clock):
         kept.find(str(chance.randrange(index + 1)), tenant)
         clock.now += chance.random() * 0.02
         tenants = kept._tenants
-        assert (
-            kept.num_tokens
-            == sum(one.num_tokens for one in tenants.values())
-            <= FULL_TENANTS * 200
-        )
+        assert kept.num_tokens == sum(one.num_tokens for one in tenants.values()) <= FULL_TENANTS * 200
         assert len(kept) == sum(len(one) for one in tenants.values())
         assert all(len(one) and one.num_tokens <= 200 for one in tenants.values())
     clock.now += 10

@@ -54,9 +54,7 @@ def make_builder(byte_tokenizer):
 
 @pytest.fixture
 def convert(make_builder):
-    async def convert(
-        start, builder=None, tenant="default", answer=ResponseMode.STREAMED, context=None, **origin
-    ):
+    async def convert(start, builder=None, tenant="default", answer=ResponseMode.STREAMED, context=None, **origin):
         builder = builder or make_builder()
         builder.check(start)
         whose = Origin("id", tenant, arrival=time.monotonic(), **origin)
@@ -263,9 +261,7 @@ async def test_a_default_fits_an_answer_in_one_message(convert, make_builder):
     builder = make_builder(max_model_len=1 << 20)
     assert (await convert(start("x"), builder, answer=ResponseMode.WHOLE)).max_tokens == MAX_WHOLE_ANSWER
     request = start("x" * 1000, pb.Output(logprobs=2, prompt_logprobs=0), n=4)
-    assert (await convert(request, builder, answer=ResponseMode.WHOLE)).max_tokens == (
-        MAX_WHOLE_ANSWER - 1000
-    ) // 16
+    assert (await convert(request, builder, answer=ResponseMode.WHOLE)).max_tokens == (MAX_WHOLE_ANSWER - 1000) // 16
     request = start("x", n=4, min_tokens=MAX_WHOLE_ANSWER // 4 + 1)
     assert (await refusal(convert(request, builder, answer=ResponseMode.WHOLE))).reason is Reason.TOO_EXPENSIVE
 

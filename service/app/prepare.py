@@ -1,0 +1,206 @@
+"""Makes of the flags of ``penstock serve`` the configurations of the server, the worker and the gateway. Checks ports,
+files and the model before anything starts."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from penstock.clients.host.allowed_hosts import read_hosts
+from penstock.clients.host.machine import Machine, inspect_machine
+from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
+from penstock.models.checkpoint.pooling_config import read_embedding
+from penstock.models.errors import ModelError
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, WorkerConfig
+from penstock.service.app.gateway_process import check_installed
+from penstock.service.app.server_config import ServerConfig
+from penstock.service.auth.operator_files import OperatorFiles
+from penstock.service.auth.tenant_limits import TenantLimitsFile
+from penstock.service.config.addresses import Address, admin_address, http_address, metrics_address, warn_of_exposure
+from penstock.service.config.sampling_defaults import read_sampling_defaults
+from penstock.service.config.serve_config import ServeConfig
+from penstock.service.text.tokenizer import Tokenizer, TokenizerError
+from penstock.service.text.tokenizer_files import TokenizerFacts, foresee_facts
+
+_GPU_SHARE, _CPU_SHARE = 0.9, 0.5
+_HTTP_GRACE_S = 10
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The checked configuration, complete before the worker starts."""
+
+    server: ServerConfig
+    worker: WorkerConfig
+    load_tokenizer: Callable[[], Tokenizer]
+    http: Address | None
+    """The HTTP gateway's address; None: no gateway."""
+    http_options: Sequence[str]
+    """Further flags of the gateway."""
+
+
+def prepare(config: ServeConfig) -> Prepared:
+    """Checks ports, model and files, the fastest checks first. Raises ListenError, GatewayFailed, FileError, ModelError
+    and TokenizerError."""
+    machine = inspect_machine()
+    address = Address.parse(config.address, *config.address_flags)
+    admin = admin_address(config.admin_listen, address, has_keys=config.has_credentials)
+    metrics = metrics_address(config.metrics_listen, address)
+    address.check_free()
+    http = http_address(config.http_address)
+    for other in filter(None, (admin, metrics, http)):
+        other.check_free()
+    if http is not None:
+        check_installed(machine)
+    warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=config.needs_certificates)
+    files = OperatorFiles.load(config)
+    tenants = TenantLimitsFile() if files.tenants is None else files.tenants.value
+    has_weights = config.load_format != "dummy"
+    path = resolve_model(config.model, has_weights, config.revision)
+    checkpoint = check_checkpoint(path, has_weights)
+    checkpoint.choose_quantization(config.quantization)
+    checkpoint.spec.divided(config.tensor_parallel_size)
+    defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
+    if str(defaults):
+        _log.info(
+            "sampling defaults for fields that a request omits (none with --generation-config none): %s", defaults
+        )
+    embedding = read_embedding(path, None if config.pooling is None else Pooling(config.pooling))
+    speculation = config.speculation
+    if speculation is not None and speculation.model is not None:
+        speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))
+    load_tokenizer, facts = _find_tokenizer(path, config, checkpoint.spec.vocab_size)
+    for warning in facts.warnings:
+        _log.warning("%s", warning)
+    scheduler = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or MAX_BATCHED_TOKENS,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        policy=config.policy,
+        enable_prefix_caching=config.enable_prefix_caching,
+        target_itl_s=config.target_itl / 1000 or None,
+        default_tenant=tenants.default,
+        tenants=tenants.named,
+        explain_requests=config.explain_requests,
+    )
+    server = ServerConfig(
+        model_name=config.model_name,
+        listen=config.address,
+        admin_listen=None if admin is None else str(admin),
+        metrics_listen=None if metrics is None else str(metrics),
+        allowed_hosts=read_hosts(config.allowed_hosts or ""),
+        scheduler=scheduler,
+        max_connections=config.max_connections,
+        authenticator=files.authenticator,
+        embedding=embedding,
+        sampling_defaults=defaults,
+        speculation=speculation,
+        tls=files.tls,
+        tenants=files.tenants,
+        watched=files.watched,
+        conversation_ttl_s=config.conversation_ttl,
+        conversation_tokens=config.conversation_tokens,
+        drain_delay_s=config.drain_delay,
+        grace_s=config.shutdown_grace,
+        closes_objects=not config.allow_additional_properties,
+        checks_grammars_soon=True,
+    )
+    worker = replace(_worker_config(config, path, facts, machine), speculation=speculation)
+    return Prepared(server, worker, load_tokenizer, http, http_options(config))
+
+
+def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
+    """Returns a function that reads the tokenizer, and the facts about it that the worker needs. Most tokenizers' facts
+    are known before they are read. ``num_rows`` is the model's vocabulary size."""
+    facts = foresee_facts(path, num_rows)
+    read = partial(Tokenizer.load, path, config.chat_template, num_rows, config.chat_template_timeout)
+    if facts is None:
+        tokenizer = read()
+        return lambda: tokenizer, tokenizer.facts
+
+    def load() -> Tokenizer:
+        tokenizer = read()
+        if tokenizer.facts != facts:  # the worker was given other facts
+            raise TokenizerError(
+                f"{path / 'tokenizer.json'}: its tokens have other ids than the file specifies; write it again with "
+                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers"
+            )
+        return tokenizer
+
+    return load, facts
+
+
+def http_options(config: ServeConfig) -> Sequence[str]:
+    """Returns the flags of ``penstock gateway`` that follow from the service's flags."""
+    # The gateway's responses end with the service's requests; its own grace period must not end them earlier.
+    grace_s = math.ceil(config.shutdown_grace) + _HTTP_GRACE_S
+    tls = [] if config.tls_cert is None else [f"--http-tls-cert={config.tls_cert}", f"--http-tls-key={config.tls_key}"]
+    return (
+        *tls,
+        *([] if config.http_host is None else [f"--host={config.http_host}"]),
+        *([] if config.allowed_origins is None else [f"--allowed-origins={config.allowed_origins}"]),
+        *([] if config.allowed_hosts is None else [f"--allowed-hosts={config.allowed_hosts}"]),
+        f"--unknown-fields={config.unknown_fields}",
+        f"--sse-keep-alive={config.sse_keep_alive}",
+        f"--tool-call-parser={config.tool_call_parser}",
+        f"--reasoning-parser={config.reasoning_parser}",
+        f"--shutdown-grace={grace_s}",
+    )
+
+
+def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, machine: Machine) -> WorkerConfig:
+    device = config.device
+    if device == "auto":
+        device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
+    if device == "cuda" and config.tensor_parallel_size > max(1, len(machine.gpus)):
+        raise ModelError(
+            f"--tensor-parallel-size {config.tensor_parallel_size}: each rank needs a GPU, and this machine has "
+            f"{len(machine.gpus)}"
+        )
+    if config.threads is not None and config.threads > machine.num_usable_cores:
+        _log.warning(
+            "--threads %d: this process may use only %g cores, and threads that share a core wait for each other; "
+            "use fewer threads, or omit the flag",
+            config.threads,
+            machine.num_usable_cores,
+        )
+    share = config.gpu_memory_utilization
+    if share is None:
+        share = _CPU_SHARE if device == "cpu" else _GPU_SHARE
+    return WorkerConfig(
+        model=str(path.resolve()),
+        device=device,
+        backend=config.backend,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_cache_bytes=config.kv_cache_memory_bytes,
+        memory_utilization=share,
+        host_kv_cache_bytes=config.host_kv_cache_bytes,
+        num_threads=config.threads or machine.num_threads(),
+        cpu_pinning=config.cpu_pinning,
+        max_memory_bytes=machine.available_bytes,
+        tokenizer_vocab_size=tokenizer.vocab_size,
+        tokenizer_num_ids=tokenizer.num_ids,
+        tokenizer=str(path.resolve()),
+        special_tokens=tokenizer.special_tokens,
+        added_tokens=tokenizer.added_tokens,
+        eos_token_ids=tokenizer.eos_token_ids,
+        load_format=config.load_format,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        deterministic=config.deterministic,
+        log_level=config.log_level,
+        log_format=config.log_format,
+        tensor_parallel_size=config.tensor_parallel_size,
+    )

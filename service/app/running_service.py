@@ -1,0 +1,189 @@
+"""Composes what needs the worker's facts: the gRPC services with their interceptors, and the listeners. Knows neither
+signals nor the order of a shutdown."""
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Sequence
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.plan import WorkerFacts
+from penstock.service.admin.listener import AdminListener
+from penstock.service.admin.operations import AdminService
+from penstock.service.app.server_config import ServerConfig
+from penstock.service.auth.identity import IdentityInterceptor
+from penstock.service.config.addresses import METRICS_FLAG, Address
+from penstock.service.config.limits import ModelLimits, Validator
+from penstock.service.requests.contexts import ContextStore
+from penstock.service.requests.embed import EmbedRequestBuilder
+from penstock.service.requests.generate import RequestBuilder
+from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.requests.lifecycle import RequestContext
+from penstock.service.rpc.embedding import EmbeddingService
+from penstock.service.rpc.generation import GenerationService
+from penstock.service.rpc.health import Health
+from penstock.service.rpc.interceptor import StatusInterceptor
+from penstock.service.rpc.model import ModelService
+from penstock.service.rpc.reflection import add_reflection
+from penstock.service.rpc.tokenizer import TokenizerService
+from penstock.service.telemetry.collector import MetricsReader
+from penstock.service.telemetry.event_loop_lag import LoopLag
+from penstock.service.telemetry.metrics import Metrics
+from penstock.service.telemetry.metrics_outlets import MetricsOutlets
+from penstock.service.telemetry.tracing import Exporter, Telemetry
+from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
+from penstock.service.transport.call_limits import CallLimits
+from penstock.service.transport.connections import max_connections
+from penstock.service.transport.transport import bind, for_this_user_alone, new_server
+from penstock.v1 import (
+    embedding_pb2,
+    embedding_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
+
+_STREAMS_BESIDES = 64
+"""Streams on a connection besides those for requests: probes, multiplexed streams, tokenizing."""
+
+SERVICES = tuple(
+    file.DESCRIPTOR.services_by_name[name].full_name
+    for file, name in (
+        (embedding_pb2, "EmbeddingService"),
+        (generation_pb2, "GenerationService"),
+        (model_pb2, "ModelService"),
+        (tokenizer_pb2, "TokenizerService"),
+    )
+)
+
+
+class RunningService:
+    """The gRPC services, their listeners, and the parts that they share."""
+
+    def __init__(
+        self, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, facts: WorkerFacts, health: Health
+    ) -> None:
+        self.pool = TokenizerPool(
+            tokenizer,
+            block_size=facts.block_size,
+            max_prompt_tokens=facts.max_model_len - 1,
+            num_threads=config.tokenizer_threads,
+        )
+        self.grammars = GrammarChecks(tokenizer, config.closes_objects)
+        if config.checks_grammars_soon:
+            self.grammars.warm()
+        self._config = config
+        self._engine = engine
+        self._facts = facts
+        self._health = health
+        self._tls = config.tls
+        self._exporter = Exporter(os.environ)
+        self._metrics = Metrics()
+        self._outlets: MetricsOutlets | None = None
+        self._bound: Address | None = None
+        telemetry = Telemetry(config.model_name, self._metrics)
+        self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
+        max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
+        conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
+        speculation, defaults = config.speculation, config.sampling_defaults
+        request_builder = RequestBuilder(
+            validator,
+            self.pool,
+            config.model_name,
+            max_sequence_tokens,
+            max_retain_s=conversations.ttl_s,
+            max_drafts=0 if speculation is None else speculation.num_speculative_tokens,
+            grammars=self.grammars,
+            defaults=defaults,
+        )
+        request_context = RequestContext(engine, request_builder, telemetry, conversations)
+        self.generation = GenerationService(request_context, validator, config.heartbeat_s)
+        embed_builder = EmbedRequestBuilder(
+            validator, self.pool, config.model_name, config.embedding, facts.hidden_size
+        )
+        self.embedding = EmbeddingService(engine, embed_builder, telemetry)
+        self._limits = CallLimits()
+        identity = IdentityInterceptor(config.authenticator)
+        interceptors = [StatusInterceptor(telemetry, self._limits), identity]
+        # Separate limits: operators get through even if callers have used up theirs.
+        self._admin_interceptors = [StatusInterceptor(telemetry, CallLimits(self._limits.connections)), identity]
+        max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
+        self._max_connections = max_connections(config.max_connections)
+        self._server = new_server(interceptors, max_streams, self._max_connections, self._limits.connections.cut)
+        self.admin: AdminListener | None = None
+        version = importlib.metadata.version("penstock")
+        embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self._server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelService(
+                config.model_name, version, facts, tokenizer, validator, lambda: engine.config, speculation, defaults
+            ),
+            self._server,
+        )
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
+            TokenizerService(validator, self.pool, engine.charge), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        add_reflection((*SERVICES, health_name), self._server)
+
+    @property
+    def num_live(self) -> int:
+        """The number of requests that have started and not ended."""
+        return self.generation.num_live + self.embedding.num_live
+
+    def add_admin(self, address: Address, loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
+        """Adds the admin listener, which ``listen`` then opens too."""
+        service = AdminService(self._engine, self._validator, loop_lag, is_going_down)
+        self.admin = AdminListener(
+            address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections
+        )
+
+    def open_metrics(self, loop_lag: LoopLag) -> str | None:
+        """Starts to serve or send metrics; returns the address of the page, if any. Raises ListenError."""
+        config = self._config
+        reader = MetricsReader(self._engine, self._facts, self._metrics, loop_lag, config.model_name)
+        listen = None if config.metrics_listen is None else Address.parse(config.metrics_listen, METRICS_FLAG)
+        self._outlets = MetricsOutlets(reader, listen, config.allowed_hosts, os.environ)
+        return self._outlets.start()
+
+    async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, str | None]:
+        """Opens both listeners; callers' also on ``private`` Unix sockets, which only this user can open. Returns the
+        two addresses. Raises ListenError."""
+        try:
+            bound = bind(self._server, address, self._tls)
+            self._bound = address
+            self._limits.connections.add_listener(Address.parse(bound), self._max_connections)
+            with for_this_user_alone():
+                for socket in private:
+                    bind(self._server, socket)
+        finally:
+            # After a failure too: gRPC frees only the ports of servers that were started.
+            await self._server.start()
+        admin = None
+        if self.admin is not None:
+            admin = self.admin.bind()
+            await self.admin.start()
+        self._limits.start()
+        return bound, admin
+
+    async def stop_listening(self, flush_s: float) -> None:
+        """Closes both listeners. Clients have ``flush_s`` to read final messages."""
+        self._limits.stop()
+        await self._server.stop(flush_s)
+        if self._bound is not None:
+            self._bound.remove()
+        if self.admin is not None:
+            await self.admin.stop()
+
+    def close(self) -> None:
+        """Ends threads, and sends the last spans and metrics."""
+        self.pool.close()
+        self.grammars.close()
+        if self._outlets is not None:
+            self._outlets.stop()
+        self._exporter.close()

@@ -1,0 +1,66 @@
+"""The configuration of a server: what ``penstock serve`` makes of its flags, and tests write themselves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.models.checkpoint.pooling_config import PoolingConfig
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.plan import SpeculationConfig
+from penstock.service.auth.identity import AllowAll, Authenticator
+from penstock.service.auth.reloaded_files import LOOK_INTERVAL_S, Watched, WatchedFiles
+from penstock.service.auth.tenant_limits import TenantLimitsFile
+from penstock.service.auth.tls import ServerTls
+from penstock.service.config.limits import MAX_CONNECTIONS
+from penstock.service.config.sampling_defaults import SamplingDefaults
+from penstock.service.streaming.outbox import HEARTBEAT_S
+from penstock.service.telemetry.stats_log import INTERVAL_S
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The server's configuration, complete and checked."""
+
+    model_name: str
+    """The name that clients see; also a part of every cache salt."""
+    listen: str = "127.0.0.1:50051"
+    """``host:port``, port 0 for any, or ``unix:PATH``."""
+    admin_listen: str | None = None
+    """The same for the admin listener; None: no such listener. It needs an authenticator if other machines can reach
+    it."""
+    metrics_listen: str | None = None
+    """``host:port`` of the page for Prometheus; None: no page."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further host names of the page, besides its address."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """The engine's configuration. Clients can read its limits, which also limit the streams of a connection."""
+    max_connections: int = MAX_CONNECTIONS
+    """The maximum number of callers' connections; lower if the limit on open files is too low."""
+    authenticator: Authenticator = field(default_factory=AllowAll)
+    tls: ServerTls | None = None
+    """Applies to ``listen``, and to ``admin_listen`` if other machines can reach it."""
+    tenants: WatchedFiles[TenantLimitsFile] | None = None
+    """The file with the tenants' limits; ``scheduler`` starts with the same limits."""
+    watched: Sequence[Watched] = ()
+    """All files that are reloaded when they change."""
+    look_interval_s: float = LOOK_INTERVAL_S
+    embedding: PoolingConfig = field(default_factory=PoolingConfig)
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    speculation: SpeculationConfig | None = None
+    """How the worker drafts; None: no speculative decoding."""
+    conversation_ttl_s: float = 600.0
+    """The time for which an ended request can be continued, and the longest time for which its KV cache is retained."""
+    conversation_tokens: int = 1_000_000
+    """The maximum number of tokens in a tenant's stored contexts."""
+    drain_delay_s: float = 0.0
+    """The time after SIGTERM for which new requests are still accepted, with health at NOT_SERVING, until load
+    balancers send them elsewhere."""
+    grace_s: float = 30.0
+    """The time for running requests to finish after the drain delay."""
+    heartbeat_s: float = HEARTBEAT_S
+    tokenizer_threads: int = 2
+    closes_objects: bool = True
+    """Whether objects have only the properties that their schema declares, unless it has a rule for others."""
+    checks_grammars_soon: bool = False
+    """Whether the process that checks grammars starts with the service, instead of with the first grammar."""
+    stats_interval_s: float = INTERVAL_S
+    """The interval between log lines with the engine's statistics."""
