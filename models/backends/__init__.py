@@ -1,1 +1,1 @@
-"""Backends run a batch on a device. This folder has what all of them share."""
+"""Backends run a batch on a device. This folder has what they all share."""

@@ -1,4 +1,5 @@
-"""What runs a model on a device, and the registry of those that can. Imports no tensor library until one is chosen."""
+"""The interface of backends, which run a model on a device, and their registry. Imports no tensor library until a
+backend is chosen."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -17,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """A loaded model with its KV pages. Not thread safe; calls run strictly in order."""
+    """A loaded model with its KV pages. Not thread-safe; calls run strictly in order."""
 
     @property
     def facts(self) -> WorkerFacts:
-        """What was loaded, and the limits that follow."""
+        """The properties of the loaded model and its limits."""
         ...
 
     @property
@@ -30,67 +31,66 @@ class Backend(Protocol):
         ...
 
     def reset_blocks(self, block_ids: list[int]) -> None:
-        """The blocks have a new owner, who will write them: forgets what they held, so that nothing of it can be
-        read."""
+        """Discards the blocks' content so that none of it can be read: they have a new owner, who will write them."""
         ...
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
-        """Copies blocks to slots of the host tier, for which ``facts`` say how many there are: pairs of block and slot.
-        Whatever is called later finds it done."""
+        """Copies blocks to slots of the host tier, whose number ``facts`` contains: pairs of block and slot. Later
+        calls see the copies."""
         ...
 
     def copy_in(self, copies: list[tuple[int, int]]) -> None:
-        """Copies slots of the host tier to blocks, bit for bit what was copied out: pairs of slot and block. Whatever
-        is called later finds it done."""
+        """Copies slots of the host tier to blocks, bit for bit what was copied out: pairs of slot and block. Later
+        calls see the copies."""
         ...
 
     def prefault(self) -> None:
-        """Has the system give what the first requests will write, when nothing is computed. Called once, when nothing
-        is measured any more."""
+        """Allocates the memory that the first requests will write while nothing is computed. Called once, after all
+        measurements."""
         ...
 
     def start_step(self, batch: Batch) -> "Finish":
-        """Has the layers run, writing the KV of every token, and the next token chosen of each row that has all its
-        history computed; adds to the vectors of those that are pooled. Where that goes on without the caller, the next
-        batch may begin before this one is finished: its rows' newest tokens are ``UNKNOWN`` then."""
+        """Starts the layers, which write the KV of every token, then samples the next token of each row whose history
+        is fully computed, and adds to the vectors of pooled rows. If this continues without the caller, the next batch
+        may start before this one is finished: its rows' newest tokens are then ``UNKNOWN``."""
         ...
 
 
 Finish = Callable[[], BatchResult]
-"""Waits until a batch is computed. It is called once for each batch, in their order, perhaps by another thread than
+"""Waits until a batch is computed. It is called once per batch, in order, possibly on another thread than
 ``start_step``."""
 
 
 class SynchronousBackend(ABC):
-    """Half of a backend that has computed a batch as soon as it began."""
+    """A base class for backends that compute a batch within ``start_step``."""
 
     runs_ahead = False
 
     @abstractmethod
     def run(self, batch: Batch) -> BatchResult:
-        """The whole step."""
+        """Runs the whole step."""
 
     def start_step(self, batch: Batch) -> Finish:
-        """Computes it, and says so."""
+        """Runs the step. The returned function only returns its result."""
         result = self.run(batch)
         return lambda: result
 
 
 BackendFactory = Callable[[WorkerConfig, CheckpointInfo], Backend]
 Objection = Callable[[WorkerConfig, CheckpointInfo], str | None]
-"""Why a backend cannot run a model as the config asks; None if it can."""
+"""Returns why a backend cannot run a model with this config; None if it can."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A backend that can be had."""
+    """A backend of the registry."""
 
     factory: str
-    """Where it is: module:attribute."""
+    """The factory as module:attribute."""
     unsupported_reason: str | None
-    """What says why it cannot be had; None: nothing speaks against it."""
+    """The ``Objection`` as module:attribute; None if the backend runs every model."""
     device: str | None
-    """For which ``auto`` considers it; None: for all."""
+    """The device for which ``auto`` considers the backend; None for all."""
 
 
 _HERE = "penstock.models.backends"
@@ -99,7 +99,7 @@ BACKENDS = {
     "cuda": _Entry(f"{_HERE}.cuda.backend:load", f"{_HERE}.cuda.backend:unsupported_reason", "cuda"),
     "reference": _Entry(f"{_HERE}.reference.backend:load", None, None),
 }
-"""By name; ``auto`` is the first that can."""
+"""Backends by name. ``auto`` takes the first that can run the model."""
 
 
 def load_backend(config: WorkerConfig) -> Backend:
@@ -109,9 +109,7 @@ def load_backend(config: WorkerConfig) -> Backend:
     kind = config.device.partition(":")[0]
     names = [name for name, entry in BACKENDS.items() if entry.device in (kind, None)] if is_auto else [config.backend]
     if names[0] not in BACKENDS:
-        raise ModelError(
-            f"--backend {names[0]}: there is none of that name: choose auto or one of {', '.join(BACKENDS)}"
-        )
+        raise ModelError(f"--backend {names[0]}: there is no such backend: choose auto or one of {', '.join(BACKENDS)}")
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
     for warning in info.warnings if config.tensor_parallel_rank == 0 else ():
         logger.warning("%s", warning)
@@ -123,8 +121,8 @@ def load_backend(config: WorkerConfig) -> Backend:
             return load(config, info)
         if not is_auto:
             raise ModelError(f"--backend {name}: {why_not}")
-        logger.warning("SLOW: this model runs on the backend in plain torch, not on the one for %s: %s", kind, why_not)
-    raise AssertionError("the last backend has no objections")
+        logger.warning("SLOW: this model runs on the plain torch backend, not on the %s backend: %s", kind, why_not)
+    raise AssertionError("the last backend runs every model")
 
 
 def _why_not(entry: _Entry, config: WorkerConfig, info: CheckpointInfo) -> str | None:

@@ -1,8 +1,8 @@
-"""Ranks that speak over torch.distributed: by NCCL between GPUs, by Gloo between CPUs. All of them on one host.
+"""Ranks that communicate over torch.distributed: NCCL between GPUs, Gloo between CPUs. All of them run on one host.
 
-They meet through a file in a directory that only the service's user can enter, so nobody else can join them or keep
-them from meeting. What they then say goes between GPUs directly, through shared memory, or over the loopback interface,
-and never leaves the host; there Gloo and NCCL have ports, and no keys. Nothing is pickled.
+They meet through a file in a directory that only the service's user can enter, so no other user can join them or keep
+them from meeting. Their data goes directly between GPUs, through shared memory, or over the loopback interface, and
+never leaves the host. On the loopback interface Gloo and NCCL open ports without authentication. Nothing is pickled.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from penstock.models.backends.tensor_parallel import ALONE, PeerLost, TensorPara
 from penstock.scheduler.plan import WorkerConfig
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Otherwise they listen where the host's name leads."""
+"""Otherwise they listen on the address that the host's name resolves to."""
 
 TIMEOUT = timedelta(minutes=30)
-"""For a rank to wait for another, which may still be loading from a slow disk. Where one hangs, whoever watches over
-the ranks ends them long before."""
+"""How long a rank waits for another, which may still be loading from a slow disk. If one hangs, the service ends all
+ranks long before that."""
 
 
 class Distributed:
-    """A rank of the process's default group."""
+    """A rank in the process's default group."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
@@ -34,13 +34,13 @@ class Distributed:
         self._device = device
 
     def all_reduce(self, x: Tensor) -> None:
-        """Sums in the dtype of ``x``. With more than two ranks a sum's last bits may depend on where in ``x`` it is,
-        and so on what else is in the step."""
+        """Sums in the dtype of ``x``. With more than two ranks, a sum's last bits may depend on its place in ``x``, and
+        so on the rest of the step."""
         with _peers():
             distributed.all_reduce(x)
 
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
-        """One gathering; the columns are padded to equal parts on the way."""
+        """Gathers once; columns are padded to equal parts on the way."""
         each = -(-num_columns // self.size)
         part = functional.pad(x, (0, each - x.shape[1]))
         parts = [torch.empty_like(part) for _ in range(self.size)]
@@ -49,7 +49,7 @@ class Distributed:
         return torch.cat(parts, dim=1)[:, :num_columns].contiguous()
 
     def least(self, number: int) -> int:
-        """Of numbers below 2^63."""
+        """Supports numbers below 2^63."""
         least = torch.tensor(number, dtype=torch.int64, device=self._device)
         with _peers():
             distributed.all_reduce(least, distributed.ReduceOp.MIN)
@@ -57,8 +57,8 @@ class Distributed:
 
 
 def join(config: WorkerConfig) -> TensorParallel:
-    """Meets the other ranks that the config names; waits for them. A process's backend calls it once, when everything
-    that can be refused without the others is checked. Raises PeerLost."""
+    """Joins the group that the config names and waits for the other ranks. A process's backend calls it once, after
+    everything that one rank can check on its own. Raises PeerLost."""
     if config.tensor_parallel_size == 1:
         return ALONE
     device = torch.device(config.device)
@@ -81,7 +81,7 @@ def join(config: WorkerConfig) -> TensorParallel:
 
 @contextlib.contextmanager
 def _peers() -> Iterator[None]:
-    """Whatever goes wrong between the ranks comes as a RuntimeError."""
+    """Turns the RuntimeError of any failure between the ranks into PeerLost."""
     try:
         yield
     except RuntimeError as error:

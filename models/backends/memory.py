@@ -1,5 +1,5 @@
-"""How much memory there is for weights and KV, and what to say when it is too little. Knows no model family, and
-imports no tensor library unless a GPU is asked."""
+"""Computes the memory left for weights and KV, and the messages when it is too little. Knows no model family, and
+imports no tensor library unless the device is a GPU."""
 
 import psutil
 
@@ -9,8 +9,8 @@ from penstock.scheduler.plan import WorkerConfig
 
 
 def free_bytes(device: str, max_memory_bytes: int | None, num_ranks: int) -> int:
-    """What can still be allocated on the device; on a CPU, which so many ranks share, an equal part of that, and what
-    is left of the rank's own ``max_memory_bytes`` too."""
+    """Returns what can still be allocated on the device. On a CPU this is an equal part for each of ``num_ranks``,
+    limited by what is left of the rank's own ``max_memory_bytes``."""
     if device.startswith("cuda"):
         import torch
 
@@ -25,13 +25,13 @@ def free_bytes(device: str, max_memory_bytes: int | None, num_ranks: int) -> int
 def check_weights_fit(
     config: WorkerConfig, architecture: str, weight_bytes: int, dtype: str, parallel: TensorParallel = ALONE
 ) -> None:
-    """Raises ModelError unless weights of so many bytes fit in what is free now, before any rank has loaded; ``dtype``
-    is what to call them."""
+    """Raises ModelError unless ``weight_bytes`` fit in what is free now, before any rank has loaded. ``dtype`` is their
+    name in the message."""
     free = _free_bytes_everywhere(config, parallel)
     if weight_bytes > free:
         smaller = "--quantization int8 or int4, " if config.device == "cpu" else ""
         raise ModelError(
-            f"{architecture}: its weights need {_gib(weight_bytes)} as {dtype}, and {config.device} has {_gib(free)} "
+            f"{architecture}: the weights need {_gib(weight_bytes)} as {dtype}, and {config.device} has {_gib(free)} "
             f"free: choose {smaller}a smaller --dtype or a smaller model"
         )
 
@@ -43,8 +43,9 @@ def num_kv_blocks(
     num_spare: int = 0,
     parallel: TensorParallel = ALONE,
 ) -> int:
-    """How many KV blocks of ``block_bytes`` to make besides ``num_spare``, weights already loaded; the same on every
-    rank. Raises ModelError if one request of full length does not fit, or what was asked for is not free."""
+    """Returns how many KV blocks of ``block_bytes`` to allocate besides ``num_spare``, once the weights are loaded; the
+    same on every rank. Raises ModelError if a request of full length does not fit, or the requested memory is not
+    free."""
     block_bytes += config.block_bytes_beside
     free = _free_bytes_everywhere(config, parallel)
     flag = "--kv-cache-memory-bytes"
@@ -70,13 +71,14 @@ def num_kv_blocks(
 
 
 def _free_bytes_everywhere(config: WorkerConfig, parallel: TensorParallel) -> int:
-    """On the rank that has least. None goes on before all have looked, so nobody sees what another one takes next."""
+    """Returns the free bytes of the rank with the least. Every rank measures before any continues, so none sees what
+    another allocates next."""
     return parallel.least(free_bytes(config.device, config.max_memory_bytes, parallel.size))
 
 
 def num_host_blocks(config: WorkerConfig, block_bytes: int, kv_bytes: int) -> int:
-    """How many slots of ``block_bytes`` the host tier has. ``kv_bytes``: of the device's pages, which may not be taken
-    from the system yet where the device is the host. Raises ModelError if so many bytes are not free."""
+    """Returns how many slots of ``block_bytes`` the host tier has. ``kv_bytes`` is the size of the device's pages,
+    which may not be allocated yet if the device is the host. Raises ModelError if the memory is not free."""
     wanted = config.host_kv_cache_bytes
     if not wanted:
         return 0

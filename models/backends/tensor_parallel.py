@@ -1,16 +1,16 @@
-"""The ranks that share a model, each a worker process with its part of every matrix (tensor parallelism, Shoeybi et al.
+"""Tensor parallelism: the ranks that share a model, each a worker process with its part of every matrix (Shoeybi et al.
 2019, arXiv 1909.08053).
 
-Queries, keys and values, and the gate and up of an MLP or an expert, are divided by their outputs, whole heads to a
-rank; what follows each of them by its inputs. So each rank's output projection and down product give one summand of the
-whole one's, and two sums over the ranks a layer are all that is said. The head is divided by the vocabulary; embedding,
-norms and routers are whole on every rank, which costs memory and saves words.
+Queries, keys and values, and the gate and up of an MLP or an expert, are divided by outputs, whole heads per rank; the
+projection after each of them is divided by inputs. Each rank's output projection and down product are one summand of
+the whole result, so the ranks exchange only two sums per layer. The head is divided by the vocabulary. Embedding, norms
+and routers are whole on every rank, which costs memory and saves communication.
 
-All ranks run the same plans in the same order, and have the same hidden states and logits, bit for bit. So each of them
-chooses the same tokens, and nobody needs to tell them. That costs one gathering of the logits a step, ``rows *
-vocabulary`` numbers to every rank. And how tokens are chosen must depend on nothing but the inputs, in every bit.
+All ranks run the same plans in the same order, and have the same hidden states and logits, bit for bit. So each rank
+chooses the same tokens without exchanging them. This costs one gather of the logits per step, ``rows * vocabulary``
+numbers to every rank. The choice of tokens must depend only on the inputs, in every bit.
 
-Imports no tensor library: ``distributed`` calls it, and speaks with the other ranks.
+Imports no tensor library: ``distributed`` implements this protocol and communicates with the other ranks.
 """
 
 from typing import TYPE_CHECKING, Protocol
@@ -20,47 +20,47 @@ if TYPE_CHECKING:
 
 
 class PeerLost(Exception):
-    """A step cannot go on, since another rank has ended or can't be reached."""
+    """A step cannot continue, since another rank has ended or cannot be reached."""
 
 
 class TensorParallel(Protocol):
-    """One rank among those that share a model. Whatever a rank calls here all of them must call, in the same order: it
-    waits for the slowest. Raises PeerLost."""
+    """One of the ranks that share a model. All ranks must make the same calls in the same order; each call waits for
+    the slowest. Raises PeerLost."""
 
     rank: int
-    """From 0 to ``size`` - 1."""
+    """A number from 0 to ``size`` - 1."""
     size: int
 
     def all_reduce(self, x: "Tensor") -> None:
-        """Makes ``x``, of any shape and contiguous, the sum of all ranks' ``x``, in place; every rank gets the same
-        bits."""
+        """Replaces ``x``, of any shape and contiguous, in place by the sum of all ranks' ``x``; every rank gets the
+        same bits."""
         ...
 
     def gather_columns(self, x: "Tensor", num_columns: int) -> "Tensor":
-        """``x`` (N, C) is the rank's ``share`` of the columns; returns (N, ``num_columns``), contiguous, the same
-        to every rank."""
+        """``x`` (N, C) is the rank's ``share`` of the columns. Returns (N, ``num_columns``), contiguous and the same on
+        every rank."""
         ...
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
+        """Returns the least of all ranks' numbers."""
         ...
 
 
 class SingleRank:
-    """The only rank: has the whole model, and nobody to speak with."""
+    """The only rank: it has the whole model."""
 
     rank, size = 0, 1
 
     def all_reduce(self, x: "Tensor") -> None:
-        """It is the sum already."""
+        """Leaves ``x`` as it is: it is the sum already."""
 
     def gather_columns(self, x: "Tensor", num_columns: int) -> "Tensor":
-        """They are all there."""
+        """Returns ``x``: it has all columns."""
         assert x.shape[1] == num_columns
         return x
 
     def least(self, number: int) -> int:
-        """The number."""
+        """Returns the number."""
         return number
 
 
@@ -68,7 +68,7 @@ ALONE = SingleRank()
 
 
 def share(total: int, parallel: TensorParallel) -> slice:
-    """A rank's part of ``total`` rows or columns: the ranks' parts follow one another and are equal, but that the last
-    ones are shorter, or empty, where the number of ranks does not divide ``total``."""
+    """Returns a rank's part of ``total`` rows or columns. The ranks' parts are contiguous and equal, except that the
+    last ones are shorter or empty if the number of ranks does not divide ``total``."""
     each = -(-total // parallel.size)
     return slice(min(total, parallel.rank * each), min(total, (parallel.rank + 1) * each))

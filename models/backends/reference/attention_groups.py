@@ -1,7 +1,6 @@
-"""Cuts a batch into groups of rows whose attention is one call of dense attention, for backends that have nothing
-ragged.
+"""Cuts a batch into groups of rows that one call of dense attention computes, for backends without ragged attention.
 
-The work is done once a step for each kind of window, not once a layer.
+This is done once per step for each kind of window, not once per layer.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from penstock.models.batch.batch import Ids
 
 
 class Ragged(Protocol):
-    """T tokens of R rows, as in a batch."""
+    """T tokens of R rows, like a batch."""
 
     @property
     def ends(self) -> Ids:
@@ -41,12 +40,12 @@ class Ragged(Protocol):
 
 
 MAX_GATHERED_TOKENS = 1 << 18
-"""Keys copied at a time for rows with one token: bounds the memory of a step."""
+"""The limit of keys copied at a time for rows with one token; bounds the memory of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """B rows with Q queries each, as neighbours in the batch's tokens [token_start, token_end)."""
+    """B rows with Q queries each, contiguous in the batch's tokens [token_start, token_end)."""
 
     token_start: int
     token_end: int
@@ -54,21 +53,21 @@ class AttentionGroup:
     table: Tensor
     """(B, N) block ids."""
     reach: int
-    """Query i of no row sees a gathered slot from ``reach + i`` on."""
+    """No row's query i sees a gathered slot from ``reach + i`` on."""
     mask: Tensor | None
-    """(B, Q, N * block_size) bool: which gathered slots a query sees; None where it sees all."""
+    """(B, Q, N * block_size) bool: the gathered slots that a query sees; None if it sees all."""
 
 
 def attention_groups(
     batch: Ragged, window: int | None, num_blocks: int, block_size: int, device: torch.device
 ) -> list[AttentionGroup]:
-    """Groups in the order of tokens. Tables are padded with the page ``num_blocks``."""
+    """Returns groups in the order of tokens. Tables are padded with the page ``num_blocks``."""
     return [_group(batch, rows, window, num_blocks, block_size, device) for rows in _neighbours(batch, block_size)]
 
 
 def _neighbours(batch: Ragged, block_size: int) -> Iterator[slice]:
-    """Rows of the batch that form a group: those with one token while the shortest has about half the keys of the
-    longest, so that little is gathered for nothing; each of the others alone."""
+    """Yields the rows of each group: rows with one token as long as the shortest has about half the keys of the
+    longest, so that few keys are gathered needlessly; every other row forms its own group."""
     ends, num_tokens = batch.ends.tolist(), np.diff(batch.token_starts).tolist()
     begin = 0
     for row in range(1, len(ends) + 1):
@@ -91,14 +90,14 @@ def _group(
     token_start, token_end = int(batch.token_starts[rows.start]), int(batch.token_starts[rows.stop])
     positions = batch.positions[token_start:token_end].reshape(num_rows, -1)
     ends = positions[:, -1] + 1
-    # The first block that any query of the row sees; what lies before it is not read.
+    # The first block that any query of the row sees; earlier ones are not read.
     first = np.zeros_like(ends) if window is None else np.maximum(positions[:, 0] - window + 1, 0) // block_size
     counts = -(-ends // block_size) - first
     columns = np.arange(int(counts.max()))
     index = np.minimum(first[:, None] + columns, batch.tables.shape[1] - 1)
     table = np.where(columns < counts[:, None], np.take_along_axis(batch.tables[rows], index, axis=1), num_blocks)
     lengths = ends - first * block_size
-    # Whole pages are read, so that rows stay dense in memory: products with strides in them are copied first.
+    # Whole pages are read, so that rows stay dense in memory: strided operands would be copied first.
     num_keys = table.shape[1] * block_size
     mask = None
     if positions.shape[1] > 1 or int(lengths.min()) < num_keys or (window is not None and num_keys > window):

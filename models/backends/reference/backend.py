@@ -1,5 +1,5 @@
-"""The backend in plain torch: every model, any device, float32, bfloat16, float16 and float64. The others are compared
-with it; it is as fast as torch's own operations allow without compiling anything."""
+"""The plain torch backend: every model, any device, float32, bfloat16, float16 and float64. The other backends are
+compared with it. It is as fast as torch's own operations allow without compilation."""
 
 import logging
 
@@ -38,14 +38,15 @@ DTYPES = {
 }
 
 SMALL_MODEL = 1 << 27
-"""Parameters. Weights of a larger one come from memory at each step, which several threads read faster."""
+"""The limit in parameters. The weights of a larger model come from memory in each step, which several threads read
+faster."""
 SMALL_STEP = 1 << 31
-"""Parameters times tokens. In a smaller step of a small model, a second thread gains less than the service's loop, with
-which it shares the cores, loses."""
+"""The limit in parameters times tokens. In a smaller step of a small model, a second thread gains less than it costs
+the service's loop, with which it shares the cores."""
 
 
 class ReferenceBackend(SynchronousBackend):
-    """A ``Backend`` over torch operations on gathered pages."""
+    """A ``Backend`` of torch operations on gathered pages."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class ReferenceBackend(SynchronousBackend):
         }
 
     def reset_blocks(self, block_ids: list[int]) -> None:
-        """The blocks have a new owner, who will write them."""
+        """Zeroes blocks for their new owner."""
         if block_ids:
             self._pages.reset_blocks(block_ids)
 
@@ -87,7 +88,7 @@ class ReferenceBackend(SynchronousBackend):
         self._host_pages.copy_in(copies)
 
     def prefault(self) -> None:
-        """Is the allocator's."""
+        """Does nothing: torch's allocator manages memory."""
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
@@ -98,11 +99,11 @@ class ReferenceBackend(SynchronousBackend):
         return result._replace(features=torch.cat(features, 1).float().cpu().numpy()) if features else result
 
     def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
-        """Runs the layers, writing the KV of every token; returns (T, hidden) after the last norm. Appends to
-        ``features`` what is (T, hidden) before each of the batch's feature layers."""
+        """Runs the layers, which write the KV of every token. Returns (T, hidden) after the last norm. Appends the
+        inputs (T, hidden) of the batch's feature layers to ``features``."""
         spec, weights = self._spec, self._weights
         torch.set_num_threads(1 if len(batch.token_ids) <= self._small_step else self._num_threads)
-        # Ids were checked at admission; an id out of range must still never be an address.
+        # Ids were checked at admission, but an id out of range must never become an address.
         token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp(0, spec.vocab_size - 1)
         positions = torch.from_numpy(batch.positions).to(self._device)
         slots = torch.from_numpy(batch.slots).to(self._device)
@@ -112,7 +113,7 @@ class ReferenceBackend(SynchronousBackend):
             for window in set(spec.windows)
         }
         x = functional.embedding(token_ids, weights.embedding)
-        # As a tensor, so that the factor too is rounded to the model's dtype.
+        # A tensor, so that the factor is also rounded to the model's dtype.
         x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype, device=x.device)
         for index, (layer, window, rope) in enumerate(zip(weights.layers, spec.windows, spec.ropes, strict=True)):
             if index in batch.feature_layers:
@@ -147,8 +148,8 @@ def attend(
     slots: Tensor,
     groups: list[AttentionGroup],
 ) -> Tensor:
-    """Attention of one layer with its output projection, (T, columns of qkv) -> (T, hidden): the rank's summand.
-    Writes the KV of every token."""
+    """Computes the attention of one layer with its output projection, (T, columns of qkv) -> (T, hidden): the rank's
+    summand. Writes the KV of every token."""
     rotated = spec.query_size + spec.kv_size
     qkv = layer.qkv(x)
     heads = layer.qk_norm(qkv[:, :rotated]).view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
@@ -175,11 +176,11 @@ def attend(
 
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
-    """The factory of the backend registry. Raises ModelError."""
+    """The factory for the backend registry. Raises ModelError."""
     if config.deterministic:
         logger.warning("--deterministic does nothing in plain torch: a row's last bits may depend on its batch")
     spec = info.spec.divided(config.tensor_parallel_size)
-    # The checkpoint's own is multiplied out at load.
+    # Quantised weights of a checkpoint are dequantised at load.
     quantization = info.choose_quantization(config.quantization)
     _check_flags(config, info)
     dtype_name = info.dtype if config.dtype == "auto" else config.dtype
@@ -195,7 +196,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     check_weights_fit(config, spec.architecture, num_bytes, dtype_name, parallel)
     weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel)
     block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
-    # One page besides stands for positions that no row has.
+    # One more page pads the tables of shorter rows.
     num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1, parallel=parallel)
     with allocated(num_blocks, device):
         pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
@@ -225,7 +226,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
 
 
 def _check_flags(config: WorkerConfig, info: CheckpointInfo) -> None:
-    """Raises ModelError where something is asked for that this backend does not do."""
+    """Raises ModelError if the config requires something that this backend does not support."""
     at_load = info.at_load(config.quantization)
     if at_load == "fp8" and config.device == "cpu":
         raise ModelError("--quantization fp8: is for the backend cuda: on a CPU give int8, or leave it out")
@@ -236,6 +237,6 @@ def _check_flags(config: WorkerConfig, info: CheckpointInfo) -> None:
         wanted = "--cpu-pinning on"
     if wanted:
         raise ModelError(
-            f"{wanted}: is not for the reference backend, which this is: leave it out, or see with penstock doctor why "
-            "no other runs"
+            f"{wanted}: is not for the reference backend, which is in use: leave it out, or run penstock doctor to see "
+            "why no other backend runs"
         )

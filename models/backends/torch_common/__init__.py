@@ -1,1 +1,1 @@
-"""What backends on torch share: weights, KV pages, sampling."""
+"""Shared by the backends on torch: weights, KV pages, sampling."""

@@ -1,4 +1,4 @@
-"""What backends in torch ask of the device and the config before they load."""
+"""Checks of the device and the config that the backends in torch make before they load."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from penstock.scheduler.plan import WorkerConfig
 
 
 def torch_device(name: str) -> torch.device:
-    """The device of that name. Raises ModelError if it cannot be used."""
+    """Returns the device of that name. Raises ModelError if it cannot be used."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -21,14 +21,14 @@ def torch_device(name: str) -> torch.device:
                 f"--device {name}: the installed torch {torch.__version__} is built without CUDA: install a CUDA build "
                 "of torch (https://pytorch.org/get-started/locally), or give --device cpu"
             ) from error
-        # torch's texts run over many lines; the first says what is wrong.
+        # torch's messages have many lines; the first names the problem.
         reason = str(error).splitlines()[0]
         raise ModelError(f"--device {name}: cannot be used ({reason}): choose cpu, or repair the driver") from error
     return device
 
 
 def context_of(config: WorkerConfig, spec: ModelSpec) -> int:
-    """Positions that a row may have. Raises ModelError if the model has fewer than are asked for."""
+    """Returns the number of positions that a row may have. Raises ModelError if the config exceeds the model's."""
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ModelError(
@@ -39,10 +39,10 @@ def context_of(config: WorkerConfig, spec: ModelSpec) -> int:
 
 @contextmanager
 def allocated(num_blocks: int, device: torch.device) -> Iterator[None]:
-    """In which the KV cache is allocated. Raises ModelError for want of memory."""
+    """Wraps the allocation of the KV cache. Raises ModelError if memory runs out."""
     try:
         yield
-    except RuntimeError as error:  # of torch's
+    except RuntimeError as error:  # raised by torch
         raise ModelError(
             f"the KV cache of {num_blocks} blocks cannot be allocated on {device}: lower --gpu-memory-utilization, "
             "--kv-cache-memory-bytes or --max-model-len"

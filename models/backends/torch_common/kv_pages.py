@@ -9,10 +9,9 @@ from penstock.models.checkpoint.spec import ModelSpec
 
 
 class KVPages:
-    """Pages of ``block_size`` slots for each layer. One page more than there are blocks stays zero: tables are padded
-    with it.
+    """Pages of ``block_size`` slots for each layer. One extra page stays zero: tables are padded with it.
 
-    Memory is taken when a block is first used: until ``reset_blocks`` a page holds whatever the allocator gave.
+    Memory is allocated when a block is first used: until ``reset_blocks``, a page's content is undefined.
     """
 
     def __init__(
@@ -24,25 +23,25 @@ class KVPages:
         shape = (spec.num_layers, spec.num_kv_heads, num_blocks + 1, block_size, spec.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
-        # What is gathered goes into the same memory every time: fresh memory costs more to map than to fill.
+        # Gathers reuse one buffer: fresh memory costs more to map than to fill.
         self._gathered_keys = self.keys.new_empty(0)
         self._gathered_values = self.values.new_empty(0)
         self.reset_blocks([num_blocks])
 
     @property
     def num_bytes(self) -> int:
-        """Of all pages."""
+        """The size of all pages."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
     def by_block(self) -> list[Tensor]:
-        """Views of all that a block holds: keys and values, each (num_blocks, layers, kv heads, block_size, head
+        """Views of a block's whole content: keys and values, each (num_blocks, layers, kv heads, block_size, head
         size)."""
         return [pages.movedim(2, 0)[: self.num_blocks] for pages in (self.keys, self.values)]
 
     def reset_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes blocks. A masked slot weighs nothing in attention only if it is finite, and one owner's infinities
-        must not reach the next."""
+        """Zeroes blocks. A masked slot has no weight in attention only if it is finite, and one owner's infinities must
+        not reach the next."""
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         self.keys.index_fill_(2, ids, 0)
         self.values.index_fill_(2, ids, 0)
@@ -54,9 +53,9 @@ class KVPages:
 
     def gather(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of rows, each (kv heads, B, N * block_size, head size), from a ``table`` (B, N) of block ids.
-        They are good until the next call.
+        They are valid until the next call.
 
-        Slots past a row's end come too, as finite as they lie there, and must be masked.
+        Slots past a row's end are included unchanged and must be masked.
         """
         size = table.numel() * self.keys[0, :, 0].numel()
         if self._gathered_keys.numel() < size:

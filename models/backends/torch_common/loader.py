@@ -1,7 +1,7 @@
-"""Fills ``Weights`` from safetensors files, or with random numbers; fuses and casts on the way, a tensor at a time.
+"""Fills ``Weights`` from safetensors files, or with random numbers, and fuses and casts tensors one at a time.
 
-The files were checked before (``checkpoint``). Of a model that ranks share only the rank's part is read. Knows nothing
-of KV pages and steps.
+``checkpoint`` has checked the files. If ranks share the model, only the rank's part is read. Knows nothing of KV pages
+and steps.
 """
 
 import warnings
@@ -44,12 +44,12 @@ ACTIVATION_NAMES = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation
 
 
 Part = tuple[slice, ...]
-"""Of a tensor: a slice of each dimension, of the first ones on; empty: the whole."""
+"""A part of a tensor: a slice for each of its first dimensions; empty for the whole."""
 WHOLE: Part = ()
 
 
 class TensorSource(Protocol):
-    """Where tensors come from."""
+    """A source of tensors."""
 
     def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
         """Copies a part of the named tensor into ``out``, which has its shape, casting as needed."""
@@ -65,21 +65,21 @@ class FileSource:
         self._files = TensorFiles(entry.file for entry in info.tensors.values())
 
     def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
-        """Copies a part of the named tensor into ``out``, casting as needed; a quantised weight is multiplied out."""
+        """Copies a part of the named tensor into ``out``, casting as needed; a quantised weight is dequantised."""
         linear = self._quantized.get(name.removesuffix(".weight"))
         if linear is not None:
             out.copy_(torch.from_numpy(read_matrix(linear).dequantized()[part]))
             return
         entry = self._entries[name]
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
             values = torch.from_numpy(self._files.array(entry)[part])
         out.copy_(values.view(torch.bfloat16) if entry.dtype == "BF16" else values)
 
 
 class DummySource:
-    """Random weights for benchmarks: normal with a small deviation, norms one, what else is no matrix zero; the same
-    every time, however many ranks share them."""
+    """Random weights for benchmarks: matrices are normal with a small deviation, norms are one, and everything else is
+    zero. They are the same every time, however many ranks share them."""
 
     def __init__(self, info: CheckpointInfo, device: torch.device) -> None:
         self._shapes: Mapping[str, tuple[int, ...]] = dict(info.spec.tensors())
@@ -97,7 +97,7 @@ class DummySource:
 
 
 def open_source(info: CheckpointInfo, load_format: str, device: torch.device) -> TensorSource:
-    """The source that a load format names: auto or dummy."""
+    """Returns the source for a load format, auto or dummy. Raises ModelError."""
     if load_format not in ("auto", "dummy"):
         raise ModelError(f"--load-format {load_format}: must be auto or dummy")
     return DummySource(info, device) if load_format == "dummy" else FileSource(info)
@@ -105,11 +105,11 @@ def open_source(info: CheckpointInfo, load_format: str, device: torch.device) ->
 
 @dataclass(frozen=True)
 class _Filler:
-    """Makes a rank's parts of a model on the device from a source."""
+    """Reads a rank's parts of a model from a source onto the device."""
 
     source: TensorSource
     spec: ModelSpec
-    """The rank's."""
+    """The rank's spec."""
     dtype: torch.dtype
     device: torch.device
     parallel: TensorParallel
@@ -124,11 +124,11 @@ class _Filler:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def mine(self, size: int) -> slice:
-        """The rank's ``size`` of all ranks' rows or columns."""
+        """Returns the rank's ``size`` of all ranks' rows or columns."""
         return share(size * self.parallel.size, self.parallel)
 
     def router(self, name: str, rows: int, columns: int, biased: bool) -> Linear:
-        """Whole on every rank."""
+        """Returns a router, which is whole on every rank."""
 
         def weight() -> Tensor:
             return self.tensor(f"{name}.weight", (rows, columns))
@@ -137,7 +137,7 @@ class _Filler:
         return self.make_linear((name,), weight, bias, is_whole=True, may_quantize=False)
 
     def by_outputs(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> Linear:
-        """The rank's ``rows[i]`` of each linear, one above the other."""
+        """Returns the rank's ``rows[i]`` of each linear, stacked."""
 
         def weight() -> Tensor:
             return self.stacked(self.empty(sum(rows), columns), "weight", names, rows)
@@ -146,13 +146,13 @@ class _Filler:
         return self.make_linear(names, weight, bias, is_whole=self.parallel.size == 1, may_quantize=True)
 
     def stacked(self, out: Tensor, kind: str, names: tuple[str, ...], rows: tuple[int, ...]) -> Tensor:
-        """The rank's ``rows[i]`` of each weight or bias, in ``out``."""
+        """Fills ``out`` with the rank's ``rows[i]`` of each weight or bias."""
         for name, size, part in zip(names, rows, torch.split(out, list(rows)), strict=True):
             self.source.fill(f"{name}.{kind}", part, (self.mine(size),))
         return out
 
     def by_inputs(self, name: str, rows: int, columns: int, biased: bool) -> Linear:
-        """The rank's ``columns``. Its outputs are summed over the ranks, so one of them alone adds the bias."""
+        """Returns the rank's ``columns``. The outputs are summed over the ranks, so only rank 0 adds the bias."""
 
         def weight() -> Tensor:
             return self.tensor(f"{name}.weight", (rows, columns), self.inputs(columns))
@@ -161,18 +161,18 @@ class _Filler:
         return self.make_linear((name,), weight, bias, is_whole=self.parallel.size == 1, may_quantize=True)
 
     def inputs(self, columns: int) -> Part:
-        """The rank's part of a weight that is divided by inputs."""
+        """Returns the rank's part of a weight that is divided by inputs."""
         return slice(None), self.mine(columns)
 
     def norm(self, name: str, size: int, part: Part = WHOLE) -> RmsNorm:
-        """Its weight is wide, since a checkpoint's weight of 16 bits may lose what the offset adds."""
+        """Returns a norm. Its weight is in at least fp32, since 16 bits may lose what the offset adds."""
         weight = widened(torch.empty(size, dtype=self.dtype, device=self.device))
         self.source.fill(f"{name}.weight", weight, part)
         return RmsNorm(weight.add_(self.spec.norm_offset), self.spec.norm_eps)
 
 
 class MakeLinear(Protocol):
-    """Makes linears, but for experts, as a backend multiplies them."""
+    """Makes a backend's linears, except for experts."""
 
     def __call__(
         self,
@@ -183,8 +183,8 @@ class MakeLinear(Protocol):
         is_whole: bool,
         may_quantize: bool,
     ) -> Linear:
-        """Of the checkpoint's matrices of these names, one above the other, which ``weight`` makes as they are
-        multiplied out; ``is_whole``: they are not a rank's part; ``may_quantize``: they are no head and no router."""
+        """Makes one linear of the checkpoint's matrices of these names, stacked. ``weight`` returns them dequantised.
+        ``is_whole``: they are not a rank's part. ``may_quantize``: they are neither a head nor a router."""
         ...
 
 
@@ -202,9 +202,9 @@ def load_weights(
     make_linear: "MakeLinear | None" = None,
     embedding: Tensor | None = None,
 ) -> Weights:
-    """Loads a checked checkpoint, or a rank's part of it, as ``info.spec.divided`` says. ``num_logits`` is how many
-    rows of the head are used, from the first on; a rank has its ``share`` of them. ``embedding``: another model's, in
-    place of the checkpoint's."""
+    """Loads a checked checkpoint, or a rank's part of it according to ``info.spec.divided``. ``num_logits`` is the
+    number of the head's first rows that are used; a rank has its ``share`` of them. ``embedding`` is another model's,
+    and replaces the checkpoint's."""
     spec = info.spec.divided(parallel.size)
     fill = _Filler(open_source(info, load_format, device), spec, dtype, device, parallel, make_linear or _dense)
     if embedding is None:
@@ -251,7 +251,7 @@ def _load_qk_norm(fill: _Filler, prefix: str) -> Layer:
             query_weight, key_weight = (
                 fill.norm(f"{prefix}{name}", spec.head_dim).weight for name in ("q_norm", "k_norm")
             )
-            # Both as one, a line for each head, so that queries and keys are normed together.
+            # One matrix with a row per head, so that queries and keys are normed together.
             weight = torch.cat((query_weight.expand(spec.num_heads, -1), key_weight.expand(spec.num_kv_heads, -1)))
             return HeadNorm(weight, spec.norm_eps)
         case QkNorm.ALL:
@@ -279,7 +279,7 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
     num, hidden, inner = experts.num_experts, spec.hidden_size, experts.intermediate_size
     gate_up, down = fill.empty(num, 2 * inner, hidden), fill.empty(num, hidden, inner)
     gate_up_bias = fill.empty(num, 2 * inner) if experts.biased else None
-    # Other ranks' outputs are added to those of the first, which alone adds the bias.
+    # The ranks' outputs are summed, so only rank 0 adds the bias.
     down_bias = fill.empty(num, hidden).zero_() if experts.biased else None
     for expert in range(num):
         name = f"{prefix}experts.{expert}."

@@ -1,5 +1,5 @@
-"""From the last hidden states of a batch to its result, for backends in torch: the rows of logits that are wanted, the
-tokens chosen from them, the log-probabilities of prompts, and what vectors are made of."""
+"""Turns the last hidden states of a batch into its result, for backends in torch: sampled tokens, log-probabilities of
+prompts, and pooled vectors."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,15 @@ from penstock.models.batch.rows import Row
 from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs
 
 MAX_LOGITS = 1 << 24
-"""Entries of the logits of prompt tokens held at a time."""
+"""The limit of entries in the logits of prompt tokens held at a time."""
 
 Head = Callable[[Tensor], Tensor]
-"""(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32, the caller's to change."""
+"""(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32. The caller may change the result."""
 
 
 def result_of(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> BatchResult:
-    """``hidden`` is (T, hidden), after the last norm; logits have at most ``vocab_size`` columns."""
+    """Returns a batch's result. ``hidden`` is (T, hidden) after the last norm; logits have at most ``vocab_size``
+    columns."""
     add_to_vectors(batch, hidden)
     return BatchResult(_sample(batch, hidden, head), prompt_parts(batch, hidden, head, vocab_size))
 
@@ -31,7 +32,7 @@ def _sample(batch: Batch, hidden: Tensor, head: Head) -> list[Sampled]:
 
 
 def prompt_parts(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> list[PromptLogprobsPart]:
-    """The log-probabilities of prompts that come out of a batch; arguments are those of ``result_of``."""
+    """Returns the log-probabilities of prompts that this batch computes; the arguments are those of ``result_of``."""
     parts = []
     for row, first, count, position in batch.prompt_spans():
         parts += _prompt_logprobs(row, position, hidden[first : first + count], head, max(1, MAX_LOGITS // vocab_size))
@@ -39,14 +40,14 @@ def prompt_parts(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> l
 
 
 def add_to_vectors(batch: Batch, hidden: Tensor) -> None:
-    """Adds the hidden states that the vectors of pooled rows are made of."""
+    """Adds the batch's hidden states to the vectors of pooled rows."""
     for pooled, first, count in batch.pooled_spans():
         pooled.add_states(hidden[first : first + count].float().cpu().numpy())
 
 
 def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_sampled: int) -> list[PromptLogprobsPart]:
-    """Of the tokens from ``position`` on, predicted by the lines of ``hidden``; the head runs on few of them at a time,
-    so that a long prompt with a large vocabulary needs little memory."""
+    """Returns the log-probabilities of the tokens from ``position`` on, which the rows of ``hidden`` predict. The head
+    runs on few of them at a time, so that a long prompt with a large vocabulary needs little memory."""
     parts = []
     num_top = row.sampling.prompt_logprobs or 0
     for first in range(0, len(hidden), num_sampled):
@@ -60,7 +61,7 @@ def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_sa
 
 
 def _joined(logprobs: Tensor, targets: Tensor, num_top: int) -> TokenLogprobs:
-    """Of all lines as one."""
+    """Joins the log-probabilities of all positions into one object."""
     joined = TokenLogprobs(min(num_top, logprobs.shape[1]), [], [], [])
     for sample in split_logprobs(logprobs, targets, [num_top] * len(targets)):
         joined.chosen += sample.chosen

@@ -8,7 +8,7 @@ from penstock.models.checkpoint.spec import Rope
 
 
 def cos_sin_tables(rope: Rope, rotary_dim: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (num_positions, rotary_dim / 2) in fp32."""
+    """Returns cosines and sines, each (num_positions, rotary_dim / 2) in fp32."""
     frequencies = torch.from_numpy(inverse_frequencies(rope, rotary_dim))
     angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * frequencies
     scale = attention_factor(rope)

@@ -1,5 +1,5 @@
-"""Chooses the token of each line of logits, vectorised over lines. What is filtered, and the noise, come from
-``kernels.reference_sampling``; this knows lines and their parameters, and nothing of models."""
+"""Chooses the token of each sampled position, vectorised over positions. Filters and noise come from
+``kernels.reference_sampling``. Knows positions and their parameters, and nothing of models."""
 
 import math
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ from penstock.scheduler.plan import TokenLogprobs
 def sample_positions(
     logits: Tensor, sampled: list[SampledPosition], masks: GrammarBitmasks | None = None
 ) -> list[Sampled]:
-    """The token of each line. ``logits`` is (L, V) in at least fp32, and is changed.
+    """Returns the token of each sampled position. ``logits`` is (S, V) in at least fp32, and is changed.
 
-    A line's token depends on its own logits, history and parameters alone. If its masks leave no token, those of
-    ``min_tokens`` and ``bad_words`` are dropped. A line whose best logit is no finite number, as a broken
-    model computes, gets the lowest token that ``allowed_token_ids`` or its grammar allows, or 0.
+    A token depends only on its position's logits, history and parameters. If the masks leave no token, those of
+    ``min_tokens`` and ``bad_words`` are dropped. If the best logit is not finite, as from a broken model, the result is
+    the lowest token that ``allowed_token_ids`` or the grammar allows, or 0.
     """
     wanted = [i for i, sample in enumerate(sampled) if sample.sampling.logprobs is not None]
     raw = log_softmax(logits[wanted]) if wanted else None
@@ -41,13 +41,13 @@ def sample_positions(
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities over the last dimension, in at least fp32."""
+    """Returns log-probabilities over the last dimension, in at least fp32."""
     return widened(logits).log_softmax(-1)
 
 
 def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iterator[TokenLogprobs]:
-    """For each line of ``logprobs`` (R, V): the log-probability of its token, and those of its ``tops[r]``
-    likeliest."""
+    """Yields, for each row of ``logprobs`` (R, V), the log-probability of its token and those of its ``tops[r]``
+    likeliest tokens."""
     chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist()
     top = torch.topk(logprobs, min(max(tops), logprobs.shape[1]), dim=1)
     ids, values = top.indices.tolist(), top.values.tolist()
@@ -57,8 +57,8 @@ def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iter
 
 
 def _penalise(logits: Tensor, sampled: list[SampledPosition]) -> None:
-    """Repetition (prompt and output): x / p where x > 0, else x p. Then x - frequency * count - presence * (count > 0),
-    counted over the output."""
+    """Applies penalties. Repetition (prompt and output): x / p where x > 0, else x p. Then x - frequency * count -
+    presence * (count > 0), counted over the output."""
     penalised = [(i, sample.sampling, sample.counts) for i, sample in enumerate(sampled) if sample.counts is not None]
     if not penalised:
         return
@@ -68,7 +68,7 @@ def _penalise(logits: Tensor, sampled: list[SampledPosition]) -> None:
     at = np.repeat([i for i, _, _ in penalised], sizes)
     penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for _, p, _ in penalised]
     repetition, presence, frequency = np.repeat(np.array(penalties), sizes, axis=0).T
-    # A prompt may hold ids of the model's vocabulary that the tokenizer does not have; they are never chosen.
+    # A prompt may contain ids of the model's vocabulary that the tokenizer lacks; they are never chosen.
     known = ids < logits.shape[1]
     where = tuple(torch.from_numpy(part[known]).to(logits.device) for part in (at, ids))
     factor = torch.from_numpy(repetition[known]).to(logits)
@@ -86,7 +86,8 @@ def _bias(logits: Tensor, sampled: list[SampledPosition]) -> None:
 
 
 def _allow(logits: Tensor, sampled: list[SampledPosition], masks: GrammarBitmasks | None) -> dict[int, int]:
-    """Leaves what ``allowed_token_ids`` and grammars allow. Returns the lowest of these, of lines that have such."""
+    """Keeps only what ``allowed_token_ids`` and grammars allow. Returns the lowest allowed token of each restricted
+    position."""
     allowed = {i: sample.lists.allowed for i, sample in enumerate(sampled) if sample.lists.allowed is not None}
     if masks is not None:
         for i, words in zip(masks.sampled, masks.words.result(), strict=True):
@@ -101,7 +102,7 @@ def _allow(logits: Tensor, sampled: list[SampledPosition], masks: GrammarBitmask
 
 
 def _forbid(logits: Tensor, sampled: list[SampledPosition]) -> None:
-    """What ``min_tokens`` and ``bad_words`` forbid, wherever that leaves a token."""
+    """Masks the tokens that ``min_tokens`` and ``bad_words`` forbid, wherever that leaves a token."""
     forbidden = [(i, ids) for i, line in enumerate(sampled) for ids in forbidden_ids(line)]
     if not forbidden:
         return
@@ -113,16 +114,16 @@ def _forbid(logits: Tensor, sampled: list[SampledPosition]) -> None:
 
 
 def _where(logits: Tensor, ids_of_rows: list[tuple[int, Ids]]) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the entries that rows' ids name, as an index."""
+    """Returns an index of the entries that the positions' ids name: rows and columns."""
     at = np.repeat([i for i, _ in ids_of_rows], [len(ids) for _, ids in ids_of_rows])
     columns = np.concatenate([ids for _, ids in ids_of_rows])
     return torch.from_numpy(at).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
 def _choose(logits: Tensor, sampled: list[SampledPosition], lowest: dict[int, int]) -> Tensor:
-    """The argmax of greedy lines, a draw for the others; (L,) int64."""
+    """Returns the argmax for greedy positions and a draw for the others; (S,) int64."""
     chosen = torch.argmax(logits, dim=1)
-    # A NaN counts as the largest, so the largest tells of every row that is broken.
+    # argmax counts a NaN as the largest, so the largest logit is not finite in every broken row.
     whole = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite().tolist()
     drawn = [i for i, sample in enumerate(sampled) if sample.sampling.temperature > 0.0]
     if drawn:
@@ -134,11 +135,11 @@ def _choose(logits: Tensor, sampled: list[SampledPosition], lowest: dict[int, in
 
 
 def _draw(logits: Tensor, sampled: list[SampledPosition]) -> Tensor:
-    """Temperature, filters, and the argmax of logits and keyed noise."""
+    """Applies temperature and filters, and returns the argmax of logits plus keyed noise."""
     device = logits.device
     params = [line.sampling for line in sampled]
     temperature = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=device)
-    # Distances below the best are what is divided: at the lowest temperatures logits themselves would overflow.
+    # Divides the distances to the best logit: at the lowest temperatures the logits themselves would overflow.
     logits = (logits - logits.amax(1, keepdim=True)) / temperature.unsqueeze(1)
     top_k = [p.top_k if 0 < p.top_k < logits.shape[1] else 0 for p in params]
     for keep, values, neutral in (
@@ -157,5 +158,5 @@ def _draw(logits: Tensor, sampled: list[SampledPosition]) -> Tensor:
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits as torch's signed integer."""
+    """Returns the same 64 bits as torch's signed integer."""
     return seed - (1 << 64) if seed >= 1 << 63 else seed

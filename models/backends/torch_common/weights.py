@@ -1,5 +1,5 @@
-"""A model's weights as a backend in torch holds them: fused where one product can do the work of several, and each
-part of a layer as something that can be called."""
+"""A model's weights as the backends in torch hold them: fused where one product can do the work of several, and each
+part of a layer as a callable."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -18,7 +18,7 @@ Layer = Callable[[Tensor], Tensor]
 
 
 class Linear(Protocol):
-    """A linear map. Quantised kinds take the place of ``DenseLinear`` without the model's knowledge."""
+    """A linear map. Quantised kinds replace ``DenseLinear`` transparently to the model."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -42,11 +42,11 @@ class RmsNorm:
     """An RMS norm over the last dimension."""
 
     weight: Tensor
-    """What is multiplied by, in at least fp32: the checkpoint's weight and the model's offset together."""
+    """The factor, in at least fp32: the checkpoint's weight plus the model's offset."""
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The shape and dtype of ``x``."""
+        """Returns the shape and dtype of ``x``."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -55,7 +55,7 @@ class HeadNorm:
     """An RMS norm over each head."""
 
     weight: Tensor
-    """(query heads + key heads, head size): the norm's weight for each of them."""
+    """(query heads + key heads, head size): the norm's weight for each head."""
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class WholeNorm:
 
 @dataclass(frozen=True)
 class SharedWholeNorm:
-    """``WholeNorm`` where each rank has a part of the heads: the means of squares are those of all ranks' heads."""
+    """``WholeNorm`` with the heads divided over ranks: the means of squares are over all ranks' heads."""
 
     query: RmsNorm
     key: RmsNorm
@@ -106,7 +106,7 @@ class Mlp:
     """Rows: gate, then up."""
     down: Linear
     activation: Layer
-    """From gate and up, side by side, to half as many columns."""
+    """Maps gate and up, side by side, to half as many columns."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, hidden) -> (T, hidden)."""
@@ -115,11 +115,12 @@ class Mlp:
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """A mixture of experts, each run on the tokens whose router chose it; summed in the order of the experts."""
+    """A mixture of experts. Each runs on the tokens whose router chose it; results are summed in the order of the
+    experts."""
 
     router: Linear
     gate_up: Tensor
-    """(E, 2I, hidden): of each expert, rows of the gate, then of up."""
+    """(E, 2I, hidden): per expert, rows of the gate, then of up."""
     down: Tensor
     """(E, hidden, I)."""
     gate_up_bias: Tensor | None
@@ -127,7 +128,7 @@ class ExpertMlp:
     down_bias: Tensor | None
     """(E, hidden)."""
     activation: Layer
-    """As that of ``Mlp``."""
+    """The same as in ``Mlp``."""
     per_token: int
     normalise: bool
 
@@ -150,7 +151,7 @@ class ExpertMlp:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """In the place of a norm that a layer does not have."""
+    """Replaces a norm that a layer does not have."""
     return x
 
 
@@ -162,7 +163,7 @@ class LayerWeights:
     qkv: Linear
     """Rows: all query heads, all key heads, all value heads."""
     qk_norm: Layer
-    """On queries and keys side by side."""
+    """The norm of queries and keys, side by side."""
     sinks: Tensor | None
     """(query heads,)."""
     output: Linear
@@ -181,12 +182,12 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: RmsNorm
     head: Linear
-    """Only the rows that the tokenizer can use; shares the embedding's memory where they are tied."""
+    """Only the rows that the tokenizer can use; shares the embedding's memory if they are tied."""
     num_bytes: int
 
 
 def num_bytes(part: Any) -> int:
-    """Of the tensors in a part of the weights."""
+    """Returns the size of the tensors in a part of the weights."""
     if isinstance(part, Tensor):
         return part.nbytes
     if isinstance(part, tuple):
