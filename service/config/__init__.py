@@ -1,1 +1,1 @@
-"""Flags, addresses and the bounds of requests."""
+"""Flags, listen addresses, and limits on the fields of requests."""

@@ -1,4 +1,4 @@
-"""Where the service listens: ``host:port`` or ``unix:PATH``, checked before anything slow begins."""
+"""The addresses that the service listens on, ``host:port`` or ``unix:PATH``, checked before anything slow starts."""
 
 import contextlib
 import errno
@@ -14,41 +14,41 @@ from penstock.clients.host.loopback import is_loopback, resolves_to_loopback
 from penstock.clients.host.socket_lock import PathTaken, socket_lock
 
 MAX_SOCKET_PATH = 107
-"""Bytes that Linux has room for."""
+"""In bytes; the limit of Linux."""
 MAX_PORT = 65535
 ADMIN_FLAG = "--admin-listen"
 HTTP_FLAG = "--http-port"
 HTTP_HOST_FLAG = "--http-host"
 METRICS_FLAG = "--metrics-listen"
 METRICS_PATH = "/metrics"
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not listened on
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - only compared with
 OFF = "off"
-"""As an address: no listener at all."""
+"""The address that turns a listener off."""
 
 _log = logging.getLogger(__name__)
 
 
 class ListenError(Exception):
-    """The address cannot be listened on; the text names it and the remedy."""
+    """The service cannot listen on an address. The text names the address and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A listener's address, parsed."""
+    """A parsed listen address."""
 
     host: str = ""
     port: int = 0
-    """0: one that is free."""
+    """0: any free port."""
     path: Path | None = None
-    """Of a Unix socket; then host and port mean nothing."""
+    """The path of a Unix socket; then host and port are ignored."""
     flag: str = field(default="--listen", compare=False)
-    """The flag that it comes from, for errors."""
+    """The flag that sets the address, for errors."""
     host_flag: str = field(default="", compare=False)
-    """The flag that the host comes from, where ``flag`` is the port's."""
+    """The flag that sets the host, if ``flag`` sets only the port."""
 
     @classmethod
     def parse(cls, text: str, flag: str = "--listen", host_flag: str = "") -> "Address":
-        """Raises ListenError."""
+        """Parses ``host:port`` or ``unix:PATH``. Raises ListenError."""
         if text.startswith("unix:"):
             path = Path(text.removeprefix("unix:"))
             if not path.name or len(os.fsencode(path.absolute())) > MAX_SOCKET_PATH:
@@ -63,16 +63,16 @@ class Address:
         return cls(host, int(port), flag=flag, host_flag=host_flag)
 
     def __str__(self) -> str:
-        """As ``parse`` takes it, and gRPC too."""
+        """Returns the form that ``parse`` and gRPC accept."""
         return f"unix:{self.path}" if self.path is not None else self.with_port(self.port)
 
     def with_port(self, port: int) -> str:
-        """The address as text, with another port."""
+        """Returns the address as text, with another port."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     @property
     def reached_at(self) -> str:
-        """What a client on this machine connects to."""
+        """The address that a client on this machine connects to."""
         if self.path is not None:
             return str(self)
         return Address(_ANYWHERE.get(self.host, self.host)).with_port(self.port)
@@ -83,8 +83,8 @@ class Address:
         return self.path is not None or is_loopback(self.host)
 
     def check_free(self) -> None:
-        """gRPC says nothing of why it cannot listen, and takes a socket's path away from whoever has it. So this is
-        found out first; what is left of a service that is gone is removed. Raises ListenError."""
+        """Checks that the service can listen here, since gRPC reports no reason if it cannot, and takes over a socket's
+        path that is in use. Removes the socket of a service that has ended. Raises ListenError."""
         if self.path is None:
             self._check_port()
         else:
@@ -92,8 +92,8 @@ class Address:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
-        """Reserves a Unix socket's path, from before ``check_free`` until the service has left it: without this, two
-        services that start at the same time would both find it free. Raises ListenError."""
+        """Reserves a Unix socket's path, from before ``check_free`` until the service has ended: otherwise two services
+        that start at the same time would both find it free. Raises ListenError."""
         with contextlib.ExitStack() as lock:
             try:
                 if self.path is not None:
@@ -138,12 +138,12 @@ class Address:
             probe.settimeout(1)
             try:
                 probe.connect(str(path))
-            except ConnectionRefusedError:  # of a service that is gone
+            except ConnectionRefusedError:  # its service has ended
                 path.unlink(missing_ok=True)
                 return
             except FileNotFoundError:
                 return
-            except OSError as error:  # of one with too many connections, of another user, of another kind
+            except OSError as error:  # too many connections, another user's, or another type of socket
                 why = f"cannot be tried ({error.strerror or error})"
             else:
                 why = "is in use"
@@ -164,10 +164,10 @@ def _explained(error: OSError) -> str:
 
 
 def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Address | None:
-    """Where a service that listens at ``service`` is administered by ``--admin-listen``; None is nowhere.
+    """Returns the address of the admin listener of a service that listens at ``service``; None if it is off.
 
-    By default on loopback, on the next port, or on another socket beside its own. Raises ListenError, also where other
-    machines could administer it without a key.
+    ``text`` is ``--admin-listen``; the default is the next port on loopback, or a socket beside the service's own.
+    Raises ListenError, also if other machines could administer the service without a key.
     """
     if text == OFF:
         return None
@@ -188,9 +188,10 @@ def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Addr
 
 
 def metrics_address(text: str | None, service: Address) -> Address | None:
-    """Where the metrics of a service that listens at ``service`` are, by ``--metrics-listen``; None is nowhere.
+    """Returns the address of the metrics listener of a service that listens at ``service``; None if it is off.
 
-    By default on loopback, two ports after its own; nowhere for one that listens on a Unix socket. Raises ListenError.
+    ``text`` is ``--metrics-listen``; the default is loopback, two ports after the service's own, or off if the service
+    listens on a Unix socket. Raises ListenError.
     """
     if text == OFF or (text is None and service.path is not None):
         return None
@@ -204,17 +205,18 @@ def metrics_address(text: str | None, service: Address) -> Address | None:
 
 
 def http_address(text: str | None) -> Address | None:
-    """Where a service serves HTTP by ``--http-host`` and ``--http-port``; None is nowhere. Raises ListenError."""
+    """Returns the address of the HTTP listener, by ``--http-host`` and ``--http-port``; None if it is off. Raises
+    ListenError."""
     return None if text is None else Address.parse(text, HTTP_FLAG, HTTP_HOST_FLAG)
 
 
 def warn_of_exposure(
     service: Address, http: Address | None, metrics: Address | None, *, has_keys: bool, is_mutual: bool
 ) -> None:
-    """Logs what other machines can do at the listeners of a service without showing who they are.
+    """Logs a warning for each listener that other machines can use without credentials.
 
-    ``has_keys``: callers need a key or a token; ``is_mutual``: they need a certificate, though not over HTTP. The
-    administration needs no warning: without keys ``admin_address`` refuses what other machines can reach.
+    ``has_keys``: callers need a key or a token. ``is_mutual``: callers need a certificate, except over HTTP. The admin
+    listener needs no warning: without keys, ``admin_address`` refuses an address that other machines can reach.
     """
     if not (has_keys or is_mutual):
         _warn(service, "use the model without a key", "give --api-keys-file, --jwt-jwks-file or --tls-client-ca")

@@ -1,5 +1,5 @@
-"""The kinds of bounds that a field's value may have. Each looks at what is there, and allocates nothing in proportion
-to it. Knows no message of the contract."""
+"""The kinds of bounds on a field's value, independent of any message. A check allocates nothing in proportion to the
+value."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,33 +10,33 @@ from typing import Any, NamedTuple, Protocol
 from penstock.service.config.text_size import utf8_bytes
 
 MAX_IDS_ON_LOOP = 4096
-"""Longer lists of ids have their values checked where the request is prepared, off the event loop."""
+"""The values of longer lists of ids are checked when the request is prepared, off the event loop."""
 
 MAX_UNCUT_IDS = 1 << 20
-"""Of a prompt that is truncated; more where the model's context is longer."""
+"""Limit on the ids of a prompt that is truncated, or the model's context if that is longer."""
 
 
 class Limit(Enum):
-    """A bound that the served model sets."""
+    """A bound that depends on the served model."""
 
     PROMPT = auto()
-    """The most tokens of a prompt, or of an output: the context, less one for the other."""
+    """Limit on the tokens of a prompt, or of an output: the context, minus one for the other."""
     CONTEXT = auto()
-    """The most tokens of what has no output."""
+    """Limit on the tokens of an input without an output."""
     UNCUT = auto()
-    """The most tokens of a prompt before it is truncated."""
+    """Limit on the tokens of a prompt before it is truncated."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the served model can take."""
+    """Limits of the served model."""
 
     vocab_size: int
-    """The smaller of the tokenizer's and the model's."""
+    """The smaller of the tokenizer's and the model's vocabulary."""
     max_model_len: int
 
     def resolve(self, bound: float | Limit) -> float:
-        """The number that a bound stands for."""
+        """Returns a bound as a number."""
         if bound is Limit.UNCUT:
             return max(self.max_model_len, MAX_UNCUT_IDS)
         if isinstance(bound, Limit):
@@ -45,21 +45,21 @@ class ModelLimits:
 
 
 class Problem(NamedTuple):
-    """What is wrong with a value, and at which place in it."""
+    """What is wrong with a value, and where in it."""
 
     text: str
     at: str = ""
-    """Added to the field's path: ``[3]`` or ``[3].role``."""
+    """Appended to the field's path: ``[3]`` or ``[3].role``."""
     exceeds_context: bool = False
-    """Whether it is more than the served model can take: another model may."""
+    """Whether the value exceeds a limit of the served model; another model may accept it."""
 
     def inside(self, place: str) -> "Problem":
-        """The same, of what holds the value at ``place``."""
+        """Returns the same problem for a value that has this one at ``place``."""
         return self._replace(at=place + self.at)
 
 
 class Bound(Protocol):
-    """What a field's value must keep to."""
+    """A bound on a field's value."""
 
     @property
     def required(self) -> bool:
@@ -67,30 +67,30 @@ class Bound(Protocol):
         ...
 
     def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
-        """What is wrong with ``value``; None if nothing is."""
+        """Returns what is wrong with ``value``; None if it is within the bound."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Any value of the field's type, and all of them are few: a bool."""
+    """Any value of the field's type, such as a bool."""
 
     required: bool = False
 
     def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
-        """Nothing can be wrong with it."""
+        """Returns None."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A number that the enum knows."""
+    """A value that the enum has."""
 
     numbers: frozenset[int]
     required: bool = False
 
     def problem(self, value: int, limits: ModelLimits) -> Problem | None:
-        """Enums are open on the wire, so any number may arrive."""
+        """Refuses unknown values: enums are open on the wire, so any number may arrive."""
         if value in self.numbers:
             return None
         return Problem(f"must be one of the enum's values, {_listed(self.numbers)}; it is {value}")
@@ -105,7 +105,7 @@ class Number:
     required: bool = False
 
     def problem(self, value: float, limits: ModelLimits) -> Problem | None:
-        """NaN compares false with everything, and so is refused."""
+        """Refuses NaN too, since it compares false with everything."""
         high = limits.resolve(self.high)
         if self.low <= value <= high:
             return None
@@ -121,11 +121,11 @@ class Text:
     high: int
     pattern: re.Pattern[str] | None = None
     allowed: str = ""
-    """What the pattern asks for, in words."""
+    """The pattern in words."""
     required: bool = False
 
     def problem(self, value: str, limits: ModelLimits) -> Problem | None:
-        """The text itself is never repeated in the answer."""
+        """Never repeats the text itself."""
         num_bytes = utf8_bytes(value)
         if not self.low <= num_bytes <= self.high:
             wanted = f"{self.low:,}" if self.low == self.high else f"{self.low:,} to {self.high:,}"
@@ -137,14 +137,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """At most ``high`` items, each within ``each``."""
+    """At most ``high`` items, each within the bound ``each``."""
 
     high: int
     each: Bound
     required: bool = False
 
     def problem(self, value: Sequence[Any], limits: ModelLimits) -> Problem | None:
-        """The first item that is out of bounds is named."""
+        """Names the first item that is out of bounds."""
         if len(value) > self.high:
             return Problem(f"at most {self.high:,} items; it has {len(value):,}")
         for index, item in enumerate(value):
@@ -156,25 +156,25 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Refs:
-    """At most ``high`` numbers of the client's own, any of them."""
+    """At most ``high`` numbers that the client chooses freely."""
 
     high: int
     required: bool = False
 
     def problem(self, value: Sequence[int], limits: ModelLimits) -> Problem | None:
-        """The numbers mean nothing to us."""
+        """Checks only how many there are."""
         return None if len(value) <= self.high else Problem(f"at most {self.high:,} refs; it has {len(value):,}")
 
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """At most ``high`` token ids, each below the vocabulary size; the values of long lists are looked at later."""
+    """At most ``high`` token ids, each below the vocabulary size. The values of long lists are checked later."""
 
     high: int | Limit
     required: bool = False
 
     def problem(self, value: Sequence[int], limits: ModelLimits) -> Problem | None:
-        """The length is checked first, so that a long list costs nothing."""
+        """Checks the length first, so that a long list costs nothing."""
         found = too_many_ids(value, self.high, limits)
         if found is not None or len(value) > MAX_IDS_ON_LOOP:
             return found
@@ -190,7 +190,7 @@ class Biases:
     required: bool = False
 
     def problem(self, value: Mapping[int, float], limits: ModelLimits) -> Problem | None:
-        """Keys and values both."""
+        """Checks keys and values."""
         if len(value) > self.high:
             return Problem(f"at most {self.high:,} entries; it has {len(value):,}")
         for token_id, bias in value.items():
@@ -203,28 +203,28 @@ class Biases:
 
 @dataclass(frozen=True, slots=True)
 class NestedIds:
-    """A list of ids in a message of its own, with another bound than the message has elsewhere. There may be thousands
-    of such lists: their values are looked at where the request is prepared."""
+    """A list of ids in a message of its own, with a different bound than the message has elsewhere. There may be
+    thousands of such lists: their values are checked when the request is prepared."""
 
     high: int | Limit
     required: bool = False
 
     def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
-        """The length alone."""
+        """Checks only the length."""
         found = too_many_ids(value.ids, self.high, limits)
         return None if found is None else found.inside(".ids")
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """At most ``high`` texts, none of them empty, together at most ``max_bytes`` of UTF-8."""
+    """At most ``high`` non-empty texts of ``max_bytes`` of UTF-8 in total."""
 
     high: int
     max_bytes: int
     required: bool = False
 
     def problem(self, value: Sequence[str], limits: ModelLimits) -> Problem | None:
-        """Each text, then their sum."""
+        """Checks each text, then their total."""
         found = Items(self.high, Text(1, self.max_bytes)).problem(value, limits)
         if found is not None:
             return found
@@ -235,7 +235,7 @@ class Texts:
 
 
 def foreign_id(ids: Sequence[int], vocab_size: int) -> Problem | None:
-    """What is wrong with the first id that names no token; takes 10 ms for a million ids."""
+    """Returns what is wrong with the first id that names no token. Takes 10 ms for a million ids."""
     if not ids or max(ids) < vocab_size:
         return None
     index = next(index for index, token_id in enumerate(ids) if token_id >= vocab_size)
@@ -243,7 +243,7 @@ def foreign_id(ids: Sequence[int], vocab_size: int) -> Problem | None:
 
 
 def too_many_ids(ids: Sequence[int], high: int | Limit, limits: ModelLimits) -> Problem | None:
-    """What is wrong with a list that has more than ``high`` ids."""
+    """Returns what is wrong with a list of more than ``high`` ids."""
     most = limits.resolve(high)
     if len(ids) <= most:
         return None

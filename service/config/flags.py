@@ -1,5 +1,5 @@
-"""Flags as the fields of a frozen dataclass: a command line, a file and Python say the same, and are held against the
-same bounds. Knows no flag by name.
+"""Flags as fields of a frozen dataclass: a command line, a file and Python set the same fields, with the same bounds.
+This module knows no flag by name.
 """
 
 import argparse
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ConfigError(Exception):
-    """A flag, a key or its value is wrong. The text is one line that names it and says what would be right."""
+    """A flag, a key or its value is wrong. The text is one line with its name and a correct value."""
 
     def __init__(self, text: str) -> None:
         super().__init__(shortened(text))
@@ -30,8 +30,8 @@ def flag(
     choices: Sequence[str | int] | None = None, shown: str | None = None, is_size: bool = False, is_json: bool = False,
     group: str = "",
 ) -> Any:  # fmt: skip
-    """A field with what its flag needs: bounds that include their ends, and ``shown`` as the default in the help, where
-    ``group`` begins a group of flags. A file may have what ``is_json`` as keys and values of its own."""
+    """Returns a field with its flag's properties. ``low`` and ``high`` are inclusive. The help shows ``shown`` as the
+    default, and ``group`` starts a group of flags. In a file, the value of an ``is_json`` flag may be a mapping."""
     return dataclasses.field(
         default=default,
         metadata={
@@ -42,18 +42,18 @@ def flag(
 
 
 def read_file(path: Path, of: "type[DataclassInstance]", listed: str) -> dict[str, Any]:
-    """The values of a YAML file that has flags' names as keys. ``listed`` says where they can be found. Raises
-    ConfigError."""
+    """Returns the values of a YAML file that has flags' names as keys. ``listed`` is the end of an error: where flags
+    are listed. Raises ConfigError."""
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror}); check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: is no YAML ({' '.join(str(error).split())}); correct it") from error
+        raise ConfigError(f"--config {path}: is not valid YAML ({' '.join(str(error).split())}); correct it") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise ConfigError(f"--config {path}: must hold keys and values, such as port: 50051")
+        raise ConfigError(f"--config {path}: must contain keys and values, such as port: 50051")
     fields = {_name(field): field for field in dataclasses.fields(of)}
     values = {}
     for key, value in loaded.items():
@@ -61,7 +61,7 @@ def read_file(path: Path, of: "type[DataclassInstance]", listed: str) -> dict[st
         if field is None:
             near = nearest(str(key).replace("_", "-"), [name.removeprefix("--") for name in fields])
             hint = f"; did you mean {near}?" if near else ""
-            raise ConfigError(f"--config {path}: {key} is no flag{hint}; {listed}")
+            raise ConfigError(f"--config {path}: {key} is not a flag{hint}; {listed}")
         try:
             values[field.name] = _from_file(field, value)
         except (ConfigError, ValueError) as error:
@@ -82,7 +82,7 @@ def _from_file(field: "dataclasses.Field[Any]", value: object) -> Any:
 
 
 def _parse(field: "dataclasses.Field[Any]", text: str) -> Any:
-    """A value from its text. Raises ConfigError."""
+    """Returns the value of a text. Raises ConfigError."""
     types = _types(field)
     try:
         if field.metadata["is_size"]:
@@ -96,7 +96,7 @@ def _parse(field: "dataclasses.Field[Any]", text: str) -> Any:
 
 
 def check(field: "dataclasses.Field[Any]", value: Any) -> None:
-    """Raises ConfigError where a value is not of its field's type, or out of its bounds."""
+    """Raises ConfigError if a value is not of its field's type, or is out of its bounds."""
     kinds = (*_types(field), int) if float in _types(field) else _types(field)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ConfigError(f"{_name(field)}: must be {_wanted(field)}; it is {value!r}")
@@ -141,10 +141,10 @@ def _name(field: "dataclasses.Field[Any]") -> str:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, by raising ConfigError. Values that are not given stay out of its results."""
+    """Raises ConfigError, with one line, instead of printing usage. Its results lack flags that are not given."""
 
     def __init__(self, listed: str, **settings: Any) -> None:
-        """``listed`` says where flags can be found."""
+        """``listed`` is the end of an error: where flags are listed."""
         super().__init__(argument_default=argparse.SUPPRESS, allow_abbrev=False, **settings)
         self._listed = listed
 
@@ -158,7 +158,7 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(f"no such flag or argument{shortened(unknown)}{hint}; {self._listed}")
 
     def add_fields(self, of: "type[DataclassInstance]", positional: str) -> None:
-        """A flag for each field, by the groups that fields begin; ``positional`` names the one that needs no flag."""
+        """Adds a flag for each field, in the groups that fields start. ``positional`` is the one that needs no flag."""
         for field in dataclasses.fields(of):
             if field.metadata["group"]:
                 flags = self.add_argument_group(field.metadata["group"])
@@ -180,7 +180,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _Argument:
-    """What argparse calls to read a flag's value."""
+    """Parses a flag's value for argparse."""
 
     def __init__(self, field: "dataclasses.Field[Any]") -> None:
         self._field = field

@@ -1,4 +1,4 @@
-"""The flags that say where the service listens: a host is a name or an IP address, without a port."""
+"""Checks the flags for listen addresses. A host is a name or an IP address, without a port."""
 
 import ipaddress
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ DEFAULT_HOST = "127.0.0.1"
 
 
 def check_listeners(config: "ServeConfig") -> None:
-    """Raises ConfigError for hosts that are none, and for flags that do not go together."""
+    """Raises ConfigError for invalid hosts, and for flags that exclude or need each other."""
     if config.host is not None:
         _check_host("--host", config.host, "--port", "--listen")
     if config.http_host is not None:
@@ -24,7 +24,7 @@ def check_listeners(config: "ServeConfig") -> None:
 
 
 def _check_host(flag: str, host: str, port_flag: str, or_socket: str = "") -> None:
-    """Raises ConfigError for what is not a host. ``or_socket`` is the flag that takes a Unix socket, if one does."""
+    """Raises ConfigError for an invalid host. ``or_socket`` is the flag that accepts a Unix socket, if any."""
     if host.startswith("unix:") and or_socket:
         raise ConfigError(f"{flag}: must be a host; for a Unix socket, give {or_socket} {host} instead")
     if not host or (":" in host and not _is_ipv6(_bare(host))):
@@ -32,7 +32,7 @@ def _check_host(flag: str, host: str, port_flag: str, or_socket: str = "") -> No
 
 
 def host_port(host: str, port: int) -> str:
-    """The two in one, an IPv6 address in brackets."""
+    """Returns ``host:port``, with an IPv6 address in brackets."""
     host = _bare(host)
     return f"{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -1,4 +1,4 @@
-"""Which flags of TLS, keys and tokens need each other."""
+"""Checks that the flags for TLS, keys and tokens go together."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def check_identity(config: "ServeConfig") -> None:
-    """Raises ConfigError for flags of TLS and tokens that do not go together."""
+    """Raises ConfigError for flags for TLS and tokens that exclude or need each other."""
     if (config.tls_cert is None) != (config.tls_key is None):
         flag_name, other = ("--tls-key", "--tls-cert") if config.tls_cert is None else ("--tls-cert", "--tls-key")
         raise ConfigError(f"{flag_name}: needs {other} as well: set both or neither")
@@ -21,7 +21,7 @@ def check_identity(config: "ServeConfig") -> None:
         )
     if config.tls_client_ca is not None and config.http_port is not None and not config.has_credentials:
         raise ConfigError(
-            "--http-port: --tls-client-ca does not hold over HTTP, where anyone could call; give --api-keys-file or "
+            "--http-port: --tls-client-ca does not apply to HTTP, where anyone could call; give --api-keys-file or "
             "--jwt-jwks-file too, or leave --http-port out"
         )
     if config.jwt_jwks_file is not None and not (config.jwt_issuer and config.jwt_audience):
@@ -29,4 +29,4 @@ def check_identity(config: "ServeConfig") -> None:
         raise ConfigError(f"--jwt-jwks-file: needs {' and '.join(f'--jwt-{name}' for name in missing)} as well")
     if config.jwt_jwks_file is None and (config.jwt_issuer or config.jwt_audience):
         given = "--jwt-issuer" if config.jwt_issuer else "--jwt-audience"
-        raise ConfigError(f"{given}: needs --jwt-jwks-file as well, with the keys that tokens are signed with")
+        raise ConfigError(f"{given}: needs --jwt-jwks-file as well, with the keys that sign tokens")

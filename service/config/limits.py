@@ -1,8 +1,7 @@
-"""The bounds of every field of every request message, as data, and the one validator that walks them.
+"""The bounds of every field of every request message, as data, and the validator that checks them.
 
-What the protos' comments promise stands here once more, in a form that runs; a test walks the descriptors, so that a
-new field without a bound fails. A check looks at what is there: nothing is allocated in proportion to what a request
-asks for.
+These are the bounds in the protos' comments. A test walks the descriptors, and fails for a field without a bound. A
+check allocates nothing in proportion to the values of a request.
 """
 
 import re
@@ -41,18 +40,18 @@ UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 MAX_TIMEOUT_MS = 86_400_000
 MAX_CONNECTIONS = 4096
-"""Default limit for the callers' listener, if the limit of open files allows as many."""
+"""Default limit for the callers' listener; the limit of open files may lower it."""
 TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_DETOKENIZED_IDS = 1 << 20
 MAX_DESCRIBED_IDS = 1 << 16
 MAX_NAMED_TENANTS = 16_384
-"""With settings of their own: all of them fit in one message."""
+"""Limit on tenants with settings of their own, so that all of them fit in one message."""
 MAX_TOKENS_CAP = 1 << 24
 MAX_LIVE_REQUESTS_CAP = 1 << 20
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_REGEX_BYTES = 64 << 10
 MAX_TOOL_CALLS = 4096
-"""In all messages of a conversation: each is a message to look at, on the event loop."""
+"""Limit for all messages of a conversation: each call is a message that is checked on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,12 @@ class Nested:
     required: bool = False
 
     def problem(self, value: Message, limits: ModelLimits) -> Problem | None:
-        """Walks the message's own fields."""
+        """Checks the message's own fields."""
         return _walk(value, limits)
 
 
 def chat_bytes(messages: Iterable[Any]) -> int:
-    """What the long texts of chat messages have in all."""
+    """Returns the total size of the long texts of chat messages."""
     return sum(
         utf8_bytes(message.content)
         + utf8_bytes(message.reasoning_content)
@@ -78,7 +77,7 @@ def chat_bytes(messages: Iterable[Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """At most ``high`` chat messages, with at most ``max_calls`` calls and ``max_bytes`` of text in all."""
+    """At most ``high`` chat messages, with at most ``max_calls`` calls and ``max_bytes`` of text in total."""
 
     high: int
     max_calls: int
@@ -86,7 +85,7 @@ class Messages:
     required: bool = False
 
     def problem(self, value: Sequence[Any], limits: ModelLimits) -> Problem | None:
-        """Their number first, then each of them, then the sum of their texts."""
+        """Checks how many there are, then each of them, then the total size of their texts."""
         if len(value) <= self.high and (num_calls := sum(len(each.tool_calls) for each in value)) > self.max_calls:
             return Problem(f"at most {self.max_calls:,} tool_calls in all; they have {num_calls:,}")
         found = Items(self.high, Nested()).problem(value, limits)
@@ -102,10 +101,10 @@ _PRINTABLE = re.compile(r"[\x20-\x7e]*")
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 _HUNDREDTH = 0.009999999776482582
-"""0.01, as a float of the wire has it."""
+"""0.01 as a 32-bit float, which the wire has."""
 _UINT32 = Number(0, UINT32_MAX)
 _FLAG = Free()
-_TENANT = Text(1, 64, TENANT_NAME, "letters, digits, '_', '.' and '-' alone")
+_TENANT = Text(1, 64, TENANT_NAME, "letters, digits, '_', '.' and '-' only")
 _TRACE = Text(55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex")
 _TRUNCATION = Number(-1, Limit.CONTEXT)
 _SIDE = Known(frozenset({0, 1, 2}))
@@ -249,7 +248,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "ExplainRequest": {"request_id": Text(1, 64, required=True)},
     "WatchKvEventsRequest": {"after_sequence": Number(0, UINT64_MAX), "stream_id": Text(1, 64)},
 }
-"""By message and field; what a field that is not set stands for is within its bound by definition."""
+"""Bounds by message and field. The default of a field that is not set is always within its bound."""
 
 _REQUIRED: Mapping[str, frozenset[str]] = {
     name: frozenset(field for field, bound in fields.items() if bound.required) for name, fields in FIELD_BOUNDS.items()
@@ -257,27 +256,28 @@ _REQUIRED: Mapping[str, frozenset[str]] = {
 
 
 class Validator:
-    """Holds messages against the bounds. Cheap enough for the event loop."""
+    """Checks messages against the bounds. Cheap enough for the event loop."""
 
     def __init__(self, limits: ModelLimits) -> None:
         self.limits = limits
 
     def check(self, message: Message) -> None:
-        """Raises ServiceError, with the path of the first field that is out of its bound: CONTEXT_LENGTH where that
-        is the served model's, else INVALID_FIELD."""
+        """Raises ServiceError with the path of the first field that is out of its bound: CONTEXT_LENGTH if the served
+        model sets that bound, else INVALID_FIELD."""
         found = _walk(message, self.limits)
         if found is not None:
             reason = Reason.CONTEXT_LENGTH if found.exceeds_context else Reason.INVALID_FIELD
             raise invalid(found.at.removeprefix("."), found.text, reason)
 
     def check_num_ids(self, ids: Sequence[int], field: str, most: Limit) -> None:
-        """Holds the length of a list of ids against what the model takes. Raises ServiceError."""
+        """Checks the length of a list of ids against the model's limit. Raises ServiceError."""
         found = too_many_ids(ids, most, self.limits)
         if found is not None:
             raise invalid(field, found.text, Reason.CONTEXT_LENGTH)
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
-        """Holds the ids of a list of any length against the vocabulary; takes 10 ms for a million."""
+        """Checks the ids of a list of any length against the vocabulary. Takes 10 ms for a million. Raises
+        ServiceError."""
         found = foreign_id(ids, self.limits.vocab_size)
         if found is not None:
             raise invalid(field + found.at, found.text)

@@ -1,7 +1,6 @@
-"""Sampling defaults of a model: what its generation_config.json says, and what the operator says instead.
+"""Sampling defaults of a model, from its generation_config.json and from the operator's flags.
 
-Reads nothing else of that file. ``do_sample`` is ignored, as vLLM does: a request that wants the most likely token sets
-temperature 0.
+Everything else in that file is ignored. So is ``do_sample``, as in vLLM: greedy requests set temperature 0.
 """
 
 import json
@@ -20,10 +19,10 @@ from penstock.v1 import generation_pb2 as pb
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"
 _VLLM = "vllm"
-"""vLLM's word for none."""
+"""The same as none, in vLLM's words."""
 _MAX_NEW_TOKENS = "max_new_tokens"
 _NO_TOP_K = -1
-"""What vLLM takes for no top_k, besides 0."""
+"""vLLM's other value for no top_k, besides 0."""
 
 _NAMES = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -42,19 +41,19 @@ class SamplingDefaults:
     """Defaults for the fields of a request's ``sampling``."""
 
     sampling: pb.Sampling = field(default_factory=pb.Sampling)
-    """Only the fields that have a default of this model's or operator's."""
+    """Only the fields for which the model or the operator sets a default."""
     token_limit: int | None = None
-    """The most output tokens of any request, whatever it asks for."""
+    """Limit on the output tokens of every request, even if it requests more."""
 
     def applied(self, sampling: pb.Sampling) -> pb.Sampling:
-        """A request's own fields, and the defaults of those that it does not set."""
+        """Returns a request's own fields, with the defaults of those that it does not set."""
         merged = pb.Sampling()
         merged.CopyFrom(self.sampling)
         merged.MergeFrom(sampling)
         return merged
 
     def __str__(self) -> str:
-        """Names and values, for a log."""
+        """Returns names and values, for logs."""
         shown = [f"{each.name} {value:g}" for each, value in self.sampling.ListFields()]
         if self.token_limit is not None:
             shown.append(f"at most {self.token_limit:,} output tokens")
@@ -62,7 +61,7 @@ class SamplingDefaults:
 
 
 def check_override(text: str) -> Mapping[str, object]:
-    """The values of --override-generation-config. Raises ConfigError."""
+    """Returns the values of --override-generation-config. Raises ConfigError."""
     flag = "--override-generation-config"
     try:
         values = json.loads(text)
@@ -80,8 +79,8 @@ def check_override(text: str) -> Mapping[str, object]:
 
 
 def read_sampling_defaults(model: Path, source: str, override: str | None = None) -> SamplingDefaults:
-    """``source`` is AUTO for the model's own file, NONE, or the path of another file or of the directory that holds it.
-    What ``override`` names goes before. Raises ModelError and ConfigError."""
+    """Reads the defaults. ``source`` is AUTO for the model's own file, NONE, or the path of another file or of its
+    directory. ``override`` takes precedence. Raises ModelError and ConfigError."""
     is_other = source not in (AUTO, NONE, _VLLM)
     values: dict[str, Any] = {}
     if is_other or source == AUTO:
@@ -108,12 +107,12 @@ def _read(file: Path) -> dict[str, Any]:
         return _checked(found)
     except ValueError as error:
         raise ModelError(
-            f"{file}: {error}: correct it, or give --generation-config none to do without its sampling defaults"
+            f"{file}: {error}: correct it, or ignore its sampling defaults with --generation-config none"
         ) from None
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling defaults among the values of a file. Raises ValueError, which names the one that is wrong."""
+    """Returns the sampling defaults among the values of a file. Raises ValueError, which names the wrong one."""
     checked = {}
     for name, bound in _BOUNDS.items():
         value = values.get(name)

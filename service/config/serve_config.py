@@ -1,9 +1,9 @@
-"""What an operator says of a service: frozen, complete, checked once; from the command line, a file, or Python.
+"""The configuration of a service: frozen and checked once, from the command line, a file, or Python.
 
-Flags are named as vLLM's where vLLM has them. Nothing here touches the model, the port or the machine.
+Flags have vLLM's names if vLLM has the same flag. Nothing here touches the model, the port or the machine.
 """
 
-# ruff: noqa: RUF009 - what flag returns is a dataclasses.field
+# ruff: noqa: RUF009 - flag returns a dataclasses.field
 
 import argparse
 import dataclasses
@@ -34,10 +34,10 @@ _FLAGS_LISTED = f"{PROGRAM} --help lists them"
 _EPILOG = """\
 examples:
   penstock serve                               the built-in demo model on 127.0.0.1:50051
-  penstock serve Qwen/Qwen3-0.6B --port 8033   a model of the Hugging Face hub, fetched if it is not in the cache
+  penstock serve Qwen/Qwen3-0.6B --port 8033   a model on the Hugging Face Hub, downloaded if not cached
   penstock serve ./my-model --listen unix:/run/penstock.sock --max-model-len 4096
-  penstock serve --http-port 8000              OpenAI's API too, and a page to chat, at http://127.0.0.1:8000
-  penstock serve --config serve.yaml           flags from a file; those on the command line go first
+  penstock serve --http-port 8000              also OpenAI's API and a chat page, at http://127.0.0.1:8000
+  penstock serve --config serve.yaml           flags from a file; the command line overrides them
   penstock serve --speculative-config '{"method": "ngram", "num_speculative_tokens": 8}'
 
 a configuration file has the flags' names as keys:
@@ -45,22 +45,22 @@ a configuration file has the flags' names as keys:
   max-num-seqs: 64
   enable-prefix-caching: true
 
-a file of API keys has a line for each key, its hash and its tenant; act-for-others is for a gateway's, admin for an
-operator's:
+a file of API keys has one line per key, with its hash and its tenant; give act-for-others to a gateway's key, admin to
+an operator's:
   echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" >> keys
   echo "sha256:$(printf %s "$GATEWAY_KEY" | sha256sum | cut -c-64) gateway act-for-others" >> keys
   echo "sha256:$(printf %s "$OPERATOR_KEY" | sha256sum | cut -c-64) operators admin" >> keys
 
-a file of tenants has a key for each, and default for all others:
+a file of tenants has one key per tenant, and default for all others:
   default: {max-live-requests: 200}
   some-tenant: {weight: 4, max-prompt-tokens: 8000, max-tokens: 1000}
   another: {requests-per-second: 5, tokens-per-minute: 100000}
 
-TLS, for callers that have a certificate of their own, and tokens of an identity provider beside keys:
+TLS with client certificates, and tokens of an identity provider in addition to keys:
   penstock serve --host 0.0.0.0 --tls-cert server.pem --tls-key server.key --tls-client-ca clients-ca.pem
   penstock serve --api-keys-file keys --jwt-jwks-file jwks.json --jwt-issuer https://id.example --jwt-audience penstock
 
-environment: HF_HOME and HF_TOKEN for the hub, HF_HUB_OFFLINE=1 to keep off it;
+environment: HF_HOME and HF_TOKEN for the hub, HF_HUB_OFFLINE=1 to use only the cache;
 OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317 sends traces and metrics there.
 """
 
@@ -69,32 +69,35 @@ _RIVALS = (
     ("kv_cache_memory_bytes", "gpu_memory_utilization"),
     ("gpu_memory_utilization", "kv_cache_memory_bytes"),
 )
-"""Where the command line has the first, the file's second does not count."""
+"""If the command line has the first flag, the second one in the file is ignored."""
 _DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """The flags of ``penstock serve``. Raises ConfigError where a value is out of bounds."""
+    """The flags of ``penstock serve``. Raises ConfigError if a value is out of bounds."""
 
     model: str = flag(
-        "demo", "a directory in Hugging Face's layout, the id of a model on the hub, or demo", group="the model"
+        "demo",
+        "a directory in Hugging Face's layout, the id of a model on the Hugging Face Hub, or demo",
+        group="the model",
     )
     revision: str | None = flag(
-        None, "the branch, tag or commit of a model on the hub; only a commit always means the same files",
+        None, "the branch, tag or commit of a model on the hub; only a commit always has the same files",
         metavar="NAME", shown="the main branch",
     )  # fmt: skip
     served_model_name: str | None = flag(
-        None, "the model's name for clients", metavar="NAME", shown="a hub's id, or the last part of a path"
+        None, "the model's name for clients", metavar="NAME", shown="the id on the hub, or the last part of the path"
     )
     generation_config: str = flag(
-        AUTO, "sampling defaults of requests: auto takes those of the model's generation_config.json, none takes none; "
-        "or the path of such a file, or of its directory, whose max_new_tokens is a limit for every request",
+        AUTO, "sampling defaults of requests: auto for the model's generation_config.json, none for no defaults, or "
+        "the path of such a file or its directory; the max_new_tokens of a file given here is a limit for every "
+        "request",
         metavar="auto|none|PATH",
     )  # fmt: skip
     override_generation_config: str | None = flag(
-        None, 'sampling defaults that go before those, such as {"temperature": 0.6}; its max_new_tokens is a limit for '
-        'every request', metavar="JSON", shown="none", is_json=True,
+        None, 'sampling defaults that override those of --generation-config, such as {"temperature": 0.6}; a '
+        'max_new_tokens here is a limit for every request', metavar="JSON", shown="none", is_json=True,
     )  # fmt: skip
     chat_template: Path | None = flag(
         None,
@@ -103,203 +106,214 @@ class ServeConfig:
         shown="the model's own",
     )
     chat_template_timeout: float = flag(
-        DEFAULT_TIMEOUT_S, "processor time that the chat template may take for one conversation; a request that needs "
-        "more fails", metavar="SECONDS", low=0.01, high=600,
+        DEFAULT_TIMEOUT_S, "CPU time that the chat template may use for one conversation; a request that needs more "
+        "fails", metavar="SECONDS", low=0.01, high=600,
     )  # fmt: skip
     max_model_len: int | None = flag(
-        None, "the most tokens of prompt and output together", metavar="N", low=2, high=1 << 24, shown="the model's own"
+        None,
+        "limit on the tokens of prompt and output together",
+        metavar="N",
+        low=2,
+        high=1 << 24,
+        shown="the model's own",
     )
     pooling: str | None = flag(
-        None, "the hidden states that an embedding is made of: the last token's, the mean of all, or the first token's",
-        choices=["last", "mean", "cls"], shown="as the model's 1_Pooling/config.json says, or last",
+        None, "the hidden states that make an embedding: the last token's, the mean of all, or the first token's",
+        choices=["last", "mean", "cls"], shown="from the model's 1_Pooling/config.json, or last",
     )  # fmt: skip
     host: str | None = flag(
         None,
-        "the address to listen on; 0.0.0.0 is every IPv4 one",
+        "the address to listen on; 0.0.0.0 is every IPv4 address",
         shown="127.0.0.1",
-        group="where it listens, and who may call",
+        group="listeners",
     )
-    port: int | None = flag(None, "the port to listen on; 0 is any free one", shown="50051", low=0, high=65535)
+    port: int | None = flag(None, "the port to listen on; 0 is any free port", shown="50051", low=0, high=65535)
     listen: str | None = flag(
-        None, "host and port in one, or a Unix socket", metavar="HOST:PORT|unix:PATH", shown="by --host and --port"
+        None, "host and port together, or a Unix socket", metavar="HOST:PORT|unix:PATH", shown="--host and --port"
     )
     admin_listen: str | None = flag(
-        None, "where the service is administered; what other machines can reach wants --api-keys-file",
-        metavar="HOST:PORT|unix:PATH|off", shown="127.0.0.1 and the next port, or beside the socket PATH.admin",
+        None, "the admin listener; an address that other machines can reach requires --api-keys-file",
+        metavar="HOST:PORT|unix:PATH|off", shown="the next port on 127.0.0.1, or the Unix socket PATH.admin",
     )  # fmt: skip
     metrics_listen: str | None = flag(
-        None, "where Prometheus finds metrics, under /metrics", metavar="HOST:PORT|off",
-        shown="127.0.0.1 and the next port but one; off beside a Unix socket",
+        None, "the listener for Prometheus, with metrics at /metrics", metavar="HOST:PORT|off",
+        shown="two ports after the service's, on 127.0.0.1; off with a Unix socket",
     )  # fmt: skip
     max_connections: int = flag(
-        MAX_CONNECTIONS, "connections over gRPC at a time, or fewer if the limit of open files is too low; idle ones "
-        "give way to new ones", metavar="N", low=1, high=1 << 20,
+        MAX_CONNECTIONS, "limit on open gRPC connections, or fewer if the limit of open files is too low; idle ones "
+        "are closed to make room for new ones", metavar="N", low=1, high=1 << 20,
     )  # fmt: skip
     http_port: int | None = flag(
-        None, "the port of OpenAI's API over HTTP, or HTTPS with --tls-cert, by a child process; 0 is any free one",
+        None, "the port of OpenAI's API over HTTP, or HTTPS with --tls-cert, in a child process; 0 is any free port",
         shown="no HTTP", low=0, high=65535,
     )  # fmt: skip
     http_host: str | None = flag(
-        None, "the address of OpenAI's API; 0.0.0.0 is every IPv4 one", metavar="HOST", shown="127.0.0.1"
+        None, "the address of OpenAI's API; 0.0.0.0 is every IPv4 address", metavar="HOST", shown="127.0.0.1"
     )
     tool_call_parser: str = flag(
-        AUTO, "how the model writes tool calls, for OpenAI's API; auto asks the chat template",
+        AUTO, "the format of the model's tool calls, for OpenAI's API; auto detects it from the chat template",
         choices=[AUTO, NONE, *TOOL_FORMATS],
     )  # fmt: skip
     reasoning_parser: str = flag(
-        AUTO, "how the model writes reasoning, for OpenAI's API; auto asks the chat template",
+        AUTO, "the format of the model's reasoning, for OpenAI's API; auto detects it from the chat template",
         choices=[AUTO, NONE, *REASONING_FORMATS],
     )  # fmt: skip
     allowed_origins: str | None = flag(
-        None, "web pages of these origins may call OpenAI's API, separated by commas; * is any origin",
+        None, "origins whose web pages may call OpenAI's API, separated by commas; * is any origin",
         metavar="ORIGINS", shown="none",
     )  # fmt: skip
     allowed_hosts: str | None = flag(
-        None, "further host names of HTTP and the metrics, separated by commas; *.example.com stands for all names "
-        "below it, * for any name. Requests with another Host are refused if callers need no key, and for metrics",
+        None, "further host names for HTTP and for metrics, separated by commas; *.example.com is every name below "
+        "it, * is any name. Requests with another Host are refused for metrics, and for HTTP if callers need no key",
         metavar="NAMES", shown="addresses, names without a dot and this machine's name",
     )  # fmt: skip
     unknown_fields: str = flag(
-        "refuse", "what OpenAI's API does with fields that no list knows; ignored ones are logged and counted",
+        "refuse", "what OpenAI's API does with unknown fields; ignored ones are logged and counted",
         choices=["refuse", "ignore"],
     )  # fmt: skip
     sse_keep_alive: int = flag(
-        15, "a stream of OpenAI's API that is silent for this long sends a blank line, for proxies; 0 sends none",
+        15, "a stream of OpenAI's API that is idle for this long sends a blank line, for proxies; 0 sends none",
         metavar="SECONDS", low=0, high=3600,
     )  # fmt: skip
     tls_cert: Path | None = flag(
-        None, "the service's certificate and those between it and its authority, in PEM", metavar="FILE",
-        shown="no TLS", group="transport security, and who may call; the files are read again when they change",
+        None, "the service's certificate and intermediate certificates, in PEM", metavar="FILE",
+        shown="no TLS", group="TLS and authentication; changed files are read again",
     )  # fmt: skip
     tls_key: Path | None = flag(None, "the certificate's private key, in PEM", metavar="FILE", shown="none")
     tls_client_ca: Path | None = flag(
-        None, "callers need a certificate that one of these signed, in PEM", metavar="FILE", shown="they need none"
+        None,
+        "callers need a certificate signed by one of these, in PEM",
+        metavar="FILE",
+        shown="no client certificates",
     )
     api_keys_file: Path | None = flag(
-        None, "API keys' hashes and tenants, a line each: sha256:HEX TENANT", metavar="FILE",
-        shown="without keys and tokens everyone is one tenant",
+        None, "hashes of API keys with their tenants, one line per key: sha256:HEX TENANT", metavar="FILE",
+        shown="without keys and tokens, all callers are one tenant",
     )  # fmt: skip
     jwt_jwks_file: Path | None = flag(
         None, "public keys of JSON web tokens: RS256, ES256 or EdDSA", metavar="FILE", shown="no tokens"
     )
-    jwt_issuer: str | None = flag(None, "what a token's iss must be", metavar="NAME", shown="none")
-    jwt_audience: str | None = flag(None, "what a token's aud must be, or hold", metavar="NAME", shown="none")
+    jwt_issuer: str | None = flag(None, "required iss of a token", metavar="NAME", shown="none")
+    jwt_audience: str | None = flag(None, "required aud of a token, or one of its values", metavar="NAME", shown="none")
     jwt_tenant_claim: str = flag("tenant", "the claim that names a token's tenant", metavar="NAME")
     jwt_rights_claim: str = flag(
         "scope", "the claim with a token's rights, penstock:act-for-others and penstock:admin", metavar="NAME"
     )
     jwt_leeway: float = flag(
-        30.0, "how far apart the clocks of issuer and service may be", metavar="SECONDS", low=0, high=300
+        30.0, "allowed difference between the clocks of issuer and service", metavar="SECONDS", low=0, high=300
     )
     tenants_file: Path | None = flag(
-        None, "tenants' weights, caps and rates, in YAML", metavar="FILE", shown="all weigh the same and have no cap"
+        None, "weights, caps and rate limits of tenants, in YAML", metavar="FILE", shown="equal weights and no caps"
     )
     device: str = flag(
         "auto",
         "where the model runs: cpu, cuda, cuda:1; auto is a GPU if there is one",
         metavar="NAME",
-        group="what computes",
+        group="hardware and precision",
     )
     backend: str = flag(
         "auto",
-        "what computes: cpu is the C++ library, cuda is for NVIDIA GPUs, reference is plain torch on either; auto is "
-        "the fastest that can run the model",
+        "cpu is the C++ library, cuda is for NVIDIA GPUs, reference is plain torch on either; auto is the fastest "
+        "that can run the model",
         choices=["auto", "cpu", "cuda", "reference"],
     )
     deterministic: bool = flag(
         False,
-        "on one GPU: a request's results are the same bits in every batch, by slower kernels of our own for all "
-        "products, and by attention that does not divide a row's context. On the backend cpu they always are the same",
+        "on one GPU: a request's results are bit-identical in every batch. Matrix products then use slower kernels, "
+        "and attention does not split a row's context. On the backend cpu they always are",
     )
     tensor_parallel_size: int = flag(
-        1, "ranks that share the model: processes with a part of every matrix, on a GPU each; it is for CPUs too, in "
-        "plain torch, to try it", metavar="N", low=1, high=64,
+        1, "ranks that share the model: each is a process on a GPU of its own, with a part of every matrix; also runs "
+        "on CPUs, in plain torch, for trying it", metavar="N", low=1, high=64,
     )  # fmt: skip
     dtype: str = flag(
         "auto",
-        "the type of weights and activations; auto is the checkpoint's, but on the backend cpu, which has bfloat16 and "
-        "float32 alone, bfloat16 for float16 and float32 for float64",
+        "the type of weights and activations; auto is the checkpoint's. The backend cpu has only bfloat16 and float32: "
+        "there, auto is bfloat16 for float16 and float32 for float64",
         choices=["auto", "float32", "bfloat16", "float16", "float64"],
     )
     quantization: str = flag(
-        "none", "int8, int4 and, on GPUs, fp8 quantise the weights of a float checkpoint as they are read; the others, "
-        "and fp8 too, say what the checkpoint already is",
+        "none",
+        "int8, int4 and, on GPUs, fp8 quantise the weights of a float checkpoint at load; the others, and fp8 too, "
+        "name the format of a quantised checkpoint",
         choices=["none", "int8", "int4", "fp8", "gptq", "awq", "compressed-tensors"],
     )  # fmt: skip
     load_format: str = flag(
-        "auto", "auto reads safetensors; dummy makes weights up, to measure with", choices=["auto", "dummy"]
+        "auto", "auto reads safetensors; dummy makes up weights, for measurements", choices=["auto", "dummy"]
     )
     threads: int | None = flag(
-        None, "threads that compute, on a CPU", metavar="N", low=1, high=1024, shown="the cores that may be used"
+        None, "compute threads on a CPU", metavar="N", low=1, high=1024, shown="the cores that the service may use"
     )
     cpu_pinning: str = flag(
-        "auto", "whether each of those threads stays on a core of its own; auto: where the service was given fewer "
-        "cores than the machine has, and --threads is all of them", choices=["auto", "on", "off"],
+        "auto",
+        "whether each of those threads stays on a core of its own; auto is on if the service may use only some of the "
+        "machine's cores, and --threads is all of those", choices=["auto", "on", "off"],
     )  # fmt: skip
-    block_size: int = flag(16, "tokens in a block of the KV cache", metavar="N", choices=[16], group="the KV cache")
+    block_size: int = flag(16, "tokens per block of the KV cache", metavar="N", choices=[16], group="the KV cache")
     kv_cache_dtype: str = flag(
         "auto",
-        "the type of the KV cache: int8 on the backend cpu, fp8 on cuda; auto is that of the activations",
+        "the type of the KV cache: int8 on the backend cpu, fp8 on cuda; auto is the type of the activations",
         choices=["auto", "int8", "fp8"],
     )
     allow_additional_properties: bool = flag(
         False,
-        "output that matches a JSON schema may have properties that the schema does not declare; without this flag it "
-        "may only where the schema has additionalProperties",
+        "output that matches a JSON schema may have undeclared properties; without this flag, only if the schema sets "
+        "additionalProperties",
     )
-    enable_prefix_caching: bool = flag(True, "keep the KV of prompts for requests that begin alike")
+    enable_prefix_caching: bool = flag(True, "reuse the KV cache for requests with the same prefix")
     gpu_memory_utilization: float | None = flag(
-        None, "the KV cache's share of what is free after the weights are loaded, unlike vLLM's, which is of all "
-        "memory and includes the weights", metavar="SHARE", low=0.01, high=1.0,
-        shown="0.9 of a GPU's, 0.5 of the machine's",
+        None, "the KV cache's share of the memory that is free after the weights are loaded; in vLLM it is a share of "
+        "all memory, including the weights", metavar="SHARE", low=0.01, high=1.0,
+        shown="0.9 on a GPU, 0.5 on a CPU",
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = flag(
-        None, "the KV cache's size, on each rank; K, M, G are powers of 1024", metavar="BYTES", low=1, is_size=True,
-        shown="by --gpu-memory-utilization",
+        None, "the KV cache's size on each rank; K, M, G are powers of 1024", metavar="BYTES", low=1, is_size=True,
+        shown="set by --gpu-memory-utilization",
     )  # fmt: skip
     host_kv_cache_bytes: int = flag(
-        0, "host memory for KV that a GPU's cache has no room for: what is looked for there is copied back, unless "
-        "computing it again is faster; K, M, G are powers of 1024", metavar="BYTES", low=0, is_size=True, shown="none",
+        0, "host memory for KV that is evicted from a GPU's cache; it is copied back when a request needs it, unless "
+        "recomputing is faster; K, M, G are powers of 1024", metavar="BYTES", low=0, is_size=True, shown="none",
     )  # fmt: skip
     conversation_ttl: float = flag(
-        600.0, "how long a request that ended may be continued, and how long its KV is retained for that",
+        600.0, "how long an ended request can be continued, and how long its KV is retained for that",
         metavar="SECONDS", low=0, high=86_400,
     )  # fmt: skip
     conversation_tokens: int = flag(
-        1_000_000, "tokens of each tenant's contexts that are kept to be continued; all tenants together have 16 times "
-        "that; a token takes 6 bytes", metavar="N", low=0, high=1 << 32,
+        1_000_000, "limit on the tokens of each tenant's contexts that are kept for continuation; all tenants "
+        "together have 16 times as many; a token takes 6 bytes", metavar="N", low=0, high=1 << 32,
     )  # fmt: skip
     scheduling_policy: str | None = flag(
-        None, "which request goes first: fcfs the oldest, priority the one with the lowest start.priority, deadline "
+        None, "which request runs first: fcfs the oldest, priority the one with the lowest start.priority, deadline "
         "the one with the least time left, fair one of the tenant that was served least for its weight",
         choices=["fcfs", "priority", "deadline", "fair"], group="scheduling",
         shown="fair with --api-keys-file, --jwt-jwks-file or --tenants-file, else fcfs",
     )  # fmt: skip
     target_itl: float = flag(
-        0.0, "the time between a stream's tokens that prompts beside it may not exceed: they are computed in chunks "
-        "that fit; a high one favours prompts", metavar="MS", low=0, high=60_000,
-        shown="120, or twice what a step takes without prompts",
+        0.0, "target time between a stream's tokens while prompts are computed, in chunks that fit; a high one favours "
+        "prompts", metavar="MS", low=0, high=60_000, shown="120, or twice the time of a step without prompts",
     )  # fmt: skip
     max_num_seqs: int = flag(
-        256, "sequences in a step at most, as far as it has tokens for them", metavar="N", low=1, high=4096
+        256, "limit on the sequences in a step, within its token budget", metavar="N", low=1, high=4096
     )
     max_num_batched_tokens: int | None = flag(
-        None, "tokens in a step at most", metavar="N", low=1, high=1 << 20,
-        shown="2048; on the backend cpu what takes about 0.15 s, 64 to 256",
+        None, "token budget of a step", metavar="N", low=1, high=1 << 20,
+        shown="2048; on the backend cpu, 64 to 256, for about 0.15 s",
     )  # fmt: skip
     speculative_config: str | None = flag(
-        None, 'how tokens are drafted, so that a step may bring several; output never changes by it. The method is '
-        'ngram, suffix, draft_model or eagle3, the last two with a "model"; further keys are as in vLLM, and '
-        'num_speculative_tokens is a bound: how many pay is measured', metavar="JSON", shown="nothing is drafted",
+        None, 'speculative decoding, which never changes output; the method is ngram, suffix, draft_model or eagle3, '
+        'the last two with a "model"; other keys are as in vLLM, and num_speculative_tokens is a limit: fewer are '
+        'drafted if that is faster', metavar="JSON", shown="no drafts",
         is_json=True,
     )  # fmt: skip
-    max_queued_requests: int = flag(1024, "requests that may wait; more are refused", metavar="N", low=1, high=1 << 20)
+    max_queued_requests: int = flag(
+        1024, "limit on waiting requests; more are refused", metavar="N", low=1, high=1 << 20
+    )
     max_queued_tokens: int = flag(
-        4_000_000, "prompt tokens that may wait; more are refused", metavar="N", low=1, high=1 << 32
+        4_000_000, "limit on waiting prompt tokens; more are refused", metavar="N", low=1, high=1 << 32
     )
     explain_requests: int = flag(
         1000,
-        "requests that ended and that penstock explain still knows",
+        "ended requests that penstock explain can show",
         metavar="N",
         low=0,
         high=100_000,
@@ -307,16 +321,16 @@ class ServeConfig:
     )
     drain_delay: float = flag(
         0.0,
-        "after SIGTERM: how long new requests are still taken while health says NOT_SERVING, for balancers to notice",
+        "after SIGTERM: how long new requests are still accepted while health reports NOT_SERVING, for load balancers",
         metavar="SECONDS",
         low=0,
         high=3600,
     )
     shutdown_grace: float = flag(
-        30.0, "what running requests have to finish after SIGTERM", metavar="SECONDS", low=0, high=86_400
+        30.0, "after SIGTERM: how long running requests may take to finish", metavar="SECONDS", low=0, high=86_400
     )
-    log_level: str = flag("info", "what is logged", choices=["debug", "info", "warning", "error"])
-    log_format: str = flag(TEXT, "how: lines of text, or an object of JSON a line", choices=[TEXT, JSON])
+    log_level: str = flag("info", "least severe level that is logged", choices=["debug", "info", "warning", "error"])
+    log_format: str = flag(TEXT, "lines of text, or one JSON object per line", choices=[TEXT, JSON])
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -353,61 +367,61 @@ class ServeConfig:
         if self.override_generation_config is not None:
             check_override(self.override_generation_config)
         if not self.model:
-            raise ConfigError("MODEL: is empty; give a directory, an id on the hub, or demo")
+            raise ConfigError("MODEL: is empty; give a directory, an id on the Hugging Face Hub, or demo")
 
     @property
     def address(self) -> str:
-        """Where to listen: ``host:port`` or ``unix:PATH``."""
+        """The listen address: ``host:port`` or ``unix:PATH``."""
         if self.listen is not None:
             return self.listen
         return host_port(self.host or DEFAULT_HOST, 50051 if self.port is None else self.port)
 
     @property
     def address_flags(self) -> tuple[str, ...]:
-        """The flags that ``address`` comes from, for errors: one for all of it, or the port's and the host's."""
+        """The flags that set ``address``, for errors: one for all of it, or the port's and the host's."""
         return ("--listen",) if self.listen is not None else ("--port", "--host")
 
     @property
     def http_address(self) -> str | None:
-        """Where to listen for HTTP, as ``host:port``; None is nowhere."""
+        """The listen address for HTTP, as ``host:port``; None without HTTP."""
         if self.http_port is None:
             return None
         return host_port(self.http_host or DEFAULT_HOST, self.http_port)
 
     @property
     def has_credentials(self) -> bool:
-        """Whether callers must say who they are."""
+        """Whether callers need a key or a token."""
         return self.api_keys_file is not None or self.jwt_jwks_file is not None
 
     @property
     def policy(self) -> Policy:
-        """The scheduling policy. By default tenants take turns if there are any, so that none keeps others waiting."""
+        """The scheduling policy. By default it is fair if there are tenants, so that none keeps others waiting."""
         if self.scheduling_policy is not None:
             return Policy(self.scheduling_policy)
         return Policy.FAIR if self.has_credentials or self.tenants_file is not None else Policy.FCFS
 
     @property
     def needs_certificates(self) -> bool:
-        """Whether callers over gRPC must show a certificate."""
+        """Whether callers over gRPC need a certificate."""
         return self.tls_client_ca is not None
 
     @property
     def speculation(self) -> SpeculationConfig | None:
-        """How tokens are drafted; None is not at all."""
+        """How tokens are drafted; None without speculative decoding."""
         return None if self.speculative_config is None else parse_speculation(self.speculative_config)
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         if self.served_model_name is not None:
             return self.served_model_name
-        # A hub's id keeps its owner; of a path, the last part says enough.
+        # An id on the hub keeps its owner; the last part of a path is enough.
         path = Path(self.model).expanduser()
         return path.resolve().name if path.is_dir() or path.is_absolute() else self.model
 
 
 def parse_config(arguments: Sequence[str]) -> ServeConfig:
-    """The configuration of a command line. Raises ConfigError; ``--help`` raises SystemExit, after it printed."""
+    """Returns the configuration of a command line. Raises ConfigError; ``--help`` prints, and raises SystemExit."""
     given = vars(_parser().parse_args(arguments))
     file = given.pop("config", None)
     named = given.pop("model_flag", None)

@@ -1,4 +1,4 @@
-"""How a service drafts, by what its operator says: the JSON of ``--speculative-config``, with vLLM's names."""
+"""Parses ``--speculative-config``: the operator's choice of how tokens are drafted, as JSON with vLLM's names."""
 
 import json
 from collections.abc import Mapping
@@ -10,23 +10,23 @@ from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 from penstock.service.config.flags import ConfigError
 
 MAX_DRAFTS = 32
-"""Tokens of a row in a step."""
+"""Limit on the drafted tokens of a row in a step."""
 
 _FLAG = "--speculative-config"
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 8}'
 _DRAFTS = {DraftMethod.NGRAM: 8, DraftMethod.SUFFIX: 16, DraftMethod.DRAFT_MODEL: 5, DraftMethod.EAGLE3: 5}
-"""Unless it is said: what is drafted at most. What a guess costs little to make may be long."""
+"""Defaults of num_speculative_tokens. Drafts of cheap methods may be long."""
 _WITH_MODEL = (DraftMethod.DRAFT_MODEL, DraftMethod.EAGLE3)
 
 
 class _ConfigKey(NamedTuple):
-    """A key of the JSON, and what it may be."""
+    """A key of the JSON and its bounds."""
 
     methods: tuple[DraftMethod, ...]
-    """That have it."""
+    """The methods that have this key."""
     low: float = 0
     high: float = 0
-    """Of numbers."""
+    """The bounds of a number."""
 
 
 _KEYS: Mapping[str, _ConfigKey] = {
@@ -42,11 +42,11 @@ _KEYS: Mapping[str, _ConfigKey] = {
 
 
 def parse_speculation(text: str) -> SpeculationConfig:
-    """The configuration of a JSON text. Raises ConfigError, which names the key and says what would be right."""
+    """Returns the configuration of a JSON text. Raises ConfigError, with the key and its correct values."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{_FLAG}: is no JSON ({error}); it is such as {_EXAMPLE}") from None
+        raise ConfigError(f"{_FLAG}: is not valid JSON ({error}); write it as {_EXAMPLE}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"{_FLAG}: must be an object, such as {_EXAMPLE}")
     method = _method(given)
@@ -55,7 +55,7 @@ def parse_speculation(text: str) -> SpeculationConfig:
         if key != "method":
             values[key] = _checked(method, key, value)
     if method in _WITH_MODEL and "model" not in values:
-        raise _wrong("model", f"is required by {method.value}; give a directory, or an id on the hub")
+        raise _wrong("model", f"is required by {method.value}; give a directory, or an id on the Hugging Face Hub")
     speculation = SpeculationConfig(method, **values)
     least, most = speculation.prompt_lookup_min, speculation.prompt_lookup_max
     if least <= most:
@@ -83,11 +83,11 @@ def _checked(method: DraftMethod, key: str, value: object) -> object:
         theirs = [name for name, each in _KEYS.items() if method in each.methods]
         raise _wrong(key, f"there is no such key; {method.value} has {', '.join(theirs)}")
     if method not in known.methods:
-        raise _wrong(key, f"is of {' and '.join(each.value for each in known.methods)} alone; leave it out")
+        raise _wrong(key, f"only applies to {' and '.join(each.value for each in known.methods)}; leave it out")
     kind = next(field.type for field in fields(SpeculationConfig) if field.name == key)
     if key == "model":
         if not isinstance(value, str) or not value:
-            raise _wrong(key, f"must be a directory, or an id on the hub; it is {value!r}")
+            raise _wrong(key, f"must be a directory, or an id on the Hugging Face Hub; it is {value!r}")
         return value
     is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     if not is_number or not known.low <= value <= known.high:  # type: ignore[operator]
