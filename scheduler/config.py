@@ -8,6 +8,8 @@ from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerFacts
 from penstock.scheduler.policy import Policy
 
+RETRY_AFTER_MS = 1000
+"""The time after which a client may retry what the engine refused, if nothing better is known."""
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 MAX_TARGET_ITL_S = 60.0
 MIN_REQUEST_RATE, MAX_REQUEST_RATE = 0.001, 1e6

@@ -58,7 +58,8 @@ _BROKEN = "the connection to the service broke before the answer was done; try a
 _NO_PATH = "there is no such path here; OpenAI's API is under /v1, and /docs lists all that there is"
 _GRPC_KEY, _HTTP_KEY = "the metadata 'authorization: Bearer <key>'", "the header 'Authorization: Bearer KEY'"
 """How a key is sent, in the service's words and in those of HTTP."""
-_RETRY_DOWN_S = 1.0
+RETRY_S = 1.0
+"""The time after which a client may retry what this gateway refused, or what the service refused without a hint."""
 
 
 class ErrorDetail(BaseModel):
@@ -148,7 +149,7 @@ def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_
     """What the service said, or that it said nothing. ``renamed`` turns the contract's path of a field into the
     caller's."""
     if isinstance(failure, Unreachable):
-        return GatewayError(503, _DOWN, code="service_unavailable", retry_after_s=_RETRY_DOWN_S, may_retry=True)
+        return GatewayError(503, _DOWN, code="service_unavailable", retry_after_s=RETRY_S, may_retry=True)
     status = _HTTP_CODES.get(failure.code, 500)
     message, param = failure.message, None
     if failure.violations:
@@ -166,7 +167,7 @@ def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_
         status = status if status in (501, 504) else 503
     retry_after = failure.retry_after
     if status == 503 and retry_after is None and not is_final:
-        retry_after = _RETRY_DOWN_S
+        retry_after = RETRY_S
     may_retry = failure.retryable if status in (429, 503) else False if status >= 500 else None
     if is_broken and status == 503:
         may_retry = not is_final  # whatever code gRPC has for it

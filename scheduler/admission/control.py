@@ -2,16 +2,15 @@
 
 import math
 
-from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.config import RETRY_AFTER_MS, SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.planning.allowance import Rated, TenantRateLimit
 from penstock.scheduler.planning.queues import Queued
 from penstock.scheduler.request import RefusalKind, Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
 
-RETRY_AFTER_MS = 1000
 MIN_RETRY_AFTER_MS = 50
-"""Sooner nobody need try again, whatever is predicted."""
+"""The shortest time that a refusal names, whatever is predicted."""
 MAX_QUEUED_POOLED = 1 << 16
 """Prompts to embed that may wait, unless one request brings more: each is a choice of its own, however short."""
 

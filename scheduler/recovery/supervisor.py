@@ -4,13 +4,12 @@ import asyncio
 import logging
 import time
 
+from penstock.scheduler.config import RETRY_AFTER_MS
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.recovery.restarts import RestartBudget, WorkerFailure
 
 logger = logging.getLogger(__name__)
-
-MIN_RETRY_MS = 1000
 
 
 class WorkerSupervisor:
@@ -32,7 +31,7 @@ class WorkerSupervisor:
     def retry_ms(self) -> int:
         """While one is replaced: when another is likely to run."""
         left_s = self._load_s - (time.monotonic() - self._died_at)
-        return max(MIN_RETRY_MS, round(1000 * left_s))
+        return max(RETRY_AFTER_MS, round(1000 * left_s))
 
     async def start(self) -> WorkerFacts:
         """Raises ExecutorError."""

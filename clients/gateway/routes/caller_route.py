@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from penstock.clients.errors import InvalidOption
-from penstock.clients.gateway.errors import ErrorBody, GatewayError
+from penstock.clients.gateway.errors import RETRY_S, ErrorBody, GatewayError
 from penstock.clients.gateway.requests.json_body import parse_json
 from penstock.clients.gateway.schemas.common import Body
 from penstock.clients.gateway.schemas.unknown_fields import without_unknown_fields
@@ -28,7 +28,6 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 _TURN_BYTES = 8 << 10
 """Bodies above this size wait for their turn to be parsed."""
-_RETRY_S = 1.0
 _REFUSED = frozenset({400, 404, 408, 413, 415})
 """Faults of a request, which count against its tenant's rate."""
 
@@ -176,12 +175,12 @@ def _end_soon(limit: asyncio.Timeout) -> None:
 
 def _evicted() -> GatewayError:
     message = "the memory for bodies was needed, and this one was the slowest to arrive; try again, or send it faster"
-    return GatewayError(408, message, code="body_too_slow", retry_after_s=_RETRY_S, may_retry=True)
+    return GatewayError(408, message, code="body_too_slow", retry_after_s=RETRY_S, may_retry=True)
 
 
 def _no_room(error: NoRoomForBody, budget: BodyBudget) -> GatewayError:
     if error.is_tenants:
         message = f"all bodies of a tenant may take {budget.max_tenant_bytes:,} bytes at once; send fewer at once"
-        return GatewayError(429, message, code="bodies_full", retry_after_s=_RETRY_S, may_retry=True)
+        return GatewayError(429, message, code="bodies_full", retry_after_s=RETRY_S, may_retry=True)
     message = f"all bodies may take {budget.max_bytes:,} bytes at once; try again"
-    return GatewayError(503, message, code="gateway_full", retry_after_s=_RETRY_S, may_retry=True)
+    return GatewayError(503, message, code="gateway_full", retry_after_s=RETRY_S, may_retry=True)

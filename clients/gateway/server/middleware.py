@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.clients.errors import RequestFailed
-from penstock.clients.gateway.errors import GatewayError, as_gateway_error
+from penstock.clients.gateway.errors import RETRY_S, GatewayError, as_gateway_error
 from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.schemas.unsupported import shown
 from penstock.clients.gateway.settings import GatewaySettings
@@ -25,7 +25,6 @@ _PROBES = frozenset({"/health", "/ping", "/version", _METRICS})
 _SAY_NOTHING = _PROBES - {_METRICS}
 """Balancers ask these under any name."""
 _FULL = "the gateway has as many connections as it may have; try again"
-_FULL_RETRY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class OuterMiddleware:
 
         try:
             if is_refused:
-                raise GatewayError(503, _FULL, code="gateway_full", retry_after_s=_FULL_RETRY_S, may_retry=True)
+                raise GatewayError(503, _FULL, code="gateway_full", retry_after_s=RETRY_S, may_retry=True)
             headers = Headers(scope=scope)
             _check_host(headers, scope["http_version"])
             await self._check_host_is_ours(headers.get("host"), scope)

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 
 from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.errors import RequestFailed, failure_from_call
-from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.errors import RETRY_S, GatewayError
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.upstream.body_budget import BodyInMemory
 from penstock.clients.gateway.upstream.caller_headers import bearer_key, named_tenant
@@ -38,7 +38,6 @@ from penstock.v1.tokenizer_pb2 import DescribeTokensRequest, RenderChatResponse,
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 
 T = TypeVar("T")
-_FULL_RETRY_S = 1.0
 _MAX_DESCRIBED = 1 << 16
 _MAX_TEXTS = 64
 _MAX_TEXT_LENGTH = 1 << 16
@@ -321,7 +320,7 @@ class ServiceLink:
                 503,
                 "too many tenants at once; try again",
                 code="gateway_full",
-                retry_after_s=_FULL_RETRY_S,
+                retry_after_s=RETRY_S,
                 may_retry=True,
             )
         self._drop(min(idle, key=lambda place: place.last_used))
