@@ -1,5 +1,5 @@
-"""The backend for CPUs: a step is a call into the library, which runs the model and chooses the tokens. Imports no
-tensor library."""
+"""The CPU backend: a step is one call into the library, which runs the model and samples the tokens. Imports no tensor
+library."""
 
 import ctypes
 import logging
@@ -28,27 +28,27 @@ from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerCon
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": StorageFormat.F32, "bfloat16": StorageFormat.BF16}
-"""What a model can be held in."""
+"""The formats that a model can be held in."""
 
 NARROW = {"float16": "bfloat16", "float64": "float32"}
-"""What ``auto`` makes of a checkpoint in another dtype."""
+"""What ``auto`` chooses for a checkpoint in another dtype."""
 
 SMALL_STEP = 1 << 26
-"""Parameters times tokens. In a smaller step a second thread gains less than the service's loop, with which it shares
-the cores, loses: a guess, not measured."""
+"""The limit in parameters times tokens. In a smaller step a second thread gains less than it costs the service's loop,
+with which it shares the cores: a guess, not measured."""
 
 STEP_S = 0.15
 OPERATIONS_PER_S = {"amx": 800e9}
-"""Of a thread, about: an order of magnitude is enough."""
+"""The approximate speed of a thread by instruction set: an order of magnitude is enough."""
 OTHER_OPERATIONS_PER_S = 250e9
-"""With any other instruction set."""
+"""The same for any other instruction set."""
 MIN_BATCHED_TOKENS = 64
-"""Products of fewer rows are not as fast, and each row that decodes needs one."""
+"""Products of fewer rows are slower, and each decoding row needs one row."""
 MOST_BATCHED_TOKENS = 256
-"""Products of more rows are no faster."""
+"""Products of more rows are not faster."""
 
 TILE_TOKENS = 32
-"""Products go by tiles of so many rows, or a part of it."""
+"""Products are computed in tiles of this many rows, or a part of one."""
 
 
 class CpuBackend(SynchronousBackend):
@@ -72,20 +72,20 @@ class CpuBackend(SynchronousBackend):
         self._num_threads = num_threads
         self._small_step = SMALL_STEP // num_parameters
         self._sampling = SamplingRows()
-        # Of most steps: made once.
+        # Most steps have neither, so these are made once.
         self._no_scores, self._not_pooled = _Scores([], num_logits), _Pooled([])
 
     def reset_blocks(self, block_ids: list[int]) -> None:
-        """Nothing is to be done: whoever writes a page first zeroes what is masked."""
+        """Does nothing: the kernel that first writes a page zeroes its masked slots."""
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
-        """There is no host tier, so that no plan has copies."""
+        """Never called: there is no host tier, so no plan has copies."""
         raise AssertionError("the device's memory is the host's")
 
     copy_in = copy_out
 
     def run(self, batch: Batch) -> BatchResult:
-        """Runs the layers and chooses the next tokens: in one call, or in two where masks are awaited in between."""
+        """Runs the layers and samples the tokens: in one call, or in two if masks are awaited in between."""
         sampling = self._sampling.gather(batch.sampled)
         sampled = batch.sampled_tokens
         tokens = (SampledToken * len(sampled))()
@@ -131,11 +131,11 @@ class CpuBackend(SynchronousBackend):
         return BatchResult(_sampled(batch.sampled, tokens, top_ids, tops), scores.parts(), recorded)
 
     def prefault(self) -> None:
-        """Of the first pages."""
+        """Allocates the first pages' memory."""
         self._first_pages.start_prefault()
 
     def seconds(self) -> dict[str, float]:
-        """Spent in each stage of a step so far."""
+        """Returns the time spent in each stage of a step so far."""
         return self._program.seconds()
 
 
@@ -156,7 +156,7 @@ def _sampled(
 
 
 class _Scores:
-    """The log-probabilities of prompt tokens that come out of a batch: what is asked, and room for the answers."""
+    """The log-probabilities of prompt tokens that a batch computes: the library's inputs and outputs."""
 
     def __init__(self, spans: list[tuple[Row, int, int, int]], num_logits: int) -> None:
         self._spans = spans
@@ -179,10 +179,10 @@ class _Scores:
             "num_tops": address(num_tops), "scored_room": room, "chosen": address(self._chosen),
             "scored_top_ids": address(self._top_ids), "scored_tops": address(self._log_probabilities),
         }  # fmt: skip
-        """Of the step; what they point to is alive while this is."""
+        """Fields of the step. What they point to lives as long as this object."""
 
     def parts(self) -> list[PromptLogprobsPart]:
-        """The answers, a part for each row."""
+        """Returns the results, one part per row."""
         parts = []
         begin = 0
         for (row, _, count, position), top in zip(self._spans, self._tops, strict=True):
@@ -199,24 +199,24 @@ class _Scores:
 
 
 class _Pooled:
-    """The tokens of a batch whose hidden states are added to vectors, and where these lie."""
+    """The tokens of a batch whose hidden states are added to vectors, and the vectors' addresses."""
 
     def __init__(self, spans: list[tuple[PooledRow, int, int]]) -> None:
         parts = [np.arange(first, first + count) for _, first, count in spans]
         tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         starts: Ids = np.cumsum([0, *(count for _, _, count in spans)], dtype=np.int64)
-        # Addresses; the rows keep what they point to.
+        # Addresses; the rows own what they point to.
         vectors: Ids = np.array([address(row.total) for row, _, _ in spans], dtype=np.int64)
         self._kept = (tokens, starts, vectors)
         self.fields = {
             "num_vectors": len(vectors), "num_pooled": len(tokens), "pooled": address(tokens),
             "pooled_starts": address(starts), "vectors": address(vectors),
         }  # fmt: skip
-        """Of the step; what they point to is alive while this is."""
+        """Fields of the step. What they point to lives as long as this object."""
 
 
 class _Features:
-    """Room for what is wanted of a batch's hidden states."""
+    """The output buffer for a batch's hidden states before its feature layers."""
 
     def __init__(self, batch: Batch, hidden_size: int) -> None:
         layers = np.array(batch.feature_layers, dtype=np.int32)
@@ -225,24 +225,27 @@ class _Features:
         self.fields = {
             "num_features": len(layers), "feature_layers": address(layers), "features": address(self.array),
         }  # fmt: skip
-        """Of the step; what they point to is alive while this is."""
+        """Fields of the step. What they point to lives as long as this object."""
 
 
 def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None:
-    """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
+    """Returns why this backend cannot run the model with this config, with the remedy; None if it can."""
     if config.device != "cpu":
-        return f"--device is {config.device}, and it is for CPUs: give --device cpu, or leave --backend out"
+        return f"--device is {config.device}, and this backend is for CPUs: give --device cpu, or leave --backend out"
     if config.dtype not in ("auto", *DTYPES):
-        return f"--dtype is {config.dtype}, and it has bfloat16 and float32: give one of them, or leave --dtype out"
+        return (
+            f"--dtype is {config.dtype}, and this backend has bfloat16 and float32: give one of them, or leave --dtype "
+            "out"
+        )
     if config.tensor_parallel_size > 1:
         return (
-            f"--tensor-parallel-size is {config.tensor_parallel_size}, and it computes with all cores in one process: "
+            f"--tensor-parallel-size is {config.tensor_parallel_size}, and this backend uses all cores in one process: "
             "leave that out"
         )
     if info.at_load(config.quantization) == "fp8":
         return "--quantization fp8 is for the backend cuda: give int8, which takes the same bytes"
     if config.block_size % LANES:
-        return f"--block-size is {config.block_size}, and its pages hold {LANES} tokens: give a multiple of that"
+        return f"--block-size is {config.block_size}, and pages hold {LANES} tokens: give a multiple of that"
     if _experts_differ(info):
         return "its experts are quantised differently, or by act-order: use a checkpoint with desc_act or actorder off"
     try:
@@ -253,7 +256,7 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
 
 
 def _experts_differ(info: CheckpointInfo) -> bool:
-    """Whether experts differ in what their inputs must be prepared for: they are prepared for all of them at once."""
+    """Whether experts need differently prepared inputs: inputs are prepared once for all of them."""
     experts = [name.removesuffix(".weight") for name, shape in info.spec.tensors() if ".experts." in name and shape[1:]]
     linears = [info.quantized.get(name) for name in experts]
     schemes = {None if linear is None or linear.scheme.is_float else linear.scheme for linear in linears}
@@ -261,7 +264,7 @@ def _experts_differ(info: CheckpointInfo) -> bool:
 
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
-    """The factory of the backend registry; there must be no ``unsupported_reason``. Raises ModelError."""
+    """The factory for the backend registry; ``unsupported_reason`` must be None. Raises ModelError."""
     spec = info.spec
     dtype = NARROW.get(info.dtype, info.dtype) if config.dtype == "auto" else config.dtype
     if dtype != info.dtype and config.dtype == "auto":
@@ -278,7 +281,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     assert kernels is not None, "every machine runs the generic kernels"
     cores = choose_cores(config.cpu_pinning, config.num_threads)
     if cores is not None:
-        logger.info("each thread that computes stays on a core of its own, of %s", ", ".join(map(str, cores)))
+        logger.info("each compute thread is pinned to a core of its own, of %s", ", ".join(map(str, cores)))
     library = Library(config.num_threads, cores)
     max_bytes = max_weight_bytes(spec, formats, info.quantized, kernels)
     check_weights_fit(config, spec.architecture, max_bytes, dtype if quantization == "none" else quantization)
@@ -288,11 +291,11 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         model = load_model(spec, formats, tensors, library, kernels, max_bytes, num_logits, config.block_size)
     except MemoryError as error:
         raise ModelError(
-            f"{spec.architecture}: its weights of {max_bytes >> 20} MiB cannot be allocated on cpu: choose a smaller "
+            f"{spec.architecture}: the weights of {max_bytes >> 20} MiB cannot be allocated on cpu: choose a smaller "
             "--dtype, --quantization int8 or int4 or a smaller model, or raise the process's limit (ulimit -v)"
         ) from error
     if not math.isfinite(model.error.squared_weights):
-        raise ModelError(f"{spec.architecture}: a weight is no finite number: download the weights again")
+        raise ModelError(f"{spec.architecture}: a weight is not a finite number: download the weights again")
     if model.error.squared_weights:
         logger.info("%s: the weights' relative error is %.2f %%", quantization, 100 * model.error.relative)
     num_bytes = block_bytes(spec, formats.kv, config.block_size)
@@ -332,8 +335,8 @@ def _check_tiers(config: WorkerConfig) -> None:
 
 
 def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int) -> int:
-    """Tokens that a step computes in about ``STEP_S``: whoever arrives waits so long, and products are nearly as fast
-    as with more."""
+    """Returns the tokens that a step computes in about ``STEP_S``. A new request waits this long, and products are
+    nearly as fast as with more tokens."""
     per_token = 2 * max(1, spec.num_parameters - spec.vocab_size * spec.hidden_size)
     tokens = STEP_S * OPERATIONS_PER_S.get(instruction_set, OTHER_OPERATIONS_PER_S) * num_threads / per_token
     return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, TILE_TOKENS * math.ceil(tokens / TILE_TOKENS)))
@@ -346,6 +349,6 @@ def _formats(config: WorkerConfig, dtype: str, quantization: str) -> StorageForm
         )
     plain = DTYPES[dtype]
     weights = {"int8": StorageFormat.INT8, "int4": StorageFormat.INT4}.get(quantization, plain)
-    # The head decides between tokens whose logits are close: it keeps eight bits where the layers have four.
+    # The head decides between tokens with close logits, so it keeps eight bits even if the layers have four.
     head = StorageFormat.INT8 if quantization in ("int8", "int4") else plain
     return StorageFormats(weights, head, plain, StorageFormat.INT8 if config.kv_cache_dtype == "int8" else plain)

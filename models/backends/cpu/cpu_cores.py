@@ -1,4 +1,5 @@
-"""Which cores the threads that compute stay on. Asks the system where this process may run; knows no backend."""
+"""Chooses the cores that the compute threads are pinned to. Queries the system for the cores that this process may use;
+knows no backend."""
 
 import os
 from collections import Counter
@@ -11,10 +12,10 @@ PINNINGS = ("auto", "on", "off")
 
 
 def choose_cores(pinning: str, num_threads: int, root: Path = Path("/")) -> list[int] | None:
-    """A core for each thread; None: the system moves them as it likes. ``root`` is where /sys is.
+    """Returns a core for each thread; None lets the system move them freely. ``root`` is where /sys is.
 
-    ``auto`` pins where this process was given cores of its own, fewer than the machine has, and its threads take all of
-    them. Elsewhere a second service would choose the same cores, and the two would share them while others are idle.
+    ``auto`` pins if this process was given cores of its own, fewer than the machine has, and its threads use all of
+    them. Otherwise a second service would choose the same cores, and the two would share them while others are idle.
     Raises ModelError.
     """
     if pinning not in PINNINGS:
@@ -32,7 +33,7 @@ def choose_cores(pinning: str, num_threads: int, root: Path = Path("/")) -> list
 
 
 def _apart(cores: set[int], root: Path) -> list[int]:
-    """By number, but the second hardware thread of a core comes after the first ones of all."""
+    """Sorts cores by number, but puts the second hardware thread of each core after the first ones of all."""
     before: Counter[str] = Counter()
     ranks = {}
     for core in sorted(cores):

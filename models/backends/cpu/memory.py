@@ -1,5 +1,5 @@
-"""The memory of KV pages on CPUs, and when it is taken from the system: where a virtual machine's memory is its host's
-too, the first write to it can cost more than what is computed meanwhile. Imports no tensor library."""
+"""The memory of KV pages on CPUs, and when it is allocated: on a virtual machine whose host allocates memory at first
+use too, the first write to a page can cost more than the computation meanwhile. Imports no tensor library."""
 
 import threading
 import time
@@ -11,15 +11,15 @@ from penstock.kernels.cpu.program import Library, Memory
 from penstock.models.errors import ModelError
 
 FIRST_TOKENS, FIRST_BYTES = 1 << 15, 4 << 30
-"""Of KV at most, whose memory is taken before they are there."""
+"""The limits of KV whose memory is allocated before the tokens arrive."""
 QUIET_S = 0.1
-"""Without a step, until it is taken."""
+"""The time without a step after which memory is allocated."""
 SLICE_BYTES = 2 << 20
-"""At a time: a huge page. A step that begins meanwhile may wait for so much."""
+"""Allocated at a time: a huge page. A step that starts meanwhile may wait for one slice."""
 
 
 def allocate_pages(library: Library, num_blocks: int, num_bytes: int) -> Memory:
-    """Of so many blocks of so many bytes. Raises ModelError."""
+    """Allocates ``num_blocks`` blocks of ``num_bytes`` each. Raises ModelError."""
     try:
         return library.memory(num_blocks * num_bytes)
     except MemoryError as error:
@@ -30,27 +30,27 @@ def allocate_pages(library: Library, num_blocks: int, num_bytes: int) -> Memory:
 
 
 class FirstPages:
-    """Those that will be written first. The others are taken as they are written, so that an idle service does not hold
-    memory for nothing."""
+    """The pages that will be written first. The others are allocated when they are written, so that an idle service
+    does not hold memory for nothing."""
 
     def __init__(self, pages: Memory, page_bytes: int) -> None:
-        """``page_bytes``: of a page of 16 tokens, in all layers."""
+        """``page_bytes`` is the size of a page of 16 tokens in all layers."""
         self._pages = pages
         self.num_bytes = min(page_bytes * (FIRST_TOKENS // LANES), FIRST_BYTES, pages.num_bytes)
-        """What is taken ahead."""
+        """The bytes to allocate in advance."""
         self._quiet_since: float | None = 0.0
-        """None: a step is computed."""
+        """None while a step is computed."""
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """While a step is computed."""
+        """Stops the allocation while a step is computed."""
         self._quiet_since = None
         yield
         self._quiet_since = time.monotonic()
 
     def start_prefault(self) -> None:
-        """Begins to, on a thread of its own, while there are no steps. Not beside them, however low the priority: each
-        page that the system cleared meanwhile was seen to keep a step waiting."""
+        """Starts the allocation on its own thread. It runs only while there are no steps, even at low priority: each
+        page that the system cleared during a step was seen to delay the step."""
         threading.Thread(target=self._take_all, name="pages", daemon=True).start()
 
     def _take_all(self) -> None:

@@ -1,5 +1,5 @@
-"""Rows as the CPU library samples them: a table of ``SamplingRow``, a line of it filled once for each row, from which a
-step's rows are copied. Knows no tensors."""
+"""The CPU library's sampling parameters: a table of ``SamplingRow`` with one entry per row, filled once, from which
+each step copies its rows. Uses no tensors."""
 
 import ctypes
 from collections.abc import Sequence
@@ -19,27 +19,27 @@ Words = NDArray[np.uint64]
 
 
 class SamplingBatch(NamedTuple):
-    """The lines of a step, one after another. Arrays that they point into are alive while the batch is."""
+    """The sampled positions of a step. Arrays that they point into live as long as the batch."""
 
     address: int
-    """Of the first ``SamplingRow``."""
+    """The address of the first ``SamplingRow``."""
     num_rows: int
     num_top: int
-    """The most likeliest tokens that any of the rows wants log-probabilities of: room for a row's results."""
+    """The largest number of likeliest tokens that any row reports; sizes a row's results."""
     rows: Words
-    """(num_rows, WIDTH): what lies at the address."""
+    """(num_rows, WIDTH): the memory at the address."""
     kept: tuple[object, ...]
-    """Only so that it is not freed."""
+    """Keeps what the rows point to alive."""
 
     def mask(self, sampled: list[int], masks: NDArray[np.uint32]) -> None:
-        """Sets what grammars allow of some of the rows, in place of all else that says what is allowed. ``masks`` must
-        be kept as long as the batch is used."""
-        assert masks.flags.c_contiguous, "masks lie one after another"
+        """Sets the tokens that grammars allow for some rows; this replaces their other masks. ``masks`` must live as
+        long as the batch is used."""
+        assert masks.flags.c_contiguous, "masks are contiguous"
         self.rows[sampled, MASK] = address(masks) + np.arange(len(sampled)) * masks.strides[0]
 
 
 def _column(name: str) -> int:
-    """Every field is of 8 bytes, so a row is a line of 64-bit words."""
+    """Returns a field's column. Every field has 8 bytes, so a row is a line of 64-bit words."""
     return int(getattr(SamplingRow, name).offset) // 8
 
 
@@ -52,7 +52,7 @@ NUM_LOGPROBS = _column("num_logprobs")
 
 
 class _Counts:
-    """Where a row's counts lie. They move when they outgrow their arrays, and only then."""
+    """The addresses of a row's counts. They change only when the counts outgrow their arrays."""
 
     __slots__ = ("_arrays", "_counts", "_place")
 
@@ -62,7 +62,7 @@ class _Counts:
         self._place = (0, 0)
 
     def locate(self) -> tuple[tuple[int, int, int], object]:
-        """The values of SEEN; and what is to be held as long as they are used."""
+        """Returns the values of SEEN, and the object that must live as long as they are used."""
         ids = self._counts.ids
         if self._arrays is None or ids.base is not self._arrays[0]:
             output = self._counts.output
@@ -71,29 +71,30 @@ class _Counts:
 
 
 class SamplingRows:
-    """Makes batches of rows.
+    """Builds batches of rows.
 
-    A row is filled in when it is first seen; another one of the same number takes its place. In each step only what
-    changes is written: positions, where penalties' counts lie, and what is forbidden.
+    A row is filled in when it is first seen, and replaces an earlier one of the same number. Each step writes only what
+    changes: positions, the addresses of penalties' counts, and forbidden tokens.
     """
 
     def __init__(self) -> None:
         self._table: Words = np.zeros((16, WIDTH), dtype=np.uint64)
         self._lists: list[TokenLists | None] = [None] * 16
-        """Of the row that a line of the table is filled with: a row has one of its own, and the line points into it."""
+        """The lists of the row that each line of the table was filled from. Every row has its own, and the line points
+        into it."""
         self._counts: dict[int, _Counts] = {}
         self._restrained: set[int] = set()
-        """Rows of which something may be forbidden."""
+        """Rows that may have forbidden tokens."""
 
     def gather(self, sampled: list[SampledPosition]) -> SamplingBatch:
-        """The lines' rows as they stand now. Valid until a token is appended to one of them."""
+        """Returns the current rows of the sampled positions. Valid until a token is appended to one of them."""
         numbers = [sample.row.number for sample in sampled]
         self._grow(max(numbers, default=0) + 1)
         known = self._lists
         for sample, number in zip(sampled, numbers, strict=True):
             if known[number] is not sample.row.lists:
                 self._fill(sample.row)
-        # One copy: lines of a table would be overwritten while another thread still reads the last batch.
+        # A copy: the table would be overwritten while another thread still reads the last batch.
         words = self._table[numbers]
         words[:, POSITION] = [sample.position for sample in sampled]
         kept: list[object] = [[known[number] for number in numbers]]
@@ -164,5 +165,5 @@ class SamplingRows:
 
 
 def _write(words: Words, columns: tuple[int, ...], at: list[int], values: Sequence[tuple[int, ...]]) -> None:
-    """Some columns of some lines."""
+    """Writes some columns of some lines."""
     words[np.array(at)[:, None], columns] = np.array(values, dtype=np.uint64)

@@ -1,7 +1,7 @@
-"""The backend for NVIDIA GPUs: kernels in Triton, products by cuBLAS where bits may depend on the batch. A step goes to
-the device as a whole, as a CUDA graph where it is small, and the next one may be there before it ends.
+"""The backend for NVIDIA GPUs: Triton kernels, and cuBLAS for products whose bits may depend on the batch. A step is
+launched as a whole, as a CUDA graph if it is small, and the next one may be launched before it ends.
 
-With TRITON_INTERPRET=1 all of it runs on a CPU, a thousand times slower: so it is tested where there is no GPU.
+With TRITON_INTERPRET=1 everything runs on a CPU, a thousand times slower, for tests without a GPU.
 """
 
 import logging
@@ -41,14 +41,14 @@ from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFact
 logger = logging.getLogger(__name__)
 
 SHARED_BYTES = 227 << 10
-"""Of a program: what tiles are made for."""
+"""The shared memory of a program that tile sizes assume."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {"fp8": torch.float8_e4m3fn}
-"""Besides that of the activations."""
+"""The dtypes of the KV cache besides that of the activations."""
 
 
 class StepMemory:
-    """What steps need besides weights and pages; taken before the KV cache gets what is left."""
+    """The memory of steps besides weights and pages, allocated before the KV cache gets the rest."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         sampler, sequences, sampled = shape.sampler(), shape.max_sequences, shape.max_sampled
@@ -60,7 +60,7 @@ class StepMemory:
 
 
 class CudaBackend:
-    """A ``Backend`` whose rows stand on the device."""
+    """A ``Backend`` that keeps its rows on the device."""
 
     runs_ahead = True
 
@@ -81,35 +81,34 @@ class CudaBackend:
         self._warm()
 
     def reset_blocks(self, block_ids: list[int]) -> None:
-        """Nothing is to be done: what is no token of a row is never read."""
+        """Does nothing: only the tokens of rows are ever read."""
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
-        """Has blocks copied to slots of the host tier, after the steps that have begun."""
+        """Queues copies of blocks to slots of the host tier, after the steps that have started."""
         self._host_pages.copy_out(copies)
 
     def copy_in(self, copies: list[tuple[int, int]]) -> None:
-        """Has slots of the host tier copied to blocks, before the next step."""
+        """Queues copies of slots of the host tier to blocks, before the next step."""
         self._host_pages.copy_in(copies)
 
     def prefault(self) -> None:
-        """The device's is all there."""
+        """Does nothing: the device's memory is allocated already."""
 
     @torch.inference_mode()
     def _warm(self) -> None:
-        """Runs steps of no sequences in every form that there will be, which compiles all kernels, and captures
-        graphs."""
+        """Runs steps without sequences in every form that occurs, which compiles all kernels, and captures graphs."""
         with launches.warming():
             for size in self._warm_sizes():
                 self._choose(size, self._forward(size))
             self._graphs.capture(graph_sizes(self._memory.shape, self._device))
 
     def _warm_sizes(self) -> Iterator[Size]:
-        """Of steps of every form, besides those of the graphs."""
+        """Yields sizes for steps of every form besides those of the graphs."""
         shape = self._memory.shape
         most, tokens, verified = shape.max_sequences, shape.max_tokens, shape.max_queries[-1]
         wanted = {number for number in (2, verified + 1, *self._model.changes()) if number <= tokens}
         if self._device.type == "cuda":
-            wanted.add(tokens)  # which also takes the memory that so large a step needs
+            wanted.add(tokens)  # which also allocates the memory of the largest step
             # ``prepare`` has a form for each power of 2.
             for sequences in {min(MIN_SEQUENCES << n, most) for n in range(12)}:
                 yield Size(sequences, tokens, shape.max_sampled, tokens)
@@ -118,7 +117,7 @@ class CudaBackend:
 
     @torch.inference_mode()
     def start_step(self, batch: Batch) -> Finish:
-        """Has the device compute the batch, after those before it."""
+        """Launches the batch on the device, after those before it."""
         memory, size = self._memory, Size.of(batch)
         reads_hidden = any(True for _ in batch.pooled_spans()) or any(True for _ in batch.prompt_spans())
         graph = None if reads_hidden else self._graphs.find(size)
@@ -135,7 +134,7 @@ class CudaBackend:
             parts = prompt_parts(batch, made.states, self._wide_logits, self._spec.vocab_size)
         features = None
         if batch.feature_layers:
-            # A copy, as the next step has its own there.
+            # A copy, since the next step overwrites it.
             features = DeviceFeatures.of(made.features[: size.tokens].flatten(1).clone())
         with_tops = any(row.sampling.logprobs is not None for row in batch.rows)
         told, ready = self._to_host(memory.outputs.snapshot(size.sampled, with_tops=with_tops))
@@ -148,7 +147,8 @@ class CudaBackend:
         return finish
 
     def _to_host(self, snapshot: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
-        """A copy on the host, and what tells when it is there; beside the next step's computing."""
+        """Copies a snapshot to the host while the next step computes. Returns the copy and the event that marks its
+        end."""
         if self._copies is None:
             return snapshot, None
         host = torch.empty(snapshot.shape, dtype=snapshot.dtype, pin_memory=True)
@@ -161,7 +161,8 @@ class CudaBackend:
         return host, ready
 
     def _await_masks(self, batch: Batch) -> None:
-        """While the layers run. They may follow from tokens of the step before, which another thread learns."""
+        """Waits for masks while the layers run. They may depend on tokens of the step before, which another thread
+        reads."""
         if batch.masks is not None:
             self._memory.rows.write_masks(batch.masks.words.result())
             self._memory.rows.drop_rows(batch.masks.late)
@@ -172,7 +173,7 @@ class CudaBackend:
         return self._model.embedding
 
     def _forward(self, size: Size) -> Hidden:
-        """Launches the layers of a step of that size on what the inputs hold."""
+        """Launches the layers of a step of that size on the current inputs."""
         rows = self._memory.rows.rows
         step = self._memory.inputs.step(size)
         prepare(rows, step, PAGE_SLOTS, self._spec.vocab_size)
@@ -180,7 +181,7 @@ class CudaBackend:
         return self._model.forward(step, ragged, size.longest)
 
     def _choose(self, size: Size, hidden: Hidden) -> None:
-        """Launches the rest of it: tokens are chosen, and rows move on by what they keep."""
+        """Launches the rest of the step: samples tokens, and advances rows by the tokens that they keep."""
         memory = self._memory
         rows, inputs, outputs = memory.rows, memory.inputs, memory.outputs
         kept = inputs.part("kept_before", size.sequences)
@@ -192,31 +193,31 @@ class CudaBackend:
         commit(rows.rows, inputs.step(size), kept, last)
 
     def _wide_logits(self, hidden: Tensor) -> Tensor:
-        # A copy, as a part of the hidden states may begin where no kernel reads.
+        # A copy, since a part of the hidden states may start at an address that kernels cannot read from.
         return widened(self._model.logits(hidden.clone()))
 
 
 def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None:
-    """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
+    """Returns why this backend cannot run the model with this config, with the remedy; None if it can."""
     spec = info.spec
     if not config.device.startswith("cuda") and not interpreted():
-        return f"--device is {config.device}, and it is for GPUs: give --device cuda, or leave --backend out"
+        return f"--device is {config.device}, and this backend is for GPUs: give --device cuda, or leave --backend out"
     if config.device.startswith("cuda"):
         shared = shared_bytes(torch_device(config.device))
         if shared < SHARED_BYTES:
             return (
-                f"its kernels are made for GPUs like Hopper's, where a program has {SHARED_BYTES} bytes of "
-                f"shared memory, and this one has {shared}"
+                f"its kernels need GPUs like Hopper, with {SHARED_BYTES} bytes of shared memory per program, and this "
+                f"one has {shared}"
             )
     dtype = _dtype_name(config, info)
     if dtype not in DTYPES:
-        return f"--dtype is {config.dtype}, which is {dtype} here, and it has {', '.join(DTYPES)}: give one of them"
+        return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
     if config.block_size != PAGE_SLOTS:
-        return f"--block-size is {config.block_size}, and its pages hold {PAGE_SLOTS} tokens: give that"
+        return f"--block-size is {config.block_size}, and pages hold {PAGE_SLOTS} tokens: give that"
     if spec.head_dim % 8 or not MIN_HEAD_DIM <= spec.head_dim <= MAX_HEAD_DIM:
-        return f"its heads are of {spec.head_dim} dimensions, and this runs multiples of 8 from 16 to 256"
+        return f"its heads have {spec.head_dim} dimensions, and this backend runs multiples of 8 from 16 to 256"
     if min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size) > MAX_VOCAB:
-        return f"its vocabulary is of {spec.vocab_size} tokens, and this samples from up to {MAX_VOCAB}"
+        return f"its vocabulary has {spec.vocab_size} tokens, and this backend samples from up to {MAX_VOCAB}"
     if config.kv_cache_dtype not in ("auto", *KV_DTYPES):
         return f"--kv-cache-dtype {config.kv_cache_dtype}: is for the CPU backend: give fp8, or leave it out"
     return None
@@ -227,7 +228,7 @@ def _dtype_name(config: WorkerConfig, info: CheckpointInfo) -> str:
 
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
-    """The factory of the backend registry. Raises ModelError."""
+    """The factory for the backend registry. Raises ModelError."""
     spec = info.spec.divided(config.tensor_parallel_size)
     dtype_name = _dtype_name(config, info)
     dtype, device = DTYPES[dtype_name], torch_device(config.device)
@@ -253,7 +254,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         num_logits,
         max_model_len,
         config.max_num_seqs,
-        # A row of a block is what the runner warms up with.
+        # The runner warms up with a row of one block.
         max(max_batched_tokens, config.max_num_seqs, PAGE_SLOTS),
         deterministic=config.deterministic,
         max_drafts=max_drafts(config),
@@ -288,12 +289,12 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
 
 
 def weight_bytes(config: WorkerConfig, info: CheckpointInfo, num_logits: int, dtype: torch.dtype) -> int:
-    """About what the weights of a rank take: embedding, head, routers and experts are not quantised."""
+    """Returns the approximate size of a rank's weights. Embedding, head, routers and experts are not quantised."""
     spec, at_load = info.spec.divided(config.tensor_parallel_size), info.at_load(config.quantization)
     total = spec.num_loaded(num_logits, config.tensor_parallel_size) * dtype.itemsize
     for name, shape in spec.tensors():
         if len(shape) == 2 and "_proj." in name and ".experts." not in name:
-            # Of a checkpoint's own, a rank's parts are multiplied out.
+            # A rank's part of a quantised checkpoint is dequantised.
             linear = info.quantized.get(name.removesuffix(".weight")) if config.tensor_parallel_size == 1 else None
             stored = stored_bytes(*shape, at_load, None if linear is None else linear.scheme)
             if stored is not None:
@@ -305,7 +306,7 @@ def _take_pages(
     config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, device: torch.device,
     parallel: TensorParallel,
 ) -> Tensor:  # fmt: skip
-    """The KV cache: (layers, blocks, 2, KV heads, 16, head size)."""
+    """Allocates the KV cache: (layers, blocks, 2, KV heads, 16, head size)."""
     block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * PAGE_SLOTS
     num_blocks = num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel)
     shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, PAGE_SLOTS, spec.head_dim)

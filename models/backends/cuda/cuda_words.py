@@ -1,4 +1,4 @@
-"""Words that rows forbid, one behind the other on the device: stops that come too early, and bad words."""
+"""The words that rows forbid, concatenated on the device: stops that come too early, and bad words."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ FIRST_TOKENS = 1 << 14
 
 
 class BadWordsPool:
-    """Arrays to which words are only ever added; when they are full, whoever owns them begins a new pool with those
-    that are still wanted. Kernels that were given the arrays need them at the same place, so that the sizes stay."""
+    """Append-only arrays of words. When they are full, their owner starts a new pool with the words still in use.
+    Kernels hold the arrays' addresses, so their sizes are fixed."""
 
     def __init__(self, device: torch.device, max_words: int = FIRST_WORDS, max_tokens: int = FIRST_TOKENS) -> None:
         self.starts = torch.zeros(max_words + 1, dtype=torch.int32, device=device)
@@ -23,13 +23,13 @@ class BadWordsPool:
         self._num_tokens = 0
 
     def fits(self, words: Sequence[Sequence[int]]) -> bool:
-        """Whether there is room for these as well."""
+        """Whether there is room for these words too."""
         return self._num_words + len(words) < len(self.starts) and self._num_tokens + sum(map(len, words)) <= len(
             self.tokens
         )
 
     def add_words(self, words: Sequence[Sequence[int]]) -> int:
-        """Returns the index of the first of them, behind which are the others."""
+        """Adds words. Returns the index of the first; the others follow it."""
         first = self._num_words
         if words:
             tokens = np.concatenate([np.asarray(word, dtype=np.int32) for word in words])
@@ -41,7 +41,7 @@ class BadWordsPool:
         return first
 
     def empty(self) -> None:
-        """Begins anew, in the same memory."""
+        """Discards all words; the memory stays the same."""
         self._num_words = self._num_tokens = 0
 
 

@@ -1,4 +1,4 @@
-"""Lines of a matrix on a device, as a drafter cuts and keeps them."""
+"""Features on a device, with the slicing and copying that drafters need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 FEW = 256
-"""Lines whose memory may be kept for the sake of one of them."""
+"""The limit of lines whose memory may be held for the sake of one of them."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceFeatures:
-    """A ``FeatureLines``."""
+    """``FeatureLines`` on a device."""
 
     tensor: Tensor
     """(n, columns)."""
     held: int
-    """Lines whose memory is held with these."""
+    """The number of lines whose memory these lines hold."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "DeviceFeatures":
-        """All that there is."""
+        """Wraps a tensor that owns its memory."""
         return cls(tensor, len(tensor))
 
     def __len__(self) -> int:
@@ -34,10 +34,10 @@ class DeviceFeatures:
         return DeviceFeatures.of(self.tensor.index_select(0, chosen))
 
     def copy(self) -> "DeviceFeatures":
-        """Itself, where not much memory is held with it."""
+        """Returns itself if it holds little memory, otherwise a copy."""
         return self if self.held <= FEW else DeviceFeatures.of(self.tensor.clone())
 
 
 def tensors(parts: Sequence[object]) -> list[Tensor]:
-    """Of such lines."""
+    """Returns the tensors of these features."""
     return [part.tensor for part in parts if isinstance(part, DeviceFeatures)]

@@ -1,5 +1,5 @@
-"""Linears that the CUDA backend multiplies by its own kernels: of eight or four bits, made at load or as the checkpoint
-has them, and, where a token's bits must not depend on the batch, of floats. Otherwise those are torch's."""
+"""Linears that the CUDA backend computes with its own kernels: 8-bit or 4-bit weights, quantised at load or by the
+checkpoint, and float weights if a token's bits must not depend on the batch. All others use torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ AT_LOAD: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 
 
 class CudaLinears:
-    """Makes a model's linears, and gives them the room that they share."""
+    """Creates a model's linears, and the room that they share."""
 
     def __init__(self, info: CheckpointInfo, at_load: str | None, device: torch.device, *, deterministic: bool) -> None:
-        """``at_load``: what is made of float weights, one of AT_LOAD; None: they stay so."""
+        """``at_load`` is the quantisation of float weights, one of AT_LOAD; None leaves them as they are."""
         self.error = QuantizationError()
         self._info = info
         self._quantize = None if at_load is None else AT_LOAD[at_load]
@@ -56,7 +56,7 @@ class CudaLinears:
         is_whole: bool,
         may_quantize: bool,
     ) -> Linear:
-        """A ``loader.MakeLinear``."""
+        """Implements ``loader.MakeLinear``."""
         made = self._checkpoints_own(names) if is_whole and may_quantize else None
         if made is None and may_quantize and self._quantize is not None:
             whole = weight()
@@ -70,7 +70,8 @@ class CudaLinears:
         return CudaLinear(made, None if bias is None else bias.float(), self)
 
     def _checkpoints_own(self, names: tuple[str, ...]) -> QuantizedWeight | None:
-        """None if there is no such; and if they were quantised so differently that they cannot be one."""
+        """Returns the checkpoint's quantised weights; None if there are none, or if they are quantised too differently
+        to become one."""
         linears = [self._info.quantized.get(name) for name in names]
         known = [linear for linear in linears if linear is not None]
         if len(known) < len(names) or len({linear.scheme.narrows_inputs for linear in known}) > 1:
@@ -100,13 +101,13 @@ class CudaLinears:
             self.error.squared_weights += part.square().sum(dtype=torch.float64).item()
 
     def take_room(self, dtype: torch.dtype, max_tokens: int) -> None:
-        """For steps of at most so many tokens; when all are made."""
+        """Allocates room for steps of at most ``max_tokens``, after all linears are made."""
         layouts = [weight.layout for weight in self._made]
         self._dtype = dtype
         self._room = ProductRoom.allocate(layouts, dtype, max_tokens, self._device, deterministic=self._deterministic)
 
     def changes(self) -> list[int]:
-        """Numbers of tokens from which on other kernels run."""
+        """Returns the numbers of tokens from which different kernels run."""
         return [
             number
             for layout in {weight.layout for weight in self._made}
@@ -115,7 +116,7 @@ class CudaLinears:
 
     @property
     def room(self) -> ProductRoom:
-        """Of all products, one after another."""
+        """The room that all products use in turn."""
         assert self._room is not None
         return self._room
 
@@ -137,12 +138,12 @@ class CudaLinear:
 
 
 def has_products(scheme: QuantScheme) -> bool:
-    """Whether there is a kernel for weights quantised so; else they are multiplied out."""
+    """Whether a kernel supports this quantisation; otherwise weights are dequantised."""
     return scheme.narrows_inputs or not (scheme.is_float and scheme.group)
 
 
 def stored_bytes(rows: int, columns: int, at_load: str | None, scheme: QuantScheme | None) -> int | None:
-    """What a matrix takes that is quantised at load, or so in the checkpoint; None: it is held as floats."""
+    """Returns the size of a matrix that is quantised at load or in the checkpoint; None if it stays float."""
     bits, group = 8, 0
     if at_load is None:
         if scheme is None or not has_products(scheme):

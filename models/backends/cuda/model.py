@@ -1,7 +1,6 @@
-"""A model's layers by the kernels for CUDA: the tokens of a step in, their hidden states out. Products are those
-of the linears that it is given.
+"""A model's layers on the CUDA kernels, from a step's tokens to their hidden states. The linears compute the products.
 
-Nothing here waits for the device or looks at what lies there, so that a CUDA graph can hold all of it.
+Nothing here waits for the device or reads from it, so that a CUDA graph can capture all of it.
 """
 
 from collections.abc import Mapping
@@ -43,26 +42,26 @@ from penstock.models.backends.torch_common.weights import (
 from penstock.models.checkpoint.spec import ModelSpec
 
 INTERPRETED_PROGRAMS = 2
-"""Over which attention is divided where there are no multiprocessors."""
+"""The number of programs that attention is divided over if there are no multiprocessors."""
 
 
 @dataclass(frozen=True)
 class WindowAttention:
-    """What layers of one window share, in steps whose decoding rows have up to so many queries."""
+    """Shared by the layers of one window, for steps whose decoding rows have at most ``shape.max_queries`` queries."""
 
     shape: DecodeShape
     starts: WorkStarts
-    """For the most sequences of a step."""
+    """Allocated for the most sequences of a step."""
     workspace: DecodeWorkspace
 
 
 class Hidden(NamedTuple):
-    """What comes of a model's layers."""
+    """The result of a model's layers."""
 
     states: Tensor
     """(T, hidden), after the last norm."""
     features: Tensor
-    """(T, feature layers, hidden), before these layers."""
+    """(T, feature layers, hidden): the inputs of these layers."""
 
 
 class CudaModel:
@@ -78,7 +77,7 @@ class CudaModel:
         linears: CudaLinears,
         feature_layers: tuple[int, ...] = (),
     ) -> None:
-        """All of it is the rank's. ``pages`` is (layers, pages, 2, K, 16, D)."""
+        """Everything is the rank's part. ``pages`` is (layers, pages, 2, K, 16, D)."""
         self._spec = spec
         self._feature_layers = feature_layers
         self._parallel = parallel
@@ -112,8 +111,8 @@ class CudaModel:
         return self._weights.embedding
 
     def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Hidden:
-        """Runs the layers, writing the keys and values of every token that has a slot. ``longest``: tokens that a
-        sequence has at most."""
+        """Runs the layers, which write the keys and values of every token that has a slot. ``longest`` is the most
+        tokens of any sequence."""
         spec, weights = self._spec, self._weights
         attention = self._plan(rows, longest)
         x = functional.embedding(step.token_ids, weights.embedding)
@@ -121,7 +120,7 @@ class CudaModel:
             x = x * self._embedding_scale
         features = x.new_empty(len(x), len(self._feature_layers), spec.hidden_size)
         query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
-        # Of tokens of no sequence, which fill a graph up, attention writes nothing: zeros stay what they are.
+        # Attention writes nothing for tokens without a sequence, which pad a graph: their zeros remain.
         mixed = torch.zeros_like(query)
         delta: Tensor | None = None
         after: Layer | None = None
@@ -140,18 +139,18 @@ class CudaModel:
         return Hidden(self._normed(x, delta, after, weights.norm), features)
 
     def changes(self) -> list[int]:
-        """Numbers of tokens of a step from which on other kernels run."""
+        """Returns the numbers of tokens of a step from which different kernels run."""
         of_experts = [] if self._mixture is None else self._mixture[0].changes()
         return of_experts + self._linears.changes()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 where they are capped."""
+        """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 if they are capped."""
         logits = self._parallel.gather_columns(self._weights.head(hidden), self._num_logits)
         cap = self._spec.logit_soft_cap
         return logits if cap is None else soft_cap(widened(logits), cap)
 
     def _plan(self, rows: RaggedRows, longest: int) -> Mapping[int | None, WindowAttention]:
-        """Divides the step's attention, for each window."""
+        """Divides the step's attention for each window."""
         planned = {}
         for window, forms in self._attention.items():
             attention = next((form for form in forms if longest <= form.shape.max_queries), forms[-1])
@@ -162,7 +161,7 @@ class CudaModel:
         return planned
 
     def _normed(self, x: Tensor, delta: Tensor | None, after: Layer | None, before: Layer) -> Tensor:
-        """x += after(delta), in place; returns before(x). Either may be no norm."""
+        """Computes x += after(delta) in place; returns before(x). Either may be absent."""
         weight = before.weight if isinstance(before, RmsNorm) else None
         if delta is None:
             if weight is None:
@@ -184,7 +183,7 @@ class CudaModel:
     def _write_kv(
         self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, slots: Tensor, query: Tensor
     ) -> None:
-        """From (T, columns of qkv) to queries, (T, H, D), and keys and values in their pages."""
+        """Computes queries (T, H, D) from (T, columns of qkv), and writes keys and values to their pages."""
         spec, kv = self._spec, self._kv[index]
         qkv: Tensor = layer.qkv(x)
         norm = None
@@ -214,7 +213,7 @@ class CudaModel:
     def _attend(
         self, index: int, query: Tensor, rows: RaggedRows, attention: WindowAttention, mixed: Tensor, longest: int
     ) -> None:
-        """Attention of one layer, (T, H, D) to the same."""
+        """Computes the attention of one layer, (T, H, D) to the same."""
         paged_attention(
             attention.shape,
             query,
@@ -240,7 +239,7 @@ class CudaModel:
         assert self._mixture is not None
         shape, room = self._mixture
         weights = ExpertsWeights(mlp.gate_up, mlp.down, mlp.gate_up_bias, mlp.down_bias)
-        out = torch.zeros_like(x)  # tokens of no sequence get nothing
+        out = torch.zeros_like(x)  # tokens without a sequence get nothing
         mix_experts(shape, x, mlp.router(x), weights, query_starts, room, out)
         return out
 
@@ -257,5 +256,5 @@ def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> 
 
 
 def logits_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
-    """Of what ``CudaModel.logits`` computes."""
+    """Returns the dtype of ``CudaModel.logits``."""
     return dtype if spec.logit_soft_cap is None else torch.float32

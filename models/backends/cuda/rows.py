@@ -1,5 +1,5 @@
-"""Rows on the device, kept up to date with those of the plan. What changes between steps is copied in their order, so
-that a step that still runs sees rows as they were when it began."""
+"""The rows on the device, kept up to date with those of the plan. Changes between steps are copied in order, so that a
+step that still runs sees the rows as they were when it started."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -23,14 +23,14 @@ from penstock.models.batch.batch import Batch
 from penstock.models.batch.rows import Row, RowTable
 
 Words = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
-"""Of a row: stops, each as a word; bad words."""
+"""A row's stops, each as a word, and its bad words."""
 
 
 class CudaRows:
-    """Copies a row when it is first seen, and its new blocks when it has some.
+    """Copies a row when it is first seen, and its new blocks when it gets some.
 
-    What only some rows have (counts for penalties, biases, a mask of allowed tokens) lies in *lines*, of which there
-    are as many as rows that can run.
+    Data that only some rows have (counts for penalties, biases, a mask of allowed tokens) is stored in *lines*. There
+    are as many lines as rows that can run.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class CudaRows:
         max_pages: int,
         device: torch.device,
     ) -> None:
-        """``num_sampled``: rows that can run. ``max_masks``: of a step."""
+        """``num_sampled`` is the number of rows that can run, ``max_masks`` the most masks of a step."""
         self._shape = shape
         self._device = device
         self.on_moved: Callable[[], None] = lambda: None
-        """Called when tensors of ``sampler`` are replaced: who holds their addresses must look again."""
+        """Called when tensors of ``sampler`` are replaced: their addresses change."""
         self._words = BadWordsPool(device)
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -59,7 +59,7 @@ class CudaRows:
             histories=zeros(num_rows, shape.max_history),
         )
         self.masks = zeros(num_sampled + max_masks, shape.mask_words)
-        """(lines + masks, ceil(V / 32)) int32: tokens that rows allow, and behind them those that grammars allow in the
+        """(lines + masks, ceil(V / 32)) int32: the tokens that rows allow, then the tokens that grammars allow in the
         newest step."""
         self.sampler = SamplerRows(
             numbers=zeros(num_rows, NUM_NUMBERS.value, dtype=torch.float64),
@@ -77,7 +77,7 @@ class CudaRows:
         self._lines: dict[Row, int] = {}
 
     def update(self, batch: Batch) -> None:
-        """Before a batch is computed; its rows stand where it finds them."""
+        """Updates the rows before a batch is computed; their state is the one that the batch starts from."""
         known, num_blocks = self._known, self._num_blocks
         added = [row for row in batch.rows if known[row.number] is not row]
         extended = [row for row in batch.rows if known[row.number] is row and row.num_blocks > num_blocks[row.number]]
@@ -87,7 +87,7 @@ class CudaRows:
             self._extend(extended, batch.table)
 
     def mask_lines(self, batch: Batch) -> list[int]:
-        """Which line of ``masks`` tells what each of the batch's lines allows; -1: everything."""
+        """Returns the index into ``masks`` for each of the batch's lines; -1 allows every token."""
         masks = [-1 if sample.lists.allowed is None else self._lines[sample.row] for sample in batch.sampled]
         if batch.masks is not None:
             for place, index in enumerate(batch.masks.sampled):
@@ -95,18 +95,18 @@ class CudaRows:
         return masks
 
     def write_masks(self, words: NDArray[np.uint32]) -> None:
-        """What grammars allow in the newest step: (masks, at least ceil(V / 32))."""
+        """Writes the tokens that grammars allow in the newest step: (masks, at least ceil(V / 32))."""
         assert words.shape[1] >= self._shape.mask_words, "a mask has a bit for every token"
         own = np.ascontiguousarray(words[:, : self._shape.mask_words]).view(np.int32)
         self.masks[self._num_lines :][: len(own)].copy_(self._copied(own), non_blocking=True)
 
     def drop_rows(self, numbers: Collection[int]) -> None:
-        """Rows that take no part in the choosing of a step: the device moves them on, so they are copied again."""
+        """Forgets rows that sample no token in a step: the device advances them, so they must be copied again."""
         for number in numbers:
             self._known[number] = None
 
     def num_top(self, wanted: int) -> int:
-        """How many likeliest tokens there are, where so many are wanted."""
+        """Limits a number of likeliest tokens to the vocabulary."""
         return min(wanted, self._shape.vocab_size)
 
     def _add(self, added: list[Row], table: RowTable) -> None:
@@ -116,7 +116,7 @@ class CudaRows:
         for row in added:
             self._take_line(row)
             if row.num_computed and any(len(word) > 1 for word in row.sampling.bad_words):
-                # What is computed from here on is noted on the device.
+                # The device records the tokens that are computed from here on.
                 history = self._copied(np.array(row.history[: row.num_computed], dtype=np.int32))
                 self.sampler.histories[row.number, : len(history)].copy_(history, non_blocking=True)
         self._add_words(added)
@@ -163,12 +163,12 @@ class CudaRows:
             self.masks[line].copy_(self._copied(words), non_blocking=True)
 
     def _set(self, sample: Tensor, ids: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """A line with these values, and 0 besides."""
-        inside = ids < self._shape.vocab_size  # a prompt may hold ids that the tokenizer does not have
+        """Sets a line to these values, and to 0 elsewhere."""
+        inside = ids < self._shape.vocab_size  # a prompt may contain ids that the tokenizer lacks
         sample.zero_().index_copy_(0, self._copied(ids[inside]), self._copied(values[inside]).to(sample.dtype))
 
     def _add_words(self, added: Sequence[Row]) -> None:
-        """Writes the added rows' integers, which say where their words are; those of all rows, if words moved."""
+        """Writes the integers of the added rows, which contain their words' places; of all rows if words moved."""
         wanted = [(row, _words(row)) for row in added]
         if not self._words.fits([word for _, (stops, bad) in wanted for word in stops + bad]):
             alive = [row for row in self._known if row is not None and not row.is_dropped]
@@ -182,7 +182,7 @@ class CudaRows:
         self.sampler.integers.index_copy_(0, numbers, self._copied(np.array(sampled, dtype=np.int64)))
 
     def _make_room(self, words: list[tuple[int, ...]]) -> None:
-        """For these words, and as many again."""
+        """Makes room for twice these words."""
         num_words, num_tokens = 2 * len(words), 2 * sum(map(len, words))
         pool = self._words
         if num_words < len(pool.starts) and num_tokens <= len(pool.tokens):

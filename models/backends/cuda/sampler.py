@@ -1,4 +1,4 @@
-"""Chooses the tokens of a step's lines of logits on the device, and finds their log-probabilities."""
+"""Samples the tokens of a step's lines of logits on the device, and computes their log-probabilities."""
 
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ Room = TypeVar("Room", SamplerRoom, LogprobsRoom)
 
 
 class CudaSampler:
-    """The sampler's kernels, and the memory that they need for up to so many lines."""
+    """The sampler's kernels, and their memory for up to ``max_sampled`` lines."""
 
     def __init__(self, shape: SamplerShape, max_sampled: int, device: torch.device) -> None:
         self._shape = shape
@@ -26,8 +26,8 @@ class CudaSampler:
     def choose(
         self, size: Size, logits: Tensor, inputs: StepInputs, rows: CudaRows, outputs: StepOutputs, last: Tensor
     ) -> Tensor:
-        """``logits`` is (lines, V). Tokens and log-probabilities go to the outputs. Returns how many of its lines'
-        tokens each sequence keeps, (sequences,) int32, and writes the last of them to ``last``."""
+        """Samples from ``logits`` (lines, V). Writes tokens and log-probabilities to the outputs. Returns how many of
+        its lines' tokens each sequence keeps, (sequences,) int32, and writes the last of them to ``last``."""
         shape, sampled = self._shape, size.sampled
         told = inputs.sampled(size, rows.masks)
         token_ids = outputs.part("token_ids", sampled)
@@ -58,5 +58,5 @@ class CudaSampler:
 
 
 def _first(room: Room, sampled: int) -> Room:
-    """The part of a room for so many lines."""
+    """Returns the part of a room for the first ``sampled`` lines."""
     return type(room)(**{name: tensor[:sampled] for name, tensor in vars(room).items()})

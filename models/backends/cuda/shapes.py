@@ -1,4 +1,4 @@
-"""What of a loaded model its kernels are compiled for."""
+"""The properties of a loaded model that its kernels are compiled for."""
 
 import torch
 
@@ -13,7 +13,7 @@ def shape_of(
     spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int,
     max_tokens: int, *, deterministic: bool, max_drafts: int = 0,
 ) -> ModelShape:  # fmt: skip
-    """The shape whose ``ahead.variants`` a backend launches."""
+    """Returns the shape whose ``ahead.variants`` the backend launches."""
     experts = spec.experts
     has_mlp = experts is None or not all(experts.layers)
     return ModelShape(
@@ -52,7 +52,7 @@ def shape_of(
 
 
 def max_drafts(config: WorkerConfig) -> int:
-    """Of a row in a step: what a drafter proposes, or what a grammar forces."""
+    """Returns the most drafts of a row in a step: those that a drafter proposes or a grammar forces."""
     proposed = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     return proposed if config.tokenizer is None else max(proposed, MAX_FORCED_DRAFTS)
 

@@ -1,4 +1,4 @@
-"""A step's inputs and outputs on the device: one array of integers each, so that each crosses in one copy."""
+"""A step's inputs and outputs on the device, each in one array of integers, so that each needs only one copy."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,23 +20,23 @@ from penstock.scheduler.plan import TokenLogprobs
 Integers = NDArray[np.int32]
 
 ALIGNMENT = 4
-"""Numbers. What kernels read begins at a multiple of 16 bytes."""
+"""In numbers, for parts that start at multiples of 16 bytes, as the kernels require."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a step, or of a graph that holds it: what is behind a step's own is empty."""
+    """The size of a step, or of a graph that it fits into: the graph's remaining entries are empty."""
 
     sequences: int
     tokens: int
     sampled: int
-    """Of logits; 0 only where nothing is sampled."""
+    """The number of lines of logits; 0 only if nothing is sampled."""
     longest: int
-    """Tokens that a sequence has at most."""
+    """The most tokens of any sequence."""
 
     @classmethod
     def of(cls, batch: Batch) -> "Size":
-        """Just that of a batch."""
+        """Returns the exact size of a batch."""
         sequences, tokens = len(batch.rows), len(batch.token_ids)
         return cls(sequences, tokens, len(batch.sampled), int((batch.ends - batch.starts).max()))
 
@@ -51,7 +51,7 @@ class Size:
 
 
 class ArrayLayout:
-    """Names of parts of an array, and where they lie."""
+    """The names of an array's parts, and their places."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
         rounded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()]
@@ -62,28 +62,28 @@ class ArrayLayout:
 
 
 class StepInputs:
-    """What the host tells of a step."""
+    """A step's inputs, which the host writes."""
 
     def __init__(self, max_sequences: int, max_tokens: int, max_sampled: int, device: torch.device) -> None:
         of_sequences = dict.fromkeys(("rows", "num_queries", "kept_before"), max_sequences)
         of_lines = dict.fromkeys(
             ("line_tokens", "line_rows", "line_positions", "num_drafts", "drafts", "masks", "num_top"), max_sampled
         )
-        # What a step of few tokens has comes first, since the copy ends with its last token.
+        # ``given`` comes last, since the copy ends with the step's last token.
         self._layout = ArrayLayout(
             {"num_lines": 1, "line_starts": max_sequences + 1, **of_sequences, **of_lines, "given": max_tokens}
         )
         self._array = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self._parts = {name: self._array[part] for name, part in self._layout.parts.items()}
         self._max_lines = max_sampled
-        # What the device makes of it.
+        # Computed by the device from these inputs.
         self._tokens = torch.zeros(2, -(-max_tokens // ALIGNMENT) * ALIGNMENT, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         self._query_starts = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)
         self._contexts = torch.zeros(max_sequences, dtype=torch.int32, device=device)
 
     def step(self, size: Size) -> StepTensors:
-        """Its sequences and tokens."""
+        """Returns the step's sequences and tokens."""
         sequences, tokens = size.sequences, size.tokens
         return StepTensors(
             rows=self._parts["rows"][:sequences],
@@ -97,7 +97,7 @@ class StepInputs:
         )
 
     def sampled(self, size: Size, mask_words: Tensor) -> Lines:
-        """Its lines of logits."""
+        """Returns the step's lines of logits."""
         part, end = self._parts, size.sampled
         return Lines(
             num_lines=part["num_lines"],
@@ -109,16 +109,16 @@ class StepInputs:
         )
 
     def part(self, name: str, length: int) -> Tensor:
-        """The beginning of another part."""
+        """Returns the beginning of another part."""
         return self._parts[name][:length]
 
     def clear(self) -> None:
-        """A step of no sequences, as a warm-up runs it."""
+        """Makes this a step without sequences, as warm-ups run it."""
         self._array.zero_()
 
     def write(self, batch: Batch, size: Size, rows: CudaRows) -> None:
-        """The batch as a step of that size."""
-        assert len(batch.sampled) <= self._max_lines, "more is drafted for rows than the config says"
+        """Writes the batch as a step of that size."""
+        assert len(batch.sampled) <= self._max_lines, "rows have more drafts than the config allows"
         end = self._layout.parts["given"].start + size.tokens
         pinned = self._array.is_cuda
         host = torch.zeros(end, dtype=torch.int32, pin_memory=pinned)
@@ -130,7 +130,7 @@ class StepInputs:
 
 
 def _values(batch: Batch, sequences: int, rows: CudaRows) -> Iterator[tuple[str, "Integers | list[int]"]]:
-    """Parts of the inputs; what is behind stays 0."""
+    """Yields parts of the inputs; the rest of each part stays 0."""
     sampled, num_sampled = batch.sampled, batch.num_sampled
     queries = batch.ends - batch.starts
     line_starts = np.zeros(sequences + 1, dtype=np.int32)
@@ -140,7 +140,7 @@ def _values(batch: Batch, sequences: int, rows: CudaRows) -> Iterator[tuple[str,
     yield "line_starts", line_starts
     yield "rows", [row.number for row in batch.rows]
     yield "num_queries", queries.astype(np.int32)
-    # A line's token is kept because it was chosen, not because it was given: ``accept`` counts it.
+    # A sampled token is kept only if it is accepted: ``accept`` counts it.
     yield "kept_before", (queries - np.array(num_sampled)).astype(np.int32)
     yield "line_tokens", batch.sampled_tokens.astype(np.int32)
     yield "line_rows", [sample.row.number for sample in sampled]
@@ -151,7 +151,7 @@ def _values(batch: Batch, sequences: int, rows: CudaRows) -> Iterator[tuple[str,
         [-1 if (wanted := sample.sampling.logprobs) is None else rows.num_top(wanted) for sample in sampled],
     )
     if len(sampled) > np.count_nonzero(num_sampled):
-        # Each of a row's lines takes one more for granted, the tokens that are computed behind its own.
+        # Each line of a row assumes one more draft than the line before it.
         yield (
             "num_drafts",
             (np.arange(len(sampled)) - np.repeat(line_starts[: len(num_sampled)], num_sampled)).astype(np.int32),
@@ -161,7 +161,7 @@ def _values(batch: Batch, sequences: int, rows: CudaRows) -> Iterator[tuple[str,
 
 
 class StepOutputs:
-    """What the device tells of a step."""
+    """A step's outputs, which the device writes."""
 
     def __init__(self, max_sequences: int, max_sampled: int, device: torch.device) -> None:
         self._layout = ArrayLayout(
@@ -187,14 +187,14 @@ class StepOutputs:
         return self.part(name, sampled * MAX_TOP).view(sampled, MAX_TOP)
 
     def snapshot(self, num_sampled: int, *, with_tops: bool) -> Tensor:
-        """A copy of what ``read`` wants, which the next step does not change."""
+        """Returns a copy of what ``read`` needs, which the next step does not change."""
         if with_tops:
             return self._array.clone()
         return self._array[: self._layout.parts["chosen"].start + num_sampled].clone()
 
     def read(self, sampled: list[SampledPosition], snapshot: Integers, num_top: Callable[[int], int]) -> list[Sampled]:
-        """The tokens of the lines, from a snapshot on the host. ``num_top``: what of so many that are
-        wanted there is."""
+        """Returns the tokens of the lines, from a snapshot on the host. ``num_top`` limits a requested number of
+        likeliest tokens to those that exist."""
         parts = self._layout.parts
         token_ids = snapshot[parts["token_ids"]][: len(sampled)].tolist()
         chosen = snapshot[parts["chosen"]].view(np.float32)

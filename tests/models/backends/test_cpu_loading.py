@@ -92,7 +92,7 @@ def test_a_weight_that_is_no_number_is_refused_where_it_would_be_rounded(
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((model.path / "config.json").read_text())
-    with pytest.raises(ModelError, match="no finite number"):
+    with pytest.raises(ModelError, match="not a finite number"):
         load_backend(worker_config(tmp_path, backend="cpu", quantization=quantization))
 
 
