@@ -1,4 +1,4 @@
-"""Makes a ``ModelSpec`` and a checkpoint into the CPU library's model: data, and addresses of packed weights."""
+"""Turns a ``ModelSpec`` and a checkpoint into the CPU library's model: data, and addresses of packed weights."""
 
 import ctypes
 import math
@@ -9,13 +9,13 @@ import numpy as np
 
 from penstock.kernels.cpu.bindings import LANES, GemmActivation, Kernels, KvLayout, StorageFormat
 from penstock.kernels.cpu.program import (
+    DecoderLayer,
+    DecoderModel,
     ElementType,
     Expert,
-    LayerProgram,
     Library,
-    LinearProgram,
     Memory,
-    ModelProgram,
+    PackedLinear,
     Program,
     QkNormKind,
     Rope,
@@ -53,44 +53,44 @@ HEAD = "lm_head.weight"
 ROUTER = "mlp.gate"
 
 ELEMENT_BYTES = {StorageFormat.F32: 4, StorageFormat.BF16: 2, StorageFormat.INT8: 1, StorageFormat.INT4: 1}
-"""Of a weight, at most."""
+"""The largest size of a weight."""
 
 
 @dataclass(frozen=True)
 class StorageFormats:
-    """What a model is held in."""
+    """The formats that a model is held in."""
 
     weights: StorageFormat
-    """Of the layers' products."""
+    """The format of the layers' products."""
     head: StorageFormat
     table: StorageFormat
-    """Of an embedding that isn't the head's matrix: F32 or BF16."""
+    """The format of an embedding that is not the head's matrix: F32 or BF16."""
     kv: StorageFormat
 
 
 @dataclass(frozen=True)
 class CpuModel:
-    """A model in the library's memory; everything that its addresses point to lives as long as this."""
+    """A model in the library's memory. Everything that its addresses point to lives as long as this object."""
 
-    model: ModelProgram
+    model: DecoderModel
     library: Library
     weights: Memory
     weight_bytes: int
-    """Of the packed weights."""
+    """The size of the packed weights."""
     error: QuantizationError
-    """What quantising at load cost."""
+    """The error from quantising at load."""
     parts: tuple[object, ...]
 
     def program(self, pages: Memory) -> Program:
-        """What runs the model's steps over KV pages."""
+        """Returns the program that runs the model's steps over KV pages."""
         self.model.pages = pages.address
         self.library.loaded()
         return self.library.program(self.model)
 
 
 def kv_layout(spec: ModelSpec, format: StorageFormat) -> KvLayout:
-    """A page of one layer, as ``csrc/core/kernel_table.h`` draws it. Those of the same tokens lie side by side for all
-    layers: memory that is written for the first time comes evenly then, and not for all layers at once."""
+    """Returns the layout of one layer's page, drawn in ``csrc/core/kernel_table.h``. All layers' pages of the same
+    tokens are adjacent, so that fresh memory is first used evenly over time, not for all layers at once."""
     padded = -(-spec.head_dim // LANES) * LANES
     section = padded * LANES * ELEMENT_BYTES[format]
     head_bytes = 2 * section + (2 * LANES * 4 if format is StorageFormat.INT8 else 0)
@@ -99,14 +99,14 @@ def kv_layout(spec: ModelSpec, format: StorageFormat) -> KvLayout:
 
 
 def block_bytes(spec: ModelSpec, format: StorageFormat, block_size: int) -> int:
-    """Of a block of ``block_size`` tokens, a multiple of 16, in all layers."""
+    """Returns the size of a block of ``block_size`` tokens, a multiple of 16, in all layers."""
     return int(kv_layout(spec, format).page_bytes) * (block_size // LANES)
 
 
 def max_weight_bytes(
     spec: ModelSpec, formats: StorageFormats, quantized: Mapping[str, QuantizedLinear], kernels: Kernels
 ) -> int:
-    """What the packed weights need at most. They need hardly less: linears that become one save a panel at most."""
+    """Returns the most that the packed weights need. They need little less: joining linears saves a panel at most."""
     total = 0
     for name, shape in spec.tensors():
         if len(shape) == 1:
@@ -135,7 +135,7 @@ def load_model(
     num_logits: int,
     block_size: int,
 ) -> CpuModel:
-    """Packs the weights into ``max_bytes``, what ``max_weight_bytes`` says. Raises ModelError and MemoryError."""
+    """Packs the weights into ``max_bytes``, the result of ``max_weight_bytes``. Raises ModelError and MemoryError."""
     memory = library.memory(max_bytes)
     packer = Packer(library, kernels, tensors, formats.weights, memory.address, memory.address + memory.num_bytes)
     ropes = list(dict.fromkeys(spec.ropes))
@@ -143,18 +143,18 @@ def load_model(
         *(Rope(packer.keep(inverse_frequencies(rope, spec.rotary_dim)), attention_factor(rope)) for rope in ropes)
     )
     hidden, vocab = spec.hidden_size, spec.vocab_size
-    # The largest matrices go first: a matrix's pages of the file count as this process's memory while it is packed.
+    # The largest matrices go first: while a matrix is packed, its file's pages count as this process's memory.
     name = EMBEDDING if spec.tied_embeddings else HEAD
     head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, False, format=formats.head)
     wide = formats.table is StorageFormat.F32
     table = packer.table(EMBEDDING, (vocab, hidden), wide) if spec.has_table else None
     experts: list[object] = []
-    layers = (LayerProgram * spec.num_layers)(
+    layers = (DecoderLayer * spec.num_layers)(
         *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
     )
     clamped = spec.experts.gate if spec.experts else None
     kv = kv_layout(spec, formats.kv)
-    model = ModelProgram(
+    model = DecoderModel(
         kernels=ctypes.pointer(kernels),
         vocab_size=vocab,
         num_logits=num_logits,
@@ -201,7 +201,7 @@ def load_model(
 
 def _layer(
     packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope], experts: list[object]
-) -> LayerProgram:
+) -> DecoderLayer:
     prefix = f"model.layers.{index}."
     attention, hidden, inner = f"{prefix}self_attn.", spec.hidden_size, spec.intermediate_size
     norms = [
@@ -215,7 +215,7 @@ def _layer(
         query_norm = packer.vector(f"{attention}q_norm.weight", sizes[0], spec.norm_offset)
         key_norm = packer.vector(f"{attention}k_norm.weight", sizes[1], spec.norm_offset)
     qkv = [f"{attention}{name}" for name in ("q_proj", "k_proj", "v_proj")]
-    layer = LayerProgram(
+    layer = DecoderLayer(
         attention_norm=norms[0],
         attention_post_norm=norms[1],
         mlp_norm=norms[2],
@@ -232,7 +232,7 @@ def _layer(
         layer.gate_up, layer.down = _mlp(packer, f"{prefix}mlp.", hidden, inner, spec.mlp_bias)
         return layer
     kinds = spec.experts
-    # In float32: the router's choice turns on small differences, and it costs next to nothing.
+    # In float32: the router's choice depends on small differences, and the cost is negligible.
     layer.router = packer.linear([prefix + ROUTER], [kinds.num_experts], hidden, kinds.biased, format=StorageFormat.F32)
     array = (Expert * kinds.num_experts)(
         *(
@@ -243,21 +243,21 @@ def _layer(
     for expert in array:
         if expert.gate_up.num_parts != 1 or expert.gate_up.parts[0].order or expert.down.parts[0].order:
             raise ModelError(
-                f"{prefix}mlp: its experts take their inputs in orders of their own (g_idx), though config.json says "
-                "desc_act or actorder is off: give --backend reference, or use a checkpoint without them"
+                f"{prefix}mlp: its experts have input orders of their own (g_idx), though desc_act or actorder is off "
+                "in config.json: give --backend reference, or use a checkpoint without them"
             )
     experts.append(array)
     layer.experts = ctypes.addressof(array)
     return layer
 
 
-def _mlp(packer: Packer, prefix: str, hidden: int, inner: int, biased: bool) -> tuple[LinearProgram, LinearProgram]:
+def _mlp(packer: Packer, prefix: str, hidden: int, inner: int, biased: bool) -> tuple[PackedLinear, PackedLinear]:
     gate_up = packer.linear([f"{prefix}gate_proj", f"{prefix}up_proj"], [inner, inner], hidden, biased, gated=True)
     return gate_up, packer.linear([f"{prefix}down_proj"], [hidden], inner, biased)
 
 
 def _rounded(scale: float, formats: StorageFormats) -> float:
-    """The embeddings' scale in the model's dtype."""
+    """Returns the embeddings' scale, rounded to the model's dtype."""
     if formats.table is StorageFormat.F32:
         return scale
     return float(widened(narrowed(np.array([scale], dtype=np.float32)), ElementType.BF16)[0])

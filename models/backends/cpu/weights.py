@@ -1,5 +1,5 @@
-"""Packs a checkpoint's weights for the CPU library as they are read: each goes from the file's pages to its place, with
-no copy between. Knows numpy and the library, no torch."""
+"""Packs a checkpoint's weights for the CPU library as they are read: each goes from the file's pages straight to its
+place, without a copy in between. Uses numpy and the library, no torch."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import LANES, Kernels, Matrix, StorageFormat
-from penstock.kernels.cpu.program import ElementType, Library, LinearProgram
+from penstock.kernels.cpu.program import ElementType, Library, PackedLinear
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.quantization_error import QuantizationError
@@ -21,18 +21,18 @@ Floats = NDArray[np.float32]
 Addresses = NDArray[np.uint64]
 
 SOURCES = {"F32": ElementType.F32, "BF16": ElementType.BF16, "F16": ElementType.F16, "F64": ElementType.F64}
-"""What the library calls the dtypes on disk."""
+"""The library's names of the dtypes on disk."""
 
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
 ALIGNMENT = 64
 GROUP = 128
-"""Columns that share a scale where int4 is made at load."""
+"""Columns that share a scale in int4 quantised at load."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a matrix as they lie in memory."""
+    """Rows of a matrix in memory."""
 
     array: NDArray[np.generic]
     """(rows, columns)."""
@@ -40,24 +40,24 @@ class Rows:
 
     @property
     def addresses(self) -> Addresses:
-        """Of each row."""
+        """The address of each row."""
         rows = np.arange(len(self.array), dtype=np.uint64)
         return np.uint64(self.array.ctypes.data) + rows * np.uint64(self.array.strides[0])
 
 
 class Tensors(Protocol):
-    """Where a model's tensors come from."""
+    """A source of a model's tensors."""
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
-        """The linear's weight where the checkpoint holds it quantised to whole numbers."""
+        """Returns the linear's weight if the checkpoint contains it quantised to integers."""
         ...
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
-        """A matrix, or a vector as one row."""
+        """Returns a matrix, or a vector as one row."""
         ...
 
     def done(self) -> None:
-        """What was read so far is not needed again."""
+        """Marks all data read before this call as no longer needed."""
         ...
 
 
@@ -75,7 +75,7 @@ class FileTensors:
         return None if linear is None or linear.scheme.is_float else read_matrix(linear)
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
-        """Nothing is read before somebody looks at it, but for weights in fp8, which are multiplied out."""
+        """Reads data only when it is used, except for fp8 weights, which are dequantised here."""
         linear = self._info.quantized.get(name.removesuffix(".weight"))
         if linear is not None:
             return Rows(read_matrix(linear).dequantized(), ElementType.F32)
@@ -84,23 +84,23 @@ class FileTensors:
         return Rows(array if array.ndim == 2 else array[None], SOURCES[entry.dtype])
 
     def done(self) -> None:
-        """Gives the pages back."""
+        """Releases the pages."""
         self._files.release_pages()
 
 
 class DummyTensors:
-    """Random weights for benchmarks: normal with a small deviation, norms one, what else is no matrix zero; the same
-    every time."""
+    """Random weights for benchmarks: matrices are normal with a small deviation, norms are one, and everything else is
+    zero. They are the same every time."""
 
     def __init__(self) -> None:
         self._generator = np.random.Generator(np.random.SFC64(DUMMY_SEED))
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
-        """None is."""
+        """Returns None: no weight is quantised."""
         return None
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
-        """Random numbers for a matrix, ones for a norm, zeros for a bias or a sink."""
+        """Returns random numbers for a matrix, ones for a norm, zeros for a bias or a sink."""
         if len(shape) == 2:
             drawn = self._generator.standard_normal(shape, dtype=np.float32)
             drawn *= np.float32(DUMMY_STD)
@@ -110,11 +110,11 @@ class DummyTensors:
         )
 
     def done(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: no data is kept."""
 
 
 def open_tensors(info: CheckpointInfo, load_format: str) -> Tensors:
-    """The tensors that a load format names: auto or dummy. Raises ModelError."""
+    """Returns the tensors for a load format, auto or dummy. Raises ModelError."""
     if load_format not in ("auto", "dummy"):
         raise ModelError(f"--load-format {load_format}: must be auto or dummy")
     return DummyTensors() if load_format == "dummy" else FileTensors(info)
@@ -122,30 +122,30 @@ def open_tensors(info: CheckpointInfo, load_format: str) -> Tensors:
 
 @dataclass
 class Packer:
-    """Puts weights into the library's memory, one after another."""
+    """Writes weights into the library's memory, one after another."""
 
     library: Library
     kernels: Kernels
     tensors: Tensors
     format: StorageFormat
-    """Of the products."""
+    """The default format of products."""
     address: int
     end: int
     error: QuantizationError = field(default_factory=QuantizationError)
     kept: list[NDArray[np.generic]] = field(default_factory=list)
-    """What the library reads where it lies."""
+    """Arrays that the library reads in place."""
 
     def vector(self, name: str, size: int, offset: float = 0.0) -> int:
-        """The address of a vector in float32, ``offset`` added to each entry."""
+        """Returns the address of a vector in float32, with ``offset`` added to each entry."""
         return self.keep(self._floats(name, (size,))[0] + np.float32(offset))
 
     def keep(self, array: NDArray[np.generic]) -> int:
-        """The address of an array that will stay."""
+        """Keeps an array and returns its address."""
         self.kept.append(np.ascontiguousarray(array))
         return self.kept[-1].ctypes.data
 
     def table(self, name: str, shape: tuple[int, int], wide: bool) -> int:
-        """The address of a matrix whose rows are looked up: float32 if ``wide``, else bfloat16."""
+        """Returns the address of a matrix whose rows are looked up: float32 if ``wide``, else bfloat16."""
         rows = self.tensors.rows(name, shape)
         itemsize = 4 if wide else 2
         address = self._take(shape[0] * shape[1] * itemsize)
@@ -169,9 +169,9 @@ class Packer:
         *,
         gated: bool = False,
         format: StorageFormat | None = None,
-    ) -> LinearProgram:
-        """The products of several linears on the same inputs, as one where they are alike: their rows one above the
-        other, or panel by panel in turn if ``gated``; ``format`` instead of the usual one."""
+    ) -> PackedLinear:
+        """Packs several linears on the same inputs, as one matrix if they are alike: their rows stacked, or alternating
+        panel by panel if ``gated``. ``format`` replaces the default one."""
         quantized = [self.tensors.quantized(name) for name in names]
         biases = [
             self._floats(f"{name}.bias", (n,))[0] if biased else None for name, n in zip(names, rows, strict=True)
@@ -209,7 +209,7 @@ class Packer:
         return matrix
 
     def matrix(self, format: StorageFormat, rows: int, columns: int, group: int, bias: Floats | None) -> Matrix:
-        """An empty matrix in the library's memory."""
+        """Allocates an empty matrix in the library's memory."""
         panels = -(-rows // LANES)
         panel_bytes = self.kernels.panel_bytes(format, columns, group)
         address = self._take(panels * panel_bytes)
@@ -229,13 +229,13 @@ class Packer:
     def _take(self, num_bytes: int) -> int:
         address = -(-self.address // ALIGNMENT) * ALIGNMENT
         self.address = address + num_bytes
-        assert self.address <= self.end, "more room was set aside than weights can need"
+        assert self.address <= self.end, "more memory was allocated than weights can need"
         return address
 
 
 @dataclass
 class _Codes:
-    """A quantised matrix on its way into panels; the arrays' rows are in the order of the checkpoint."""
+    """A quantised matrix to be packed into panels; the arrays' rows are in the order of the checkpoint."""
 
     bits: int
     group: int
@@ -244,7 +244,7 @@ class _Codes:
     zeros: Floats
     order: NDArray[np.int32] | None
     rows: NDArray[np.int64]
-    """Which of them each row of the matrix is, as ``_order`` says."""
+    """The index into them for each row of the matrix, as ``_order`` returns it."""
     bias: Floats | None
 
     @classmethod
@@ -280,12 +280,12 @@ class _Codes:
 
 
 def group_made(format: StorageFormat) -> int:
-    """Columns that share a scale where a matrix is quantised at load."""
+    """Returns the columns that share a scale in a matrix quantised at load."""
     return GROUP if format is StorageFormat.INT4 else 0
 
 
 def stored_format(bits: int, group: int, columns: int) -> tuple[StorageFormat, int]:
-    """What a matrix that a checkpoint holds quantised is packed as, and the group of its panels."""
+    """Returns the packed format and panel group of a matrix that is quantised in the checkpoint."""
     if bits == 8:
         return StorageFormat.INT8, 0
     return StorageFormat.INT4, group or -(-columns // 32) * 32
@@ -301,8 +301,7 @@ def _are_alike(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
 
 
 def _order(sizes: Sequence[int], gated: bool) -> NDArray[np.int64]:
-    """Which row of the parts, one above the other, each row of the matrix is; -1 for a row of zeros, which fills up a
-    panel."""
+    """Returns, for each row of the matrix, its index in the stacked parts; -1 for a row of zeros that pads a panel."""
     if not gated:
         return np.arange(sum(sizes))
     gate, up = sizes
@@ -314,7 +313,7 @@ def _order(sizes: Sequence[int], gated: bool) -> NDArray[np.int64]:
 
 
 def _placed(addresses: Addresses, order: NDArray[np.int64]) -> Addresses:
-    """Addresses in the matrix's order, 0 where there is no row, to the end of the last panel."""
+    """Returns addresses in the matrix's order, up to the end of the last panel; 0 where there is no row."""
     placed = np.zeros(-(-len(order) // LANES) * LANES, dtype=np.uint64)
     placed[: len(order)] = np.where(order < 0, np.uint64(0), addresses[order])
     return placed
@@ -328,22 +327,22 @@ def _rearranged(biases: Iterable[Floats | None], order: NDArray[np.int64]) -> Fl
     return np.where(order < 0, np.float32(0.0), joined[order]).astype(np.float32)
 
 
-def _joined(parts: list[Matrix]) -> LinearProgram:
-    linear = LinearProgram(num_parts=len(parts))
+def _joined(parts: list[Matrix]) -> PackedLinear:
+    linear = PackedLinear(num_parts=len(parts))
     for index, part in enumerate(parts):
         linear.parts[index] = part
     return linear
 
 
 def widened(array: NDArray[np.generic], source: ElementType) -> Floats:
-    """As float32."""
+    """Returns the array as float32."""
     if source is ElementType.BF16:
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(np.float32)
 
 
 def narrowed(array: Floats) -> NDArray[np.uint16]:
-    """The bits of the nearest bfloat16, ties to even."""
+    """Returns the bits of the nearest bfloat16, ties to even."""
     bits = np.ascontiguousarray(array).view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
 

@@ -125,7 +125,7 @@ def test_the_cpu_backend_refuses_experts_in_orders_that_the_config_denies(checkp
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["desc_act"] = False
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"orders of their own.*give --backend reference"):
+    with pytest.raises(ModelError, match=r"input orders of their own.*give --backend reference"):
         load_backend(worker_config(path, backend="cpu"))
 
 
