@@ -31,7 +31,7 @@ def check_weights_fit(
     if weight_bytes > free:
         smaller = "--quantization int8 or int4, " if config.device == "cpu" else ""
         raise ModelError(
-            f"{architecture}: the weights need {_gib(weight_bytes)} as {dtype}, and {config.device} has {_gib(free)} "
+            f"{architecture}: its weights need {_gib(weight_bytes)} as {dtype}, and {config.device} has {_gib(free)} "
             f"free: choose {smaller}a smaller --dtype or a smaller model"
         )
 
@@ -87,7 +87,7 @@ def num_host_blocks(config: WorkerConfig, block_bytes: int, kv_bytes: int) -> in
         kv_bytes if config.device == "cpu" else 0
     )
     if wanted > free:
-        raise ModelError(f"{flag}: the host has {_gib(max(0, free))} free beside weights and KV cache: give less")
+        raise ModelError(f"{flag}: the host has {_gib(max(0, free))} free besides weights and KV cache: give less")
     if wanted < block_bytes:
         raise ModelError(f"{flag}: a block needs {_gib(block_bytes)}: give more, or leave it out")
     return wanted // block_bytes

@@ -291,7 +291,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         model = load_model(spec, formats, tensors, library, kernels, max_bytes, num_logits, config.block_size)
     except MemoryError as error:
         raise ModelError(
-            f"{spec.architecture}: the weights of {max_bytes >> 20} MiB cannot be allocated on cpu: choose a smaller "
+            f"{spec.architecture}: its weights of {max_bytes >> 20} MiB cannot be allocated on cpu: choose a smaller "
             "--dtype, --quantization int8 or int4 or a smaller model, or raise the process's limit (ulimit -v)"
         ) from error
     if not math.isfinite(model.error.squared_weights):
