@@ -1,4 +1,4 @@
-"""What callers import or run; it knows the contract in penstock.v1 and nothing of the server.
+"""The client: what callers import or run. Depends on the contract in penstock.v1, not on the server.
 
 from penstock.clients import Client
 
@@ -56,7 +56,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name when it is asked for: ``penstock --help`` has no use for grpc."""
+    """Imports a public name on first use: ``penstock --help`` does not need grpc."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

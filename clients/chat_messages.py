@@ -1,4 +1,4 @@
-"""A conversation in the form that OpenAI's clients and chat templates have it in, as the contract's ``Chat``."""
+"""Converts a conversation, in the form of OpenAI's clients and chat templates, to the contract's ``Chat``."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from penstock.v1 import generation_pb2 as pb
 
 
 class CalledFunction(TypedDict):
-    """A function, and what it was called with: an object, or the text that the model wrote."""
+    """A function and its arguments: an object, or the text that the model wrote."""
 
     name: str
     arguments: str | Mapping[str, Any]
@@ -22,7 +22,7 @@ class ToolCall(TypedDict, total=False):
 
     id: str
     type: str
-    """"function"; there is no other."""
+    """Always "function"."""
     function: Required[CalledFunction]
 
 
@@ -30,27 +30,27 @@ class ChatMessage(TypedDict):
     """One message of a conversation."""
 
     role: str
-    """Who speaks: "developer", "system", "user", "assistant", "tool", or another role that the chat template names."""
+    """The author: "developer", "system", "user", "assistant", "tool", or another role that the chat template names."""
     content: NotRequired[str | None]
-    """May be left out, or None, of a message with ``tool_calls`` alone."""
+    """May be missing or None only if the message has ``tool_calls``."""
     tool_calls: NotRequired[Sequence[ToolCall]]
-    """What an answer of the assistant's called."""
+    """The calls in an answer of the assistant."""
     tool_call_id: NotRequired[str]
     """The call that a tool's message answers."""
     name: NotRequired[str]
     reasoning_content: NotRequired[str]
-    """What the assistant reasoned before this answer."""
+    """The assistant's reasoning before this answer."""
 
 
 class ChatOptions(TypedDict, total=False):
-    """What else a conversation may have; the contract's comments have meaning, default and bounds."""
+    """Options of a conversation. The contract's comments document their meanings, defaults and limits."""
 
     add_generation_prompt: bool | None
     tools: Iterable[Mapping[str, Any] | str] | None
-    """Each as chat templates take them, {"type": "function", "function": {"name", "description", "parameters"}}, or the
-    JSON text of that."""
+    """Each in the form that chat templates expect, {"type": "function", "function": {"name", "description",
+    "parameters"}}, or as JSON text."""
     template_variables: Mapping[str, Any] | str | None
-    """Further variables of the template, such as {"enable_thinking": False}, or the JSON text of them."""
+    """Further variables of the template, such as {"enable_thinking": False}, or as JSON text."""
     continue_final_message: bool | None
 
 
@@ -61,7 +61,7 @@ _CALL_KEYS = frozenset(ToolCall.__annotations__)
 
 
 def build_chat(messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> pb.Chat:
-    """A conversation. Raises InvalidOption."""
+    """Returns the conversation as a ``Chat``. Raises InvalidOption."""
     chat = pb.Chat()
     for index, message in enumerate(messages):
         _add_message(chat, message, f"messages[{index}]")
@@ -117,7 +117,7 @@ def _add_call(message: pb.ChatMessage, call: Any, where: str) -> None:
 def _refuse_others(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     for name in given:
         if name not in known:
-            raise InvalidOption(f"{where}.{name}", f"there is no such field; there are {', '.join(sorted(known))}")
+            raise InvalidOption(f"{where}.{name}", f"unknown field; the fields are {', '.join(sorted(known))}")
 
 
 def _list(value: Any, where: str) -> Sequence[Any]:
@@ -129,14 +129,14 @@ def _list(value: Any, where: str) -> Sequence[Any]:
 
 
 def _json(value: object, where: str) -> str:
-    """The JSON text of an object, which may be given as that already."""
+    """Returns an object as JSON text; accepts text, which is returned unchanged."""
     if not isinstance(value, Mapping | str):
         raise InvalidOption(where, f"expected an object, got {shown(value)}")
     try:
         text = value if isinstance(value, str) else json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidOption(where, f"it is no JSON: {error}") from None
+        raise InvalidOption(where, f"not valid JSON: {error}") from None
     return text
 
 

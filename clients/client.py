@@ -52,7 +52,7 @@ class RequestStream:
         self._cancelled = False
         self._give_up_at: float | None = None
         self._limit: asyncio.Timeout | None = None
-        """What keeps it, while events are awaited."""
+        """Enforces ``_give_up_at`` while events are awaited."""
 
     async def __aenter__(self) -> Self:
         self._begin()
@@ -77,11 +77,11 @@ class RequestStream:
         return self._mailbox.request_id
 
     async def take(self) -> list[Event]:
-        """All events that have come since the last call, at least one; none once the request has ended."""
+        """Waits for events and returns all since the last call. Returns an empty list once the request has ended."""
         return await self._receive(rest=False)
 
     async def completion(self) -> Completion:
-        """All that is left, put together."""
+        """Collects the remaining events into a ``Completion``."""
         events: list[Event] = []
         while more := await self._receive(rest=True):
             events += more
@@ -90,7 +90,7 @@ class RequestStream:
         return collect(events, max(1, self._start.sampling.n))
 
     def cancel(self) -> None:
-        """Asks for an early end. Events go on until ``Finished``, which has the usage so far."""
+        """Requests an early end. Events continue until ``Finished``, which has the usage so far."""
         self._cancelled = True
         if self._carrier is not None:
             self._carrier.cancel(self._ref)
@@ -98,8 +98,8 @@ class RequestStream:
     def update(
         self, *, timeout: float | None = None, priority: int | None = None, max_tokens: int | None = None
     ) -> None:
-        """Changes the request while it runs; ``timeout`` is in seconds from now. What the service cannot do comes as an
-        ``UpdateRefused`` among the events, and changes nothing. Raises InvalidOption."""
+        """Changes the request while it runs; ``timeout`` is in seconds from now. If the service refuses, nothing
+        changes, and an ``UpdateRefused`` is among the events. Raises InvalidOption."""
         update = build_update(timeout, priority, max_tokens)
         if self._carrier is None:
             self._amend(update)
@@ -125,7 +125,7 @@ class RequestStream:
                 self._expect_end_within(self._start.timeout_ms / 1000)
 
     def _amend(self, update: pb.Update) -> None:
-        """Nothing is sent yet."""
+        """Changes the start message, before it is sent."""
         if update.HasField("priority"):
             self._start.priority = update.priority
         if update.HasField("max_tokens"):
@@ -134,7 +134,7 @@ class RequestStream:
             self._start.timeout_ms = update.timeout_ms
 
     def _expect_end_within(self, seconds: float) -> None:
-        """The service keeps the deadline. This is for one that does not answer at all."""
+        """Limits the wait if the service does not respond at all; otherwise the service enforces the deadline."""
         self._give_up_at = asyncio.get_running_loop().time() + seconds + _DEADLINE_GRACE_SECONDS
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(self._give_up_at)
@@ -148,7 +148,7 @@ class RequestStream:
                 events = await self._mailbox.take_event(rest=rest)
         except TimeoutError:
             self.leave()
-            failure = RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "its deadline passed, and no answer came")
+            failure = RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed without a response")
             failure.request_id = self.request_id
             raise failure from None
         except RequestFailed as failure:
@@ -172,8 +172,9 @@ async def _deltas(request: RequestStream) -> AsyncIterator[Delta]:
 class AsyncClient:
     """Calls one service. Use it from one event loop, in as many tasks as you like.
 
-    ``api_key`` travels in every call's metadata: without ``tls`` anyone on the way can read it. Raises kinds of
-    PenstockError: InvalidOption before anything is sent, RequestFailed for what the service or the connection did.
+    ``api_key`` is in every call's metadata: without ``tls``, anyone on the network path can read it. Raises subclasses
+    of PenstockError: InvalidOption before anything is sent, RequestFailed for failures of the service or the
+    connection.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, api_key: str | None = None, tls: Tls | None = None) -> None:
@@ -193,23 +194,23 @@ class AsyncClient:
         await self.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> RequestStream:
-        """A request as a stream of events: Accepted, PromptLogprobs, Delta, UpdateRefused, Finished.
+        """Returns a request as a stream of events: Accepted, PromptLogprobs, Delta, UpdateRefused, Finished.
 
         ``prompt`` is text, token ids, or a conversation: a list of messages (see ChatMessage); ``timeout`` is in
-        seconds; options have the contract's names. With ``continue_from`` the prompt is what is new: after a chat, the
-        new messages alone; an empty text goes on with the output. Raises InvalidOption at once; nothing is sent before
-        the stream is used.
+        seconds; options have the contract's names. With ``continue_from`` the prompt is only the new part: after a
+        chat, only the new messages; an empty text continues the output. Raises InvalidOption immediately; nothing is
+        sent before the stream is used.
         """
         return RequestStream(self._generate_stream, build_start(prompt, options, timeout))
 
     def send(self, start: pb.Start) -> RequestStream:
-        """The same for a ``Start`` that was built already; its ref is overwritten, and it must be used once only."""
+        """Like ``generate``, for an existing ``Start``; its ref is overwritten, and it must be used only once."""
         return RequestStream(self._generate_stream, start)
 
     def stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncIterator[Delta]:
-        """The output alone, as it comes. Leaving the loop cancels the request."""
+        """Yields only the output, as it arrives. Leaving the loop cancels the request."""
         return _deltas(self.generate(prompt, timeout=timeout, **options))
 
     async def complete(
@@ -219,7 +220,7 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109 - the service keeps it
         **options: Unpack[Options],
     ) -> Completion:
-        """The whole answer. Raises RequestFailed."""
+        """Returns the whole answer. Raises RequestFailed."""
         async with self.generate(prompt, timeout=timeout, **options) as request:
             return await request.completion()
 
@@ -230,39 +231,38 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109 - the service keeps it
         **options: Unpack[EmbedOptions],
     ) -> Embeddings:
-        """A vector for each of some inputs: a text, or a list of texts or of lists of token ids. One call for many is
-        faster than many calls. ``timeout`` is in seconds; without one there is none. Raises InvalidOption and
-        RequestFailed."""
+        """Returns a vector for each input. ``inputs``: a text, or a list of texts or of lists of token ids. One call
+        for many inputs is faster than many calls. ``timeout`` is in seconds; default: none. Raises
+        InvalidOption and RequestFailed."""
         request = build_embed_request(inputs, options)
         stub = EmbeddingServiceStub(self._channel())
         return Embeddings.from_proto(await self._unary(stub.Embed, request, timeout))
 
     async def model(self) -> GetModelResponse:
-        """What is served, and its limits."""
+        """Returns the served model and its limits."""
         return await self._unary(ModelServiceStub(self._channel()).GetModel, GetModelRequest())
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text, as a prompt of that text has them."""
+        """Returns the token ids of a text, the same as in a prompt."""
         request = TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
         return list((await self._unary(TokenizerServiceStub(self._channel()).Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, include_special_tokens: bool = False) -> str:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         request = DetokenizeRequest(token_ids=token_ids, include_special_tokens=include_special_tokens)
         return (await self._unary(TokenizerServiceStub(self._channel()).Detokenize, request)).text
 
     async def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> RenderChatResponse:
-        """The prompt that a conversation becomes: its text and its token ids."""
+        """Returns the prompt of a conversation, as text and as token ids."""
         request = RenderChatRequest(chat=build_chat(messages, options))
         return await self._unary(TokenizerServiceStub(self._channel()).RenderChat, request)
 
-    async def wait_ready(self, timeout: float = 60.0) -> None:  # noqa: ASYNC109 - it speaks of what it saw last
-        """Returns when the service says that it is serving. Raises RequestFailed if it does not within ``timeout``
-        seconds."""
+    async def wait_ready(self, timeout: float = 60.0) -> None:  # noqa: ASYNC109 - the error has the last response
+        """Waits until the service reports that it is serving. Raises RequestFailed after ``timeout`` seconds."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + timeout
         while True:
-            answer = "it says NOT_SERVING"
+            answer = "its status is NOT_SERVING"
             try:
                 left = max(0.001, give_up - loop.time())
                 if await is_serving(self._channel(), self._metadata, timeout=left, wait_for_ready=True):
@@ -278,7 +278,7 @@ class AsyncClient:
             await asyncio.sleep(0.1)
 
     async def close(self) -> None:
-        """Cancels what still runs and closes the connection. Safe to call twice."""
+        """Cancels running requests and closes the connection. Safe to call twice."""
         self._closed = True
         if self._stream is not None:
             await self._stream.close()
@@ -286,7 +286,7 @@ class AsyncClient:
             await self._opened.close()
 
     def _channel(self) -> grpc.aio.Channel:
-        # Made here and not in __init__, since a channel belongs to the loop that runs when it is made.
+        # Created here and not in __init__, since a channel belongs to the loop that runs when it is created.
         if self._closed:
             raise PenstockError("the client is closed")
         if self._opened is None:

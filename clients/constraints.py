@@ -1,5 +1,4 @@
-"""What an output must match, as callers in Python and lines of batch files say it: an object with one field; and as
-flags of the terminal tools."""
+"""Constraints on output: an object with one field in Python and in batch files, or flags of the terminal tools."""
 
 import argparse
 import json
@@ -13,15 +12,15 @@ STARTS: Mapping[str, "constraint_pb2.ConstraintStart.ValueType"] = {
     "after_reasoning": constraint_pb2.CONSTRAINT_START_AFTER_REASONING,
     "first_token": constraint_pb2.CONSTRAINT_START_FIRST_TOKEN,
 }
-"""By the names that callers use."""
+"""The contract's values by the names that callers use."""
 _TEXTS = ("regex", "lark", "gbnf")
 _KINDS = "json_schema, any_json, regex, lark, gbnf or choices"
 
 
 def set_constraint(constraint: constraint_pb2.Constraint, value: object) -> None:
-    """``{"json_schema": ...}`` with a schema or its JSON text, ``{"any_json": True}``, ``{"choices": [...]}``, or a
-    text for ``regex``, ``lark`` or ``gbnf``. Beside it may be ``"start"``: "after_reasoning" (the default) or
-    "first_token". Raises InvalidOption."""
+    """Sets a constraint from an object: ``{"json_schema": ...}`` with a schema or its JSON text, ``{"any_json":
+    True}``, ``{"choices": [...]}``, or a text for ``regex``, ``lark`` or ``gbnf``. The object may also have
+    ``"start"``: "after_reasoning" (the default) or "first_token". Raises InvalidOption."""
     if isinstance(value, Mapping) and "start" in value:
         value = dict(value)
         set_constraint_start(constraint, value.pop("start"), "constraint.start")
@@ -45,7 +44,7 @@ def set_constraint(constraint: constraint_pb2.Constraint, value: object) -> None
 
 
 def set_constraint_start(constraint: constraint_pb2.Constraint, value: object, field: str) -> None:
-    """Where it begins to hold, by its name. Raises InvalidOption."""
+    """Sets by name where the constraint starts to apply. Raises InvalidOption."""
     if not isinstance(value, str) or value not in STARTS:
         raise InvalidOption(field, f"expected {' or '.join(STARTS)}, got {shown(value)}")
     constraint.start = STARTS[value]
@@ -57,7 +56,7 @@ def is_gbnf(grammar: str) -> bool:
 
 
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds flags for what answers must match, one of which may be given; ``constraint_settings`` reads them."""
+    """Adds the mutually exclusive flags for constraints; ``constraint_settings`` reads them."""
     flags = parser.add_argument_group("what answers must match (one of them; default: nothing)")
     one = flags.add_mutually_exclusive_group()
     one.add_argument(
@@ -78,7 +77,7 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def constraint_settings(arguments: argparse.Namespace) -> list[tuple[str, object]]:
-    """What the flags say, as an option of requests with its value; none if none was given."""
+    """Returns the request option and the value that the flags set, or nothing if no flag was given."""
     if arguments.choice is not None:
         return [("constraint", {"choices": arguments.choice})]
     return [] if arguments.constraint is None else [("constraint", arguments.constraint)]
@@ -103,4 +102,4 @@ def _read(path: str) -> str:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise argparse.ArgumentTypeError(f"{path} is no text") from None
+        raise argparse.ArgumentTypeError(f"{path} is not a text file") from None

@@ -1,4 +1,4 @@
-"""A conversation that stays within the model's context. Knows no terminal."""
+"""A conversation that stays within the model's context. Independent of the terminal."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,28 +8,28 @@ from penstock.clients.errors import PenstockError
 from penstock.clients.events import Finished
 
 CountTokens = Callable[[Sequence[ChatMessage]], int]
-"""How many tokens the prompt of a conversation has."""
+"""Counts the tokens in the prompt of a conversation."""
 
 _BETWEEN_TURNS = 16
-"""More tokens than a chat template puts between an answer and the next message."""
+"""An upper bound of the tokens that a chat template puts between an answer and the next message."""
 
 
 class TooLong(PenstockError):
-    """The last message alone leaves no room for an answer."""
+    """The last message leaves no room for an answer, even without earlier turns."""
 
 
 class _Kept(NamedTuple):
-    """What the service has of the conversation: all up to the last answer."""
+    """The part of the conversation that the service keeps: everything up to the last answer."""
 
     request_id: str
     num_tokens: int
-    """At most."""
+    """An upper bound."""
 
 
 class Conversation:
     """The messages so far: a system message that stays, then turns of the user and the assistant.
 
-    Where the service kept the context of the last answer, only what is new need be sent.
+    If the service kept the context of the last answer, only the new message is sent.
     """
 
     def __init__(self, max_tokens: int, count_tokens: CountTokens) -> None:
@@ -41,7 +41,7 @@ class Conversation:
 
     @property
     def system(self) -> str:
-        """What the model is told first."""
+        """The system message."""
         return self._system
 
     @system.setter
@@ -51,7 +51,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """What the model is to see."""
+        """All messages of the prompt."""
         return self._first + self._turns
 
     @property
@@ -60,22 +60,22 @@ class Conversation:
 
     @property
     def continue_from(self) -> str:
-        """The request whose context the service has; empty where all is to be sent."""
+        """The request whose context the service keeps; empty if all messages must be sent."""
         return "" if self._kept is None else self._kept.request_id
 
     @property
     def unsent(self) -> list[ChatMessage]:
-        """What the service is to be sent: all, or the user's last message."""
+        """The messages to send: all, or only the user's last one."""
         return self.messages if self._kept is None else self._turns[-1:]
 
     @property
     def num_turns(self) -> int:
-        """How many messages of the user there are."""
+        """The number of messages from the user."""
         return _num_questions(self._turns)
 
     def ask(self, text: str, room: int) -> int:
         """Adds the user's message and drops the oldest turns until ``room`` tokens are left for the answer; returns how
-        many. Raises TooLong, and keeps all as it was, if even this message alone leaves no room."""
+        many. Raises TooLong, and changes nothing, if this message leaves no room even without earlier turns."""
         question: ChatMessage = {"role": "user", "content": text}
         self._turns.append(question)
         try:
@@ -89,8 +89,8 @@ class Conversation:
             raise
 
     def send_all(self, room: int) -> int:
-        """Has all be sent, and drops the oldest turns as ``ask`` does; returns how many. Raises TooLong, and then
-        nothing has changed."""
+        """Makes the next request send all messages, and drops the oldest turns as ``ask`` does; returns how many.
+        Raises TooLong, and then changes nothing."""
         turns = list(self._turns)
         dropped = 0
         while (used := self._count_tokens(self._first + turns)) + room > self._context:
@@ -106,8 +106,8 @@ class Conversation:
         return dropped
 
     def answer(self, text: str, finished: Finished | None = None) -> None:
-        """Adds the assistant's answer, and how its request ended, if that is known; an answer without text takes back
-        the question."""
+        """Adds the assistant's answer, and the end of its request if known. An answer without text removes the
+        question."""
         if not text:
             self.take_back()
             return
@@ -123,7 +123,7 @@ class Conversation:
             self._turns.pop()
 
     def reset(self) -> None:
-        """Forgets all turns; the system message stays."""
+        """Drops all turns; the system message stays."""
         self._turns.clear()
         self._kept = None
 

@@ -1,4 +1,4 @@
-"""From texts to the contract's ``EmbedRequest``, and from its answer to vectors."""
+"""Converts inputs to the contract's ``EmbedRequest``, and its response to vectors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ Input = str | Sequence[int]
 
 
 class EmbedOptions(TypedDict, total=False):
-    """Everything that a request may say besides its inputs and timeout, under the contract's names; the contract's
-    comments have meaning, default and bounds. None means the default."""
+    """All options of a request except its inputs and timeout, under the contract's names. The contract's comments
+    document their meanings, defaults and limits. None means the default."""
 
     dimensions: int | None
     normalize: bool | None
@@ -24,9 +24,9 @@ class EmbedOptions(TypedDict, total=False):
     traceparent: str | None
     client_request_id: str | None
     truncate_prompt_tokens: int | None
-    """Tokens of each input that are kept; -1: as many as the context takes."""
+    """How many tokens of each input to keep; -1: as many as fit the context."""
     truncation_side: str | None
-    """Which end is cut: ``left`` keeps the last tokens, ``right`` the first. Default: right."""
+    """The end that is cut: ``left`` keeps the last tokens, ``right`` the first. Default: right."""
 
 
 _OPTIONS = {name: field for name, field in pb.EmbedRequest.DESCRIPTOR.fields_by_name.items() if name != "inputs"}
@@ -34,7 +34,7 @@ _OPTIONS = {name: field for name, field in pb.EmbedRequest.DESCRIPTOR.fields_by_
 
 @dataclass(slots=True)
 class Embeddings:
-    """The answer to one request."""
+    """The response to one request."""
 
     vectors: list[list[float]]
     """One for each input, in their order."""
@@ -44,13 +44,13 @@ class Embeddings:
 
     @classmethod
     def from_proto(cls, message: pb.EmbedResponse) -> "Embeddings":
-        """The same, copied."""
+        """Copies a message of the contract."""
         usage = Usage(message.usage.prompt_tokens, message.usage.cached_tokens, message.usage.output_tokens)
         return cls([list(embedding.values) for embedding in message.embeddings], usage, message.request_id)
 
 
 def build_embed_request(inputs: str | Sequence[Input], options: Mapping[str, object]) -> pb.EmbedRequest:
-    """An ``EmbedRequest``. Raises InvalidOption."""
+    """Builds an ``EmbedRequest``. Raises InvalidOption."""
     if isinstance(inputs, Mapping | bytes) or not isinstance(inputs, Iterable):
         raise InvalidOption("inputs", f"expected a text or a list of inputs, got {shown(inputs)}")
     request = pb.EmbedRequest()
@@ -58,11 +58,11 @@ def build_embed_request(inputs: str | Sequence[Input], options: Mapping[str, obj
         _add_input(request, f"inputs[{index}]", item)
     for name, value in options.items():
         if name not in _OPTIONS:
-            raise InvalidOption(name, f"there is no such field; there are {', '.join(sorted(_OPTIONS))}")
+            raise InvalidOption(name, f"unknown field; the fields are {', '.join(sorted(_OPTIONS))}")
         if value is not None:
             set_field(request, _OPTIONS[name], value)
     if (size := request.ByteSize()) > MAX_START_BYTES:
-        raise InvalidOption("inputs", f"the request has {size:,} bytes; it may have {MAX_START_BYTES:,}")
+        raise InvalidOption("inputs", f"the request has {size:,} bytes; the limit is {MAX_START_BYTES:,}")
     return request
 
 
@@ -79,5 +79,5 @@ def _add_input(request: pb.EmbedRequest, where: str, item: object) -> None:
             raise TypeError("expected token ids, got a bool")
         added.token_ids.SetInParent()
         added.token_ids.ids.extend(cast(list[int], ids))
-    except (TypeError, ValueError) as error:  # half of a surrogate pair, or no token id
+    except (TypeError, ValueError) as error:  # half of a surrogate pair, or not a token id
         raise InvalidOption(where, str(error)) from None

@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions: the caller's own mistakes, and what the service or the way to it said."""
+"""The client's exceptions: mistakes of the caller, and failures of the service or the connection."""
 
 import re
 from collections.abc import Iterable
@@ -19,16 +19,16 @@ _NO_NAME = "Misformatted domain name"
 _NO_SOCKET = re.compile(r"connect failed: addr: unix:.* error: (.*)")
 _PORT = re.compile(r":\d+$")
 _NOT_TLS = "WRONG_VERSION_NUMBER"
-_NO_TLS = "what listens there speaks no TLS"
+_NO_TLS = "the server there does not use TLS"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class PenstockError(Exception):
-    """The root of what this client raises on purpose. Its text is one that a user can act on."""
+    """The base class of the client's exceptions. Its text is written for users."""
 
 
 class InvalidOption(PenstockError, ValueError):
-    """A request that cannot be sent: ``field`` has the wrong type, is out of range, or is no field at all."""
+    """A request that cannot be sent: ``field`` has the wrong type, is out of range, or does not exist."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -37,13 +37,14 @@ class InvalidOption(PenstockError, ValueError):
 
 
 def shown(value: object) -> str:
-    """What was given, short enough for a message."""
+    """Returns a given value as text, short enough for a message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 class RequestFailed(PenstockError):
-    """A request did not succeed. ``code`` and ``message`` are the service's, or gRPC's if that never answered."""
+    """A request did not succeed. ``code`` and ``message`` are the service's, or gRPC's if the service never
+    responded."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(code, message)
@@ -52,19 +53,20 @@ class RequestFailed(PenstockError):
         self.reason = ""
         """The error's name in the service's catalogue, such as ``QUEUE_FULL``; empty if it gave none."""
         self.violations: list[tuple[str, str]] = []
-        """What is wrong with which field, as (field, description)."""
+        """Invalid fields, as (field, description)."""
         self.retry_after: float | None = None
-        """Seconds to wait before trying again, as the service asked. See ``retryable``."""
+        """How many seconds the service requests to wait before trying again. See ``retryable``."""
         self.request_id = ""
         """The service's id of the request, for logs and support; empty if it never got one."""
         self.finished: Finished | None = None
-        """The request's end with its usage and timings, where the service got so far."""
+        """The request's end with its usage and timings, if the service got that far."""
         self.is_final = False
-        """Whether the service said not to try again. See ``retryable``."""
+        """Whether the service rules out another try. See ``retryable``."""
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may succeed later. What is too large for this service gets no hint of when."""
+        """Whether the same request may succeed later. A request that is too large for this service has no
+        ``retry_after``."""
         if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return self.retry_after is not None and not self.is_final
         return self.code is grpc.StatusCode.UNAVAILABLE and not self.is_final
@@ -75,7 +77,7 @@ class RequestFailed(PenstockError):
 
 
 class StreamBroken(RequestFailed):
-    """The stream that carried the request ended before it. Others on it got the same; the next opens another."""
+    """The stream ended before the request did. All requests on it fail like this; the next one opens a new stream."""
 
 
 class Unreachable(RequestFailed):
@@ -83,7 +85,7 @@ class Unreachable(RequestFailed):
 
     @property
     def speaks_no_tls(self) -> bool:
-        """Whether something is there, but not with transport security."""
+        """Whether a server listens there, but without transport security."""
         return self.message.endswith(_NO_TLS)
 
     def __str__(self) -> str:
@@ -91,7 +93,7 @@ class Unreachable(RequestFailed):
 
 
 def failure_from_status(status: Status, request_id: str = "") -> RequestFailed:
-    """The in-band failure of one request."""
+    """Returns the failure of one request from its in-band status."""
     error = RequestFailed(_code(status.code), status.message)
     _read_details(error, status)
     error.request_id = error.request_id or request_id
@@ -101,7 +103,7 @@ def failure_from_status(status: Status, request_id: str = "") -> RequestFailed:
 def failure_from_call(
     call_error: grpc.aio.AioRpcError, target: str, kind: type[RequestFailed] = RequestFailed
 ) -> RequestFailed:
-    """The failure of a whole call, as ``kind``; ``Unreachable`` if no connection could be made."""
+    """Returns the failure of a whole call, as ``kind``; ``Unreachable`` if no connection could be made."""
     code = call_error.code()
     details = call_error.details() or "no details"
     if code is grpc.StatusCode.UNAVAILABLE and _NO_CONNECTION.search(details):
@@ -112,13 +114,13 @@ def failure_from_call(
         try:
             _read_details(error, Status.FromString(packed))
         except DecodeError:
-            pass  # a proxy's; code and text still hold
+            pass  # from a proxy; code and text are still valid
     _read_pushback(error, metadata.get("grpc-retry-pushback-ms"))
     return error
 
 
 def _why(details: str, target: str) -> str:
-    """Why there is no connection, out of all that gRPC tells of its attempts."""
+    """Extracts the reason why there is no connection from gRPC's report of its attempts."""
     if _NO_NAME in details:
         return "write the address as HOST:PORT" + (", without a scheme" if "://" in target else "")
     if missing := _NO_SOCKET.search(details):
@@ -164,7 +166,7 @@ def _read_details(error: RequestFailed, status: Status) -> None:
 
 
 def _read_pushback(error: RequestFailed, pushback: str | bytes | None) -> None:
-    """gRPC's own hint: milliseconds, or a negative number for "do not try again"."""
+    """Reads gRPC's pushback: milliseconds, or a negative number for "do not try again"."""
     if pushback is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""What a request's stream brings, as typed events, and the whole of it as a ``Completion``."""
+"""The events of a request's stream as types, and all of them together as a ``Completion``."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from penstock.v1 import generation_pb2 as pb
 
 
 class FinishReason(Enum):
-    """Why output ended; the values are what batch files hold."""
+    """Why output ended. Batch files contain these values."""
 
     UNSPECIFIED = "unspecified"
     """Not ended, or ended before any output."""
@@ -39,8 +39,7 @@ class Logprobs:
     top_token_ids: list[int] = field(default_factory=list)
     top: list[float] = field(default_factory=list)
     text_lengths: list[int] = field(default_factory=list)
-    """How many characters of the output's text begin in each token; empty for prompts, and where no text was asked
-    for."""
+    """How many characters of the output's text begin in each token; empty for prompts, and if no text was requested."""
 
     def extend(self, more: "Logprobs") -> None:
         """Appends the entries of the tokens that follow."""
@@ -52,7 +51,7 @@ class Logprobs:
 
     @classmethod
     def from_proto(cls, message: pb.Logprobs) -> "Logprobs":
-        """The same, copied."""
+        """Copies a message of the contract."""
         return cls(
             list(message.chosen),
             message.num_top,
@@ -64,7 +63,7 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens used; stopping tokens and those of stop strings count as output."""
+    """The tokens used. Stop tokens and the tokens of stop strings count as output."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -73,16 +72,16 @@ class Usage:
 
 @dataclass(slots=True)
 class Timings:
-    """Where the service's time went: microseconds from the request's arrival there."""
+    """When each phase of a request ended, in microseconds since its arrival at the service."""
 
     queued_us: int = 0
     prefill_us: int = 0
     first_token_us: int = 0
     total_us: int = 0
     preemptions: int = 0
-    """How often its cache went to others."""
+    """How often the request lost its KV cache to others."""
     restarts: int = 0
-    """How often the service's worker died under it."""
+    """How often the service's worker died during the request."""
 
 
 @dataclass(slots=True)
@@ -92,14 +91,14 @@ class Accepted:
     request_id: str
     prompt_tokens: int
     cached_tokens: int
-    """An estimate; ``Usage`` has the fact."""
+    """An estimate; ``Usage`` has the actual number."""
     queue_position: int
     predicted_ttft_ms: int | None = None
     client_request_id: str = ""
 
     @classmethod
     def from_proto(cls, message: pb.Accepted) -> "Accepted":
-        """The same, copied."""
+        """Copies a message of the contract."""
         return cls(
             request_id=message.request_id,
             prompt_tokens=message.prompt_tokens,
@@ -112,20 +111,20 @@ class Accepted:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Log-probabilities of the prompt's tokens from position ``start`` on."""
+    """The log-probabilities of the prompt's tokens from position ``start`` on."""
 
     start: int
     logprobs: Logprobs
 
     @classmethod
     def from_proto(cls, message: pb.PromptLogprobs) -> "PromptLogprobs":
-        """The same, copied."""
+        """Copies a message of the contract."""
         return cls(message.start, Logprobs.from_proto(message.logprobs))
 
 
 @dataclass(slots=True)
 class ChoiceEnd:
-    """How a choice ended, and what was matched if it stopped."""
+    """Why a choice ended, and the stop that matched, if any."""
 
     reason: FinishReason
     stop: str | None = None
@@ -133,7 +132,7 @@ class ChoiceEnd:
 
     @classmethod
     def from_proto(cls, message: pb.ChoiceEnd) -> "ChoiceEnd":
-        """The same, copied."""
+        """Copies a message of the contract."""
         matched = message.WhichOneof("matched")
         return cls(
             reason=_REASONS.get(message.reason, FinishReason.UNSPECIFIED),
@@ -144,19 +143,19 @@ class ChoiceEnd:
 
 @dataclass(slots=True)
 class Delta:
-    """New output of one choice: whole characters, and exactly their tokens. One token or several. The last delta has
-    the tokens that ended the choice as well."""
+    """New output of one choice: whole characters, and exactly their tokens. One token or several. The last delta also
+    has the tokens that ended the choice."""
 
     text: str
     token_ids: list[int]
     choice: int = 0
     logprobs: Logprobs | None = None
     end: ChoiceEnd | None = None
-    """On a choice's last delta."""
+    """Set on a choice's last delta."""
 
     @classmethod
     def from_proto(cls, message: pb.Delta) -> "Delta":
-        """The same, copied."""
+        """Copies a message of the contract."""
         return cls(
             text=message.text,
             token_ids=message.token_ids[:],
@@ -168,26 +167,26 @@ class Delta:
 
 @dataclass(slots=True)
 class Speculation:
-    """What became of a request's drafts: tokens that were computed in the hope that they would be chosen."""
+    """The statistics of a request's drafts, tokens that were guessed and then verified."""
 
     drafted_tokens: int
     accepted_tokens: int
-    """Those of them that were chosen."""
+    """Drafted tokens that were accepted."""
     steps: int
-    """That had drafts; each brought 1 token more than it had drafts accepted."""
+    """Steps with drafts. Each produced 1 token more than it had accepted drafts."""
     drafted_at: list[int]
-    """Entry i: steps whose first i + 1 drafts or more were computed."""
+    """Entry i: steps with i + 1 drafts or more."""
     accepted_at: list[int]
-    """Entry i: steps whose first i + 1 drafts or more were chosen."""
+    """Entry i: steps with i + 1 accepted drafts or more."""
 
     @property
     def mean_length(self) -> float:
-        """Tokens that a step with drafts brought."""
+        """The mean number of tokens from a step with drafts."""
         return 1 + self.accepted_tokens / self.steps
 
     @classmethod
     def from_proto(cls, message: pb.Speculation) -> "Speculation":
-        """The same, copied."""
+        """Copies a message of the contract."""
         return cls(
             message.drafted_tokens,
             message.accepted_tokens,
@@ -206,15 +205,15 @@ class Finished:
     timings: Timings
     request_id: str = ""
     seed: int | None = None
-    """What it was sampled with; the same request with this seed repeats the output where the service can."""
+    """The seed used for sampling. The same request with this seed repeats the output if the service can."""
     may_continue: bool = False
-    """Whether ``continue_from`` may name it."""
+    """Whether ``continue_from`` may refer to this request."""
     speculation: Speculation | None = None
-    """None: it had no drafts."""
+    """None if the request had no drafts."""
 
     @classmethod
     def from_proto(cls, message: pb.Finished) -> "Finished":
-        """The same, copied; the status is left to ``errors``."""
+        """Copies a message of the contract, except its status, which ``errors`` reads."""
         usage, timings = message.usage, message.timings
         return cls(
             reason=_REASONS.get(message.reason, FinishReason.UNSPECIFIED),
@@ -236,14 +235,14 @@ class Finished:
 
 @dataclass(slots=True)
 class UpdateRefused:
-    """An update was not carried out; the request goes on as it was."""
+    """An update was refused; the request continues unchanged."""
 
     failure: RequestFailed
-    """Why. It is told, not raised."""
+    """The reason. It is not raised."""
 
     @classmethod
     def from_proto(cls, message: pb.UpdateRefused) -> "UpdateRefused":
-        """The same, copied."""
+        """Copies a message of the contract."""
         return cls(failure_from_status(message.status))
 
 
@@ -267,8 +266,8 @@ class Choice:
 
 @dataclass(slots=True)
 class Completion:
-    """The whole answer to one request. ``text`` and its like are the first choice's, which is the only one unless ``n``
-    was given."""
+    """The whole answer to one request. ``text`` and similar properties are those of the first choice, the only one
+    unless ``n`` was given."""
 
     choices: list[Choice]
     finished: Finished
@@ -286,7 +285,7 @@ class Completion:
 
     @property
     def logprobs(self) -> Logprobs | None:
-        """The first choice's log-probabilities, if they were asked for."""
+        """The first choice's log-probabilities, if requested."""
         return self.choices[0].logprobs
 
     @property
@@ -296,17 +295,17 @@ class Completion:
 
     @property
     def usage(self) -> Usage:
-        """Tokens used, of all choices."""
+        """The tokens used by all choices."""
         return self.finished.usage
 
     @property
     def speculation(self) -> Speculation | None:
-        """What became of its drafts; None if it had none."""
+        """The statistics of the request's drafts; None if it had none."""
         return self.finished.speculation
 
     @property
     def timings(self) -> Timings:
-        """Where the service's time went."""
+        """When each phase of the request ended."""
         return self.finished.timings
 
     @property
@@ -316,7 +315,7 @@ class Completion:
 
 
 def collect(events: Iterable[Event], num_choices: int) -> Completion:
-    """Puts the events of one request that ended well together; the last of them is its ``Finished``."""
+    """Combines the events of one successful request; the last one is its ``Finished``."""
     texts: list[list[str]] = [[] for _ in range(num_choices)]
     choices = [Choice() for _ in range(num_choices)]
     prompt_logprobs: Logprobs | None = None
@@ -346,8 +345,8 @@ def collect(events: Iterable[Event], num_choices: int) -> Completion:
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """The same events in fewer: all deltas of a choice become one, so do all parts of the prompt's log-probabilities.
-    Nothing is lost; the order within a choice is kept."""
+    """Merges events: all deltas of a choice become one, and so do all parts of the prompt's log-probabilities. Nothing
+    is lost; the order within a choice is kept."""
     merged: list[Event] = []
     deltas: dict[int, Delta] = {}
     prompt: PromptLogprobs | None = None

@@ -1,4 +1,4 @@
-"""Whether a service is serving, as grpc.health.v1 tells; the bare install has no stubs of that."""
+"""Queries grpc.health.v1 without its stubs, which the bare install does not have."""
 
 import grpc
 
@@ -13,7 +13,7 @@ async def is_serving(
     timeout: float,  # noqa: ASYNC109 - gRPC keeps it
     wait_for_ready: bool = False,
 ) -> bool:
-    """What the service says. Raises grpc.aio.AioRpcError if it does not answer within ``timeout`` seconds; with
-    ``wait_for_ready`` a connection is waited for as long."""
+    """Whether the service is serving. Raises grpc.aio.AioRpcError if it does not respond within ``timeout`` seconds;
+    with ``wait_for_ready``, that time includes waiting for a connection."""
     check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
     return await check(b"", timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready) == _SERVING

@@ -1,7 +1,7 @@
-"""The one place where keyword arguments, and lines of a batch file, become the contract's ``Start``.
+"""Converts keyword arguments, and lines of batch files, to the contract's ``Start``.
 
-Names, types and ranges of numbers come from the contract's descriptors; bounds that depend on the model are the
-service's business, which names the field as well.
+Names, types and ranges of numbers come from the contract's descriptors; the service checks limits that depend on the
+model, and its errors name the field too.
 """
 
 import difflib
@@ -24,7 +24,7 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 class Format(Enum):
-    """What the service sends back."""
+    """The form of the output."""
 
     TEXT = "text"
     TOKEN_IDS = "token_ids"
@@ -32,8 +32,8 @@ class Format(Enum):
 
 
 class Options(ChatOptions, total=False):
-    """Everything that a request may say besides its prompt and timeout, under the contract's names; the contract's
-    comments have meaning, default and bounds. None means the default. ChatOptions are of a conversation alone."""
+    """All options of a request except its prompt and timeout, under the contract's names. The contract's comments
+    document their meanings, defaults and limits. None means the default. ChatOptions are only for conversations."""
 
     temperature: float | None
     top_k: int | None
@@ -54,7 +54,7 @@ class Options(ChatOptions, total=False):
     n: int | None
 
     format: Format | str | None
-    """Default here: both text and token ids."""
+    """Default in this client: both text and token ids."""
     logprobs: int | None
     prompt_logprobs: int | None
     include_special_tokens: bool | None
@@ -62,19 +62,19 @@ class Options(ChatOptions, total=False):
     priority: int | None
     tenant: str | None
     continue_from: str | None
-    """The id of a request that ended with ``may_continue``: what is sent here is added to its prompt and output."""
+    """The id of a request that ended with ``may_continue``: this prompt is appended to its prompt and output."""
     retain_ms: int | None
     constraint: Mapping[str, object] | None
     """What the output must match: one of ``json_schema`` (a schema or its JSON text), ``any_json`` (True), ``regex``,
     ``lark``, ``gbnf`` and ``choices`` (texts)."""
     max_draft_tokens: int | None
-    """Tokens that may be drafted in a step; 0 is off. Drafts change when tokens come, never which."""
+    """The maximum number of drafts per step; 0 disables them. Drafts change when tokens arrive, never which."""
     traceparent: str | None
     client_request_id: str | None
     truncate_prompt_tokens: int | None
-    """Tokens of the prompt that are kept; -1: as many as the context takes."""
+    """How many tokens of the prompt to keep; -1: as many as fit the context."""
     truncation_side: str | None
-    """Which end is cut: ``left`` keeps the last tokens, ``right`` the first. Default: left."""
+    """The end that is cut: ``left`` keeps the last tokens, ``right`` the first. Default: left."""
 
 
 # Dictionaries: protobuf's own mappings do not survive a name with half of a surrogate pair.
@@ -90,14 +90,14 @@ _MAX_TIMEOUT_MS = 86_400_000
 _PROMPTS_OF_LINE = ("prompt", "prompt_token_ids", "messages")
 
 OPTION_NAMES = frozenset({*_SAMPLING, *_OUTPUT, *_START, *CHAT_OPTION_NAMES})
-"""The keys of ``Options``, as the contract has them."""
+"""The keys of ``Options``, read from the contract."""
 
 MAX_START_BYTES = 5 << 20
 """More than the largest request that a service accepts: 4 MiB of text, and its options."""
 
 
 def build_start(prompt: Prompt, options: Mapping[str, object], timeout: float | None = None) -> pb.Start:
-    """A ``Start`` without its ref. ``timeout`` is in seconds. Raises InvalidOption."""
+    """Builds a ``Start`` without its ref. ``timeout`` is in seconds. Raises InvalidOption."""
     start = pb.Start()
     start.output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
     _set_prompt(start, prompt)
@@ -106,14 +106,14 @@ def build_start(prompt: Prompt, options: Mapping[str, object], timeout: float | 
             _set_option(start, name, value)
     if timeout is not None:
         start.timeout_ms = timeout_ms(timeout)
-    if (size := start.ByteSize()) > MAX_START_BYTES:  # the transport's refusal would end the stream that others share
-        raise InvalidOption("prompt", f"the request has {size:,} bytes; it may have {MAX_START_BYTES:,}")
+    if (size := start.ByteSize()) > MAX_START_BYTES:  # a refusal by the transport would end the shared stream
+        raise InvalidOption("prompt", f"the request has {size:,} bytes; the limit is {MAX_START_BYTES:,}")
     return start
 
 
 def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) -> pb.Start:
-    """A ``Start`` from a line of a batch file, whose ``id`` is left out; ``defaults`` are options of lines that do not
-    name them. Raises InvalidOption."""
+    """Builds a ``Start`` from a line of a batch file without its ``id``. ``defaults`` are options for lines that do not
+    set them. Raises InvalidOption."""
     options = {**defaults, **line}
     prompts = [name for name in _PROMPTS_OF_LINE if options.get(name) is not None]
     if len(prompts) != 1:
@@ -142,7 +142,7 @@ def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) 
 
 
 def build_update(timeout: float | None, priority: int | None, max_tokens: int | None) -> pb.Update:
-    """An ``Update`` without its ref; None leaves things as they are. Raises InvalidOption."""
+    """Builds an ``Update`` without its ref; None leaves a value unchanged. Raises InvalidOption."""
     update = pb.Update()
     for name, value in (("priority", priority), ("max_tokens", max_tokens)):
         if value is not None:
@@ -153,7 +153,7 @@ def build_update(timeout: float | None, priority: int | None, max_tokens: int | 
 
 
 def timeout_ms(seconds: float) -> int:
-    """The contract's form of a timeout: at least 1 ms. Raises InvalidOption."""
+    """Converts a timeout to milliseconds, at least 1. Raises InvalidOption."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MAX_TIMEOUT_MS / 1000:
         raise InvalidOption("timeout", f"expected seconds above 0, at most 86,400, got {shown(seconds)}")
     return max(1, round(seconds * 1000))
@@ -177,7 +177,7 @@ def _set_prompt(start: pb.Start, prompt: Prompt) -> None:
     try:
         if bool in map(type, items):
             raise TypeError
-        start.token_ids.ids.extend(cast(list[int], items))  # protobuf checks faster than a loop of ours would
+        start.token_ids.ids.extend(cast(list[int], items))  # protobuf checks faster than a Python loop
     except (TypeError, ValueError):
         wrong = next(i for i, item in enumerate(items) if not _is_token_id(item))
         raise InvalidOption(f"prompt[{wrong}]", f"expected a token id, got {shown(items[wrong])}") from None
@@ -204,8 +204,8 @@ def _set_option(start: pb.Start, name: str, value: object) -> None:
         set_field(start, _START[name], value)
     else:
         near = difflib.get_close_matches(name, OPTION_NAMES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(OPTION_NAMES))}"
-        raise InvalidOption(name, f"there is no such field; {hint}")
+        hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(sorted(OPTION_NAMES))}"
+        raise InvalidOption(name, f"unknown field; {hint}")
 
 
 def _format(value: object) -> pb.OutputFormat.ValueType:
@@ -217,9 +217,9 @@ def _format(value: object) -> pb.OutputFormat.ValueType:
 
 
 def set_field(message: Message, field: FieldDescriptor, value: object) -> None:
-    """Sets a field from a value of Python or JSON. protobuf's own checks are kept, and told under the field's name."""
+    """Sets a field from a value of Python or JSON. Failed checks of protobuf are reported under the field's name."""
     try:
-        if field.message_type is not None:  # the only fields that reach this and are no scalars are maps
+        if field.message_type is not None:  # the only fields here that are not scalars are maps
             _set_map(getattr(message, field.name), field.name, field.message_type.fields_by_name["value"], value)
         elif field.is_repeated:
             items = [value] if isinstance(value, str) else value
@@ -232,12 +232,12 @@ def set_field(message: Message, field: FieldDescriptor, value: object) -> None:
             setattr(message, field.name, _scalar(field, field.name, value))
     except InvalidOption:
         raise
-    except (TypeError, ValueError, OverflowError) as error:  # the last for an integer that no float can hold
+    except (TypeError, ValueError, OverflowError) as error:  # OverflowError: an integer too large for a float
         raise InvalidOption(field.name, str(error)) from None
 
 
 def _enum_number(field: FieldDescriptor, value: object) -> int:
-    """A value of an enum by its name, in lower case and without the enum's: ``left`` for TRUNCATION_SIDE_LEFT."""
+    """Returns an enum's value by its lower-case name without the prefix: ``left`` for TRUNCATION_SIDE_LEFT."""
     assert field.enum_type is not None
     _, *values = field.enum_type.values  # the first one stands for none of them
     numbers = {each.name.removeprefix(f"{field.name.upper()}_").lower(): each.number for each in values}
@@ -247,7 +247,7 @@ def _enum_number(field: FieldDescriptor, value: object) -> int:
 
 
 def _set_map(target: dict[int, object], name: str, of_value: FieldDescriptor, value: object) -> None:
-    """A map of token ids to numbers; a JSON object has its keys as text."""
+    """Sets a map of token ids to numbers. In JSON, keys are text."""
     if not isinstance(value, Mapping):
         raise InvalidOption(name, f"expected a map of token ids to numbers, got {shown(value)}")
     for key, item in value.items():
@@ -276,7 +276,7 @@ _TYPES: dict[int, tuple[type, str]] = {
 
 
 def _scalar(field: FieldDescriptor, name: str, value: object) -> object:
-    """The value, if its type is the field's: protobuf would take True for 1, and 1.0 for 1."""
+    """Returns the value if its type is the field's: protobuf would accept True and 1.0 for 1."""
     kind, expected = _TYPES[field.cpp_type]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise InvalidOption(name, f"expected {expected}, got {shown(value)}")

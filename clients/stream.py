@@ -16,24 +16,24 @@ T = TypeVar("T")
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 MAX_EVENTS_WAITING = 64
-"""Of one request. Further events are merged into those that wait: a slow consumer gets fewer, larger ones, what waits
-for it is bounded by the request's own output, and no other request is held up."""
+"""The limit of queued events per request. Further events are merged into the queued ones: a slow consumer gets fewer,
+larger events, its queue is bounded by the request's output, and no other request is delayed."""
 
 _CLOSING_SECONDS = 1.0
 
 
 class Receiver(Protocol):
-    """Who takes what comes for one request, called by the reader as it comes; it must not wait."""
+    """Receives the events of one request. The reader calls it as they arrive; it must not block."""
 
     def put(self, event: Event) -> None:
-        """An event; ``Finished`` is the last one."""
+        """Receives an event; ``Finished`` is the last one."""
 
     def fail(self, failure: RequestFailed) -> None:
-        """The request failed; nothing comes after this."""
+        """Receives the failure of the request; nothing follows it."""
 
 
 class Mailbox:
-    """What the reader has for one request's consumer."""
+    """Queues events from the reader for one request's consumer."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -44,7 +44,7 @@ class Mailbox:
         self.request_id = ""
         """The service's id of the request; empty until it is accepted."""
         self.abandoned = False
-        """Whether nobody will take events any more; those that still come are dropped."""
+        """Whether the consumer is gone; further events are dropped."""
 
     def put(self, event: Event) -> None:
         """Adds an event; never waits."""
@@ -68,8 +68,8 @@ class Mailbox:
         self._news.set()
 
     async def take_event(self, *, rest: bool = False) -> list[Event]:
-        """All events that wait, at least one; with ``rest`` all until the end, for which the consumer is woken once.
-        Raises the failure when there are none left."""
+        """Waits for events and returns all that are queued; with ``rest``, waits until the end, which wakes the
+        consumer only once. Raises the failure when no events are left."""
         self._wants_rest = rest
         while not self._is_over and (rest or not self._events):
             self._news.clear()
@@ -81,15 +81,15 @@ class Mailbox:
 
 
 class _FirstStatus:
-    """How a call ended. grpc.aio replaces the service's status by an INTERNAL of its own where a write fails because
-    the call has ended (grpc/grpc#36066), so the status is noted when it is first set."""
+    """Records a call's status when it is first set: grpc.aio replaces it by an INTERNAL of its own if a write fails
+    because the call has ended (grpc/grpc#36066)."""
 
     def __init__(self, call: Call) -> None:
         self._noted: grpc.aio.AioRpcError | None = None
         call.add_done_callback(self._note)
 
     def of(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """The service's status, if ``error`` is the one that replaced it."""
+        """Returns the service's status if ``error`` replaced it, otherwise ``error``."""
         if not self._is_replacement(error):
             return error
         if self._noted is None or self._is_replacement(self._noted):
@@ -110,7 +110,7 @@ class _FirstStatus:
 
 
 def _ready(coroutine: Coroutine[object, object, T]) -> T:
-    """The result of a coroutine that has nothing to wait for."""
+    """Returns the result of a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -120,7 +120,7 @@ def _ready(coroutine: Coroutine[object, object, T]) -> T:
 
 
 class GenerateStream:
-    """Carries requests until it breaks or is closed; a broken one is not mended but replaced by its owner."""
+    """Carries requests until it breaks or is closed. A broken stream is not repaired; its owner opens a new one."""
 
     def __init__(self, open_call: Callable[[], Call], target: str) -> None:
         self._target = target
@@ -134,12 +134,12 @@ class GenerateStream:
         self._reader = asyncio.create_task(self._read(), name="penstock-generate-reader")
 
     def start(self, start: pb.Start) -> tuple[int, Mailbox]:
-        """Sends a request and returns its ref and mailbox. Never waits; what was not written yet is kept in memory."""
+        """Sends a request and returns its ref and mailbox. Never waits; unwritten messages are kept in memory."""
         mailbox = Mailbox()
         return self.carry(start, mailbox), mailbox
 
     def carry(self, start: pb.Start, receiver: Receiver) -> int:
-        """The same for a receiver of one's own; returns the ref."""
+        """Like ``start``, for an existing receiver; returns the ref."""
         assert self.is_open
         ref = next(ref for ref in self._refs if ref % 2**32 not in self._live) % 2**32
         start.ref = ref
@@ -148,19 +148,19 @@ class GenerateStream:
         return ref
 
     def cancel(self, ref: int) -> None:
-        """Asks for the early end of a request, whose ``Finished`` still comes. Nothing happens if it has ended."""
+        """Requests the early end of a request; its ``Finished`` still arrives. Does nothing if it has ended."""
         if self.is_open and ref in self._live:
             self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.Cancel(refs=[ref])))
 
     def update(self, ref: int, update: pb.Update) -> None:
-        """Changes a request. Nothing happens if it has ended."""
+        """Changes a request. Does nothing if it has ended."""
         if self.is_open and ref in self._live:
             update.ref = ref
             self._outgoing.put_nowait(pb.GenerateRequest(update=update))
 
     async def close(self, failure: RequestFailed | None = None) -> None:
-        """Cancels what is live, lets the service end the stream, and cuts it if that takes more than a second.
-        ``failure``: why what is live ends; without one it was closed by the client."""
+        """Cancels live requests, lets the service end the stream, and aborts it after a second. ``failure``: what live
+        requests raise; the default is that the client was closed."""
         if self.is_open:
             if self._live:
                 self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.Cancel(refs=list(self._live))))
@@ -172,13 +172,13 @@ class GenerateStream:
         await asyncio.wait({self._reader, self._writer})
 
     async def _write(self) -> None:
-        # A task of its own, since grpc.aio cancels the whole call if whoever awaits write() is cancelled.
+        # Runs in its own task, since grpc.aio cancels the whole call if the task that awaits write() is cancelled.
         try:
             while (frame := await self._outgoing.get()) is not None:
                 await self._call.write(frame)
             await self._call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the reader learns why
+            pass  # the reader gets the reason
 
     async def _read(self) -> None:
         failure: RequestFailed = StreamBroken(grpc.StatusCode.UNAVAILABLE, "the service ended the stream")
@@ -189,7 +189,7 @@ class GenerateStream:
             ended = self._status.of(error)
             if ended.code() is not grpc.StatusCode.OK:
                 failure = failure_from_call(ended, self._target, StreamBroken)
-        finally:  # whatever raised, nobody waits for ever
+        finally:  # whatever was raised, no request waits forever
             self._break(failure)
             self._writer.cancel()
             self._call.cancel()
@@ -198,7 +198,7 @@ class GenerateStream:
         self.is_open = False
         live, self._live = self._live, {}
         for receiver in live.values():
-            receiver.fail(copy.copy(failure))  # each is raised in a task of its own
+            receiver.fail(copy.copy(failure))  # each is raised in a different task
 
     def _distribute(self, response: pb.GenerateResponse) -> None:
         for accepted in response.accepted:

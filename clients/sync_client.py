@@ -1,4 +1,4 @@
-"""The client for code without an event loop: the asynchronous one, on a thread of its own.
+"""The client for code without an event loop: runs the asynchronous client on its own thread.
 
 with Client("127.0.0.1:50051") as client:
     print(client.complete("Once upon a time", max_tokens=20).text)
@@ -36,7 +36,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """Waits for a coroutine; Ctrl-C while waiting cancels it. Raises PenstockError once the thread was ended."""
+        """Runs a coroutine and waits for it; Ctrl-C cancels it. Raises PenstockError once the thread has ended."""
         if self._loop.is_closed():
             coroutine.close()
             raise PenstockError("the client is closed")
@@ -48,7 +48,7 @@ class _LoopThread:
             raise
 
     def call(self, action: Callable[[], object]) -> None:
-        """Calls something on the loop, soon and in order; not at all once the thread was ended."""
+        """Schedules a call on the loop, in order; does nothing once the thread has ended."""
         with contextlib.suppress(RuntimeError):  # the loop was closed
             self._loop.call_soon_threadsafe(action)
 
@@ -59,7 +59,7 @@ class _LoopThread:
             self._loop.create_task(last()).add_done_callback(lambda _: self._loop.stop())
 
         self.call(begin)
-        if threading.current_thread() is not self._thread:  # the collector may have called from there
+        if threading.current_thread() is not self._thread:  # the garbage collector may call this from there
             self._thread.join()
 
     def _main(self) -> None:
@@ -69,12 +69,12 @@ class _LoopThread:
 
 
 class SyncRequestStream:
-    """One request, as events. Leaving ``with`` or the loop before the end cancels it."""
+    """One request as events. Leaving ``with`` or the loop before the end cancels it."""
 
     def __init__(self, request: RequestStream, thread: _LoopThread, owner: "Client") -> None:
         self._request = request
         self._thread = thread
-        self._owner = owner  # held, since a client that nobody holds is closed
+        self._owner = owner  # a client without references is closed
 
     def __enter__(self) -> Self:
         return self
@@ -97,15 +97,15 @@ class SyncRequestStream:
         return self._request.request_id
 
     def take(self) -> list[Event]:
-        """All events that have come since the last call, at least one; none once the request has ended."""
+        """Waits for events and returns all since the last call. Returns an empty list once the request has ended."""
         return self._thread.run(self._request.take())
 
     def completion(self) -> Completion:
-        """All that is left, put together."""
+        """Collects the remaining events into a ``Completion``."""
         return self._thread.run(self._request.completion())
 
     def cancel(self) -> None:
-        """Asks for an early end. Events go on until ``Finished``, which has the usage so far."""
+        """Requests an early end. Events continue until ``Finished``, which has the usage so far."""
         self._thread.call(self._request.cancel)
 
     def update(
@@ -130,7 +130,7 @@ class Client:
         self.target = target
         self._client = AsyncClient(target, api_key=api_key, tls=tls)
         self._thread = _LoopThread()
-        # Without close(), the thread ends with the object or the program.
+        # Without close(), the thread ends with the object or with the program.
         self._close = weakref.finalize(self, self._thread.end, self._client.close)
 
     def __enter__(self) -> Self:
@@ -144,46 +144,45 @@ class Client:
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> SyncRequestStream:
-        """A request as a stream of events. See ``AsyncClient.generate``."""
+        """Returns a request as a stream of events. See ``AsyncClient.generate``."""
         return SyncRequestStream(self._client.generate(prompt, timeout=timeout, **options), self._thread, self)
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Iterator[Delta]:
-        """The output alone, as it comes. Leaving the loop cancels the request."""
+        """Yields only the output, as it arrives. Leaving the loop cancels the request."""
         return _deltas(self.generate(prompt, timeout=timeout, **options))
 
     def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
-        """The whole answer. Raises RequestFailed."""
+        """Returns the whole answer. Raises RequestFailed."""
         return self._thread.run(self._client.complete(prompt, timeout=timeout, **options))
 
     def embed(
         self, inputs: str | Sequence[Input], *, timeout: float | None = None, **options: Unpack[EmbedOptions]
     ) -> Embeddings:
-        """A vector for each of some inputs. See ``AsyncClient.embed``."""
+        """Returns a vector for each input. See ``AsyncClient.embed``."""
         return self._thread.run(self._client.embed(inputs, timeout=timeout, **options))
 
     def model(self) -> GetModelResponse:
-        """What is served, and its limits."""
+        """Returns the served model and its limits."""
         return self._thread.run(self._client.model())
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text, as a prompt of that text has them."""
+        """Returns the token ids of a text, the same as in a prompt."""
         return self._thread.run(self._client.tokenize(text, add_special_tokens=add_special_tokens))
 
     def detokenize(self, token_ids: Sequence[int], *, include_special_tokens: bool = False) -> str:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         return self._thread.run(self._client.detokenize(token_ids, include_special_tokens=include_special_tokens))
 
     def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> RenderChatResponse:
-        """The prompt that a conversation becomes: its text and its token ids."""
+        """Returns the prompt of a conversation, as text and as token ids."""
         return self._thread.run(self._client.render_chat(messages, **options))
 
     def wait_ready(self, timeout: float = 60.0) -> None:
-        """Returns when the service says that it is serving. Raises RequestFailed if it does not within ``timeout``
-        seconds."""
+        """Waits until the service reports that it is serving. Raises RequestFailed after ``timeout`` seconds."""
         self._thread.run(self._client.wait_ready(timeout))
 
     def close(self) -> None:
-        """Cancels what still runs, closes the connection and ends the thread. Safe to call twice."""
+        """Cancels running requests, closes the connection and ends the thread. Safe to call twice."""
         self._close()
 
 

@@ -103,7 +103,7 @@ class TraceReader:
         if not isinstance(values, dict):
             raise BadTrace(f"{where}: expected an object, got {type(values).__name__}")
         if unknown := sorted(set(values) - set(_FIELDS)):
-            raise BadTrace(f"{where}: {unknown[0]}: there is no such field; the fields are {', '.join(_FIELDS)}")
+            raise BadTrace(f"{where}: {unknown[0]}: unknown field; the fields are {', '.join(_FIELDS)}")
         fields = _Fields(where, values)
         conversation = values.get("conversation")
         if conversation is not None and (isinstance(conversation, bool) or not isinstance(conversation, str | int)):

@@ -58,7 +58,7 @@ async def test_a_file_that_is_not_there_is_named(tmp_path):
 async def test_a_certificate_and_its_key_need_each_other(certificate, half):
     """gRPC would abort the process."""
     async with AsyncClient(tls=Tls(**{half: certificate / "cert.pem"})) as client:
-        with pytest.raises(PenstockError, match="need each other: set both or neither"):
+        with pytest.raises(PenstockError, match="go together: set both or neither"):
             await client.complete("hi")
 
 

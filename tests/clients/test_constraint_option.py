@@ -56,7 +56,7 @@ def test_without_a_flag_nothing_is_asked_of_answers():
     ("arguments", "said"),
     [
         (["--json-schema", "nowhere.json"], "argument --json-schema: cannot read nowhere.json: No such file"),
-        (["--grammar", "picture"], "argument --grammar: picture is no text"),
+        (["--grammar", "picture"], "argument --grammar: picture is not a text file"),
         (["--regex", "a", "--any-json"], "not allowed with argument --regex"),
         (["--choice", "a", "--grammar", "a.lark"], "not allowed with argument --choice"),
     ],

@@ -101,7 +101,7 @@ def test_garbage_in_the_details_hides_nothing():
         ),
         (
             "failed to connect to all addresses; last error: Tls handshake failed: SSL routines:WRONG_VERSION_NUMBER",
-            "no service answers at t:1: what listens there speaks no TLS",
+            "no service answers at t:1: the server there does not use TLS",
         ),
         ("DNS resolution failed for nowhere:1", "no service answers at t:1: DNS resolution failed for nowhere:1"),
     ],

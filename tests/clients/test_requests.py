@@ -113,7 +113,7 @@ def test_a_line_takes_defaults_that_it_does_not_name():
         ({"prompt": "a", "stop_token_ids": [1, -1]}, "stop_token_ids: expected 0 to 4,294,967,295, got -1"),
         ({"prompt": "a", "priority": -(2**31) - 1}, "priority: expected -2,147,483,648 to 2,147,483,647, got"),
         ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias: expected token ids as keys, got '-1'"),
-        ({"prompt": "a", "top_q": 1}, "top_q: there is no such field; did you mean top_p"),
+        ({"prompt": "a", "top_q": 1}, "top_q: unknown field; did you mean top_p"),
         ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt: only a prompt of messages has it"),
     ],
 )

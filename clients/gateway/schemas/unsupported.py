@@ -74,7 +74,7 @@ def without_foreign_fields(body: Any, known: Collection[str]) -> Any:
         elif name not in IGNORED:
             near = difflib.get_close_matches(shown(name), known, n=1)  # a name may be as long as a body
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise invalid(shown(name), f"there is no such field{hint}", code="unknown_parameter")
+            raise invalid(shown(name), f"unknown field{hint}", code="unknown_parameter")
     return kept
 
 

@@ -21,7 +21,7 @@ def read_key(path: Path) -> str:
     except OSError as error:
         raise PenstockError(f"{_FLAG}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise PenstockError(f"{_FLAG}: {path} is no text; is it the key's file?") from None
+        raise PenstockError(f"{_FLAG}: {path} is not a text file; is it the key's file?") from None
     if not (key and key.isascii() and key.isprintable() and len(key) <= _MAX_BYTES):
         raise PenstockError(f"{_FLAG}: {path} must hold one line of printable ASCII, at most {_MAX_BYTES:,} bytes")
     return key

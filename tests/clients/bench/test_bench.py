@@ -143,7 +143,7 @@ def test_the_progress_bar(open_terminal, threaded_service):
         (["--prompt-tokens", "zipf:1"], "--prompt-tokens: expected 512, uniform:128-1024"),
         (["--slo", "ttft=9"], "--slo: expected bounds of ttft"),
         (["--streams", "x"], "--streams: expected a number above 0, got x"),
-        (["--set", "temprature=1"], "--set: temprature: there is no such field; did you mean temperature?"),
+        (["--set", "temprature=1"], "--set: temprature: unknown field; did you mean temperature?"),
         (["--set", "max_tokens=3"], "--set: max_tokens: set per request; see --output-tokens"),
     ],
 )

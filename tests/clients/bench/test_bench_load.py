@@ -197,7 +197,7 @@ GOOD = {"arrival_s": 0, "prompt_tokens": 3, "max_tokens": 1}
     [
         ("{", "not JSON"),
         ([1], "expected an object, got list"),
-        (GOOD | {"max_token": 3}, "max_token: there is no such field; the fields are arrival_s, prompt_token_ids"),
+        (GOOD | {"max_token": 3}, "max_token: unknown field; the fields are arrival_s, prompt_token_ids"),
         (GOOD | {"max_tokens": 0}, "max_tokens: expected a whole number from 1 to 16,777,216, got 0"),
         (GOOD | {"max_tokens": True}, "max_tokens: expected a whole number from 1 to 16,777,216, got True"),
         ({"arrival_s": 0, "prompt_tokens": 3}, "max_tokens: expected a whole number from 1 to 16,777,216, got nothing"),

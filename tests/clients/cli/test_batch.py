@@ -91,7 +91,7 @@ def test_bad_lines_are_answered_with_line_and_field_and_nothing_is_lost(batch):
         assert [record["error"]["message"] for record in records if record["id"] == 5] == ["as you wish"]
         errors = {record["line"]: record["error"] for record in records if "line" in record}
         assert errors[2]["message"].startswith("line 2: not JSON: ")
-        assert errors[3]["message"].startswith("line 3: max_tokns: there is no such field")
+        assert errors[3]["message"].startswith("line 3: max_tokns: unknown field")
         assert errors[4]["message"].startswith("line 4: prompt: ")
         assert errors[5]["message"].startswith("line 5: id: an earlier line also has 1")
         assert {error["code"] for error in errors.values()} == {"INVALID_ARGUMENT"}

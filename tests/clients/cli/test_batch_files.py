@@ -43,7 +43,7 @@ def test_a_blank_line_is_nothing():
         (b'{"prompt": "a"}', None, "line 7: id: expected a string or an integer, got null"),
         (b'{"id": true, "prompt": "a"}', None, "line 7: id: expected a string or an integer, got true"),
         (b'{"id": 1}', 1, "line 7: prompt: a line has one of"),
-        (b'{"id": "x", "prompt": "a", "max_token": 1}', "x", "line 7: max_token: there is no such field"),
+        (b'{"id": "x", "prompt": "a", "max_token": 1}', "x", "line 7: max_token: unknown field"),
     ],
 )
 def test_a_bad_line_is_named_with_its_field(raw, identity, says):

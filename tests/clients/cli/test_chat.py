@@ -143,7 +143,7 @@ def test_commands(chat, threaded_service):
     ("line", "says"),
     [
         ("/sett x=1", "unknown command /sett; /help shows the commands"),
-        ("/set heat=1", "heat: there is no such field"),
+        ("/set heat=1", "heat: unknown field"),
         ("/set temperature=hot", "temperature: expected a number, got 'hot'"),
         ("/set timeout_ms=soon", "timeout_ms: expected an integer, got 'soon'"),
         ("/set n=2", "n: a chat has one answer per turn, as text"),
@@ -205,7 +205,7 @@ def test_tls_where_there_is_none_says_which_flag_to_drop(tool, threaded_service,
     done = tool.run(*command, "--target", threaded_service.target, "--tls", text="")
     assert done.returncode == 1
     assert done.stderr == (
-        f"penstock {command[0]}: no service answers at {threaded_service.target}: what listens there speaks no TLS; "
+        f"penstock {command[0]}: no service answers at {threaded_service.target}: the server there does not use TLS; "
         "leave out --tls and the other TLS flags\n"
     )
 

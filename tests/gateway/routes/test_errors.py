@@ -211,7 +211,7 @@ async def test_fields_that_change_nothing_are_passed_over(gateway):
 
 async def test_a_name_that_is_nearly_one_gets_a_hint(gateway):
     error = error_of(await gateway.post(COMPLETIONS, prompt="a", temprature=1))
-    assert error["message"] == "temprature: there is no such field; did you mean temperature?"
+    assert error["message"] == "temprature: unknown field; did you mean temperature?"
 
 
 async def test_a_model_that_is_not_served(gateway):
