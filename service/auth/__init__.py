@@ -1,1 +1,1 @@
-"""Identifies callers and what they may do: keys, tokens, TLS, tenants' limits."""
+"""Authentication and authorisation: API keys, tokens, TLS, and limits per tenant."""

@@ -1,8 +1,7 @@
-"""Who calls: API keys and tokens to tenants, and which methods are open to whom. Everything that is not named here is
-denied.
+"""Maps API keys and tokens to tenants, and lists who may call each method. Methods that are not listed are denied.
 
-A key file has one line a key: ``sha256:<hex> <tenant> [act-for-others] [admin]``; blank lines and what follows a ``#``
-are ignored. Keys are long and random, so no slower hash is needed. They themselves are in no file, log or message.
+A key file has one line per key: ``sha256:<hex> <tenant> [act-for-others] [admin]``; blank lines and comments after
+``#`` are ignored. Keys are long and random, so no slower hash is needed. No file, log or message contains a key itself.
 """
 
 import hashlib
@@ -35,15 +34,15 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who made a call."""
+    """The caller of a method."""
 
     tenant: str
     may_act_for_others: bool = False
     may_administer: bool = False
 
     def tenant_for(self, named: str) -> str:
-        """The tenant of a request that names ``named`` (empty: none). Raises ServiceError TENANT_DENIED, and
-        INVALID_FIELD for what is no name."""
+        """Returns the tenant of a request that names the tenant ``named`` (empty: none). Raises ServiceError
+        TENANT_DENIED, and INVALID_FIELD for an invalid name."""
         if named in ("", self.tenant):
             return self.tenant
         if not TENANT_NAME.fullmatch(named):
@@ -54,16 +53,16 @@ class Principal:
 
 
 class Authenticator(Protocol):
-    """Finds out who calls, from a call's metadata alone."""
+    """Identifies callers by a call's metadata."""
 
     def authenticate(self, metadata: Metadata) -> Principal:
-        """Raises ServiceError UNAUTHENTICATED."""
+        """Returns the caller. Raises ServiceError UNAUTHENTICATED."""
         ...
 
 
 class AllowAll:
-    """Without keys or tokens everyone is one tenant, and nobody acts for another. Who reaches the listener of the
-    administration may administer: it is then this machine's alone."""
+    """Without keys and tokens all callers are one tenant, and none may act for another. All callers of the admin
+    listener may administer: it is then local to this machine."""
 
     _CALLER = Principal(DEFAULT_TENANT, may_administer=True)
 
@@ -73,19 +72,19 @@ class AllowAll:
 
 
 class ApiKeys:
-    """Keys known by their hashes."""
+    """The API keys, stored as hashes."""
 
     def __init__(self, callers: Mapping[bytes, Principal]) -> None:
-        """``callers`` has the sha256 digest of each key."""
-        # Looked up by a keyed hash of the digest, under a secret of this process: how long a look-up takes then tells
-        # nothing about the digests, and the one comparison that follows takes the same time for every key.
+        """``callers`` by the sha256 digests of their keys."""
+        # The dictionary is keyed by a keyed hash of the digest, with a secret of this process, so that the time of a
+        # look-up reveals nothing about the digests. The comparison after it takes the same time for every key.
         self._secret = secrets.token_bytes(32)
         self._callers = {self._blind(digest): (digest, principal) for digest, principal in callers.items()}
         self._nobody = (bytes(32), Principal(DEFAULT_TENANT))
 
     @classmethod
     def parse(cls, file: NamedFile, content: bytes) -> "ApiKeys":
-        """Reads what a key file holds. Raises FileError, which names the line and never a key."""
+        """Parses a key file. Raises FileError, which names the line and never a key."""
         callers: dict[bytes, Principal] = {}
         for number, line in enumerate(file.text(content).splitlines(), start=1):
             words = line.partition("#")[0].split()
@@ -112,23 +111,23 @@ class ApiKeys:
 
 
 class Credentials(Protocol):
-    """One kind of what may stand after ``Bearer``."""
+    """One kind of bearer credentials."""
 
     def principal_of(self, credential: str) -> Principal | None:
-        """Whose it is; None where it is not one of these. Raises ServiceError UNAUTHENTICATED where it is one, and no
-        good."""
+        """Returns the owner of a credential; None if it is not of this kind. Raises ServiceError UNAUTHENTICATED if it
+        is of this kind and invalid."""
         ...
 
 
 class BearerAuthenticator:
-    """Several kinds of credentials, each as it is at the moment."""
+    """Accepts several kinds of bearer credentials."""
 
     def __init__(self, kinds: Sequence[Callable[[], Credentials]]) -> None:
-        """``kinds`` are asked in order, anew for each call."""
+        """``kinds`` are tried in order. Each is a function, since its file may have changed before a call."""
         self._kinds = kinds
 
     def authenticate(self, metadata: Metadata) -> Principal:
-        """Wants ``authorization: Bearer <key or token>``, once."""
+        """Requires one header ``authorization: Bearer <key or token>``."""
         credential = bearer_of(metadata)
         for kind in self._kinds:
             principal = kind().principal_of(credential)
@@ -138,7 +137,8 @@ class BearerAuthenticator:
 
 
 def bearer_of(metadata: Metadata) -> str:
-    """What stands after ``Bearer`` in the one header ``authorization``. Raises ServiceError UNAUTHENTICATED."""
+    """Returns the credential after ``Bearer`` in the header ``authorization``. Raises ServiceError UNAUTHENTICATED if
+    there is none, or more than one such header."""
     values = [value for name, value in metadata if name == "authorization"]
     if len(values) == 1 and isinstance(values[0], str):
         scheme, _, credential = values[0].partition(" ")
@@ -148,14 +148,14 @@ def bearer_of(metadata: Metadata) -> str:
 
 
 class Access(Enum):
-    """Who may call a method."""
+    """The callers that a method is open to."""
 
     OPEN = auto()
-    """Anyone: probes and tools that ask what there is."""
+    """Anyone: for probes and reflection."""
     CALLERS = auto()
-    """Whoever the authenticator knows."""
+    """Authenticated callers."""
     ADMINS = auto()
-    """Those of them that may administer."""
+    """Authenticated callers that may administer."""
 
 
 ACCESS: Mapping[str, Access] = {
@@ -181,14 +181,14 @@ ACCESS: Mapping[str, Access] = {
     "/penstock.v1.TokenizerService/RenderChat": Access.CALLERS,
     "/penstock.v1.TokenizerService/Tokenize": Access.CALLERS,
 }
-"""Every method that is served. One that is not here is denied to everyone."""
+"""Every served method. Methods that are not listed are denied to all callers."""
 
 current_principal: ContextVar[Principal] = ContextVar("current_principal")
-"""Who made the call that this task answers."""
+"""The caller of the method that the current task serves."""
 
 
 class IdentityInterceptor(grpc.aio.ServerInterceptor):
-    """Turns callers away before their message is looked at."""
+    """Refuses callers before their message is read."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
@@ -198,7 +198,7 @@ class IdentityInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
-        """The method's own handler, or one that ends the call without reading it."""
+        """Returns the method's own handler, or one that ends the call without reading its message."""
         handler = await continuation(handler_call_details)
         access = ACCESS.get(handler_call_details.method)
         if handler is None or access is Access.OPEN:
@@ -216,7 +216,7 @@ class IdentityInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _denial(error: ServiceError) -> Handler:
-    # As a stream, whatever the method is: a unary handler would have the message received and parsed first.
+    # A stream handler, whatever the method's type: with a unary one, gRPC would first receive and parse the message.
     async def deny(request_iterator: Any, context: Any) -> None:
         raise error
 

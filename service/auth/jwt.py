@@ -1,7 +1,8 @@
-"""JSON web tokens (RFC 7519) as credentials: signed by a key of a JWKS file, for this service, for now, for a tenant.
+"""JSON web tokens (RFC 7519) as credentials. A token must be signed by a key of a JWKS file, and be valid now, for this
+service and for a tenant.
 
-A key has one algorithm, whatever a token's header says, and that algorithm has two sides: with the file alone nobody
-makes a token. What is wrong with a token is told only to who has one with a good signature.
+A key has one algorithm, whatever a token's header contains, and that algorithm is asymmetric: the JWKS file is not
+enough to make a token. Errors give the reason only if the token's signature is valid.
 """
 
 import json
@@ -18,7 +19,7 @@ from penstock.service.errors import Reason, ServiceError
 
 JWKS_FLAG = "--jwt-jwks-file"
 RIGHT_PREFIX = "penstock:"
-"""Of a right, as the claim of rights has it: that claim may hold words for other services too."""
+"""Prefix of a right in the rights claim, since that claim may contain words for other services too."""
 MAX_LEEWAY_S = 300.0
 _MAX_TOKEN_BYTES = 8192
 _MIN_RSA_BITS = 2048
@@ -27,48 +28,48 @@ _ALGORITHMS: Mapping[tuple[object, object], str] = {
     ("EC", "P-256"): "ES256",
     ("OKP", "Ed25519"): "EdDSA",
 }
-"""By a key's type and curve."""
+"""The algorithms by a key's type and curve."""
 _PROBLEMS: Mapping[type[jwt.InvalidTokenError], str] = {
     jwt.ExpiredSignatureError: "the token has expired; get a new one",
     jwt.ImmatureSignatureError: "the token is not valid yet; try again, or set the clocks",
     jwt.InvalidAudienceError: "the token is not for this service; get one for its audience",
-    jwt.InvalidIssuerError: "the token is of an issuer that is not trusted here",
+    jwt.InvalidIssuerError: "the token's issuer is not trusted here",
     jwt.MissingRequiredClaimError: "the token lacks one of exp, iss and aud; get one that has them",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What a token must say."""
+    """The claims that a token must have."""
 
     issuer: str
-    """Its ``iss``."""
+    """Required ``iss``."""
     audience: str
-    """Its ``aud``, or one of them."""
+    """Required ``aud``, or one of its values."""
     tenant_claim: str = "tenant"
-    """Which claim names the tenant."""
+    """The claim with the tenant's name."""
     rights_claim: str = "scope"
-    """Which claim has the rights: words with RIGHT_PREFIX, as a list or as text with spaces between."""
+    """The claim with the rights: words with RIGHT_PREFIX, as a list or as text separated by spaces."""
     leeway_s: float = 30.0
-    """How far apart the issuer's clock and ours may be."""
+    """Allowed difference between the clocks of the issuer and the service."""
 
 
 class TokenKeys:
-    """The keys of a JWKS file, and the rules that hold for their tokens."""
+    """The keys of a JWKS file, and the rules for their tokens."""
 
     def __init__(self, keys: Mapping[str, jwt.PyJWK], rules: TokenRules) -> None:
-        """``keys`` by their ids."""
+        """``keys`` are by their ids."""
         self._keys = keys
         self._rules = rules
 
     @classmethod
     def parse(cls, file: NamedFile, content: bytes, rules: TokenRules) -> "TokenKeys":
-        """Reads what a JWKS file (RFC 7517) holds; keys that sign no tokens are passed over. Raises FileError."""
+        """Parses a JWKS file (RFC 7517); keys that do not sign tokens are ignored. Raises FileError."""
         try:
             entries = json.loads(file.text(content))["keys"]
             entries = [dict(entry) for entry in entries]
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise FileError(f'{file}: is no JWKS; it must be JSON such as {{"keys": [...]}}') from None
+            raise FileError(f'{file}: is not a JWKS; it must be JSON such as {{"keys": [...]}}') from None
         keys: dict[str, jwt.PyJWK] = {}
         for number, entry in enumerate(entries):
             where = f"{file}: keys[{number}]"
@@ -101,7 +102,7 @@ class TokenKeys:
                 options={"require": ["exp", "iss", "aud"]},
             )
         except jwt.InvalidTokenError as error:
-            # The library looks at the claims of a token only once its signature is good.
+            # The library checks a token's claims only after its signature.
             raise ServiceError(Reason.UNAUTHENTICATED, _PROBLEMS.get(type(error), "")) from None
         except (LookupError, TypeError, ValueError, RecursionError):
             raise ServiceError(Reason.UNAUTHENTICATED) from None
@@ -119,9 +120,9 @@ class TokenKeys:
 
 
 def _signs(entry: Mapping[str, Any], where: str) -> bool:
-    """Whether a key is one that signs tokens in a way that is taken here. Raises FileError for a secret."""
+    """Returns whether a key signs tokens with a supported algorithm. Raises FileError for a secret."""
     if entry.get("kty") == "oct" or "d" in entry:
-        raise FileError(f"{where}: holds a secret; a JWKS file has public keys alone, so remove it and make a new key")
+        raise FileError(f"{where}: holds a secret; a JWKS file has only public keys, so remove it and make a new key")
     algorithm, operations = _algorithm(entry), entry.get("key_ops", ["verify"])
     return (
         algorithm is not None
@@ -138,11 +139,11 @@ def _algorithm(entry: Mapping[str, Any]) -> str | None:
 
 
 def _key(entry: dict[str, Any], where: str) -> jwt.PyJWK:
-    """Raises FileError."""
+    """Returns a key. Raises FileError."""
     try:
         key = jwt.PyJWK(entry, _algorithm(entry))
     except (jwt.PyJWTError, TypeError, ValueError):
-        raise FileError(f"{where}: is no valid key; export it anew") from None
+        raise FileError(f"{where}: is not a valid key; export it again") from None
     if entry["kty"] == "RSA" and key.key.key_size < _MIN_RSA_BITS:
         raise FileError(f"{where}: is an RSA key of {key.key.key_size:,} bits; use {_MIN_RSA_BITS:,} or more")
     return key

@@ -1,4 +1,4 @@
-"""The files of who may call and of what each tenant may have, made from the flags that name them."""
+"""Loads the operator's files from their flags: API keys, token keys, certificates and tenants' limits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from penstock.service.config.serve_config import ServeConfig
 
 @dataclass(frozen=True, slots=True)
 class OperatorFiles:
-    """As they are read; each is read again when it changes."""
+    """The operator's files. Each is read again when it changes."""
 
     authenticator: Authenticator
     tls: ServerTls | None
     tenants: WatchedFiles[TenantLimitsFile] | None
     watched: tuple[Watched, ...]
-    """All of them."""
+    """All files."""
 
     @classmethod
     def load(cls, config: ServeConfig) -> "OperatorFiles":
-        """Raises FileError."""
+        """Reads the files. Raises FileError."""
         watched: list[Watched] = []
         kinds: list[Callable[[], Credentials]] = []
         if config.api_keys_file is not None:

@@ -1,9 +1,9 @@
-"""Files that may be exchanged while the service runs: keys, tokens' keys, certificates, tenants.
+"""Files that may change while the service runs: API keys, token keys, certificates, tenants.
 
-A file counts as changed when what is in it is, however that came: written in place, replaced by a rename, or behind a
-symbolic link that points elsewhere now, as Kubernetes mounts secrets. It is used when two looks in a row have read the
-same, since half of what is being written may be valid too: fewer keys, no limits. What cannot be used is told once, and
-what was read before holds on.
+A file has changed if its content has: it was written in place, replaced by a rename, or is behind a symbolic link that
+points elsewhere now, as in Kubernetes secrets. New content is used once two checks in a row have read the same, since a
+half-written file may be valid too, with fewer keys or no limits. Content that cannot be used is logged once, and the
+previous content stays in use.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ _log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
 _SETTLED_S = 2.0
-"""A file that was touched less than this ago is read again, since a clock of 4 ms cannot tell two writes apart."""
+"""A file that changed less than this ago is read again: with a clock of 4 ms, two writes may have the same time."""
 
 _Signature = tuple[int, int, int, int]
 _Loaded = TypeVar("_Loaded")
 
 
 class FileError(Exception):
-    """A file that the operator named cannot be used. The text is one line that names its flag, the place and the
-    remedy, and never a secret."""
+    """An operator's file cannot be used. The text is one line with its flag, the place and the remedy, and never a
+    secret."""
 
 
 class TooEarly(FileError):
-    """It cannot be used yet, and later as it is: unlike others it is tried again though it stays the same."""
+    """A file cannot be used yet. Unlike after other errors, it is tried again even if it stays the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,46 +43,46 @@ class NamedFile:
     path: Path
 
     def __str__(self) -> str:
-        """As errors begin."""
+        """Returns the start of error messages."""
         return f"{self.flag} {self.path}"
 
     def read(self) -> bytes:
-        """Raises FileError."""
+        """Returns the content. Raises FileError."""
         try:
             return self.path.read_bytes()
         except OSError as error:
             raise FileError(f"{self}: cannot be read ({error.strerror}); check the path") from error
 
     def read_text(self) -> str:
-        """Raises FileError, also for what is no UTF-8."""
+        """Returns the content as text. Raises FileError, also if it is not UTF-8."""
         return self.text(self.read())
 
     def text(self, content: bytes) -> str:
-        """What was read, as text. Raises FileError."""
+        """Decodes the content. Raises FileError."""
         try:
             return content.decode()
         except UnicodeDecodeError:
-            raise FileError(f"{self}: is no text in UTF-8; is it the right file?") from None
+            raise FileError(f"{self}: is not UTF-8 text; is it the right file?") from None
 
 
 class Watched(Protocol):
-    """Something that is made of files."""
+    """A value that is made from files."""
 
     def refresh(self) -> Callable[[], None] | None:
-        """Reads what changed; returns what takes it into use, or None where there is nothing new. Never raises."""
+        """Reads changed files. Returns a function that applies them, or None if nothing changed. Never raises."""
         ...
 
 
 class WatchedFiles(Generic[_Loaded]):
-    """Files of which together one thing is made. They are read when this is made, and by ``refresh``."""
+    """Files that together make one value. They are read on creation, and by ``refresh``."""
 
     def __init__(
         self,
         files: Sequence[NamedFile],
         load: Callable[..., _Loaded],
     ) -> None:
-        """``load`` gets the content of each file, in order, and raises FileError; it may take long. Raises
-        FileError."""
+        """``load`` makes the value from the content of each file, in order; it may be slow, and may raise FileError.
+        Raises FileError."""
         self._files = files
         self._names = ", ".join(map(str, files))
         self._load = load
@@ -91,22 +91,22 @@ class WatchedFiles(Generic[_Loaded]):
         self._seen = self._signatures()
         self._contents = [file.read() for file in files]
         self._last_read: list[bytes] | None = self._contents
-        self._is_refused = False  # what was read last
+        self._is_refused = False  # whether ``load`` failed on the last content
         self.value = load(*self._contents)
-        """What was made of the files last."""
+        """The current value."""
 
     def on_change(self, callback: Callable[[_Loaded], None]) -> None:
-        """``callback`` is given what is made of the files later on, on the event loop."""
+        """Sets the ``callback`` for new values. It runs on the event loop."""
         self._on_change = callback
 
     def refresh(self) -> Callable[[], None] | None:
-        """See ``Watched``. Blocks, and touches nothing but this: it may run in a thread."""
+        """See ``Watched``. Blocks, and changes only this object's own state, so it may run in a thread."""
         try:
             return self._look()
         except FileError as error:
             self._complain(str(error))
         except Exception as error:
-            self._complain(f"{self._names}: could not be taken into use ({type(error).__name__})", with_trace=True)
+            self._complain(f"{self._names}: could not be applied ({type(error).__name__})", with_trace=True)
         return None
 
     def _look(self) -> Callable[[], None] | None:
@@ -117,12 +117,12 @@ class WatchedFiles(Generic[_Loaded]):
         contents = self._last_read = [file.read() for file in self._files]
         if contents == self._contents:
             if self._problem:
-                _log.info("%s: as before", self._names)
+                _log.info("%s: has the content in use again", self._names)
             self._seen, self._problem = seen, ""
             return None
         if contents != before:
             self._is_refused = False
-            return None  # the next look tells whether more is to come
+            return None  # the file may not be complete yet; the next check shows
         if self._is_refused:
             self._seen = seen
             return None
@@ -131,7 +131,8 @@ class WatchedFiles(Generic[_Loaded]):
         return lambda: self._take(loaded)
 
     def _load_new(self, contents: list[bytes]) -> _Loaded:
-        """Raises what ``load`` raises, and remembers it unless time alone may mend it: a large file takes seconds."""
+        """Calls ``load``, and raises what it raises. It is not called again for the same content, since a large file
+        takes seconds, unless the error may go away by itself."""
         try:
             return self._load(*contents)
         except (TooEarly, MemoryError):
@@ -145,17 +146,17 @@ class WatchedFiles(Generic[_Loaded]):
         try:
             self._on_change(loaded)
         except Exception:
-            _log.exception("%s: could not be taken into use", self._names)
+            _log.exception("%s: could not be applied", self._names)
             return
         _log.info("%s: changed, and in use from now on", self._names)
 
     def _complain(self, problem: str, *, with_trace: bool = False) -> None:
         if problem != self._problem:
-            _log.error("%s; what was read before holds on", problem, exc_info=with_trace)
+            _log.error("%s; the previous content stays in use", problem, exc_info=with_trace)
         self._problem = problem
 
     def _signatures(self) -> "list[_Signature] | None":
-        """Tells files apart that differ; None where they cannot be told apart yet, or cannot be looked at."""
+        """Returns what identifies the files' content; None if a file is too new to rely on it, or cannot be read."""
         found = []
         for file in self._files:
             try:
@@ -169,7 +170,7 @@ class WatchedFiles(Generic[_Loaded]):
 
 
 class FileWatch:
-    """Looks at files while the service runs."""
+    """Checks files for changes while the service runs."""
 
     def __init__(self, watched: Sequence[Watched], interval_s: float = LOOK_INTERVAL_S) -> None:
         self._watched = watched
@@ -178,16 +179,16 @@ class FileWatch:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """From now on; nothing where there are no files."""
+        """Starts to check, if there are files."""
         if self._watched:
             self._task = asyncio.create_task(self._run(), name="penstock file watch")
 
     def look_now(self) -> None:
-        """Does not wait for the interval. What changed is used after the look that follows it."""
+        """Checks now instead of at the next interval. Changed files are used after the check that follows."""
         self._look_now.set()
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Stops checking."""
         if self._task is not None:
             self._task.cancel()
 
@@ -201,5 +202,5 @@ class FileWatch:
                     take = await asyncio.to_thread(watched.refresh)
                     if take is not None:
                         take()
-                except Exception:  # no thread may be had: the watch must not end with that, nor without a word
-                    _log.exception("a file could not be looked at; the next look follows")
+                except Exception:  # such as no free thread; the watch must go on
+                    _log.exception("a file could not be checked; the next check follows")

@@ -1,7 +1,6 @@
-"""The file of tenants' weights, caps and rates: YAML, a key for each tenant, and ``default`` for all that are not
-named.
+"""The file of tenants' weights, caps and rate limits: YAML with one key per tenant, and ``default`` for all others.
 
-Under each are the keys of ``_KEYS``, none of which must be there.
+The keys below each tenant are those of ``_KEYS``; all are optional.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ _DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True)
 class TenantLimitsFile:
-    """What holds for whom."""
+    """The limits of all tenants."""
 
     default: TenantLimits = field(default_factory=TenantLimits)
     named: Mapping[str, TenantLimits] = field(default_factory=dict)
@@ -52,20 +51,20 @@ _KEYS: Mapping[str, _LimitKey] = {
 
 
 def parse_tenants(file: NamedFile, content: bytes) -> TenantLimitsFile:
-    """Reads what a tenants file holds. Raises FileError, which names the tenant and the key."""
+    """Parses a tenants file. Raises FileError, which names the tenant and the key."""
     where = str(file)
     try:
-        # The tree of nodes, not values: names stay as they are written (`007`, `no`), and what stands twice shows.
+        # The tree of nodes, not values: it keeps names as they are written (`007`, `no`), and shows duplicates.
         root = yaml.compose(file.text(content), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise FileError(f"{where}: is no YAML ({' '.join(str(error).split())}); correct it") from error
+        raise FileError(f"{where}: is not valid YAML ({' '.join(str(error).split())}); correct it") from error
     if root is None:
         _fail(where, "is empty; write {} for no limits")
     limits = {name: _limits(node, f"{where}: {name}") for name, node in _entries(root, where)}
     default = limits.pop(_DEFAULT, TenantLimits())
     for name in limits:
         if not TENANT_NAME.fullmatch(name):
-            _fail(f"{where}: {name!r}", "is no tenant's name; use 1 to 64 characters of [A-Za-z0-9_.-]")
+            _fail(f"{where}: {name!r}", "is not a valid tenant name; use 1 to 64 characters of [A-Za-z0-9_.-]")
     if len(limits) > MAX_NAMED_TENANTS:
         _fail(where, f"names {len(limits):,} tenants; at most {MAX_NAMED_TENANTS:,} are possible, so group some")
     return TenantLimitsFile(default, limits)
@@ -73,14 +72,14 @@ def parse_tenants(file: NamedFile, content: bytes) -> TenantLimitsFile:
 
 def _limits(node: yaml.Node, where: str) -> TenantLimits:
     if isinstance(node, yaml.ScalarNode) and not node.value:
-        return TenantLimits()  # a name alone: all is at its default
+        return TenantLimits()  # only a name: all limits have their defaults
     given: dict[str, float] = {}
     for written, value in _entries(node, where):
         key = _KEYS.get(written.replace("_", "-"))
         if key is None:
-            _fail(f"{where}: {written}", f"is no key; there are {', '.join(_KEYS)}")
+            _fail(f"{where}: {written}", f"is not a key; there are {', '.join(_KEYS)}")
         given[key.name] = _value(key, value, f"{where}: {written}")
-    return TenantLimits(**given)  # type: ignore[arg-type]  # each was parsed as its field wants it
+    return TenantLimits(**given)  # type: ignore[arg-type]  # each was parsed by its field's type
 
 
 def _value(key: _LimitKey, node: yaml.Node, where: str) -> float:
@@ -95,15 +94,15 @@ def _value(key: _LimitKey, node: yaml.Node, where: str) -> float:
 
 
 def _entries(node: yaml.Node, where: str) -> Iterator[tuple[str, yaml.Node]]:
-    """Keys and values of a mapping, each key once. Raises FileError."""
+    """Yields keys and values of a mapping. Raises FileError, also for a duplicate key."""
     if not isinstance(node, yaml.MappingNode):
-        _fail(where, "must hold keys and values, such as weight: 2")
+        _fail(where, "must contain keys and values, such as weight: 2")
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             _fail(where, "must have names as keys, such as weight")
         if key.value in seen:
-            _fail(f"{where}: {key.value}", "is there twice; remove one of them")
+            _fail(f"{where}: {key.value}", "occurs twice; remove one of them")
         seen.add(key.value)
         yield key.value, value
 

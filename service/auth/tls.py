@@ -1,7 +1,7 @@
-"""Transport security of a listener: its certificate and key, and whose certificates its callers must have.
+"""TLS of a listener: its certificate and key, and the certificates that must have signed its callers' certificates.
 
-The files may be exchanged while the service runs: connections that are open stay as they are, and new ones get what is
-new. What gRPC is given has been checked here first, as it would say little of what is wrong.
+The files may change while the service runs: open connections stay as they are, and new ones use the new files. Files
+are checked here before gRPC gets them, since gRPC's own errors give little detail.
 """
 
 import datetime
@@ -27,11 +27,11 @@ _Configuration: TypeAlias = "grpc.ServerCertificateConfiguration"
 
 
 class ServerTls:
-    """What listeners present to callers, and ask of them."""
+    """The certificate of a service's listeners, and the certificates that they require of callers."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
-        """Paths of PEM files: the chain, the service's own certificate first; its private key; and, for mutual TLS, the
-        certificates that callers' ones must be signed by. Raises FileError."""
+        """Paths of PEM files: the chain, with the service's own certificate first; its private key; and, for mutual
+        TLS, the certificates that must have signed those of callers. Raises FileError."""
         self._certificate, self._key = NamedFile(CERT_FLAG, certificate), NamedFile(KEY_FLAG, key)
         self._client_ca = None if client_ca is None else NamedFile(CLIENT_CA_FLAG, client_ca)
         files = [self._certificate, self._key, *([] if self._client_ca is None else [self._client_ca])]
@@ -43,7 +43,7 @@ class ServerTls:
         return self._client_ca is not None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For one listener."""
+        """Returns the credentials for one listener."""
         told = self.files.value
 
         def news() -> "_Configuration | None":
@@ -55,11 +55,11 @@ class ServerTls:
             told = now
             return now
 
-        # Its type has no None, which means that nothing is new.
+        # The stub lacks None, which means no change.
         return grpc.dynamic_ssl_server_credentials(told, news, self.is_mutual)  # type: ignore[arg-type]
 
     def _load(self, chain: bytes, key: bytes, client_ca: bytes | None = None) -> _Configuration:
-        """Raises FileError."""
+        """Checks the files, and returns gRPC's configuration. Raises FileError."""
         certificate = _certificates(self._certificate, chain)[0]
         _check_pair(self._certificate, certificate, self._key, key)
         _check_time(self._certificate, certificate)
@@ -78,18 +78,18 @@ def _certificates(file: NamedFile, content: bytes) -> Sequence[x509.Certificate]
 
 
 def _check_pair(named: NamedFile, certificate: x509.Certificate, key_file: NamedFile, content: bytes) -> None:
-    """Raises FileError. Nothing that it says comes from the key."""
+    """Raises FileError if the key is invalid, or is not the certificate's. The error contains nothing of the key."""
     try:
         key = load_pem_private_key(content, None)
     except TypeError:
-        remedy = "give it without a passphrase, readable by this user alone"
+        remedy = "give it without a passphrase, readable only by this user"
         raise FileError(f"{key_file}: is encrypted; {remedy}") from None
     except (ValueError, UnsupportedAlgorithm):
         raise FileError(f"{key_file}: holds no private key in PEM, or a broken one; check the file") from None
     public = key.public_key()
     is_known_curve = isinstance(public, ec.EllipticCurvePublicKey) and isinstance(public.curve, _CURVES)
     if not (is_known_curve or isinstance(public, rsa.RSAPublicKey)):
-        raise FileError(f"{key_file}: is of a kind that TLS clients do not take; use RSA, or EC with P-256 or P-384")
+        raise FileError(f"{key_file}: has a type that TLS clients do not accept; use RSA, or EC with P-256 or P-384")
     form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
     if public.public_bytes(*form) != certificate.public_key().public_bytes(*form):
         problem = f"is not the key of the first certificate in {named}"
@@ -97,13 +97,13 @@ def _check_pair(named: NamedFile, certificate: x509.Certificate, key_file: Named
 
 
 def _check_time(file: NamedFile, certificate: x509.Certificate) -> None:
-    """Raises FileError."""
+    """Raises FileError if the certificate is not valid now."""
     now = datetime.datetime.now(datetime.UTC)
     if now < certificate.not_valid_before_utc:
         begin = _date(certificate.not_valid_before_utc)
-        raise TooEarly(f"{file}: is valid from {begin} on only; give one that is valid now, or set the clock")
+        raise TooEarly(f"{file}: is not valid before {begin}; give one that is valid now, or set the clock")
     if now > certificate.not_valid_after_utc:
-        raise FileError(f"{file}: has expired on {_date(certificate.not_valid_after_utc)}; get a new one")
+        raise FileError(f"{file}: expired on {_date(certificate.not_valid_after_utc)}; get a new one")
 
 
 def _date(when: datetime.datetime) -> str:

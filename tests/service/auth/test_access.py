@@ -279,7 +279,7 @@ class TestChanges:
             assert await complete(service, issuer.token()) is grpc.StatusCode.OK
             assert await complete(service, KEYS["acme"]) is grpc.StatusCode.OK
         told = [record.getMessage() for record in caplog.records]
-        assert all(text.endswith("; what was read before holds on") for text in told)
+        assert all(text.endswith("; the previous content stays in use") for text in told)
         assert "hush" not in "".join(told)
         (tmp_path / "jwks.json").write_text(json.dumps(other_issuer.jwks()))
         await until(service, other_issuer.token(), grpc.StatusCode.OK)

@@ -109,7 +109,7 @@ def test_a_missing_key_file_is_named(tmp_path, load_keys):
     ):
         load_keys(tmp_path / "missing-file")
     (tmp_path / "bytes").write_bytes(b"\xff")
-    with pytest.raises(FileError, match=r"^--api-keys-file .*bytes: is no text in UTF-8"):
+    with pytest.raises(FileError, match=r"^--api-keys-file .*bytes: is not UTF-8 text"):
         load_keys(tmp_path / "bytes")
 
 

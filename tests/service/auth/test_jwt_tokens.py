@@ -86,7 +86,7 @@ def test_clocks_may_differ_a_little(issuer, keys):
         ({"iat": time.time() + 3600}, "not valid yet"),
         ({"aud": "another"}, "not for this service"),
         ({"aud": ["another", "third"]}, "not for this service"),
-        ({"iss": "https://evil.example"}, "issuer that is not trusted"),
+        ({"iss": "https://evil.example"}, "issuer is not trusted"),
         ({"exp": None}, "lacks one of exp, iss and aud"),
         ({"aud": None}, "lacks one of exp, iss and aud"),
         ({"iss": None}, "lacks one of exp, iss and aud"),
@@ -173,15 +173,15 @@ def test_a_bad_file_is_named_and_shows_no_secret(issuer):
     private = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(issuer.private["rsa"]))
     weak = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(rsa.generate_private_key(65537, 1024).public_key()))
     for jwks, problem in (
-        ([], "is no JWKS"),
-        ({}, "is no JWKS"),
-        ({"keys": [3]}, "is no JWKS"),
+        ([], "is not a JWKS"),
+        ({}, "is not a JWKS"),
+        ({"keys": [3]}, "is not a JWKS"),
         ({"keys": []}, "holds no key that signs tokens"),
         ({"keys": [ours, ours]}, "keys[1]: another key has the kid 'rsa' too"),
         ({"keys": [{**ours, "kid": ""}]}, "keys[0]: has no kid"),
         ({"keys": [{name: ours[name] for name in ours if name != "kid"}]}, "keys[0]: has no kid"),
-        ({"keys": [{**ours, "n": "!"}]}, "keys[0]: is no valid key"),
-        ({"keys": [{**ours, "n": 5}]}, "keys[0]: is no valid key"),
+        ({"keys": [{**ours, "n": "!"}]}, "keys[0]: is not a valid key"),
+        ({"keys": [{**ours, "n": 5}]}, "keys[0]: is not a valid key"),
         ({"keys": [{**weak, "kid": "weak"}]}, "keys[0]: is an RSA key of 1,024 bits; use 2,048 or more"),
         ({"keys": [private]}, "keys[0]: holds a secret"),
         ({"keys": [{"kty": "oct", "k": "hush", "kid": "x"}]}, "keys[0]: holds a secret"),
@@ -192,7 +192,7 @@ def test_a_bad_file_is_named_and_shows_no_secret(issuer):
         assert problem in str(error.value)
         assert "hush" not in str(error.value)
         assert private["d"] not in str(error.value)
-    with pytest.raises(FileError, match="is no JWKS"):
+    with pytest.raises(FileError, match="is not a JWKS"):
         TokenKeys.parse(FILE, b"{", RULES)
 
 

@@ -6,7 +6,7 @@ from penstock.scheduler.config import TenantLimits
 from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.auth.reloaded_files import FileError, NamedFile
 from penstock.service.auth.tenant_limits import TENANTS_FLAG, TenantLimitsFile, parse_tenants
-from penstock.service.config.serve_config import parse_config
+from penstock.service.config.command_line import parse_config
 
 
 @pytest.fixture
@@ -48,15 +48,15 @@ def test_names_are_text_whatever_yaml_would_take_them_for(load):
     [
         ("", "is empty; write {} for no limits"),  # or not written yet
         ("# nothing\n", "is empty; write {} for no limits"),
-        ("a: b: c", "is no YAML"),
-        ("- acme", "must hold keys and values, such as weight: 2"),
-        ("acme: 3", "acme: must hold keys and values, such as weight: 2"),
+        ("a: b: c", "is not valid YAML"),
+        ("- acme", "must contain keys and values, such as weight: 2"),
+        ("acme: 3", "acme: must contain keys and values, such as weight: 2"),
         ("[a]: {}", "must have names as keys"),
-        ("a/b: {}", "'a/b': is no tenant's name; use 1 to 64 characters of [A-Za-z0-9_.-]"),
-        (f"{'a' * 65}: {{}}", "is no tenant's name"),
+        ("a/b: {}", "'a/b': is not a valid tenant name; use 1 to 64 characters of [A-Za-z0-9_.-]"),
+        (f"{'a' * 65}: {{}}", "is not a valid tenant name"),
         (
             "acme: {wait: 2}",
-            "acme: wait: is no key; there are weight, max-prompt-tokens, max-tokens, max-live-requests, requests-per-",
+            "acme: wait: is not a key; there are weight, max-prompt-tokens, max-tokens, max-live-requests, requests-",
         ),
         ("acme: {weight: 0}", "acme: weight: must be 0.001 to 1,000; it is 0"),
         ("acme: {weight: .nan}", "acme: weight: must be a number of 0.001 to 1,000; it is '.nan'"),
@@ -69,8 +69,8 @@ def test_names_are_text_whatever_yaml_would_take_them_for(load):
         ("acme: {tokens-per-minute: 0}", "acme: tokens-per-minute: must be 1 to 1,099,511,627,776; it is 0"),
         ("acme: {max-live-requests: 0}", "acme: max-live-requests: must be 1 to 1,048,576; it is 0"),
         ("default: {max-prompt-tokens: -1}", "default: max-prompt-tokens: must be 1 to 16,777,216; it is -1"),
-        ("acme: {weight: 1, weight: 2}", "acme: weight: is there twice; remove one of them"),
-        ("acme: {}\nacme: {}", "acme: is there twice"),
+        ("acme: {weight: 1, weight: 2}", "acme: weight: occurs twice; remove one of them"),
+        ("acme: {}\nacme: {}", "acme: occurs twice"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_file_tenant_and_key(load, text, problem, tmp_path):
@@ -88,7 +88,7 @@ def test_too_many_tenants(load):
 
 def test_a_file_that_is_no_text(tmp_path):
     file = NamedFile(TENANTS_FLAG, tmp_path / "bytes")
-    with pytest.raises(FileError, match="bytes: is no text in UTF-8"):
+    with pytest.raises(FileError, match="bytes: is not UTF-8 text"):
         parse_tenants(file, b"\xff\xfe\xff")
 
 

@@ -172,14 +172,14 @@ class TestFiles:
             load(tmp_path, chain, encrypted)
 
     def test_keys_that_browsers_and_grpc_do_not_take(self, tmp_path, authority):
-        with pytest.raises(FileError, match="is of a kind that TLS clients do not take; use RSA, or EC"):
+        with pytest.raises(FileError, match="has a type that TLS clients do not accept; use RSA, or EC"):
             load(tmp_path, *authority.issue(key=ed25519.Ed25519PrivateKey.generate()))
         assert load(tmp_path, *authority.issue(key=rsa.generate_private_key(65537, 2048))).credentials()
 
     def test_the_time_must_be_right(self, tmp_path, authority):
-        with pytest.raises(FileError, match=r"--tls-cert .*: has expired on 20\d\d-\d\d-\d\d \d\d:\d\d UTC; get a new"):
+        with pytest.raises(FileError, match=r"--tls-cert .*: expired on 20\d\d-\d\d-\d\d \d\d:\d\d UTC; get a new"):
             load(tmp_path, *authority.issue(begin_h=-2, end_h=-1))
-        with pytest.raises(TooEarly, match=r"--tls-cert .*: is valid from .* UTC on only; give one that is valid now"):
+        with pytest.raises(TooEarly, match=r"--tls-cert .*: is not valid before .* UTC; give one that is valid now"):
             load(tmp_path, *authority.issue(begin_h=1, end_h=2))
 
 
@@ -250,11 +250,11 @@ class TestRotation:
         _, other_key = authority.issue("other")
         async with calls(service.target, client, 100) as done:
             mounted.put(chain, other_key, authority.pem)
-            await until(lambda: asyncio.sleep(0, len(done) >= 50 and "holds on" in caplog.text))
+            await until(lambda: asyncio.sleep(0, len(done) >= 50 and "stays in use" in caplog.text))
             assert await is_shown(service.target, client, "first")
         [told] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert told.startswith(f"--tls-key {mounted.paths[1]}: is not the key of the first certificate")
-        assert told.endswith("; what was read before holds on")
+        assert told.endswith("; the previous content stays in use")
         assert "PRIVATE KEY" not in told
         mounted.put(*authority.issue("third"), authority.pem)
         await until(lambda: is_shown(service.target, client, "third"))

@@ -118,7 +118,7 @@ def test_what_is_broken_is_told_once_and_changes_nothing(watched, path, caplog):
         assert not refresh(watched)
     assert watched.value == b"one"
     assert [record.getMessage() for record in caplog.records] == [
-        "--file: is broken; repair it; what was read before holds on"
+        "--file: is broken; repair it; the previous content stays in use"
     ]
     path.write_bytes(b"broken in another way")
     assert not look_twice(watched)
@@ -133,12 +133,12 @@ def test_a_file_that_is_gone_is_told_once_and_changes_nothing(watched, path, cap
     for _ in range(3):
         assert not refresh(watched)
     assert [record.getMessage() for record in caplog.records] == [
-        f"--file {path}: cannot be read (No such file or directory); check the path; what was read before holds on"
+        f"--file {path}: cannot be read (No such file or directory); check the path; the previous content stays in use"
     ]
     with caplog.at_level(logging.INFO):
         path.write_bytes(b"one")
         assert not refresh(watched)
-    assert caplog.records[-1].getMessage() == f"--file {path}: as before"
+    assert caplog.records[-1].getMessage() == f"--file {path}: has the content in use again"
     path.write_bytes(b"broken")
     assert not look_twice(watched)
     assert caplog.records[-1].levelno == logging.ERROR
@@ -202,7 +202,7 @@ def test_an_error_while_reading_is_logged_once_and_passes(watched, path, caplog,
         for _ in range(2):
             assert not refresh(watched)
     [record] = caplog.records
-    assert "could not be taken into use (MemoryError); what was read before holds on" in record.getMessage()
+    assert "could not be applied (MemoryError); the previous content stays in use" in record.getMessage()
     assert look_twice(watched)
     assert watched.value == b"two"
 
@@ -210,7 +210,7 @@ def test_an_error_while_reading_is_logged_once_and_passes(watched, path, caplog,
 def test_a_file_that_cannot_be_used_at_the_start_is_an_error(tmp_path):
     with pytest.raises(FileError, match=r"^--file .*missing: cannot be read \(No such file or directory\)"):
         WatchedFiles([NamedFile("--file", tmp_path / "missing")], load)
-    with pytest.raises(FileError, match="is no text in UTF-8"):
+    with pytest.raises(FileError, match="is not UTF-8 text"):
         NamedFile("--file", tmp_path / "bytes").text(b"\xff")
 
 
@@ -257,7 +257,7 @@ async def test_one_that_cannot_be_looked_at_does_not_end_the_watch(watched, path
     watch.start()
     path.write_bytes(b"two")
     await asyncio.wait_for(taken.wait(), 120)
-    assert "a file could not be looked at" in caplog.text
+    assert "a file could not be checked" in caplog.text
     watch.stop()
 
 
@@ -277,5 +277,5 @@ async def test_one_that_cannot_be_taken_into_use_does_not_end_the_watch(tmp_path
     for name in "ab":
         (tmp_path / name).write_text("two")
     await asyncio.wait_for(taken.wait(), 120)
-    assert "could not be taken into use" in caplog.text
+    assert "could not be applied" in caplog.text
     watch.stop()
