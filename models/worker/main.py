@@ -33,7 +33,7 @@ from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
 
-if TYPE_CHECKING:  # a worker whose model has no tokenizer does not need its library
+if TYPE_CHECKING:  # a worker whose model has no tokenizer does not need the grammar library
     from penstock.models.structured_output.manager import StructuredOutputManager
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class _Answers:
         self._counting = threading.Lock()
         self._num_due = 0
         self._idle_since: int | None = time.monotonic_ns()
-        """None while the service does not wait for a result, since a plan is already here."""
+        """When the worker became idle; None if the next plan was already there."""
 
     def expect(self, begin: Callable[[StepPlan], Callable[[], StepResult]], plan: StepPlan) -> None:
         """Starts a plan."""

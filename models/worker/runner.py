@@ -29,14 +29,14 @@ from penstock.scheduler.plan import (
     TokenLogprobs,
 )
 
-if TYPE_CHECKING:  # a worker whose model has no tokenizer does not need its library
+if TYPE_CHECKING:  # a worker whose model has no tokenizer does not need the grammar library
     from penstock.models.structured_output.manager import StructuredOutputManager
 
 MEASURED_CHUNKS, MEASURED_DECODES = ((0, 128), (128, 144)), (1, 16)
 """The steps measured at the start: chunks of one history, and numbers of decoding rows. They take half a second for a
 model of 1.2 GB on two cores."""
 LARGE_BYTES = 256 << 20
-"""Weights of this size take a CPU so long to multiply by that the cost of fresh memory does not matter."""
+"""Multiplying by weights of this size takes a CPU so long that the cost of fresh memory does not matter."""
 
 
 EMPTY_STEP_S = 0.01

@@ -142,7 +142,7 @@ class CudaRows:
         rows, places, blocks = self._copied(np.concatenate(parts, axis=1))
         self.rows.tables[rows, places] = blocks.int()
 
-    # Lines ----------------------------------------------------------------------------------------------------------------
+    # Lines ------------------------------------------------------------------------------------------------------------
 
     def _take_line(self, row: Row) -> None:
         if row.counts is None and row.lists.allowed is None and not len(row.lists.bias):
