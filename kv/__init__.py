@@ -1,1 +1,1 @@
-"""Accounts for KV blocks, in pure Python; it knows block numbers, never what a block holds."""
+"""Accounts for the blocks of the KV cache, in pure Python. It sees block numbers, never a block's content."""

@@ -1,7 +1,7 @@
 """Names blocks by what their KV depends on: the tokens from the start of the sequence, the model and the tenant.
 
-Knows neither blocks nor pools. A hash is sha256 over tagged, length-prefixed fields, so that no two different lists of
-fields give the same bytes; each block's hash takes its parent's, so that equal hashes mean equal histories.
+A hash is sha256 over tagged, length-prefixed fields, so no two different lists of fields give the same bytes. Each
+block's hash includes its parent's, so equal hashes mean equal histories. This module does not know blocks or pools.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ def _field(value: bytes) -> bytes:
 
 
 def tenant_salt(model: str, tenant: str) -> bytes:
-    """32 bytes that keep the cached blocks of two tenants, or of two models, apart."""
+    """Returns 32 bytes that keep apart the cached blocks of two tenants or of two models."""
     return hashlib.sha256(_field(_SALT_TAG) + _field(model.encode()) + _field(tenant.encode())).digest()
 
 
 def hash_blocks(token_ids: Sequence[int], block_size: int, salt: bytes, parent: bytes = b"") -> list[bytes]:
-    """Hashes of the full blocks of ``token_ids``; tokens after the last full block are ignored.
+    """Returns the hashes of the full blocks of ``token_ids``. Tokens after the last full block are ignored.
 
     ``parent`` is the hash of the block before the first one; empty at the start of a sequence.
     """

@@ -1,9 +1,10 @@
-"""Who holds which block, and which blocks nobody holds. Knows numbers and hashes, never tokens or requests.
+"""Tracks which blocks are held, and by how many holders, and in which order free blocks are given out. It knows block
+numbers and hashes, never tokens or requests.
 
-Every block is in exactly one state. In the order in which those that nobody holds are given out:
+Every block is in exactly one state. Blocks that are not held are given out in this order:
 
-    blank       no hash       on the stack of blanks
-    lapsed      has a hash    was retained until its time came; the first to lapse goes first
+    blank       no hash       on a stack
+    lapsed      has a hash    was retained until its lease expired; the first to lapse goes first
     cached      has a hash    in the LRU
     retained    has a hash    kept in preference to those above; the nearest expiry goes first
     held        by rows, refcount >= 1; with a hash once its slots hold confirmed KV
@@ -19,10 +20,11 @@ from penstock.kv.retention import Lease, Retention
 
 
 class BlockPool:
-    """Reference counts, the map from hash to block, and eviction."""
+    """The reference counts, the map from hash to block, and eviction."""
 
     def __init__(self, num_blocks: int, on_evicted: Callable[[bytes, int], None]) -> None:
-        """``on_evicted`` is told each hash that finds nothing any more, and its block, which is given out."""
+        """``on_evicted`` is called with each hash that no longer finds a block, and with its block, which is given
+        out."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._on_evicted = on_evicted
@@ -37,48 +39,48 @@ class BlockPool:
         self._lapsed: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._retention = Retention(max_blocks_per_owner=self.num_blocks // 2)
-        # Of retained blocks, and of held ones that will be retained when they are released.
+        # Leases of retained blocks, and of held ones that will be retained when they are released.
         self._leases: dict[int, Lease] = {}
         self._num_leases = 0
         self._now = float("-inf")
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken now, cached and retained ones included."""
+        """The number of blocks that can be taken now, cached and retained ones included."""
         return len(self._blanks) + len(self._cached) + len(self._lapsed) + self._retention.num_blocks
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds but that a hash still finds, retained ones included."""
+        """The number of blocks that are not held and that a hash still finds, retained ones included."""
         return len(self._cached) + len(self._lapsed) + self._retention.num_blocks
 
     @property
     def num_retained(self) -> int:
-        """Blocks that nobody holds and that are evicted only when no other is free."""
+        """The number of blocks that are not held and that are evicted only when no other block is free."""
         return self._retention.num_blocks
 
     def is_held(self, block: int) -> bool:
-        """Whether somebody holds it."""
+        """Returns whether the block has a holder."""
         return self._refcounts[block] > 0
 
     def num_unshared(self, block_ids: Iterable[int]) -> int:
-        """How many of these have one holder: so many are free when it gives them up."""
+        """Returns how many of these blocks have exactly one holder: the number that its release frees."""
         refcounts = self._refcounts
         return [refcounts[block] for block in block_ids].count(1)
 
     def num_freed(self, tables: Iterable[Iterable[int]]) -> int:
-        """How many are free when the holders of all these tables give them up."""
+        """Returns how many blocks are free once the holders of all these tables release them."""
         refcounts = self._refcounts
         return sum(refcounts[block] == num for block, num in Counter(chain.from_iterable(tables)).items())
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block with this hash, held or not. Does not modify the pool."""
+        """Returns the block with this hash, held or not. Does not modify the pool."""
         return self._by_hash.get(block_hash)
 
     # Holders --------------------------------------------------------------------------------------------------------
 
     def take_blocks(self, num_blocks: int) -> list[int]:
-        """Gives out blocks with a refcount of 1, in the order above; hashes of those that had one are forgotten. The
+        """Gives out blocks with a refcount of 1, in the order above, and drops the hashes of those that had one. The
         caller has checked ``num_free``."""
         assert 0 <= num_blocks <= self.num_free
         blanks = self._blanks
@@ -105,8 +107,8 @@ class BlockPool:
         return block
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more holder for each of these, which are held or found by their hashes. A lease outlives its being
-        held."""
+        """Adds a holder to each of these blocks, which are held or found by their hashes. A lease stays valid while its
+        block is held."""
         refcounts = self._refcounts
         for block in block_ids:
             if not refcounts[block]:
@@ -122,9 +124,9 @@ class BlockPool:
             self._retention.remove(block, self._leases[block])
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One holder fewer for each of these, a row's blocks in the order of its table.
+        """Removes a holder from each of these blocks, which are a row's blocks in the order of its table.
 
-        They enter the cache last block first: a sequence loses its tail before the blocks that others may share.
+        They enter the cache last block first, so a sequence loses its tail before the blocks that others may share.
         """
         refcounts = self._refcounts
         for block in reversed(block_ids):
@@ -150,9 +152,9 @@ class BlockPool:
     # Hashes ---------------------------------------------------------------------------------------------------------
 
     def publish(self, block: int, block_hash: bytes) -> bool:
-        """From now on ``block_hash`` finds this held block; returns whether nothing found it before. Where another
-        block has the hash already, that one stays: equal hashes mean equal content."""
-        assert self._refcounts[block] > 0, f"block {block} is published while nobody holds it"
+        """Lets ``block_hash`` find this held block from now on; returns whether the hash is new. If another block has
+        the hash already, that one keeps it: equal hashes mean equal content."""
+        assert self._refcounts[block] > 0, f"block {block} is published, but is not held"
         if block_hash in self._by_hash or self._hashes[block] is not None:
             return False
         self._by_hash[block_hash] = block
@@ -160,10 +162,10 @@ class BlockPool:
         return True
 
     def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
-        """The blocks that these hashes of a sequence's beginning find are evicted after all others until ``until``,
-        once nobody holds them. The longer of two times counts.
+        """Retains the blocks that these hashes of a sequence's beginning find: once they are not held, they are evicted
+        after all others until ``until``. If a block has a lease already, the later expiry counts.
 
-        At most half of all blocks are retained for an ``owner``: of more, those with the nearest expiry lapse.
+        At most half of all blocks are retained for an ``owner``. Above that, the blocks with the nearest expiry lapse.
         """
         lease = Lease(until, owner, self._num_leases)
         self._num_leases += 1
@@ -173,7 +175,7 @@ class BlockPool:
             if block is None:
                 continue
             known = leases.get(block)
-            # Of two equal times the newer lease gets the block, or a beginning might go before its branch.
+            # On equal times the newer lease gets the block; otherwise a beginning might go before its branch.
             if known is not None and known.until > until:
                 continue
             if not self._refcounts[block]:
@@ -183,7 +185,7 @@ class BlockPool:
         self._lapse(self._retention.pop_excess())
 
     def expire(self, now: float) -> None:
-        """Blocks that are retained until ``now`` or less lapse. Takes no time when there are none."""
+        """Lets the blocks lapse that are retained until ``now`` or earlier. Costs nothing when there are none."""
         self._now = now
         self._lapse(self._retention.pop_expired(now))
 
@@ -193,7 +195,7 @@ class BlockPool:
             self._lapsed[block] = None
 
     def flush(self) -> int:
-        """Forgets every cached block that nobody holds, retained ones included; returns how many."""
+        """Drops every cached block that is not held, retained ones included; returns their number."""
         flushed = [*self._lapsed, *self._cached, *(block for block in self._leases if not self._refcounts[block])]
         for block in flushed:
             block_hash = self._hashes[block]
@@ -208,18 +210,19 @@ class BlockPool:
         return len(flushed)
 
     def reset(self) -> None:
-        """Nobody holds anything, and nothing is found: the blocks' content is gone."""
+        """Empties the pool, because the blocks' content is gone: no block is held, and no hash finds one."""
         now = self._now
         self._clear()
         self._now = now
 
     @property
     def hashes(self) -> KeysView[bytes]:
-        """All that find a block."""
+        """All hashes that find a block."""
         return self._by_hash.keys()
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Asserts that the pool agrees with ``holders``, the block tables of all that hold blocks, and with itself."""
+        """Asserts that the pool is consistent with ``holders``, the block tables of all that hold blocks, and with
+        itself."""
         expected = [0] * self.num_blocks
         for block_ids in holders:
             assert len(set(block_ids)) == len(block_ids), "a table holds a block twice"

@@ -1,7 +1,8 @@
-"""What a mirror of the prefix map needs to know: which blocks can be found, and what changed since it last heard.
+"""Provides a mirror of the prefix map with which blocks can be found, and with the changes since its last update.
 
-Knows hashes and tokens, neither blocks nor who listens. Nothing is kept of a change but its hash: what is told of it is
-whether it can be found now. So telling something twice does no harm, and changes that cancel out cost nothing.
+Only the hash of a change is kept. A reader looks up whether that hash can be found now, so reporting a change twice
+does no harm, and changes that cancel out cost nothing. This module knows hashes and tokens, neither blocks nor
+subscribers.
 """
 
 import secrets
@@ -22,10 +23,11 @@ class StoredBlock(NamedTuple):
 
 
 class KvChanges(NamedTuple):
-    """To be applied to a mirror in this order: ``cleared``, ``removed``, ``stored``."""
+    """Changes for a mirror, which applies them in this order: ``cleared``, ``removed``, ``stored``."""
 
     sequence: int
-    """The mirror then has every change up to this one, and may go on from it. 0 before all there is has been told."""
+    """After these changes the mirror has every change up to this one, and can resume from it. 0 until the whole content
+    has been sent."""
     cleared: bool
     removed: list[bytes]
     stored: list[StoredBlock]
@@ -35,23 +37,23 @@ class KvEventLog:
     """Every block that can be found, and the last changes, numbered."""
 
     def __init__(self, block_size: int, max_changes: int) -> None:
-        """A reader that falls more than ``max_changes`` behind is told everything anew."""
+        """A reader that falls more than ``max_changes`` behind starts over with the whole content."""
         self.block_size = block_size
         self.stream_id = secrets.token_hex(8)
-        """Sequence numbers are those of this log alone."""
+        """Identifies this log; sequence numbers are valid only within it."""
         self.sequence = 1
-        """Of the last change; the empty cache was the first one."""
+        """The number of the last change. The empty cache is the first one."""
         # Hashes of the last changes, up to ``sequence``.
         self._recent: deque[bytes] = deque(maxlen=max_changes)
         self._pack = struct.Struct(f"<{block_size}I")
-        # Hash -> the parent's hash and the token ids: a bytes object of 130 bytes for 16 tokens.
+        # Hash -> the parent's hash and the token ids: 130 bytes for 16 tokens.
         self._contents: dict[bytes, bytes] = {}
         self._wakes: list[Callable[[], None]] = []
 
-    # What happens ---------------------------------------------------------------------------------------------------
+    # Changes --------------------------------------------------------------------------------------------------------
 
     def stored(self, block_hash: bytes, parent_hash: bytes, token_ids: Sequence[int]) -> None:
-        """A block can be found from now on."""
+        """Records that a block can be found from now on."""
         self._contents[block_hash] = parent_hash + self._pack.pack(*token_ids)
         self._recent.append(block_hash)
         self.sequence += 1
@@ -59,7 +61,7 @@ class KvEventLog:
             self._wake()
 
     def removed(self, block_hash: bytes) -> None:
-        """A block can no longer be found."""
+        """Records that a block can no longer be found."""
         del self._contents[block_hash]
         self._recent.append(block_hash)
         self.sequence += 1
@@ -67,7 +69,7 @@ class KvEventLog:
             self._wake()
 
     def cleared(self, but: Iterable[bytes] = ()) -> None:
-        """No block can be found any more, ``but`` these."""
+        """Records that no block can be found any more, except ``but``."""
         self._contents = {block_hash: self._contents[block_hash] for block_hash in but}
         self._recent.clear()
         self.sequence += 1
@@ -78,34 +80,35 @@ class KvEventLog:
         for wake in wakes:
             wake()
 
-    # What is told ---------------------------------------------------------------------------------------------------
+    # Reading --------------------------------------------------------------------------------------------------------
 
     def wake_once(self, wake: Callable[[], None]) -> None:
-        """Calls ``wake`` at the next change, in the midst of it: it may read nothing yet, and must not raise."""
+        """Calls ``wake`` at the next change, during it: ``wake`` must not read the log or raise."""
         self._wakes.append(wake)
 
     def forget_wake(self, wake: Callable[[], None]) -> None:
-        """Does not call it, if it was not called yet."""
+        """Cancels ``wake_once``, if ``wake`` has not been called yet."""
         if wake in self._wakes:
             self._wakes.remove(wake)
 
     def knows_since(self, sequence: int) -> bool:
-        """Whether all changes after this one are still known."""
+        """Returns whether all changes after this one are still known."""
         return self.sequence - len(self._recent) <= sequence <= self.sequence
 
     def changed_since(self, sequence: int) -> Iterable[bytes]:
-        """Hashes that were stored or removed after ``sequence``, from the first change on; some may come twice."""
+        """Returns the hashes that were stored or removed after ``sequence``, oldest change first; some may occur
+        twice."""
         recent = list(islice(reversed(self._recent), self.sequence - sequence))
         recent.reverse()
         return recent
 
     @property
     def hashes(self) -> Iterable[bytes]:
-        """Of every block that can be found."""
+        """The hashes of all blocks that can be found."""
         return self._contents.keys()
 
     def find(self, block_hash: bytes) -> StoredBlock | None:
-        """The block, if it can be found now."""
+        """Returns the block, if it can be found now."""
         content = self._contents.get(block_hash)
         if content is None:
             return None
@@ -114,20 +117,20 @@ class KvEventLog:
 
 
 class KvEventReader:
-    """One subscriber's place in a log."""
+    """The position of one subscriber in a log."""
 
     def __init__(self, log: KvEventLog, stream_id: str = "", after_sequence: int = 0) -> None:
-        """Goes on after a change that another reader of the same log was told, where the log still knows what came
-        since; otherwise, and by default, it begins anew."""
+        """Resumes after a change that another reader of the same log has reported, if the log still knows all later
+        changes. Otherwise, and by default, it starts from the beginning."""
         self._log = log
         self._told = after_sequence if stream_id == log.stream_id else 0
-        # Changes up to here are told already, or among the pending.
+        # Changes up to here have been reported or are pending.
         self._taken = self._told
         self._pending: deque[bytes] = deque()
 
     def read(self, max_bytes: int) -> KvChanges:
-        """What the mirror is to be told next: at least one block, and then up to ``max_bytes`` on the wire. Empty when
-        there is nothing new."""
+        """Returns the next changes for the mirror: at least one block, and then up to ``max_bytes`` on the wire. Empty
+        when there is nothing new."""
         cleared = not self._log.knows_since(self._taken)
         if cleared:
             self._told = 0
@@ -141,7 +144,7 @@ class KvEventReader:
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether there is nothing to be told."""
+        """Whether there is nothing left to report."""
         return self._told == self._log.sequence
 
     def _take(self, hashes: Iterable[bytes]) -> None:
@@ -165,9 +168,9 @@ class KvEventReader:
 
 
 _PART_BYTES = 8
-"""Tags and lengths of a part of a message."""
+"""Tags and lengths of one part of a message."""
 
 
 def _block_bytes(block: StoredBlock) -> int:
-    """On the wire, at 5 bytes a token at most."""
+    """Returns an upper bound of the block's size on the wire, with 5 bytes per token."""
     return _PART_BYTES + len(block.block_hash) + len(block.parent_hash) + 5 * len(block.token_ids)

@@ -1,8 +1,8 @@
-"""The second tier of the KV cache: which evicted blocks lie in host memory, and in which slot. Knows hashes and slot
-numbers, never what a slot holds.
+"""The second tier of the KV cache: tracks which evicted blocks are in host memory, and in which slots. It knows hashes
+and slot numbers, never a slot's content.
 
-A slot keeps its block when that is copied back, so the device may have it as well: evicted again, it need not be copied
-again. Such slots are the first to be overwritten, after blank ones; then those that were evicted the longest ago.
+A slot keeps its block when the block is copied back, so the block can be evicted again without another copy. Such slots
+are overwritten first, after blank ones; then the slots whose blocks were evicted the longest ago.
 """
 
 from collections import OrderedDict
@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable
 
 
 class HostTier:
-    """The map from hash to slot. One without slots holds nothing."""
+    """The map from hash to slot. A tier without slots holds nothing."""
 
     def __init__(self, num_slots: int, on_overwritten: Callable[[bytes], None]) -> None:
-        """``on_overwritten`` is told each hash that is found here no more because its slot was given to another."""
+        """``on_overwritten`` is called with each hash that is no longer found here because its slot was given to
+        another block."""
         self.num_slots = num_slots
         self._on_overwritten = on_overwritten
         # The first to be overwritten comes first.
         self._slots: OrderedDict[bytes, int] = OrderedDict()
-        # Those that the plan in the making copies back.
+        # The blocks that the next plan copies back.
         self._restored: dict[bytes, int] = {}
         self._blanks: list[int] = []
         self.clear()
@@ -31,12 +32,12 @@ class HostTier:
 
     @property
     def hashes(self) -> Iterable[bytes]:
-        """All that are found here."""
+        """All hashes that are found here."""
         return self._slots.keys() | self._restored.keys()
 
     def store(self, block_hash: bytes) -> int | None:
-        """The slot that an evicted block is to be copied to; None if it is there already, or all slots are taken by
-        what is being copied back."""
+        """Returns the slot to copy an evicted block to; None if the block is here already, or if all slots hold blocks
+        that are being copied back."""
         if block_hash in self:
             if block_hash in self._slots:
                 self._slots.move_to_end(block_hash)
@@ -52,21 +53,21 @@ class HostTier:
         return slot
 
     def restore(self, block_hash: bytes) -> int:
-        """The slot of a block that the plan in the making copies back: until ``settle`` it is not overwritten, since a
-        plan copies out before it copies in."""
+        """Returns the slot of a block that the next plan copies back. The slot is not overwritten until ``settle``,
+        because a plan copies out before it copies in."""
         slot = self._slots.pop(block_hash)
         self._restored[block_hash] = slot
         return slot
 
     def settle(self) -> None:
-        """The plan is whole: the device has what it copies back."""
+        """Ends the next plan's copies: the device has the blocks that it copies back."""
         for block_hash, slot in self._restored.items():
             self._slots[block_hash] = slot
             self._slots.move_to_end(block_hash, last=False)
         self._restored.clear()
 
     def clear(self) -> int:
-        """Forgets everything; returns how many blocks."""
+        """Drops every block; returns their number."""
         num_forgotten = len(self)
         self._slots.clear()
         self._restored.clear()

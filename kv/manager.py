@@ -1,7 +1,8 @@
-"""Blocks for sequences: a cached prefix, new blocks or none, and publication. Knows neither rows nor plans.
+"""Allocates blocks for sequences: a cached prefix, then new blocks. Publishes what was computed. It does not know rows
+or plans.
 
-A published block's slots hold confirmed KV, and are never written again. ``BlockPool`` counts; this decides. What the
-pool evicts goes to the ``HostTier``, and can still be found there; the next plan has to make the copies.
+The slots of a published block hold confirmed KV, and are never written again. The block pool counts; this module
+decides. Evicted blocks go to the host tier and can still be found there; the next plan makes the copies.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -14,89 +15,89 @@ from penstock.kv.host_tier import HostTier
 from penstock.kv.wanted import WantedBlocks, Whereabouts
 
 MIN_EVENTS_KEPT = 1 << 10
-"""However small the pool is; at 80 bytes each."""
+"""The minimum number of events kept, for small pools; each takes 80 bytes."""
 
 
 class Hashing(Protocol):
-    """Where block hashes come from."""
+    """Computes block hashes."""
 
     def first(self, prompt_hashes: Sequence[bytes]) -> list[bytes]:
-        """The hashes that a sequence starts with."""
+        """Returns the hashes that a sequence starts with."""
         ...
 
     def extend(self, hashes: list[bytes], token_ids: Sequence[int], num_blocks: int, salt: bytes) -> None:
-        """Adds hashes until there are ``num_blocks``, all of whose tokens are known."""
+        """Adds hashes until there are ``num_blocks``. All tokens of these blocks are known."""
         ...
 
 
 class ChainedHashing:
-    """The prefix cache is on."""
+    """Hashing with the prefix cache on."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
 
     def first(self, prompt_hashes: Sequence[bytes]) -> list[bytes]:
-        """A copy, to be extended."""
+        """Returns a copy, which can be extended."""
         return list(prompt_hashes)
 
     def extend(self, hashes: list[bytes], token_ids: Sequence[int], num_blocks: int, salt: bytes) -> None:
-        """Hashes the blocks between."""
+        """Hashes the blocks that are missing."""
         if num_blocks > len(hashes):
             tail = token_ids[len(hashes) * self._block_size : num_blocks * self._block_size]
             hashes += hash_blocks(tail, self._block_size, salt, hashes[-1] if hashes else b"")
 
 
 class NoHashing:
-    """The prefix cache is off: no block has a hash, so nothing is published and nothing is found."""
+    """Hashing with the prefix cache off: no block has a hash, so none is published and none is found."""
 
     def first(self, prompt_hashes: Sequence[bytes]) -> list[bytes]:
-        """None."""
+        """Returns an empty list."""
         return []
 
     def extend(self, hashes: list[bytes], token_ids: Sequence[int], num_blocks: int, salt: bytes) -> None:
-        """Adds none."""
+        """Adds nothing."""
 
 
 class KVCacheManager:
-    """Allocates blocks of one pool, finds cached prefixes, and knows which prefixes are being computed."""
+    """Allocates the blocks of one pool, finds cached prefixes, and tracks which prefixes are being computed."""
 
     def __init__(self, num_blocks: int, block_size: int, hashing: Hashing, num_host_blocks: int = 0) -> None:
         self.block_size = block_size
         self.hashing = hashing
-        # Who has missed more changes than there are blocks is served better by all there is, and does not fall behind
-        # again while it is told that, unless the cache changes faster than it is told.
+        # A reader that has missed more changes than there are blocks is better off with the whole content, and does not
+        # fall behind again while it reads that, unless the cache changes faster than it reads.
         self.events = KvEventLog(block_size, max(num_blocks + num_host_blocks, MIN_EVENTS_KEPT))
-        """Of what can be found, in either tier."""
+        """The blocks that can be found in either tier, and the changes."""
         self.pool = BlockPool(num_blocks, self._on_evicted)
         self.host = HostTier(num_host_blocks, self._on_overwritten)
         self.wanted = WantedBlocks(self._locate)
-        """What waiting sequences need."""
+        """The blocks that waiting sequences need."""
         self.num_restored_tokens = 0
         """Positions whose KV was copied back from the host tier, since the start."""
-        # For the plan in the making. Of several blocks that are sent to one slot, only the last arrives.
+        # For the next plan. If several blocks are sent to one slot, only the last one is copied.
         self._slot_to_block: dict[int, int] = {}
         self._copies_in: list[tuple[int, int]] = []
-        # Hash of a block that will be published soon -> who computes it.
+        # Hash of a block that will be published soon -> the sequence that computes it.
         self._pending: dict[bytes, Hashable] = {}
 
     @property
     def usage(self) -> float:
-        """The share of blocks that somebody holds; cache that can be evicted is not use."""
+        """The share of blocks that are held. Cached blocks that can be evicted do not count."""
         return 1.0 - self.pool.num_free / self.pool.num_blocks
 
     @property
     def num_retained(self) -> int:
-        """Blocks that nobody holds and that are evicted only when no other is free."""
+        """The number of blocks that are not held and that are evicted only when no other block is free."""
         return self.pool.num_retained
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold the KV of this many tokens."""
+        """Returns the number of blocks that hold the KV of this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, hashes: Sequence[bytes], num_tokens: int) -> list[int]:
-        """The longest cached prefix of a sequence of ``num_tokens``, in blocks, without taking them.
+        """Returns the blocks of the longest cached prefix of a sequence of ``num_tokens``, without taking them.
 
-        At least the last token is left out: somebody needs its logits.
+        At least the last token is left out, because its logits are needed.
         """
         find = self.pool.find
         block_ids = []
@@ -108,7 +109,8 @@ class KVCacheManager:
         return block_ids
 
     def find_evicted(self, hashes: Sequence[bytes], num_found: int, num_tokens: int) -> Sequence[bytes]:
-        """Hashes of the blocks that follow a prefix of ``num_found`` blocks, as far as the host tier has them."""
+        """Returns the hashes of the blocks that follow a prefix of ``num_found`` blocks, up to the first that the host
+        tier lacks."""
         end = num_found
         last = min(len(hashes), (num_tokens - 1) // self.block_size)
         while end < last and hashes[end] in self.host:
@@ -118,10 +120,11 @@ class KVCacheManager:
     def allocate(
         self, prefix: Sequence[int], num_tokens: int, reserve: int = 0, restored: Sequence[bytes] = ()
     ) -> list[int] | None:
-        """A block table for ``num_tokens``: the cached ``prefix``, shared, and new blocks after it. To the first of
-        these the plan in the making copies back what ``find_evicted`` found: from now on they can be found too.
+        """Returns a block table for ``num_tokens``: the cached ``prefix``, shared, then new blocks. The next plan
+        copies the ``restored`` blocks, which ``find_evicted`` found, to the first new blocks; these can be found from
+        now on.
 
-        None, and nothing changed, where that would leave fewer than ``reserve`` free blocks.
+        Returns None, and changes nothing, if fewer than ``reserve`` blocks would stay free.
         """
         pool = self.pool
         num_new = self.num_blocks_for(num_tokens) - len(prefix)
@@ -129,7 +132,7 @@ class KVCacheManager:
         if num_new + num_cached + reserve > pool.num_free:
             return None
         pool.share(prefix)
-        # First of all: what is evicted for the new blocks must not take their slots.
+        # Before anything else: blocks that are evicted for the new ones must not take these slots.
         slots = [self.host.restore(block_hash) for block_hash in restored]
         new = pool.take_blocks(num_new)
         for block_hash, slot, block in zip(restored, slots, new, strict=False):
@@ -140,7 +143,8 @@ class KVCacheManager:
         return [*prefix, *new]
 
     def grow(self, block_ids: list[int], num_blocks: int) -> list[int] | None:
-        """New blocks at the end of a table until it has ``num_blocks``; None, and nothing changed, if few are free."""
+        """Appends new blocks to a table until it has ``num_blocks``; returns them. Returns None, and changes nothing,
+        if too few are free."""
         num_new = num_blocks - len(block_ids)
         if num_new > self.pool.num_free:
             return None
@@ -149,22 +153,22 @@ class KVCacheManager:
         return new
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """One more holder for the full blocks at the beginning of somebody's table; each holder frees them."""
+        """Adds a holder to the full blocks at the beginning of a sequence's table. Each holder frees them."""
         self.pool.share(block_ids)
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Gives up a table. Published blocks stay cached until they are evicted, the last ones first."""
+        """Releases a table. Published blocks stay cached until they are evicted, the last ones first."""
         self.pool.release(block_ids)
 
     def num_unshared(self, block_ids: Sequence[int]) -> int:
-        """How many blocks are free when the holder of this table gives it up."""
+        """Returns how many blocks are free once the holder of this table releases it."""
         return self.pool.num_unshared(block_ids)
 
     # Between the tiers ----------------------------------------------------------------------------------------------
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """What the plan in the making has to copy, which is whole now: evicted blocks to slots of the host tier, then
-        slots to blocks. In each list no block and no slot comes twice."""
+        """Returns the copies of the next plan, which is now complete: evicted blocks to slots of the host tier, then
+        slots to blocks. In each list, no block and no slot occurs twice."""
         self.host.settle()
         copies_out = [(block, slot) for slot, block in self._slot_to_block.items()]
         copies_in = self._copies_in
@@ -185,7 +189,7 @@ class KVCacheManager:
             self.wanted.refresh((block_hash,))
 
     def _locate(self, hashes: Iterable[bytes]) -> dict[bytes, Whereabouts]:
-        """Where these blocks are, but for those that are on the device or will be."""
+        """Returns where these blocks are, except for those that are on the device or will be."""
         found, pending, host = self.pool.hashes, self._pending, self.host
         away = [block_hash for block_hash in hashes if block_hash not in found and block_hash not in pending]
         whereabouts = dict.fromkeys(away, Whereabouts.MISSING)
@@ -193,14 +197,14 @@ class KVCacheManager:
             whereabouts.update((block_hash, Whereabouts.EVICTED) for block_hash in away if block_hash in host)
         return whereabouts
 
-    # What can be found ----------------------------------------------------------------------------------------------
+    # Published blocks -----------------------------------------------------------------------------------------------
 
     def publish(
         self, block_ids: Sequence[int], hashes: Sequence[bytes], start: int, stop: int, token_ids: Sequence[int]
     ) -> None:
-        """Blocks ``start`` to ``stop`` of a table hold KV that every later plan may read: now they can be found.
+        """Lets blocks ``start`` to ``stop`` of a table be found: every later plan may read their KV.
 
-        ``hashes`` and ``token_ids`` are the whole sequence's, like the table.
+        ``hashes`` and ``token_ids`` are those of the whole sequence, like the table.
         """
         size = self.block_size
         for index in range(start, min(stop, len(hashes))):
@@ -211,25 +215,26 @@ class KVCacheManager:
         self.wanted.refresh(hashes[start:stop])
 
     def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
-        """The blocks that these hashes of a sequence's beginning find are evicted after ordinary cache until ``until``,
-        by ``time.monotonic()``; bounded for each ``owner``. A no-op for what cannot be found."""
+        """Retains the blocks that these hashes of a sequence's beginning find: they are evicted after ordinary cache
+        until ``until``, by ``time.monotonic()``. Bounded for each ``owner``. Hashes that find nothing are ignored."""
         self.pool.retain(hashes, until, owner)
 
     def expire(self, now: float) -> None:
-        """Ends the retention of what is retained until ``now`` or less. To be called with every plan; takes no time
-        when there is nothing to do."""
+        """Ends the retention of blocks that are retained until ``now`` or earlier. Must be called for every plan; costs
+        nothing when there is nothing to do."""
         self.pool.expire(now)
 
     def flush(self) -> int:
-        """Forgets every cached block that nobody holds, retained ones and those of the host tier included; returns how
-        many."""
+        """Drops every cached block that is not held, retained ones and those of the host tier included; returns their
+        number."""
         num_flushed = self.pool.flush() + self.host.clear()
         self.events.cleared(but=self.pool.hashes)
         self.wanted.refresh_all()
         return num_flushed
 
     def reset(self) -> None:
-        """The blocks' content is gone with the worker, in both tiers: nobody holds, finds or computes any."""
+        """Empties both tiers, because the blocks' content is gone with the worker: no block is held, found or being
+        computed."""
         self.pool.reset()
         self.host.clear()
         self._slot_to_block.clear()
@@ -239,8 +244,8 @@ class KVCacheManager:
         self.wanted.refresh_all()
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Asserts that both tiers agree with themselves and with what is told of them, and the pool with ``holders``,
-        the block tables of all that hold blocks."""
+        """Asserts that both tiers and the events are consistent, and the pool with ``holders``, the block tables of all
+        that hold blocks."""
         self.pool.check(holders)
         self.host.check()
         assert set(self.events.hashes) == {*self.pool.hashes, *self.host.hashes}, "events differ from what can be found"
@@ -248,13 +253,13 @@ class KVCacheManager:
     # Prefixes that are being computed -------------------------------------------------------------------------------
 
     def announce(self, leader: Hashable, hashes: Sequence[bytes]) -> None:
-        """``leader`` will compute these blocks in the coming plans."""
+        """Records that ``leader`` will compute these blocks in the coming plans."""
         for block_hash in hashes:
             self._pending.setdefault(block_hash, leader)
         self.wanted.refresh(hashes)
 
     def retract(self, leader: Hashable, hashes: Sequence[bytes]) -> None:
-        """``leader`` has computed these blocks, or never will."""
+        """Records that ``leader`` has computed these blocks, or never will."""
         pending = self._pending
         for block_hash in hashes:
             if pending.get(block_hash) is leader:
@@ -262,18 +267,18 @@ class KVCacheManager:
         self.wanted.refresh(hashes)
 
     def leader(self, block_hash: bytes) -> Hashable | None:
-        """Who is computing the block with this hash."""
+        """Returns the sequence that is computing the block with this hash."""
         return self._pending.get(block_hash)
 
     def is_pending(self, block_hash: bytes | None) -> bool:
-        """Whether somebody is computing the block with this hash."""
+        """Returns whether a sequence is computing the block with this hash."""
         return block_hash in self._pending
 
     def num_coming(
         self, hashes: Sequence[bytes], num_found: int, num_tokens: int, is_ahead: Callable[[Hashable], bool]
     ) -> int:
-        """How many blocks that follow a found prefix of ``num_found`` are going to be computed by sequences that run or
-        wait, as far as these are ahead of the one that asks."""
+        """Returns how many blocks after a found prefix of ``num_found`` will be computed by running or waiting
+        sequences for which ``is_ahead`` is true."""
         end = last = min(len(hashes), (num_tokens - 1) // self.block_size)
         for index in range(num_found, last):
             leader = self._pending.get(hashes[index])
@@ -285,7 +290,8 @@ class KVCacheManager:
         return max(0, end - num_found)
 
     def last_pending(self, hashes: Sequence[bytes], num_cached: int, num_tokens: int) -> bytes | None:
-        """The last block that a sequence could share with one that is being computed, if its next block is one."""
+        """Returns the last block that a sequence can share with one that is being computed, if its next block is one of
+        these."""
         last = None
         for block_hash in hashes[num_cached : (num_tokens - 1) // self.block_size]:
             if block_hash not in self._pending:

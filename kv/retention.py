@@ -1,7 +1,7 @@
-"""Which of the blocks that nobody holds are kept in preference to others, until when, and for whom.
+"""Tracks which free blocks are kept in preference to others, until when, and for which owner.
 
-Knows neither reference counts nor hashes. The block with the nearest expiry is given up first; of one lease, the block
-that was put first. Each owner's share is bounded.
+It knows neither reference counts nor hashes. The block with the nearest expiry is given up first; within a lease, the
+block that was added first. Each owner's share is bounded.
 """
 
 from bisect import insort
@@ -14,13 +14,13 @@ class Lease:
     __slots__ = ("blocks", "expiry", "owner", "until")
 
     def __init__(self, until: float, owner: str, number: int) -> None:
-        """Of leases that expire at the same time, the one with the lower ``number`` gives up its blocks first."""
+        """Among leases that expire at the same time, the one with the lower ``number`` gives up its blocks first."""
         self.until = until
         self.owner = owner
         self.expiry = (until, number)
         self.blocks: OrderedDict[int, None] = OrderedDict()
-        """Those that nobody holds, the first to be given up first; what a dict lost at its beginning would be walked
-        over each time."""
+        """The blocks that are not held, in the order in which they are given up. Not a plain dict: that would walk over
+        its deleted beginning each time."""
 
 
 def _expiry(lease: Lease) -> tuple[float, int]:
@@ -28,18 +28,18 @@ def _expiry(lease: Lease) -> tuple[float, int]:
 
 
 class Retention:
-    """The leases that keep blocks, and how many for whom."""
+    """The leases that keep blocks, and the number of blocks per owner."""
 
     def __init__(self, max_blocks_per_owner: int) -> None:
         self._max_blocks_per_owner = max_blocks_per_owner
-        # Leases with blocks, by expiry. They are few: one for each conversation that pauses.
+        # Leases with blocks, by expiry. There are few of them: one for each conversation that pauses.
         self._leases: list[Lease] = []
         self.num_blocks = 0
         self._num_by_owner: dict[str, int] = {}
         self._above_bound: set[str] = set()
 
     def put(self, block: int, lease: Lease) -> None:
-        """From now on ``lease`` keeps this block."""
+        """Adds the block to ``lease``."""
         if not lease.blocks:
             insort(self._leases, lease, key=_expiry)
         lease.blocks[block] = None
@@ -50,7 +50,7 @@ class Retention:
             self._above_bound.add(owner)
 
     def remove(self, block: int, lease: Lease) -> None:
-        """``lease`` no longer keeps this block."""
+        """Removes the block from ``lease``."""
         del lease.blocks[block]
         self.num_blocks -= 1
         owner = lease.owner
@@ -61,21 +61,21 @@ class Retention:
             self._leases.remove(lease)
 
     def pop(self) -> int:
-        """Gives up the block whose time comes first."""
+        """Removes and returns the block with the nearest expiry."""
         lease = self._leases[0]
         block = next(iter(lease.blocks))
         self.remove(block, lease)
         return block
 
     def pop_expired(self, now: float) -> list[int]:
-        """Gives up the blocks whose time has come, in the order of ``pop``."""
+        """Removes and returns the blocks whose leases have expired, in the order of ``pop``."""
         expired = []
         while self._leases and self._leases[0].until <= now:
             expired.append(self.pop())
         return expired
 
     def pop_excess(self) -> list[int]:
-        """Gives up what is above the owners' bounds: of each owner, the blocks whose time comes first."""
+        """Removes and returns the blocks above the owners' bounds: for each owner, those with the nearest expiry."""
         excess = []
         while self._above_bound:
             owner = self._above_bound.pop()
@@ -88,7 +88,7 @@ class Retention:
         return excess
 
     def clear(self) -> None:
-        """Gives up every block."""
+        """Removes every block."""
         for lease in self._leases:
             lease.blocks.clear()
         self._leases.clear()
@@ -97,7 +97,7 @@ class Retention:
         self.num_blocks = 0
 
     def check(self) -> None:
-        """Asserts that the leases agree with each other, with the counts and with the bound."""
+        """Asserts that the leases are consistent with each other, with the counts and with the bound."""
         assert all(lease.blocks for lease in self._leases), "a lease that keeps no block is listed"
         assert self._leases == sorted(self._leases, key=_expiry), "leases are out of order"
         counts: dict[str, int] = {}

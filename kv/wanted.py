@@ -1,7 +1,8 @@
-"""Which blocks the waiting sequences need, and which of these are not in the cache. Knows hashes, never plans.
+"""Tracks which blocks the waiting sequences need, and which of these are not in the cache. It knows hashes, never
+plans.
 
 Each block is counted once, however many sequences need it: the first of them computes it, and the others find it. The
-counts follow the cache, so that the prefixes of a whole queue need not be looked up again.
+counts follow the cache, so the prefixes of a whole queue need not be looked up again.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -9,36 +10,37 @@ from enum import IntEnum
 
 
 class Whereabouts(IntEnum):
-    """Where the KV of a block is."""
+    """The place of a block's KV."""
 
     AT_HAND = 0
     """On the device, or a running sequence computes it."""
     EVICTED = 1
-    """In the host tier only."""
+    """Only in the host tier."""
     MISSING = 2
-    """Nowhere: it has to be computed."""
+    """Nowhere: it must be computed."""
 
 
 class WantedBlocks:
     """The blocks that waiting sequences need. A sequence is charged for those of its blocks that are not at hand and
-    that no sequence needed before it."""
+    that no sequence before it needs."""
 
     def __init__(self, locate: Callable[[Iterable[bytes]], dict[bytes, Whereabouts]]) -> None:
-        """``locate`` finds out where blocks are that are not at hand; ``refresh`` has to be called for those that may
-        have moved."""
+        """``locate`` returns the places of those blocks that are not at hand. ``refresh`` must be called for blocks
+        that may have moved."""
         self.on_charged: Callable[[Hashable, int, int], None] = lambda owner, num_missing, num_evicted: None
-        """Called with the sequence, and the changes to its numbers of missing and evicted blocks."""
+        """Called with the sequence, and with the changes to its numbers of missing and evicted blocks."""
         self.num_missing = 0
-        """Blocks to be computed that no sequence is charged for, because the one that was has left the queue."""
+        """The number of missing blocks for which no sequence is charged, because the one that was has left the
+        queue."""
         self._locate = locate
         # Hashes are chained: a sequence that needs a block needs all before it, so counts never rise along a sequence.
         self._counts: dict[bytes, int] = {}
         self._owners: dict[bytes, Hashable] = {}
-        # Only of blocks that are not at hand.
+        # Contains only blocks that are not at hand.
         self._whereabouts: dict[bytes, Whereabouts] = {}
 
     def add_owner(self, owner: Hashable, hashes: Sequence[bytes], goes_before: Callable[[Hashable], bool]) -> int:
-        """A sequence that needs these blocks, its first ones, begins to wait; returns how many of them another one
+        """Adds a waiting sequence that needs these blocks, its first ones; returns how many of them another sequence
         needs already. It is charged for blocks of sequences that it ``goes_before``."""
         counts, num_shared = self._counts, 0
         for block_hash in hashes:
@@ -63,7 +65,7 @@ class WantedBlocks:
         return num_shared
 
     def remove(self, owner: Hashable, hashes: Sequence[bytes]) -> None:
-        """The sequence that was added with these blocks waits no longer, and is charged for nothing."""
+        """Removes a sequence that was added with these blocks: it no longer waits, and is charged for nothing."""
         counts, owners, whereabouts = self._counts, self._owners, self._whereabouts
         for block_hash in hashes:
             is_missing = whereabouts.get(block_hash) is Whereabouts.MISSING
@@ -79,7 +81,7 @@ class WantedBlocks:
                     self.num_missing += is_missing
 
     def refresh(self, hashes: Sequence[bytes]) -> None:
-        """Some blocks may be somewhere else now."""
+        """Updates the places of these blocks, which may have moved."""
         if self._counts.keys().isdisjoint(hashes):
             return
         wanted = [block_hash for block_hash in hashes if block_hash in self._counts]
@@ -97,7 +99,7 @@ class WantedBlocks:
                 del self._whereabouts[block_hash]
 
     def refresh_all(self) -> None:
-        """Many blocks may be somewhere else now. Each sequence hears of all its blocks at once."""
+        """Updates the places of all blocks, because many may have moved. ``on_charged`` is called once per sequence."""
         before, self._whereabouts = self._whereabouts, self._locate(self._counts)
         self.num_missing = 0
         changes: dict[Hashable, list[int]] = {}
@@ -115,7 +117,7 @@ class WantedBlocks:
             self.on_charged(owner, num_missing, num_evicted)
 
     def owner(self, block_hash: bytes) -> Hashable | None:
-        """The sequence that is charged for a missing block."""
+        """Returns the sequence that is charged for a missing block."""
         if self._whereabouts.get(block_hash) is not Whereabouts.MISSING:
             return None
         return self._owners.get(block_hash)
@@ -131,14 +133,14 @@ class WantedBlocks:
             self.num_missing += sign
 
     def check(self, waiting: Sequence[tuple[Hashable, Sequence[bytes], int, int]]) -> None:
-        """Asserts that the counts agree with these: all that wait, their blocks, and the missing and evicted ones that
-        they are charged for."""
+        """Asserts that the counts match the waiting sequences: for each, its blocks, and the numbers of missing and
+        evicted blocks that it is charged for."""
         counts: dict[bytes, int] = {}
         for _, hashes, _, _ in waiting:
             for block_hash in hashes:
                 counts[block_hash] = counts.get(block_hash, 0) + 1
-        assert counts == self._counts, "blocks are wanted that no sequence waits for"
-        assert self._whereabouts == self._locate(counts), "a block has moved, and its sequences do not know it"
+        assert counts == self._counts, "blocks are counted that no waiting sequence needs"
+        assert self._whereabouts == self._locate(counts), "a block has moved, and its sequences were not updated"
         for owner, hashes, num_missing, num_evicted in waiting:
             charged = [self._whereabouts.get(h) for h in hashes if self._owners.get(h) is owner]
             assert charged.count(Whereabouts.MISSING) == num_missing, "the count of missing blocks is wrong"
