@@ -18,8 +18,8 @@ from typing import NoReturn
 
 from penstock.clients.errors import PenstockError
 from penstock.service.app.private_directory import private_directory
+from penstock.service.config.command_line import PROGRAM, parse_config
 from penstock.service.config.flags import ConfigError
-from penstock.service.config.serve_config import PROGRAM, parse_config
 
 _CHILD = "import sys; from penstock.service.app.embedded import main; main(*sys.argv[1:])"
 _END_TIMEOUT_S = 15.0

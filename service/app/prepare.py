@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -50,18 +51,8 @@ def prepare(config: ServeConfig) -> Prepared:
     """Checks ports, model and files, the fastest checks first. Raises ListenError, GatewayFailed, FileError, ModelError
     and TokenizerError."""
     machine = inspect_machine()
-    address = Address.parse(config.address, *config.address_flags)
-    admin = admin_address(config.admin_listen, address, has_keys=config.has_credentials)
-    metrics = metrics_address(config.metrics_listen, address)
-    address.check_free()
-    http = http_address(config.http_address)
-    for other in filter(None, (admin, metrics, http)):
-        other.check_free()
-    if http is not None:
-        check_installed(machine)
-    warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=config.needs_certificates)
+    addresses = _check_addresses(config, machine)
     files = OperatorFiles.load(config)
-    tenants = TenantLimitsFile() if files.tenants is None else files.tenants.value
     has_weights = config.load_format != "dummy"
     path = resolve_model(config.model, has_weights, config.revision)
     checkpoint = check_checkpoint(path, has_weights)
@@ -79,25 +70,13 @@ def prepare(config: ServeConfig) -> Prepared:
     load_tokenizer, facts = _find_tokenizer(path, config, checkpoint.spec.vocab_size)
     for warning in facts.warnings:
         _log.warning("%s", warning)
-    scheduler = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or MAX_BATCHED_TOKENS,
-        max_queued_requests=config.max_queued_requests,
-        max_queued_tokens=config.max_queued_tokens,
-        policy=config.policy,
-        enable_prefix_caching=config.enable_prefix_caching,
-        target_itl_s=config.target_itl / 1000 or None,
-        default_tenant=tenants.default,
-        tenants=tenants.named,
-        explain_requests=config.explain_requests,
-    )
     server = ServerConfig(
         model_name=config.model_name,
         listen=config.address,
-        admin_listen=None if admin is None else str(admin),
-        metrics_listen=None if metrics is None else str(metrics),
+        admin_listen=None if addresses.admin is None else str(addresses.admin),
+        metrics_listen=None if addresses.metrics is None else str(addresses.metrics),
         allowed_hosts=read_hosts(config.allowed_hosts or ""),
-        scheduler=scheduler,
+        scheduler=_scheduler_config(config, TenantLimitsFile() if files.tenants is None else files.tenants.value),
         max_connections=config.max_connections,
         authenticator=files.authenticator,
         embedding=embedding,
@@ -114,7 +93,45 @@ def prepare(config: ServeConfig) -> Prepared:
         checks_grammars_soon=True,
     )
     worker = replace(_worker_config(config, path, facts, machine), speculation=speculation)
-    return Prepared(server, worker, load_tokenizer, http, http_options(config))
+    return Prepared(server, worker, load_tokenizer, addresses.http, http_options(config))
+
+
+class _Addresses(NamedTuple):
+    """The addresses of the listeners besides that for gRPC calls; None: no such listener."""
+
+    admin: Address | None
+    metrics: Address | None
+    http: Address | None
+
+
+def _check_addresses(config: ServeConfig, machine: Machine) -> _Addresses:
+    """Raises ListenError if an address is invalid or in use, and GatewayFailed if the gateway is not installed."""
+    address = Address.parse(config.address, *config.address_flags)
+    admin = admin_address(config.admin_listen, address, has_keys=config.has_credentials)
+    metrics = metrics_address(config.metrics_listen, address)
+    address.check_free()
+    http = http_address(config.http_address)
+    for other in filter(None, (admin, metrics, http)):
+        other.check_free()
+    if http is not None:
+        check_installed(machine)
+    warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=config.needs_certificates)
+    return _Addresses(admin, metrics, http)
+
+
+def _scheduler_config(config: ServeConfig, tenants: TenantLimitsFile) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or MAX_BATCHED_TOKENS,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        policy=config.policy,
+        enable_prefix_caching=config.enable_prefix_caching,
+        target_itl_s=config.target_itl / 1000 or None,
+        default_tenant=tenants.default,
+        tenants=tenants.named,
+        explain_requests=config.explain_requests,
+    )
 
 
 def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:

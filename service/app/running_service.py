@@ -89,16 +89,15 @@ class RunningService:
         self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
         conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
-        speculation, defaults = config.speculation, config.sampling_defaults
         request_builder = RequestBuilder(
             validator,
             self.pool,
             config.model_name,
             max_sequence_tokens,
             max_retain_s=conversations.ttl_s,
-            max_drafts=0 if speculation is None else speculation.num_speculative_tokens,
+            max_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
             grammars=self.grammars,
-            defaults=defaults,
+            defaults=config.sampling_defaults,
         )
         request_context = RequestContext(engine, request_builder, telemetry, conversations)
         self.generation = GenerationService(request_context, validator, config.heartbeat_s)
@@ -115,21 +114,28 @@ class RunningService:
         self._max_connections = max_connections(config.max_connections)
         self._server = new_server(interceptors, max_streams, self._max_connections, self._limits.connections.cut)
         self.admin: AdminListener | None = None
-        version = importlib.metadata.version("penstock")
-        embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self._server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(
-                config.model_name, version, facts, tokenizer, validator, lambda: engine.config, speculation, defaults
-            ),
-            self._server,
+        self._add_services(tokenizer, health)
+
+    def _add_services(self, tokenizer: Tokenizer, health: Health) -> None:
+        config, engine, server = self._config, self._engine, self._server
+        model_service = ModelService(
+            config.model_name,
+            importlib.metadata.version("penstock"),
+            self._facts,
+            tokenizer,
+            self._validator,
+            lambda: engine.config,
+            config.speculation,
+            config.sampling_defaults,
         )
-        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
-            TokenizerService(validator, self.pool, engine.charge), self._server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
+        tokenizer_service = TokenizerService(self._validator, self.pool, engine.charge)
+        embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(model_service, server)
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(tokenizer_service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)  # type: ignore[no-untyped-call]
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        add_reflection((*SERVICES, health_name), self._server)
+        add_reflection((*SERVICES, health_name), server)
 
     @property
     def num_live(self) -> int:

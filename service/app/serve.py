@@ -35,8 +35,9 @@ from penstock.service.app.usage_examples import Administration, HttpCalls, Trans
 from penstock.service.auth.identity import AllowAll
 from penstock.service.auth.reloaded_files import FileError
 from penstock.service.config.addresses import ADMIN_FLAG, Address, ListenError
+from penstock.service.config.command_line import PROGRAM, parse_config
 from penstock.service.config.flags import ConfigError
-from penstock.service.config.serve_config import PROGRAM, ServeConfig, parse_config
+from penstock.service.config.serve_config import ServeConfig
 from penstock.service.text.tokenizer import TokenizerError
 
 USAGE_ERROR = 2

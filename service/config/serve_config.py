@@ -5,10 +5,8 @@ Flags have vLLM's names if vLLM has the same flag. Nothing here touches the mode
 
 # ruff: noqa: RUF009 - flag returns a dataclasses.field
 
-import argparse
 import dataclasses
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,55 +19,13 @@ from penstock.models.executor.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
-from penstock.service.config.flags import ConfigError, FlagParser, check, flag, read_file
+from penstock.service.config.flags import ConfigError, check, flag
 from penstock.service.config.host_flags import DEFAULT_HOST, check_listeners, host_port
 from penstock.service.config.identity_flags import check_identity
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import check_override
 from penstock.service.config.speculative import parse_speculation
 
-PROGRAM = "penstock serve"
-_FLAGS_LISTED = f"{PROGRAM} --help lists them"
-
-_EPILOG = """\
-examples:
-  penstock serve                               the built-in demo model on 127.0.0.1:50051
-  penstock serve Qwen/Qwen3-0.6B --port 8033   a model on the Hugging Face Hub, downloaded if not cached
-  penstock serve ./my-model --listen unix:/run/penstock.sock --max-model-len 4096
-  penstock serve --http-port 8000              also OpenAI's API and a chat page, at http://127.0.0.1:8000
-  penstock serve --config serve.yaml           flags from a file; the command line overrides them
-  penstock serve --speculative-config '{"method": "ngram", "num_speculative_tokens": 8}'
-
-a configuration file has the flags' names as keys:
-  model: ./my-model
-  max-num-seqs: 64
-  enable-prefix-caching: true
-
-a file of API keys has one line per key, with its hash and its tenant; give act-for-others to a gateway's key, admin to
-an operator's:
-  echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" >> keys
-  echo "sha256:$(printf %s "$GATEWAY_KEY" | sha256sum | cut -c-64) gateway act-for-others" >> keys
-  echo "sha256:$(printf %s "$OPERATOR_KEY" | sha256sum | cut -c-64) operators admin" >> keys
-
-a file of tenants has one key per tenant, and default for all others:
-  default: {max-live-requests: 200}
-  some-tenant: {weight: 4, max-prompt-tokens: 8000, max-tokens: 1000}
-  another: {requests-per-second: 5, tokens-per-minute: 100000}
-
-TLS with client certificates, and tokens of an identity provider in addition to keys:
-  penstock serve --host 0.0.0.0 --tls-cert server.pem --tls-key server.key --tls-client-ca clients-ca.pem
-  penstock serve --api-keys-file keys --jwt-jwks-file jwks.json --jwt-issuer https://id.example --jwt-audience penstock
-
-environment: HF_HOME and HF_TOKEN for the hub, HF_HUB_OFFLINE=1 to use only the cache;
-OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317 sends traces and metrics there.
-"""
-
-
-_RIVALS = (
-    ("kv_cache_memory_bytes", "gpu_memory_utilization"),
-    ("gpu_memory_utilization", "kv_cache_memory_bytes"),
-)
-"""If the command line has the first flag, the second one in the file is ignored."""
 _DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -418,37 +374,3 @@ class ServeConfig:
         # An id on the hub keeps its owner; the last part of a path is enough.
         path = Path(self.model).expanduser()
         return path.resolve().name if path.is_dir() or path.is_absolute() else self.model
-
-
-def parse_config(arguments: Sequence[str]) -> ServeConfig:
-    """Returns the configuration of a command line. Raises ConfigError; ``--help`` prints, and raises SystemExit."""
-    given = vars(_parser().parse_args(arguments))
-    file = given.pop("config", None)
-    named = given.pop("model_flag", None)
-    if named is not None:
-        if "model" in given:
-            raise ConfigError(f"--model: the model is given twice, as {given['model']!r} too; leave one of them out")
-        given["model"] = named
-    values = {} if file is None else read_file(Path(file), ServeConfig, _FLAGS_LISTED)
-    if given.keys() & {"host", "port"}:
-        values.pop("listen", None)
-    for one, other in _RIVALS:
-        if one in given and other not in given:
-            values.pop(other, None)
-    if "listen" in given:
-        values.pop("host", None)
-        values.pop("port", None)
-    return ServeConfig(**{**values, **given})
-
-
-def _parser() -> FlagParser:
-    parser = FlagParser(
-        _FLAGS_LISTED,
-        prog=PROGRAM,
-        usage=f"{PROGRAM} [MODEL] [FLAGS]",
-        description="Serves a model over gRPC.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_fields(ServeConfig, "model")
-    return parser

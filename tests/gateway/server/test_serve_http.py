@@ -26,8 +26,8 @@ from penstock.service.app import gateway_process as http_gateway, prepare, serve
 from penstock.service.app.gateway_process import GatewayFailed, HttpGateway, Patience, check_installed
 from penstock.service.app.usage_examples import HttpCalls
 from penstock.service.config.addresses import HTTP_FLAG, Address, ListenError
+from penstock.service.config.command_line import parse_config
 from penstock.service.config.flags import ConfigError
-from penstock.service.config.serve_config import parse_config
 
 # The real bootstrap, and instead of the gateway one that answers each connection with its own process id and arguments.
 STAND_IN = """

@@ -17,7 +17,7 @@ from penstock.scheduler.policy import Policy
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.prepare import prepare
 from penstock.service.config.addresses import ListenError
-from penstock.service.config.serve_config import parse_config
+from penstock.service.config.command_line import parse_config
 from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2
 
 ANY_PORT = "127.0.0.1:0"

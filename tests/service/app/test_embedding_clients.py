@@ -13,8 +13,8 @@ from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.testing.fake_worker import vector_of
 from penstock.service.app.prepare import prepare
+from penstock.service.config.command_line import parse_config
 from penstock.service.config.flags import ConfigError
-from penstock.service.config.serve_config import parse_config
 
 HIDDEN_SIZE = 8
 

@@ -16,7 +16,7 @@ from penstock.service.app.prepare import prepare
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.config.addresses import Address, ListenError
-from penstock.service.config.serve_config import parse_config
+from penstock.service.config.command_line import parse_config
 
 
 async def serves(channel):

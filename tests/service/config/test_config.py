@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.scheduler.policy import Policy
+from penstock.service.config.command_line import parse_config
 from penstock.service.config.flags import ConfigError
-from penstock.service.config.serve_config import ServeConfig, parse_config
+from penstock.service.config.serve_config import ServeConfig
 
 AS_IN_VLLM = [
     *("--block-size", "--chat-template", "--config", "--dtype", "--enable-prefix-caching", "--gpu-memory-utilization"),

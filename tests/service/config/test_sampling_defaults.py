@@ -10,10 +10,10 @@ import pytest
 from penstock.models.errors import ModelError
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.prepare import prepare
+from penstock.service.config.command_line import parse_config
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.limits import ModelLimits, Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from penstock.service.config.serve_config import parse_config
 from penstock.service.requests.generate import Origin, RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.text.tokenizer import TokenizerPool

@@ -15,8 +15,9 @@ from penstock.scheduler.plan import DraftMethod, RowFailure, SpeculationConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.embedded import LocalServiceError, local_service
 from penstock.service.app.prepare import prepare
+from penstock.service.config.command_line import parse_config
 from penstock.service.config.flags import ConfigError
-from penstock.service.config.serve_config import ServeConfig, parse_config
+from penstock.service.config.serve_config import ServeConfig
 from penstock.service.config.speculative import MAX_DRAFTS, parse_speculation
 from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2
 

@@ -15,7 +15,7 @@ from penstock.clients import AsyncClient
 from penstock.models.checkpoint.families import spec_from_config
 from penstock.service.app.embedded import local_service
 from penstock.service.app.prepare import prepare
-from penstock.service.config.serve_config import parse_config
+from penstock.service.config.command_line import parse_config
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
 from penstock.service.text.tokenizer_files import foresee_facts

@@ -1,0 +1,85 @@
+"""The command line of ``penstock serve``: its help, and how flags and a configuration file go together."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.service.config.flags import ConfigError, FlagParser, read_file
+from penstock.service.config.serve_config import ServeConfig
+
+PROGRAM = "penstock serve"
+_FLAGS_LISTED = f"{PROGRAM} --help lists them"
+
+_EPILOG = """\
+examples:
+  penstock serve                               the built-in demo model on 127.0.0.1:50051
+  penstock serve Qwen/Qwen3-0.6B --port 8033   a model on the Hugging Face Hub, downloaded if not cached
+  penstock serve ./my-model --listen unix:/run/penstock.sock --max-model-len 4096
+  penstock serve --http-port 8000              also OpenAI's API and a chat page, at http://127.0.0.1:8000
+  penstock serve --config serve.yaml           flags from a file; the command line overrides them
+  penstock serve --speculative-config '{"method": "ngram", "num_speculative_tokens": 8}'
+
+a configuration file has the flags' names as keys:
+  model: ./my-model
+  max-num-seqs: 64
+  enable-prefix-caching: true
+
+a file of API keys has one line per key, with its hash and its tenant; give act-for-others to a gateway's key, admin to
+an operator's:
+  echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" >> keys
+  echo "sha256:$(printf %s "$GATEWAY_KEY" | sha256sum | cut -c-64) gateway act-for-others" >> keys
+  echo "sha256:$(printf %s "$OPERATOR_KEY" | sha256sum | cut -c-64) operators admin" >> keys
+
+a file of tenants has one key per tenant, and default for all others:
+  default: {max-live-requests: 200}
+  some-tenant: {weight: 4, max-prompt-tokens: 8000, max-tokens: 1000}
+  another: {requests-per-second: 5, tokens-per-minute: 100000}
+
+TLS with client certificates, and tokens of an identity provider in addition to keys:
+  penstock serve --host 0.0.0.0 --tls-cert server.pem --tls-key server.key --tls-client-ca clients-ca.pem
+  penstock serve --api-keys-file keys --jwt-jwks-file jwks.json --jwt-issuer https://id.example --jwt-audience penstock
+
+environment: HF_HOME and HF_TOKEN for the hub, HF_HUB_OFFLINE=1 to use only the cache;
+OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317 sends traces and metrics there.
+"""
+
+
+_RIVALS = (
+    ("kv_cache_memory_bytes", "gpu_memory_utilization"),
+    ("gpu_memory_utilization", "kv_cache_memory_bytes"),
+)
+"""If the command line has the first flag, the second one in the file is ignored."""
+
+
+def parse_config(arguments: Sequence[str]) -> ServeConfig:
+    """Returns the configuration of a command line. Raises ConfigError; ``--help`` prints, and raises SystemExit."""
+    given = vars(_parser().parse_args(arguments))
+    file = given.pop("config", None)
+    named = given.pop("model_flag", None)
+    if named is not None:
+        if "model" in given:
+            raise ConfigError(f"--model: the model is given twice, as {given['model']!r} too; leave one of them out")
+        given["model"] = named
+    values = {} if file is None else read_file(Path(file), ServeConfig, _FLAGS_LISTED)
+    if given.keys() & {"host", "port"}:
+        values.pop("listen", None)
+    for one, other in _RIVALS:
+        if one in given and other not in given:
+            values.pop(other, None)
+    if "listen" in given:
+        values.pop("host", None)
+        values.pop("port", None)
+    return ServeConfig(**{**values, **given})
+
+
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        _FLAGS_LISTED,
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [MODEL] [FLAGS]",
+        description="Serves a model over gRPC.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_fields(ServeConfig, "model")
+    return parser
