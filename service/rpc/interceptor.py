@@ -78,7 +78,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         is_open = ACCESS.get(details.method) is Access.OPEN
         limits = self._limits
 
-        async def run(request_iterator: Any, context: Context, owner: str) -> Any:
+        async def run(context: Context, owner: str) -> Any:
             if handler.request_streaming:
                 parsed = _messages(parse, context, limits, owner, is_open)
             else:
@@ -99,14 +99,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             limits.answers.add_answer(owner, current_request_id.get(), len(raw))
             return raw
 
-        async def run_within_limits(request_iterator: Any, context: Context, peer: str) -> Any:
-            principal = current_principal.get(None)
+        async def run_within_limits(context: Context, peer: str, tenant: str | None) -> Any:
             if not is_open:
-                return await run(request_iterator, context, "" if principal is None else principal.tenant)
+                return await run(context, tenant or "")
             client = peer_of(peer)
             host = "" if client is None else client[0]
             async with limits.open_calls.place(host):
-                return await run(request_iterator, context, host)
+                return await run(context, host)
 
         async def answer(request_iterator: Any, context: Context) -> Any:
             request_id, peer = current_request_id.get(), context.peer()
@@ -115,7 +114,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             limits.connections.begin_call(peer, tenant)
             try:
                 with self._telemetry.call(details.method, details.invocation_metadata, request_id):
-                    answered = await run_within_limits(request_iterator, context, peer)
+                    answered = await run_within_limits(context, peer, tenant)
             except BaseException as error:
                 is_gone = isinstance(error, grpc.aio.InternalError)  # the client
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.CANCELLED if is_gone else code_of(error))

@@ -195,12 +195,12 @@ def test_the_start_logs_them_and_the_flags_change_them(caplog):
     def defaults(*flags):
         return prepare(parse_config(["--port=0", "--admin-listen=off", "--metrics-listen=off", *flags])).server
 
-    with caplog.at_level(logging.INFO, "penstock.service.app.serve"):
+    with caplog.at_level(logging.INFO, "penstock.service.app.prepare"):
         assert defaults().sampling_defaults.sampling == pb.Sampling(temperature=0.7, top_p=0.9)
     [line] = [record.getMessage() for record in caplog.records if "sampling defaults" in record.getMessage()]
     assert line.endswith("temperature 0.7, top_p 0.9")
     caplog.clear()
-    with caplog.at_level(logging.INFO, "penstock.service.app.serve"):
+    with caplog.at_level(logging.INFO, "penstock.service.app.prepare"):
         assert defaults("--generation-config=none").sampling_defaults == SamplingDefaults()
     assert not [record for record in caplog.records if "sampling defaults" in record.getMessage()]
     changed = defaults("--override-generation-config", '{"temperature": 0.25}').sampling_defaults
