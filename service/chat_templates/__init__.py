@@ -1,1 +1,1 @@
-"""Chat templates, rendered in processes of their own."""
+"""Chat templates, rendered in separate processes."""

@@ -1,4 +1,4 @@
-"""A conversation as a chat template gets it. Imports nothing of gRPC: what renders templates uses it too."""
+"""A conversation in the form that chat templates get. Imports nothing of gRPC, since renderers use it too."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 
 class TemplateToolCall(NamedTuple):
-    """A call that an answer of the assistant's made."""
+    """A tool call in a message of the assistant."""
 
     id: str
     name: str
     arguments: Mapping[str, Any] | str
-    """As the model wrote them, where that is not the JSON text of an object."""
+    """A text, as the model wrote it, if it is not a JSON object."""
 
 
 class TemplateMessage(NamedTuple):
@@ -27,11 +27,11 @@ class TemplateMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """A conversation, and what else its template is to see. ``tools`` and ``variables`` are plain data of JSON."""
+    """A conversation, with the other variables of its template. ``tools`` and ``variables`` are plain JSON data."""
 
     messages: Sequence[TemplateMessage]
     add_generation_prompt: bool = True
     tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] | None = None
     continue_final_message: bool = False
-    """The prompt ends where the last message does, within the assistant's turn."""
+    """Whether the prompt ends where the last message does, within the assistant's turn."""

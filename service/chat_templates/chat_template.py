@@ -1,4 +1,4 @@
-"""A model's chat templates, as the service sees them: another process renders with them (``template_renderers``)."""
+"""The service's view of a model's chat templates. Another process renders them (``renderers``)."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ _NOT_CONTINUABLE = (
 
 
 class TemplateError(Exception):
-    """A template that cannot be used; the text says what is wrong with it."""
+    """A template that cannot be used. The text gives the reason."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(problem)
@@ -27,8 +27,8 @@ class TemplateError(Exception):
 def compile_templates(
     sources: Mapping[str, str], special_tokens: Mapping[str, str], timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> dict[str, "ChatTemplate"]:
-    """The templates by name. ``special_tokens`` are their variables ``bos_token``, ``eos_token`` and so on;
-    ``timeout_s`` is the processor time for rendering one conversation. Raises TemplateError."""
+    """Returns the templates by name. ``special_tokens`` are their variables ``bos_token``, ``eos_token`` and so on;
+    ``timeout_s`` is the CPU time for rendering one conversation. Raises TemplateError."""
     if not sources:
         return {}
     try:
@@ -46,26 +46,26 @@ def compile_templates(
 class ChatTemplate:
     """A compiled template. Threads may share one.
 
-    What it renders is ``TemplateText``, which tells the template's own text from the caller's.
+    It renders to ``TemplateText``, which distinguishes the template's own text from the caller's.
     """
 
     def __init__(self, name: str, source: str, compiled: Compiled, renderers: Renderers) -> None:
         self._name = name
         self._renderers = renderers
         self.source = source
-        """As its author wrote it."""
+        """The template's source."""
         self.shows_tools = compiled.shows_tools
-        """Whether it looks at ``tools`` at all."""
+        """Whether it uses ``tools``."""
         self.roles = compiled.roles
         """The roles that messages may have."""
 
     def render(self, chat: TemplateInput) -> str:
-        """The prompt. Raises ServiceError where the template refuses the messages, or cannot cope with them."""
+        """Returns the prompt. Raises ServiceError if the template refuses the messages, or fails on them."""
         return self._rendered(chat, after_answer=False)
 
     def render_after_answer(self, chat: TemplateInput) -> str:
-        """What follows an answer of the assistant's that stands in a prompt as it was given: the end of its turn, then
-        the messages. Raises ServiceError as ``render`` does, and where the template shows answers otherwise."""
+        """Returns the text that follows the assistant's answer in a prompt: the end of its turn, then the messages.
+        Raises ServiceError as ``render`` does, and if the template does not show answers unchanged."""
         return self._rendered(chat, after_answer=True)
 
     def _rendered(self, chat: TemplateInput, after_answer: bool) -> str:

@@ -1,5 +1,5 @@
-"""Jinja as chat templates are written for it: transformers' filters, tags and functions, in a sandbox, with text that
-remembers what the template itself wrote. Knows no messages."""
+"""The Jinja environment of chat templates: transformers' filters, tags and functions, in a sandbox, with text that
+remembers which parts the template itself wrote."""
 
 import json
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ from penstock.service.chat_templates.text import concat, own_text
 
 
 class TemplateRefusal(Exception):
-    """What a template says by ``raise_exception``."""
+    """A template called ``raise_exception``, with this text."""
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Has a template's constants be its own text."""
+    """Marks a template's constants as its own text."""
 
     def visit_Const(self, node: jinja2.nodes.Const, frame: jinja2.compiler.Frame) -> None:
         if isinstance(node.value, str):
@@ -43,7 +43,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Compiles one template: it remembers that template's constants."""
+    """The environment of one template. It keeps that template's constants."""
 
     code_generator_class = _CodeGenerator
     concat = staticmethod(concat)
@@ -53,7 +53,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-            optimized=False,  # it would fold constants into lists, whose texts are nobody's
+            optimized=False,  # it would fold constants into lists, whose texts would not be marked
         )
         self.own_text = cache(own_text)
         self.filters["tojson"] = _to_json
@@ -63,24 +63,24 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks what a model was trained on; in a prompt it means nothing."""
+    """``{% generation %}...{% endgeneration %}`` marks what a model was trained on; it has no effect on a prompt."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The body alone."""
+        """Returns only the body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """JSON as it is: the filter of Jinja escapes it for HTML."""
+    """Returns plain JSON; Jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 @jinja2.pass_eval_context
 def _join(context: jinja2.nodes.EvalContext, value: Any, d: str = "", attribute: str | int | None = None) -> Any:
-    """Jinja's, with an empty separator that keeps the origin of what it joins."""
+    """Jinja's filter, with an empty separator that keeps the origin of the joined texts."""
     return jinja2.filters.sync_do_join(context, value, d or own_text(""), attribute)
 
 

@@ -1,4 +1,4 @@
-"""What the source of a chat template says: which roles it names, whether it looks at tools. Renders nothing."""
+"""Facts read from the source of a chat template: the roles that it names, and whether it uses tools."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from jinja2 import nodes
 
 _SAME = frozenset({"==", "eq", "equalto", "in"})
-"""Tests of Jinja's that compare a value with constants."""
+"""Jinja's tests that compare a value with constants."""
 _SELECTS = frozenset({"selectattr", "rejectattr"})
 
 
@@ -16,20 +16,20 @@ class TemplateFacts:
     def __init__(self, tree: nodes.Template) -> None:
         constants = (constant.value for constant in tree.find_all(nodes.Const))
         self.words = frozenset(constant for constant in constants if isinstance(constant, str))
-        """Its texts: what it may refuse with."""
+        """Its text constants, which include the reasons that it may refuse messages with."""
         self.names = self.words | {attribute.attr for attribute in tree.find_all(nodes.Getattr)}
-        """What it may look up in a message."""
+        """The names that it may look up in a message."""
         names = tree.find_all(nodes.Name)
         self.shows_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
-        """Whether it looks at ``tools`` at all."""
+        """Whether it uses ``tools``."""
         self.roles = _Field(tree, "role").compared_with()
-        """The roles that it names: what it compares a message's role with, or looks up by one."""
+        """The roles that it names: constants that it compares with a message's role, or looks up by one."""
         self.tests_content_for_none = _Field(tree, "content").is_tested_for_none()
-        """Whether a message whose content is None differs from one without content."""
+        """Whether it treats a message whose content is None differently from one without content."""
 
 
 class _Field:
-    """A field of messages in a template: where it stands, under whatever name."""
+    """A field of messages in a template: finds where it is used, under any name."""
 
     def __init__(self, tree: nodes.Template, name: str) -> None:
         self._tree = tree
@@ -43,7 +43,7 @@ class _Field:
             self._aliases |= found
 
     def compared_with(self) -> frozenset[str]:
-        """The constants that its value is compared with, or looked up in."""
+        """Returns the constants that its value is compared with, or looked up in."""
         found: set[str] = set()
         for compare in self._tree.find_all(nodes.Compare):
             operands = [compare.expr, *(operand.expr for operand in compare.ops)]
@@ -61,7 +61,7 @@ class _Field:
         return frozenset(found)
 
     def is_tested_for_none(self) -> bool:
-        """Whether the template asks if its value is None."""
+        """Returns whether the template tests its value for None."""
         for test in self._tree.find_all(nodes.Test):
             if test.name == "none" and self._is_value(test.node):
                 return True
@@ -79,7 +79,7 @@ class _Field:
         return isinstance(node, nodes.Const) and node.value == self._name
 
     def _is_value(self, node: nodes.Node | None) -> bool:
-        """Whether an expression's value is that of the field, as it is or changed a little."""
+        """Returns whether an expression's value is that of the field, unchanged or slightly changed."""
         match node:
             case nodes.Name():
                 return node.name in self._aliases
@@ -100,7 +100,7 @@ class _Field:
         return False
 
     def _constants(self, expressions: Iterable[nodes.Node]) -> Iterator[str]:
-        """The texts that expressions consist of; of an object its keys."""
+        """Yields the texts that expressions consist of, and the keys of objects."""
         for node in expressions:
             match node:
                 case nodes.Const(value=str()):

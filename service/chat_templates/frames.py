@@ -1,6 +1,6 @@
-"""What the service and the processes that render chat templates send each other, and what a template may take.
+"""The frames between the service and the processes that render chat templates, and the limits on a template.
 
-Frames are msgpack, each after its length.
+A frame is its length, then msgpack.
 """
 
 from collections.abc import Mapping
@@ -12,22 +12,22 @@ import msgspec
 from penstock.service.chat_templates.chat_message import TemplateInput
 
 MEMORY_BYTES = 64 << 20
-"""For rendering a conversation, besides what a renderer has and ``MEMORY_PER_BYTE``."""
+"""Memory for rendering a conversation, besides the renderer's own and ``MEMORY_PER_BYTE``."""
 MEMORY_PER_BYTE = 48
-"""More memory for each byte of the conversation: texts are copied a few times, and take up to 4 bytes a character."""
+"""Further memory per byte of the conversation: texts are copied a few times, and take up to 4 bytes per character."""
 COMPILE_S = 2.0
-"""Processor time for compiling the templates of a model and rendering a greeting with each."""
+"""CPU time for compiling the templates of a model and rendering a greeting with each."""
 COMPILE_MEMORY_BYTES = 256 << 20
 MAX_GROWTH, FREE_GROWTH_CHARS = 8, 1 << 20
-"""A prompt has at most this many characters for each byte of its conversation, and this many more."""
+"""Limit on the characters of a prompt: this many per byte of its conversation, plus this many."""
 LONG_FRAME_BYTES = 1 << 20
-"""A renderer ends after a conversation that is longer, since it would keep much of the memory."""
+"""A renderer ends after a longer conversation, since it would keep much of the memory."""
 
 LENGTH_BYTES = 4
-"""Before each frame, its length."""
+"""Size of the length before each frame."""
 MAX_FRAME_BYTES = 1 << 30
 _WIDE = 0
-"""The type of an integer that has more than 64 bits, as decimal text."""
+"""The msgpack type of integers with more than 64 bits, which are sent as decimal text."""
 
 
 class TemplateFailure(Enum):
@@ -38,28 +38,28 @@ class TemplateFailure(Enum):
     NOT_CONTINUABLE = "not continuable"
     """It does not show the last message as it is."""
     ANSWER_NOT_SHOWN = "answer not shown"
-    """It does not show an answer as it is, so that nothing can follow one."""
+    """It does not show an answer as it is, so nothing can follow one."""
 
 
 class Setup(msgspec.Struct, array_like=True):
     """The first frame to a renderer."""
 
     sources: Mapping[str, str]
-    """By the templates' names."""
+    """Sources by template name."""
     special_tokens: Mapping[str, str]
     timeout_s: float
-    """Processor time for rendering one conversation."""
+    """CPU time for rendering one conversation."""
 
 
 class Compiled(msgspec.Struct, array_like=True):
-    """What a renderer says of a template that it has compiled."""
+    """Facts of a compiled template."""
 
     shows_tools: bool
     roles: frozenset[str]
 
 
 class Ready(msgspec.Struct, array_like=True):
-    """The answer to a ``Setup``. If ``problem`` is not empty, the template ``name`` cannot be compiled."""
+    """The response to a ``Setup``. If ``problem`` is not empty, the template ``name`` cannot be compiled."""
 
     templates: Mapping[str, Compiled]
     name: str = ""
@@ -72,21 +72,21 @@ class Render(msgspec.Struct, array_like=True):
     name: str
     chat: TemplateInput
     after_answer: bool = False
-    """Whether only what follows an answer of the assistant's is wanted."""
+    """Whether to return only the text that follows the assistant's answer."""
 
 
 class Rendered(msgspec.Struct, array_like=True):
-    """The answer to a ``Render``."""
+    """The response to a ``Render``."""
 
     text: str = ""
     marks: str = ""
-    """Of the text's characters, as in ``template_text``."""
+    """The marks of the text's characters, as in ``text``."""
     failure: TemplateFailure | None = None
     problem: str = ""
 
 
 def encode(value: object) -> bytes:
-    """A frame's content."""
+    """Returns a frame's content."""
     try:
         return msgspec.msgpack.encode(value)
     except OverflowError:  # JSON's integers have no bounds, and msgpack's have
@@ -104,6 +104,6 @@ def _with_wide(value: Any) -> Any:
 
 
 def read_wide(code: int, data: memoryview) -> int:
-    """The integer that ``encode`` wrote as text."""
+    """Returns an integer that ``encode`` wrote as text."""
     assert code == _WIDE
     return int(bytes(data))

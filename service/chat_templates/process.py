@@ -1,13 +1,13 @@
 """The processes that compile and render chat templates: a launcher, and the renderers that it forks.
 
-A template is a stranger's program. Whatever it does, the kernel ends its renderer at a limit of processor time or of
-memory; the service takes a closed socket for the answer. The launcher itself never sees a template. A renderer can open
-no file. Imports nothing of gRPC, so that a fork is small and has one thread.
+A template is an untrusted program. Whatever it does, the kernel ends its renderer at a limit of CPU time or memory, and
+the service then sees a closed socket. The launcher itself never reads a template. A renderer cannot open files. This
+module imports nothing of gRPC, so that a fork is small and has one thread.
 """
 
 import codecs
 import gc
-import html  # noqa: F401 - a renderer can open no file: what jinja2 and Python import late, they find imported already
+import html  # noqa: F401 - a renderer cannot open files, so modules that jinja2 and Python import late are imported here
 import os
 import pprint  # noqa: F401
 import resource
@@ -52,9 +52,9 @@ _CODECS = ("ascii", "latin_1", "raw_unicode_escape", "unicode_escape", "utf_8", 
 
 
 def main() -> None:
-    """Forks a renderer for each socket that comes over standard input, until that ends."""
+    """Forks a renderer for each socket that arrives on standard input, until that ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Terminals and service managers send these to every process at once; the service decides when this one ends.
+        # Terminals and service managers send these to all processes; the service decides when this one ends.
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps renderers
     time.localtime()  # reads the time zone, for ``strftime_now``
@@ -86,7 +86,7 @@ def _fork(descriptor: int, control: socket.socket) -> None:
         with socket.socket(fileno=descriptor) as connection:
             _Renderer(connection).run()
     finally:
-        os._exit(1)  # whatever happens, nothing of the launcher's runs here
+        os._exit(1)  # the launcher's code must not run here
 
 
 # A renderer ----------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class _Renderer:
         self._templates: dict[str, CompiledTemplate] = {}
 
     def run(self) -> None:
-        """Answers one frame after another."""
+        """Handles one frame after another."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
         setup = msgspec.msgpack.decode(self._read(), type=Setup)
         self._limit(COMPILE_S, COMPILE_MEMORY_BYTES)
@@ -126,7 +126,7 @@ class _Renderer:
                 return
 
     def _limit(self, cpu_s: float, num_bytes: int) -> None:
-        """What the next work may take. The signal ends the process, whatever it does."""
+        """Limits the CPU time and the memory of the next task. The signal ends the process."""
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = self._base_bytes + num_bytes
         if hard != resource.RLIM_INFINITY:
@@ -161,7 +161,7 @@ class _Renderer:
         return Rendered(str.__str__(text), marks_of(text))
 
     def _read(self) -> bytes:
-        """The next frame; without one the process ends."""
+        """Returns the next frame. Ends the process if the socket is closed."""
         length = int.from_bytes(self._read_exactly(LENGTH_BYTES), "little")
         return self._read_exactly(length)
 

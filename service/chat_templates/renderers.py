@@ -1,6 +1,6 @@
-"""The service's side of the processes that render chat templates: starts them, asks them, and replaces those that end.
+"""The service's side of the processes that render chat templates: starts them, uses them, and replaces those that end.
 
-Knows no templates and no Jinja. See ``template_process`` for what a renderer may take.
+Independent of Jinja. For the limits on a renderer see ``process``.
 """
 
 import atexit
@@ -36,40 +36,40 @@ from penstock.service.chat_templates.frames import (
 from penstock.service.thread_pool import giving_way
 
 DEFAULT_TIMEOUT_S = 2.0
-"""Processor time for rendering a conversation: 4 MiB in the most elaborate templates take a third of it."""
+"""CPU time for rendering a conversation: 4 MiB in the most elaborate templates take a third of it."""
 _LAUNCHER = "from penstock.service.chat_templates.process import main; main()"
 _PATIENCE_S = 0.005
-"""What takes longer lets others go on meanwhile."""
+"""Rendering that takes longer gives up its turn in the thread pool meanwhile."""
 _WALL_FACTOR, _WALL_S = 4.0, 5.0
-"""How long an answer may take: this many times its processor time, and this much more, on a busy machine."""
+"""Limit on the time of a response on a busy machine: this many times its CPU time, plus this."""
 _START_WALL_S = 120.0
-"""The same when the service starts: no caller waits yet, and a busy machine must not end the service."""
+"""The same as ``_WALL_S`` when the service starts: no caller waits yet, and a busy machine must not end the service."""
 _MAX_IDLE = 4
-"""Renderers that are kept."""
+"""Limit on idle renderers that are kept."""
 _BYTES_PER_CHAR = 5
-"""Of an answer: a character and its mark."""
+"""Bytes of a response per character, with its mark."""
 
 _Answer = TypeVar("_Answer", Ready, Rendered)
 
 
 class TemplateLimit(Exception):
-    """A template took more than it may, or its process died of it."""
+    """A template exceeded a limit, or its process died."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
         self.problem = problem
-        """What is wrong, and what to do."""
+        """The reason and the remedy."""
 
 
 class TemplateBusy(Exception):
-    """A renderer got no processor in time, which says nothing about the template."""
+    """A renderer got too little CPU time from the machine; the template may be fine."""
 
 
 class Renderers:
-    """Renders with a model's templates, in as many processes as there are threads that ask. Threads may share it."""
+    """Renders with a model's templates, in one process per thread that renders. Threads may share it."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], timeout_s: float) -> None:
-        """Compiles the templates. Raises TemplateLimit and TemplateBusy; ``ready`` says what else is wrong with one."""
+        """Compiles the templates. Raises TemplateLimit and TemplateBusy; ``ready`` has any other problem."""
         self._setup = Setup(sources, special_tokens, timeout_s)
         self._setup_frame = encode(self._setup)
         self._lock = threading.Lock()
@@ -79,11 +79,11 @@ class Renderers:
         self._idle.append(connection)
 
     def render(self, name: str, chat: TemplateInput, after_answer: bool = False) -> Rendered:
-        """What a template makes of a conversation. Raises TemplateLimit and TemplateBusy."""
+        """Renders a conversation. Raises TemplateLimit and TemplateBusy."""
         frame = encode(Render(name, chat, after_answer))
         most = _BYTES_PER_CHAR * (MAX_GROWTH * len(frame) + FREE_GROWTH_CHARS) + 1024
         began = time.monotonic()
-        for is_new in (False, True):  # whatever ended a renderer before its time, perhaps an operator
+        for is_new in (False, True):  # something else may have ended the first renderer, such as an operator
             connection = self._take(is_new)
             try:
                 answer = _exchange(connection, frame, self._setup.timeout_s, most, Rendered)
@@ -143,13 +143,13 @@ class Renderers:
 
 
 class _Ended(Exception):
-    """A renderer ended before it answered."""
+    """A renderer ended before it responded."""
 
 
 def _exchange(
     connection: socket.socket, content: bytes, cpu_s: float, most: int, kind: type[_Answer], wall_s: float = _WALL_S
 ) -> _Answer:
-    """Sends a frame, and returns the answer, of at most ``most`` bytes. Raises _Ended and TemplateBusy."""
+    """Sends a frame, and returns the response, of at most ``most`` bytes. Raises _Ended and TemplateBusy."""
     deadline = time.monotonic() + wall_s + _WALL_FACTOR * cpu_s
     try:
         connection.settimeout(deadline - time.monotonic())
@@ -167,7 +167,7 @@ def _exchange(
         return msgspec.msgpack.decode(memoryview(answer)[LENGTH_BYTES:], type=kind)
     except TimeoutError:
         raise TemplateBusy from None
-    except (OSError, ValueError):  # closed, or not what a renderer of ours writes
+    except (OSError, ValueError):  # closed, or not a renderer's response
         raise _Ended from None
 
 
@@ -194,7 +194,7 @@ class _Launcher:
         self._control: socket.socket | None = None
 
     def connect(self) -> socket.socket:
-        """Our end of a new renderer's socket. Raises OSError where no process can be started."""
+        """Returns the service's end of a new renderer's socket. Raises OSError if no process can be started."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             try:
@@ -234,7 +234,7 @@ class _Launcher:
 
 @functools.cache
 def _launcher() -> _Launcher:
-    """One for this process, whatever it renders with: it costs 0.2 s and 15 MiB, and a renderer next to nothing."""
+    """Returns the process's only launcher: it costs 0.2 s and 15 MiB, and a renderer next to nothing."""
     launcher = _Launcher()
     atexit.register(launcher.end)
     return launcher

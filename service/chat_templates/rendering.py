@@ -1,7 +1,7 @@
 """Renders messages to a prompt with the model's own template, by the conventions that templates are written for.
 
-The template is a stranger's file and the messages are a caller's: this runs in Jinja's immutable sandbox, in a process
-that may be ended at any time (``template_process``). Knows no tokens.
+Both the template and the messages are untrusted: this runs in Jinja's immutable sandbox, in a process that may be ended
+at any time (``process``).
 """
 
 import secrets
@@ -19,7 +19,7 @@ from penstock.service.chat_templates.text import own_text
 
 _MAX_REASON = 200
 _ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
-"""OpenAI's."""
+"""OpenAI's roles."""
 
 
 class RenderError(Exception):
@@ -29,15 +29,15 @@ class RenderError(Exception):
         super().__init__(problem)
         self.failure = failure
         self.problem = problem
-        """What is wrong, for the caller."""
+        """The reason, for the caller."""
 
 
 class TemplateSyntaxError(Exception):
-    """A template that cannot be compiled; the text says where and why."""
+    """A template that cannot be compiled. The text gives the place and the reason."""
 
 
 class CompiledTemplate:
-    """A compiled template. It renders ``TemplateText``."""
+    """A compiled template. It renders to ``TemplateText``."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """``special_tokens`` are the template's variables ``bos_token``, ``eos_token`` and so on.
@@ -49,25 +49,25 @@ class CompiledTemplate:
             self._template = environment.from_string(source)
             self._facts = facts = TemplateFacts(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateSyntaxError(f"is no valid Jinja, line {error.lineno}: {error.message}") from None
+            raise TemplateSyntaxError(f"is not valid Jinja, line {error.lineno}: {error.message}") from None
         except MemoryError:
             raise
         except RecursionError:
             raise TemplateSyntaxError("is nested too deeply") from None
-        except Exception as error:  # of Python's own compiler, whose limits a template of valid Jinja may exceed
+        except Exception as error:  # valid Jinja may exceed the limits of Python's own compiler
             raise TemplateSyntaxError(f"cannot be compiled ({type(error).__name__})") from None
         named = {name: own_text(token) for name, token in special_tokens.items()}
         self._variables: dict[str, Any] = {**named, "tools": None, "documents": None}
         self.shows_tools = facts.shows_tools
-        """Whether it looks at ``tools`` at all."""
+        """Whether it uses ``tools``."""
         self.roles = _ROLES | facts.roles
         """The roles that messages may have."""
 
     def render(self, chat: TemplateInput) -> str:
-        """The prompt. Raises RenderError where the template refuses the messages, or cannot cope with them."""
+        """Returns the prompt. Raises RenderError if the template refuses the messages, or fails on them."""
         if not chat.continue_final_message:
             return self._render(chat)
-        # As transformers does it: the space tells whether the template takes white space from the ends of messages.
+        # The same way as in transformers: the space shows whether the template strips the ends of messages.
         end = f"end{secrets.token_hex(16)}"
         last = chat.messages[-1]
         messages = [*chat.messages[:-1], last._replace(content=f"{last.content}{end} ")]
@@ -77,8 +77,8 @@ class CompiledTemplate:
         return before if after.startswith(" ") else before.rstrip()
 
     def render_after_answer(self, chat: TemplateInput) -> str:
-        """What follows an answer of the assistant's that stands in a prompt as it was given: the end of its turn, then
-        the messages. Raises RenderError as ``render`` does, and where the template shows answers otherwise."""
+        """Returns the text that follows the assistant's answer in a prompt: the end of its turn, then the messages.
+        Raises RenderError as ``render`` does, and if the template does not show answers unchanged."""
         answer = f"answer{secrets.token_hex(16)}"
         turn = [TemplateMessage("user", "question"), TemplateMessage("assistant", answer)]
         before, _, after = self.render(replace(chat, messages=[*turn, *chat.messages])).rpartition(answer)
@@ -114,24 +114,24 @@ class CompiledTemplate:
         except MemoryError:
             raise
         except Exception as error:
-            # Whatever a template does with a caller's messages is a fault of this one request.
+            # If a template fails on a caller's messages, only this request fails.
             raise RenderError(
                 TemplateFailure.REFUSED, f"the model's chat template fails on it ({type(error).__name__})"
             ) from error
 
     def _reason(self, refusal: TemplateRefusal) -> str:
-        """What it says where that is a constant of the template: else it may hold what the caller wrote, which no
-        status repeats."""
+        """Returns the refusal's reason if it is a constant of the template. Other reasons may contain the caller's
+        text, which a status never repeats."""
         said = str(refusal)
         return f": {said[:_MAX_REASON]}" if said in self._facts.words else ""
 
     def _turn(self, message: TemplateMessage) -> dict[str, Any]:
-        """A message as templates are written for it: what it lacks is not there at all."""
+        """Returns a message in the form that templates expect: fields that it lacks are left out."""
         turn: dict[str, Any] = {"role": self._role(message.role)}
         if message.content is not None or self._facts.tests_content_for_none:
             turn["content"] = message.content
         if message.reasoning is not None:
-            # As transformers has it; the last name is vLLM's.
+            # The first two names are from transformers, the last one is from vLLM.
             turn["reasoning_content"] = turn["thinking"] = message.reasoning
             if "reasoning" in self._facts.names:
                 turn["reasoning"] = message.reasoning
@@ -144,7 +144,8 @@ class CompiledTemplate:
         return turn
 
     def _role(self, role: str) -> str:
-        """A role that may be part of a special token, such as <|user|>, is one that the template knows."""
+        """Returns the role for the template. Only a role that the template knows may be part of a special token, such
+        as <|user|>."""
         if role == "developer" and role not in self._facts.roles:
             role = "system"
         return own_text(role) if role in self.roles else role
@@ -157,11 +158,11 @@ def _as_call(call: TemplateToolCall) -> dict[str, Any]:
 
 
 def _simplified(message: TemplateMessage) -> TemplateMessage:
-    """A message for a template that fails on what few templates know."""
+    """Returns a simpler message, without features that few templates support."""
     calls = [
         call._replace(arguments={"arguments": call.arguments}) if isinstance(call.arguments, str) else call
         for call in message.tool_calls
     ]
-    # gpt-oss's template takes either content or reasoning beside a call.
+    # gpt-oss's template accepts either content or reasoning next to a call.
     reasoning = None if message.content and message.tool_calls else message.reasoning
     return message._replace(content=message.content or "", tool_calls=calls or message.tool_calls, reasoning=reasoning)

@@ -1,8 +1,8 @@
-"""Text that remembers which of its characters a chat template wrote, through whatever the template does with it.
+"""Text that remembers which of its characters a chat template wrote, through the operations of the template.
 
-A template's own constants are ``TemplateText``; what a caller wrote is an ordinary ``str``. Operations that combine the
-two keep the origin of each character. An operation that this module does not know gives an ordinary ``str``, so that a
-caller's text never passes for the template's. Knows nothing of templates or tokens.
+A template's own constants are ``TemplateText``; a caller's text is an ordinary ``str``. Operations that combine the two
+keep the origin of each character. An operation that this module does not support returns an ordinary ``str``, so that a
+caller's text never passes for the template's.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,21 +12,21 @@ _OWN, _OTHER = "1", "0"
 
 
 class TemplateText(str):
-    """A ``str`` in every respect, with the origin of each character besides."""
+    """A ``str`` that also has the origin of each character."""
 
-    # Names with an underscore: the sandbox hides them from templates.
+    # The sandbox hides names with an underscore from templates.
     __slots__ = ("_marks",)
     _marks: str
 
     def __new__(cls, text: str = "") -> Self:
-        """Marks nothing as the template's own: libraries may make one of whatever text."""
+        """Marks nothing as the template's own, since libraries may create one from any text."""
         return _made(cls, text, _OTHER * len(text))
 
     def __str__(self) -> str:
         return self
 
     def __add__(self, other: str) -> str:
-        # Others, such as Markup, have an operator of their own.
+        # Other types, such as Markup, have an operator of their own.
         return concat((self, other)) if type(other) in _PLAIN else NotImplemented
 
     def __radd__(self, other: str) -> str:
@@ -54,42 +54,42 @@ class TemplateText(str):
         return (self[at] for at in range(len(self)))
 
     def join(self, texts: Iterable[str], /) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         pieces: list[str] = []
         for text in texts:
             pieces += (self, text)
         return concat(pieces[1:])
 
     def lstrip(self, chars: str | None = None, /) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self[len(self) - len(super().lstrip(chars)) :]
 
     def rstrip(self, chars: str | None = None, /) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self[: len(super().rstrip(chars))]
 
     def strip(self, chars: str | None = None, /) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self.rstrip(chars).lstrip(chars)
 
     def removeprefix(self, prefix: str, /) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self[len(self) - len(super().removeprefix(prefix)) :]
 
     def removesuffix(self, suffix: str, /) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self[: len(super().removesuffix(suffix))]
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self._located(super().split(sep, maxsplit), len(sep or ""))
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self._located(super().rsplit(sep, maxsplit), len(sep or ""))
 
     def splitlines(self, keepends: bool = False) -> list[str]:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         whole = super().splitlines(keepends=True)
         lines, at = [], 0
         for with_end, line in zip(whole, super().splitlines(keepends), strict=True):
@@ -98,19 +98,19 @@ class TemplateText(str):
         return lines
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         before, found, _ = super().partition(sep)
         end = len(before) + len(found)
         return self[: len(before)], self[len(before) : end], self[end:]
 
     def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         before, found, _ = super().rpartition(sep)
         end = len(before) + len(found)
         return self[: len(before)], self[len(before) : end], self[end:]
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         if not old:
             return super().replace(old, new, count)
         pieces: list[str] = []
@@ -119,27 +119,27 @@ class TemplateText(str):
         return concat(pieces[1:])
 
     def lower(self) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self._in_case(super().lower())
 
     def upper(self) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self._in_case(super().upper())
 
     def capitalize(self) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self._in_case(super().capitalize())
 
     def title(self) -> str:
-        """As ``str``'s."""
+        """The same as for ``str``."""
         return self._in_case(super().title())
 
     def _in_case(self, text: str) -> str:
-        """No character's case is shorter than the character: as long as the text is, each has its place."""
+        """Keeps the marks if the length is the same: no character becomes shorter in another case."""
         return _made(TemplateText, text, self._marks) if len(text) == len(self) else text
 
     def _located(self, pieces: list[str], gap: int) -> list[str]:
-        """Pieces of this text in order; ``gap`` is the length of what separates them, 0 for white space."""
+        """Marks pieces of this text, in order; ``gap`` is the length of their separator, 0 for white space."""
         located, at = [], 0
         for piece in pieces:
             if not gap:
@@ -153,17 +153,17 @@ _PLAIN = (str, TemplateText)
 
 
 def own_text(text: str) -> str:
-    """Text of the template's own."""
+    """Returns a text that is the template's own."""
     return _made(TemplateText, text, _OWN * len(text))
 
 
 def with_marks(text: str, marks: str) -> str:
-    """A text whose ``marks_of`` another process sent."""
+    """Returns a text with the ``marks_of`` that another process sent."""
     return _made(TemplateText, text, marks)
 
 
 def concat(pieces: Iterable[str]) -> str:
-    """The pieces put together."""
+    """Joins the pieces."""
     pieces = list(pieces)
     text = "".join(pieces)
     if not any(isinstance(piece, TemplateText) for piece in pieces):
@@ -172,7 +172,7 @@ def concat(pieces: Iterable[str]) -> str:
 
 
 def runs(text: str) -> Iterator[tuple[str, bool]]:
-    """The longest parts of ``text`` that have one origin, in order, and whether that is the template."""
+    """Yields the longest parts of ``text`` with one origin, in order, and whether that is the template."""
     marks, plain, start = marks_of(text), str.__str__(text), 0
     while start < len(marks):
         end = marks.find(_OTHER if marks[start] == _OWN else _OWN, start)
@@ -182,7 +182,7 @@ def runs(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def marks_of(text: str) -> str:
-    """The origin of each character, for ``with_marks``."""
+    """Returns the origin of each character, for ``with_marks``."""
     return text._marks if isinstance(text, TemplateText) else _OTHER * len(text)  # noqa: SLF001 - hidden from templates
 
 

@@ -92,7 +92,7 @@ BROKEN = {
     "other": ("tokenizer.json", "{}", "tokenizer.json: is no valid tokenizer"),
     "config": ("tokenizer_config.json", "[]", "tokenizer_config.json: is no JSON object"),
     "truncated": ("generation_config.json", '{"eos', "generation_config.json: is no valid JSON"),
-    "template": ("chat_template.jinja", "{% if %}", "chat_template.jinja: the chat template is no valid Jinja, line 1"),
+    "template": ("chat_template.jinja", "{% if %}", "chat_template.jinja: the chat template is not valid Jinja, line 1"),
 }
 
 
