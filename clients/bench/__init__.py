@@ -1,1 +1,1 @@
-"""``penstock bench``: measures latency and throughput of a running service. Knows no server code."""
+"""``penstock bench``: measures latency and throughput of a running service. Imports no server code."""

@@ -39,7 +39,7 @@ line of a trace: {"arrival_s": 0.25, "prompt_tokens": 300, "max_tokens": 64, "co
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments, checked together; ends the program with status 2 if something is wrong."""
+    """Parses the arguments and checks their combinations; exits with status 2 if any is invalid."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.address is not None and arguments.target is not None:
@@ -77,7 +77,7 @@ def arrivals(arguments: argparse.Namespace) -> Arrivals:
 
 
 def options(arguments: argparse.Namespace) -> dict[str, object]:
-    """What every request says besides its prompt and its length. Raises InvalidOption."""
+    """Returns the options of every request except its prompt and length. Raises InvalidOption."""
     read = setting if arguments.api == "grpc" else _body_setting
     given = dict(map(read, arguments.settings))
     if mine := sorted(_OWN_OPTIONS & given.keys()):
@@ -86,7 +86,7 @@ def options(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _body_setting(text: str) -> tuple[str, object]:
-    """A member of a JSON body from ``name=value``; ``name=`` leaves it out. Raises InvalidOption."""
+    """Parses ``name=value`` as a member of a JSON body; ``name=`` leaves it out. Raises InvalidOption."""
     name, equals, written = (part.strip() for part in text.partition("="))
     if not equals or not name:
         raise InvalidOption(name or "name", "write it as name=value, such as temperature=0.7")
@@ -253,7 +253,7 @@ def _add_output(flags: "argparse._ArgumentGroup") -> None:
 
 
 def _told(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """The same, for argparse, which keeps what a ValueError says to itself."""
+    """Wraps a parser for argparse, which hides the message of a ValueError."""
 
     def read(text: str) -> T:
         try:

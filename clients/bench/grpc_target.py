@@ -1,4 +1,4 @@
-"""``penstock bench --api grpc``: calls a service by ``Generate`` streams, or by a ``GenerateOne`` a request."""
+"""``penstock bench --api grpc``: calls a service by ``Generate`` streams, or by one ``GenerateOne`` per request."""
 
 import asyncio
 import time
@@ -20,14 +20,15 @@ from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 _GRACE_SECONDS = 5.0
-"""The service keeps a request's deadline. So long after it nothing can be expected of the service any more."""
+"""How long after a request's deadline the client gives up. The service enforces the deadline itself."""
 
 
 class GrpcCaller:
-    """Calls one service over one connection. Use it from one event loop, for one load or several at once.
+    """Calls one service over one connection. Use it from one event loop, for one or several concurrent loads.
 
-    Requests travel on ``num_streams`` Generate streams in turn, as a gateway sends them; with None each has a call of
-    its own. Later turns of a conversation continue the turn before, or with ``resend_context`` send all of it again.
+    Distributes requests over ``num_streams`` Generate streams in turn, like a gateway; with None, each request is a
+    separate call. Later turns of a conversation continue the previous turn, or with ``resend_context`` send the whole
+    conversation.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class GrpcCaller:
         self._resend_context = resend_context
 
     async def __aenter__(self) -> Self:
-        """Connects, so that the first requests do not wait for the connection. If it fails, each request says so."""
+        """Connects, so that the first requests do not wait for the connection. If that fails, each request reports
+        it."""
         state = self._channel.get_state(try_to_connect=True)
         while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
             await self._channel.wait_for_state_change(state)
@@ -61,7 +63,7 @@ class GrpcCaller:
         await self.close()
 
     async def call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
-        """Sends a request and notes all that comes. Raises InvalidOption for a request that can't be sent at all."""
+        """Sends a request and records its events. Raises InvalidOption for a request that cannot be sent."""
         start = self._start(request, past)
         receiver = _Receiver(record)
         send = self._alone if not self._streams else self._carried
@@ -72,7 +74,7 @@ class GrpcCaller:
             record.fail(time.perf_counter(), "DEADLINE_EXCEEDED", "the deadline passed without a response")
 
     async def close(self) -> None:
-        """Cancels what still runs and closes the connection."""
+        """Cancels running requests and closes the connection."""
         await asyncio.gather(*(stream.close() for stream in self._streams if stream is not None))
         await self._channel.close()
 
@@ -98,7 +100,7 @@ class GrpcCaller:
             raise
 
     def _stream(self) -> GenerateStream:
-        """The next in turn, or another one in its place if it has broken."""
+        """Returns the next stream in turn, replaced by a new one if it has broken."""
         self._next_stream = place = (self._next_stream + 1) % len(self._streams)
         stream = self._streams[place]
         if stream is None or not stream.is_open:
@@ -131,16 +133,16 @@ class GrpcCaller:
 
 
 class _Receiver:
-    """Notes events at the moment at which the stream's reader has them: no task has to wake for a token."""
+    """Records events as soon as the stream's reader has them: no task must be woken for a token."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def put(self, event: Event) -> None:
-        """Notes an event."""
+        """Records an event."""
         if self.ended.done():
-            return  # it was given up, and its record is closed
+            return  # given up; its record is closed
         match event:
             case Delta():
                 if event.token_ids:
@@ -156,7 +158,7 @@ class _Receiver:
                 self.ended.set_result(None)
 
     def fail(self, failure: RequestFailed) -> None:
-        """Notes a failure."""
+        """Records a failure."""
         if self.ended.done():
             return
         if failure.finished is not None:

@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: the distributions that ``penstock bench`` draws lengths from."""
+"""The distributions of prompt and output lengths in ``penstock bench``."""
 
 import math
 import random
@@ -8,26 +8,26 @@ from typing import Protocol
 
 
 class LengthDistribution(Protocol):
-    """A distribution of lengths in tokens, 1 and more."""
+    """A distribution of lengths in tokens, at least 1."""
 
     @property
     def most(self) -> int | None:
-        """The greatest length that can come; None if there is none."""
+        """The greatest possible length; None if there is no limit."""
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Draws a length."""
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Every length from ``least`` to ``greatest`` alike; one length alone where they are equal."""
+    """All lengths from ``least`` to ``greatest`` with equal probability; a fixed length if they are equal."""
 
     least: int
     greatest: int
 
     @property
     def most(self) -> int:
-        """Its end."""
+        """The end of the range."""
         return self.greatest
 
     def draw(self, rng: random.Random) -> int:
@@ -40,7 +40,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Around a mean; what is drawn below 1 becomes 1."""
+    """The normal distribution; values below 1 become 1."""
 
     mean: float
     deviation: float
@@ -59,8 +59,8 @@ class Normal:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Few long ones among many short ones, as people's prompts are. ``mean`` and ``deviation`` are those of the lengths
-    themselves, not of their logarithms."""
+    """Few long and many short lengths, like people's prompts. ``mean`` and ``deviation`` are those of the lengths, not
+    of their logarithms."""
 
     mean: float
     deviation: float
@@ -82,7 +82,7 @@ _FORMS = "512, uniform:128-1024, normal:MEAN,DEVIATION or lognormal:MEAN,DEVIATI
 
 
 def parse_lengths(text: str) -> LengthDistribution:
-    """A distribution as the command line has it. Raises ValueError, which says what is possible."""
+    """Parses a distribution from the command line. Raises ValueError, which lists the forms."""
     kind, colon, values = text.partition(":")
     try:
         if not colon:

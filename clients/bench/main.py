@@ -1,4 +1,4 @@
-"""``penstock bench``: loads a running service, and tells how it bore it."""
+"""``penstock bench``: measures latency and throughput of a running service."""
 
 import argparse
 import asyncio
@@ -38,7 +38,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class _Service:
-    """What is loaded."""
+    """The service under test."""
 
     caller: BenchTarget
     target: str
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _bench(arguments: argparse.Namespace) -> tuple[Report | None, dict[str, Any]]:
-    """The report (None if it was stopped before there was one), and what it is about."""
-    # Records pile up, and a full collection would stop the clock for all requests at once.
+    """Returns the report (None if the run was stopped before it began) and a description of the run."""
+    # Records accumulate, and a full garbage collection would delay all requests at once.
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
     stop = _stop_on_signals()
@@ -121,7 +121,7 @@ def _load(arguments: argparse.Namespace, service: _Service) -> Workload:
 
 @asynccontextmanager
 async def _service(arguments: argparse.Namespace) -> AsyncIterator[_Service]:
-    """The service that was named, connected to. Raises PenstockError if it isn't there."""
+    """Connects to the service. Raises PenstockError if it cannot be reached."""
     timeout_s = None if arguments.timeout_ms is None else arguments.timeout_ms / 1000
     if arguments.api == "openai":
         async with _openai_service(arguments, timeout_s) as service:
@@ -153,7 +153,7 @@ async def _openai_service(arguments: argparse.Namespace, timeout_s: float | None
 
 @contextmanager
 def _progress(arguments: argparse.Namespace, load: Workload) -> Iterator[Callable[[BenchProgress], object]]:
-    """A bar on a terminal: of requests, or of seconds where there is no number of requests."""
+    """Shows a progress bar on a terminal, of requests, or of seconds if the number of requests is unlimited."""
     counts = load.num_requests is not None
     total = load.num_requests if counts else arguments.duration
     form = "{l_bar}{bar}| {n:.0f}/{total:.0f}{unit} [{elapsed}<{remaining}{postfix}]"
@@ -176,12 +176,12 @@ def _progress(arguments: argparse.Namespace, load: Workload) -> Iterator[Callabl
             bar.update(0)
             bar.refresh()
 
-        # Where nobody watches, nobody pays.
+        # Without a terminal, progress costs nothing.
         yield show if not bar.disable else lambda progress: None
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """Set by the first Ctrl-C, or SIGTERM; a second Ctrl-C ends the program as ever."""
+    """Returns an event that the first Ctrl-C or SIGTERM sets; a second Ctrl-C ends the program as usual."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -195,10 +195,10 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 def _tell(arguments: argparse.Namespace, report: Report, about: dict[str, Any]) -> None:
-    """Writes what was asked for. Raises OSError."""
+    """Writes the requested outputs. Raises OSError."""
     summary = report.summary(arguments.slo)
     title = f"{about['model']} at {about['target']} ({about['api']}): {about['load']}"
-    # Standard output is for the JSON where that was asked for there.
+    # With --json -, standard output is only for the JSON.
     screen: IO[str] = sys.stderr if arguments.json == "-" else sys.stdout
     print(f"{title}\n\n{table(summary)}", file=screen)
     if arguments.json is not None:
@@ -213,11 +213,11 @@ def _tell(arguments: argparse.Namespace, report: Report, about: dict[str, Any]) 
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Finds out now, not after the run, that there is nowhere to write. Raises PenstockError."""
+    """Checks before the run that the output files can be written. Raises PenstockError."""
     for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         if path in (None, "-"):
             continue
         if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
             raise PenstockError(f"{flag}: cannot write {path}")
     if arguments.plot is not None:
-        import matplotlib  # noqa: F401 - the bare install has none
+        import matplotlib  # noqa: F401 - not in the bare install

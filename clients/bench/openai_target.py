@@ -1,7 +1,7 @@
-"""``penstock bench --api openai``: the same load over HTTP, for servers with an OpenAI-like API.
+"""``penstock bench --api openai``: the same load over HTTP, for servers with an OpenAI-compatible API.
 
-Prompts go as token ids to ``/v1/completions``. ``/v1/chat/completions`` takes text alone: there each id stands for an
-English word. Needs aiohttp, which costs half as much for a line of a stream as httpx does.
+Sends prompts to ``/v1/completions`` as token ids. ``/v1/chat/completions`` accepts only text, so each id becomes an
+English word. Needs aiohttp, which costs half as much per line of a stream as httpx.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _CONNECT_SECONDS = 60.0
 _MAX_SHOWN = 300
 _BODY: dict[str, object] = {
     "stream": True,
-    # The second is understood by vLLM and SGLang, and so is the id list by vLLM; others ignore them.
+    # vLLM and SGLang support the second option, and vLLM the id list; other servers ignore them.
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     "return_token_ids": True,
 }
@@ -41,16 +41,16 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True)
 class OpenAiModel:
-    """What a server tells of what it serves."""
+    """A model in a server's list."""
 
     name: str
     max_model_len: int | None
 
 
 class OpenAiCaller:
-    """Calls one server, a connection for each request at a time. Use it from one event loop.
+    """Calls one server, with one connection per concurrent request. Use it from one event loop.
 
-    Later turns of a conversation send its whole context again.
+    Later turns of a conversation resend its whole context.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class OpenAiCaller:
         await self.close()
 
     async def model(self) -> OpenAiModel:
-        """The model that was named, or the first one that the server has; used from now on. Raises PenstockError."""
+        """Returns the given model or else the server's first one, and uses it from now on. Raises PenstockError."""
         url = f"{self._base}{self._endpoint.partition('/v1/')[0]}/v1/models"
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_CONNECT_SECONDS)) as response:
@@ -92,7 +92,7 @@ class OpenAiCaller:
             models = {str(each["id"]): each for each in json.loads(body)["data"]}
         except (ValueError, KeyError, TypeError):
             models = {}
-        # A server may serve more than it lists, or list nothing: a name that was given stands.
+        # A server may serve more than it lists, or list nothing, so a given name is not checked.
         self._model = self._model or next(iter(models), "")
         if not self._model:
             answer = " ".join(body.split())[:_MAX_SHOWN]
@@ -101,7 +101,7 @@ class OpenAiCaller:
         return OpenAiModel(self._model, most if isinstance(most, int) else None)
 
     async def call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
-        """Sends a request and notes all that comes."""
+        """Sends a request and records the response."""
         body = json.dumps(self._body(request, past)).encode()
         headers = {"Content-Type": "application/json"}
         try:
@@ -119,7 +119,7 @@ class OpenAiCaller:
             record.fail(time.perf_counter(), "UNAVAILABLE", str(error) or type(error).__name__)
 
     async def close(self) -> None:
-        """Cancels what still runs and closes the connections."""
+        """Cancels running requests and closes the connections."""
         await self._session.close()
 
     def _body(self, request: BenchRequest, past: Sequence[Record]) -> dict[str, object]:
@@ -144,7 +144,7 @@ class OpenAiCaller:
 
 
 class _Events:
-    """Reads the lines of one answer. Events that are read together count as one message: they came together."""
+    """Reads the lines of one response. Events that arrive together count as one message."""
 
     def __init__(self, record: Record, *, keeps_text: bool) -> None:
         self._record = record
@@ -153,7 +153,7 @@ class _Events:
         self._usage: dict[str, Any] = {}
 
     def take_lines(self, now: float, lines: Sequence[bytes]) -> None:
-        """Notes what came at a moment."""
+        """Records lines and the time at which they arrived."""
         token_ids: list[int] = []
         before = self._num_tokens
         for line in lines:
@@ -169,7 +169,7 @@ class _Events:
             self._record.tokens(now, token_ids, self._num_tokens - before)
 
     def end(self, now: float) -> None:
-        """Notes the end of the answer."""
+        """Records the end of the response."""
         record = self._record
         if not record.finish_reason:
             record.fail(now, "UNAVAILABLE", "the response ended early")
@@ -180,7 +180,7 @@ class _Events:
         record.ended_s, record.status = now, OK
 
     def _event(self, now: float, event: dict[str, Any]) -> list[int]:
-        """Notes an event and returns its token ids, if the server tells them."""
+        """Records an event and returns its token ids, if the server sends them."""
         record = self._record
         if error := event.get("error"):
             record.fail(now, "ERROR", str(error.get("message") if isinstance(error, dict) else error)[:_MAX_SHOWN])

@@ -1,4 +1,4 @@
-"""The picture of a run: how its times are distributed, and how it went over time. Needs matplotlib."""
+"""Plots a run: the distributions of its times, and its course. Needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ _COLOUR, _SECOND = "#3b6ea5", "#c8553d"
 
 def plot(report: Report, title: str, path: Path, slo: Slo | None = None) -> None:
     """Writes a PNG."""
-    from matplotlib.figure import Figure  # by itself: pyplot would look for a display, and keep global state
+    from matplotlib.figure import Figure  # not pyplot, which looks for a display and keeps global state
 
     figure = Figure(figsize=(10, 6.4), dpi=80, layout="constrained")
     figure.suptitle(title, fontsize=10)
@@ -34,7 +34,7 @@ def _distribution(axis: "Axes", values: Sequence[float], label: str, bound: floa
     if not values:
         axis.text(0.5, 0.5, "none", ha="center", va="center", transform=axis.transAxes)
         return
-    # The last hundredth may be far out; it is in p99, and in the table, and would press the rest into one bar.
+    # The last 1 % may be outliers, which would squeeze the rest into one bar. The table has them.
     end = max(1.3 * quantile(values, 0.99), 1e-6)
     milliseconds = [value * 1e3 for value in values if value <= end]
     axis.hist(milliseconds, bins=min(_MAX_BARS, max(8, len(values) // 4)), range=(0, end * 1e3), color=_COLOUR)
@@ -49,7 +49,7 @@ def _distribution(axis: "Axes", values: Sequence[float], label: str, bound: floa
 
 
 def _course(axis: "Axes", report: Report) -> None:
-    """Tokens a second, and how many requests were on their way."""
+    """Plots tokens per second and the number of requests in flight."""
     width = max(report.seconds / _MAX_BARS, 1e-3)
     tokens, running = [0.0] * (_MAX_BARS + 1), [0.0] * (_MAX_BARS + 1)
     for record in report.records:

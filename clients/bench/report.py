@@ -1,4 +1,4 @@
-"""What a run of ``penstock bench`` says: times, throughput, goodput, failures, and the client's own load."""
+"""The results of ``penstock bench``: times, throughput, goodput, failures, and the client's own load."""
 
 import statistics
 from collections import Counter
@@ -9,27 +9,27 @@ from typing import Any
 from penstock.clients.bench.target import INTERRUPTED, NOT_SENT, Record
 
 BUSY_SHARE = 0.8
-"""Of a core. Above it the client's own delays are in what it measures."""
+"""The share of a core above which the client's own delays distort its measurements."""
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "us": 1e-6}
 
 
 @dataclass(frozen=True)
 class Slo:
-    """What a request must keep to count as good: seconds, None where it may be anything."""
+    """The limits within which a request counts as goodput, in seconds; None: unlimited."""
 
     ttft: float | None = None
     """Time to first token."""
     itl: float | None = None
-    """The longest time between two of its messages."""
+    """The longest time between two messages."""
     tpot: float | None = None
-    """Its time per output token after the first message."""
+    """Time per output token after the first message."""
     e2e: float | None = None
-    """Time to its end."""
+    """Time to the end of the request."""
 
     @classmethod
     def parse(cls, text: str) -> "Slo":
-        """From ``ttft=500ms,itl=50ms,e2e=5s``. Raises ValueError, which says what is possible."""
+        """Parses limits such as ``ttft=500ms,itl=50ms,e2e=5s``. Raises ValueError, which lists the names."""
         names = [each.name for each in fields(cls)]
         bounds: dict[str, float] = {}
         for part in text.split(","):
@@ -45,7 +45,7 @@ class Slo:
         return cls(**bounds)
 
     def is_kept(self, record: Record) -> bool:
-        """Whether the request was answered whole and in time. A refused one never is."""
+        """Whether the request succeeded within the limits. A refused one never does."""
         if not record.is_ok or record.ttft_s is None:
             return False
         pairs = (
@@ -59,14 +59,14 @@ class Slo:
 
 @dataclass(frozen=True)
 class ClientLoad:
-    """What the client itself took: shares of one core."""
+    """The CPU time that the client used, as shares of one core."""
 
     loop_share: float
-    """Of the event loop's thread, over the run."""
+    """The event loop's thread, over the whole run."""
     busiest_second_share: float
-    """The same, in the second in which it was greatest."""
+    """The event loop's thread, in its busiest second."""
     process_share: float
-    """Of all the process's threads; gRPC has some of its own."""
+    """All threads of the process, including gRPC's."""
 
     @property
     def is_limit(self) -> bool:
@@ -76,7 +76,7 @@ class ClientLoad:
 
 @dataclass(frozen=True)
 class Spread:
-    """A distribution in figures."""
+    """The summary of a distribution."""
 
     count: int
     mean: float
@@ -87,7 +87,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread | None":
-        """None if there are no values."""
+        """Summarises values; None if there are none."""
         ordered = sorted(values)
         if not ordered:
             return None
@@ -102,7 +102,7 @@ class Spread:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of values in ascending order, at least one: linear between the two nearest."""
+    """Returns a quantile of one or more values in ascending order, with linear interpolation."""
     position = (len(ordered) - 1) * share
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
@@ -111,37 +111,37 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Report:
-    """A run."""
+    """The results of a run."""
 
     records: list[Record] = field(repr=False)
     began_s: float
-    """By ``time.perf_counter``."""
+    """The start, by ``time.perf_counter``."""
     ended_s: float
     client: ClientLoad
     was_stopped: bool = False
-    """Whether it was ended before its time."""
+    """Whether the run was interrupted."""
 
     @property
     def seconds(self) -> float:
-        """From its beginning to the end of its last request."""
+        """The time from the start to the end of the last request."""
         return max(1e-9, self.ended_s - self.began_s)
 
     @property
     def ok(self) -> list[Record]:
-        """The requests that were answered whole."""
+        """The requests that succeeded."""
         return [record for record in self.records if record.is_ok]
 
     @property
     def failures(self) -> Counter[str]:
-        """How many failed or were refused, by status, and by the service's own name for it."""
+        """The numbers of failed and refused requests, by status and the service's reason."""
         return Counter(record.failure for record in self.records if not record.is_ok)
 
     def num_good(self, slo: Slo) -> int:
-        """How many requests kept it."""
+        """The number of requests within the limits."""
         return sum(map(slo.is_kept, self.records))
 
     def summary(self, slo: Slo | None = None) -> dict[str, Any]:
-        """All figures, by name; times in seconds. See docs/bench.md for what each means."""
+        """Returns all figures by name; times are in seconds. docs/bench.md describes them."""
         sent = [record for record in self.records if record.status != NOT_SENT]
         prompt_tokens = sum(record.prompt_tokens for record in sent)
         output_tokens = sum(record.output_tokens for record in sent)
@@ -171,7 +171,7 @@ class Report:
         return summary
 
     def times(self) -> dict[str, list[float]]:
-        """The values of each measured time, of requests that were answered whole."""
+        """The values of each measured time, from requests that succeeded."""
         done = self.ok
         return {
             "ttft": [record.ttft_s for record in done if record.ttft_s is not None],
@@ -181,16 +181,16 @@ class Report:
         }
 
     def requests(self) -> list[dict[str, Any]]:
-        """Each request, as JSON has it: times in seconds from the beginning of the run."""
+        """Returns each request as a JSON object; times are in seconds from the start of the run."""
         return [self._request(record) for record in self.records]
 
     def _failed(self) -> dict[str, dict[str, Any]]:
-        """The failures, most frequent first, with what was said to the first request of each."""
+        """The failures, most frequent first, each with its first error message."""
         said = {record.failure: record.error for record in reversed(self.records)}
         return {failure: {"count": count, "error": said[failure]} for failure, count in self.failures.most_common()}
 
     def _predictions(self) -> dict[str, Any] | None:
-        """How far off the service's predictions of the time to first token were, as shares of the real one."""
+        """The errors of the service's predicted times to first token, relative to the real ones."""
         pairs = [(r.predicted_ttft_s, r.ttft_s) for r in self.ok]
         errors = [abs(told - real) / real for told, real in pairs if told is not None and real]
         return _figures(errors)
@@ -223,7 +223,7 @@ class Report:
 
 
 def _speculation(records: Iterable[Record]) -> dict[str, Any] | None:
-    """What became of the drafts of all requests; None if there were none."""
+    """The draft statistics of all requests; None if there were no drafts."""
     drafts, drafted, accepted = (
         sum(getattr(record, name) for record in records) for name in ("drafts", "drafted_tokens", "accepted_tokens")
     )

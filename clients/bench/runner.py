@@ -1,4 +1,4 @@
-"""Sends a load through a caller, at its times or as places become free, and keeps a record of each request.
+"""Sends a load to a service, at given times or as slots become free, and records each request.
 
 async with GrpcCaller(Connection("127.0.0.1:50051")) as caller:
     report = await run(RandomLoad(vocab_size=8192, arrivals=OpenLoop(rate=20)), caller)
@@ -16,7 +16,7 @@ from penstock.clients.bench.target import INTERRUPTED, NOT_SENT, BenchTarget, Re
 from penstock.clients.bench.workload import BenchRequest, Workload
 
 MAX_OUTSTANDING = 4096
-"""Conversations on their way at a time, unless ``run`` is told otherwise."""
+"""The default limit of concurrent conversations."""
 
 _PAUSE_AFTER_FAILURE_S = 0.1
 _SAMPLE_S = 0.1
@@ -24,14 +24,14 @@ _SAMPLE_S = 0.1
 
 @dataclass(slots=True)
 class BenchProgress:
-    """How far a run is: counts of requests."""
+    """The progress of a run, as numbers of requests."""
 
     running: int = 0
     ended: int = 0
     failed: int = 0
-    """Of those that ended."""
+    """Failed requests, among those that ended."""
     output_tokens: int = 0
-    """Of those that ended."""
+    """Output tokens of requests that ended."""
 
 
 async def run(
@@ -43,11 +43,11 @@ async def run(
     stop: asyncio.Event | None = None,
     on_progress: Callable[[BenchProgress], object] | None = None,
 ) -> Report:
-    """Sends everything and waits for the ends.
+    """Sends all requests and waits until they end.
 
-    After ``duration_s`` nothing more is sent. A conversation whose time comes while ``max_outstanding`` are on their
-    way is not sent: its record says so. ``stop`` ends what runs and returns what there is. ``on_progress`` is called
-    ten times a second.
+    Nothing is sent after ``duration_s``. A conversation that is due while ``max_outstanding`` are in flight is not
+    sent, and recorded as such. ``stop`` ends running requests and returns the results so far. ``on_progress`` is called
+    ten times per second.
     """
     sender = _Sender(load, caller, duration_s, max_outstanding)
     meter = asyncio.create_task(_measure(sender, on_progress))
@@ -83,13 +83,14 @@ class _Sender:
                 if self.load.concurrency is None:
                     await self._send_at_times(conversations, group)
                 else:
-                    # Drawn before the first is sent, or the others' prompts would count as time of the service's.
+                    # Drawn before the first is sent; otherwise, the time to draw the others would count as the
+                    # service's.
                     first = list(itertools.islice(conversations, self.load.concurrency))
                     conversations = itertools.chain(first, conversations)
                     self.began_s = time.perf_counter()
                     for _ in range(self.load.concurrency):
                         group.create_task(self._send_in_turn(conversations))
-                        await asyncio.sleep(0)  # what was sent must get its turns of the loop
+                        await asyncio.sleep(0)  # lets running requests use the event loop
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
@@ -101,10 +102,10 @@ class _Sender:
         return self.duration_s is not None and when_s - self.began_s >= self.duration_s
 
     async def _send_in_turn(self, conversations: Iterator[Sequence[BenchRequest]]) -> None:
-        """One place of a closed loop."""
+        """Runs one slot of a closed loop."""
         last: Record | None = None
         while not self._is_over(time.perf_counter()) and (conversation := next(conversations, None)) is not None:
-            if last is not None and not last.is_ok:  # or a service that refuses would be asked as fast as we can
+            if last is not None and not last.is_ok:  # avoids a busy loop against a service that refuses
                 await asyncio.sleep(max(_PAUSE_AFTER_FAILURE_S, last.retry_after_s or 0))
             last = await self._converse(conversation)
 
@@ -114,7 +115,7 @@ class _Sender:
             due = self.began_s + (conversation[0].arrival_s or 0.0)
             if self._is_over(due):
                 return
-            # Even if it is late already: what was sent must get its turns of the loop.
+            # Sleeps even if it is late already, to let running requests use the event loop.
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             if len(outstanding) >= self.max_outstanding:
                 self._not_sent(conversation, f"{self.max_outstanding} were in flight already")
@@ -124,7 +125,8 @@ class _Sender:
             task.add_done_callback(outstanding.discard)
 
     async def _converse(self, conversation: Sequence[BenchRequest]) -> Record | None:
-        """One turn after another, while they succeed; returns the last one's record, None if the run was over first."""
+        """Runs one turn after another while they succeed; returns the last record, or None if the run was over
+        first."""
         past: list[Record] = []
         for index, request in enumerate(conversation):
             free_s = due_s = time.perf_counter()
@@ -172,7 +174,7 @@ async def _sleep_until(due_s: float) -> None:
 
 
 async def _measure(sender: _Sender, on_progress: Callable[[BenchProgress], object] | None) -> ClientLoad:
-    """Notes what the client itself takes, until it is cancelled."""
+    """Measures the client's own CPU time until it is cancelled."""
     now, loop_cpu, all_cpu = time.perf_counter(), time.thread_time(), time.process_time()
     samples = [(now, loop_cpu)]
     try:
@@ -192,7 +194,7 @@ async def _measure(sender: _Sender, on_progress: Callable[[BenchProgress], objec
 
 
 def _busiest_second(samples: Sequence[tuple[float, float]]) -> float:
-    """The greatest share of a core in any second (of all, where that is less), from pairs of time and CPU time."""
+    """Returns the greatest share of a core in any second (or in a shorter run), from pairs of time and CPU time."""
     steps = max(1, min(len(samples) - 1, round(1 / _SAMPLE_S)))
     shares = [
         (later[1] - earlier[1]) / (later[0] - earlier[0])

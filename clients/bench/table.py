@@ -15,7 +15,7 @@ _MAX_SHOWN = 160
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """Text of some lines: counts and rates, the spread of each time, and what to know before believing them."""
+    """Formats counts and rates, the distribution of each time, and warnings about the measurement."""
     parts = ("\n".join(lines) for lines in (_totals(summary), _spreads(summary), _client(summary)))
     return "\n\n".join(filter(None, parts))
 
@@ -74,7 +74,7 @@ def _line(name: str, text: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    """With a unit, and three digits that count."""
+    """Formats a time with a unit and three significant digits."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     milliseconds = seconds * 1e3

@@ -1,4 +1,4 @@
-"""What is noted of one request, and what a way to call a service promises."""
+"""The record of one request, and the interface for calling a service."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,68 +8,68 @@ from typing import Protocol
 from penstock.clients.bench.workload import BenchRequest
 
 OK, INTERRUPTED, NOT_SENT = "OK", "INTERRUPTED", "NOT_SENT"
-"""Outcomes besides the names of gRPC's codes and ``HTTP 429`` and its like."""
+"""Outcomes besides the names of gRPC's codes and HTTP statuses such as ``HTTP 429``."""
 
 
 @dataclass(slots=True)
 class Record:
-    """One request as its caller saw it. Times are of ``time.perf_counter``."""
+    """One request as measured by the client. Times are those of ``time.perf_counter``."""
 
     request: BenchRequest
     sent_s: float
     late_s: float = 0.0
-    """How long after its time it was sent."""
+    """How late the request was sent."""
     message_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """When each message with tokens came."""
+    """The arrival time of each message with tokens."""
     message_tokens: "array[int]" = field(default_factory=lambda: array("I"))
-    """How many tokens it brought."""
+    """The number of tokens in each message."""
     token_ids: list[int] = field(default_factory=list)
-    """The output; empty where the server doesn't tell them."""
+    """The output; empty if the server does not send token ids."""
     ended_s: float = 0.0
     status: str = ""
-    """``OK``, or how it failed; empty while it runs."""
+    """``OK`` or the kind of failure; empty while the request runs."""
     reason: str = ""
     """The failure's name in the service's catalogue, if it gave one."""
     error: str = ""
-    """The failure in words."""
+    """The failure's message."""
     finish_reason: str = ""
     request_id: str = ""
     text: str = ""
-    """Noted only where the next turn needs it."""
+    """Recorded only if the next turn needs it."""
     may_continue: bool = False
     prompt_tokens: int = 0
-    """As the server counts them, those of the whole context."""
+    """The server's count, for the whole context."""
     cached_tokens: int = 0
     output_tokens: int = 0
-    """As the server counts them; else those that came."""
+    """The server's count, or else the number of tokens that arrived."""
     drafts: int = 0
-    """Steps that had some."""
+    """The number of steps with drafts."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     predicted_ttft_s: float | None = None
-    """What the service foretold when it took the request."""
+    """The service's prediction when it accepted the request."""
     retry_after_s: float | None = None
-    """How long the service asked a refused client to wait."""
+    """How long a refused client should wait before it retries."""
 
     def tokens(self, now: float, token_ids: Sequence[int], num_tokens: int) -> None:
-        """A message with tokens came."""
+        """Records a message with tokens."""
         self.message_s.append(now)
         self.message_tokens.append(num_tokens)
         self.token_ids += token_ids
         self.output_tokens += num_tokens
 
     def fail(self, now: float, status: str, error: str, reason: str = "") -> None:
-        """It ended badly."""
+        """Records a failure."""
         self.ended_s, self.status, self.error, self.reason = now, status, error, reason
 
     @property
     def is_ok(self) -> bool:
-        """Whether it was answered whole."""
+        """Whether the request succeeded."""
         return self.status == OK
 
     @property
     def failure(self) -> str:
-        """How it failed: the status, and the service's own name for it."""
+        """The failure's status and the service's reason."""
         return f"{self.status} {self.reason}".strip()
 
     @property
@@ -84,29 +84,30 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first message; None if there was one message alone."""
+        """Time per output token after the first message; None if there was only one message."""
         if len(self.message_s) < 2:
             return None
-        # Where a server doesn't say how many tokens a message has, its own count of all of them is the better one.
+        # If a server does not report the tokens of each message, its total is more accurate.
         after_first = max(sum(self.message_tokens), self.output_tokens) - self.message_tokens[0]
         return (self.message_s[-1] - self.message_s[0]) / after_first
 
     def gaps_s(self) -> list[float]:
-        """Times between messages."""
+        """The times between messages."""
         return [later - earlier for earlier, later in zip(self.message_s, self.message_s[1:], strict=False)]
 
 
 class BenchTarget(Protocol):
-    """A way to call a service."""
+    """A service under test."""
 
     async def call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
-        """Sends a request, whose conversation had the turns ``past``, and notes all that comes. Returns when it has
-        ended, well or not; what went wrong is in the record. When cancelled, it ends the request at the service too."""
+        """Sends a request and records the response. ``past``: the earlier turns of its conversation. Returns when the
+        request has ended; the record contains its failure, if any. Cancellation ends the request at the service too."""
 
 
 def context(request: BenchRequest, past: Sequence[Record]) -> list[int]:
-    """The whole prompt of a turn: all that was said before, and what is new. In place of an answer whose token ids are
-    unknown stands the prompt of its turn, repeated to the answer's length: as many tokens, but none that is cached."""
+    """Returns the whole prompt of a turn: earlier prompts and answers, and the new part. An answer whose token ids are
+    unknown is replaced by its turn's prompt, repeated to the answer's length: the same number of tokens, but none that
+    is cached."""
     ids: list[int] = []
     for record in past:
         prompt = record.request.prompt_token_ids

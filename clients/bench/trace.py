@@ -1,4 +1,4 @@
-"""Loads read from a file: a line a request, with the time at which it came, its prompt and its conversation."""
+"""Loads read from a file: one line per request, with its arrival time, prompt and conversation."""
 
 import json
 import random
@@ -17,37 +17,38 @@ from penstock.clients.bench.workload import (
 from penstock.clients.errors import PenstockError
 
 MAX_TOKENS = 1 << 24
-"""Of a prompt and of an output: no model has more."""
+"""The limit for a prompt or an output. No model supports more."""
 MAX_ARRIVAL_S = 1e9
 _FIELDS = ("arrival_s", "prompt_token_ids", "prompt_tokens", "max_tokens", "conversation")
 
 
 class BadTrace(PenstockError):
-    """A line of a trace that can't be used; the text names file, line and field."""
+    """An invalid line of a trace. The message contains the file, line and field."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests of a file. Those of one conversation follow each other, each not before the one before has ended."""
+    """The requests of a file. Each request of a conversation waits for the end of the previous one."""
 
     requests: Sequence[BenchRequest]
     arrivals: Arrivals | None = None
-    """When they come instead of at their own times."""
+    """Replaces the arrival times of the file."""
     seed: int | str = 0
     name: str = "trace"
 
     @property
     def num_requests(self) -> int:
-        """All of them."""
+        """The number of requests."""
         return len(self.requests)
 
     @property
     def concurrency(self) -> int | None:
-        """As the arrivals say; None for times of their own."""
+        """The concurrency of ``arrivals``; None for the file's own times."""
         return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else None
 
     def conversations(self) -> Iterator[Sequence[BenchRequest]]:
-        """In the order of their first requests' times, or of the file where those don't count."""
+        """Yields conversations by the time of their first request, or in the order of the file if times are
+        replaced."""
         grouped: dict[str, list[BenchRequest]] = {}
         for request in self.requests:
             grouped.setdefault(request.conversation or f"\0{request.number}", []).append(request)
@@ -65,7 +66,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class TraceReader:
-    """What a line's request needs besides the line. Prompts known by length alone are drawn from ``seed``."""
+    """Reads traces. Prompts of which only the length is given are drawn from ``seed``."""
 
     vocab_size: int
     arrivals: Arrivals | None = None
@@ -74,7 +75,7 @@ class TraceReader:
     options: Mapping[str, object] = field(default_factory=lambda: DEFAULT_OPTIONS)
 
     def read(self, path: Path) -> Trace:
-        """The trace in a file. Raises BadTrace."""
+        """Reads the trace in a file. Raises BadTrace."""
         try:
             with path.open("rb") as lines:
                 requests = self._requests(path.name, lines)

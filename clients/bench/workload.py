@@ -1,6 +1,6 @@
-"""What ``penstock bench`` asks for, and when: conversations of one or more requests, the same for the same seed.
+"""The requests of ``penstock bench`` and their times: conversations of one or more requests, reproducible by seed.
 
-It knows nothing of how a service is called or what is measured.
+Independent of how a service is called and what is measured.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from penstock.clients.bench.lengths import LengthDistribution, Uniform
 from penstock.clients.errors import PenstockError
 
 DEFAULT_OPTIONS: Mapping[str, object] = {"temperature": 0, "repetition_penalty": 1, "ignore_eos": True}
-"""Greedy, without a penalty of the model's own, and as long as asked for, so that two runs, or two servers, do the same
+"""Greedy, without the model's default penalty, and of fixed length, so that two runs or two servers do the same
 work."""
 
 
@@ -22,37 +22,37 @@ class BenchRequest:
     """One request: a conversation's next turn, or all of it."""
 
     number: int
-    """Its place in the load, from 0."""
+    """Index in the load, from 0."""
     prompt_token_ids: Sequence[int]
-    """What is new in this turn."""
+    """The new part of the prompt in this turn."""
     max_tokens: int
     arrival_s: float | None = None
-    """When it is to be sent, from the start of the run; and not before the turn before it has ended. None: at once when
-    that has ended, or, of a first turn, when a place is free."""
+    """When to send it, from the start of the run, but not before the previous turn has ended. None: as soon as the
+    previous turn has ended, or, for a first turn, when a slot is free."""
     conversation: str = ""
-    """Its name in a trace; empty for a request by itself."""
+    """The conversation's name in a trace; empty for a single request."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """Fields of the contract's ``Start`` and ``Sampling`` under their names, or of the body of an HTTP request."""
+    """Fields of the contract's ``Start`` and ``Sampling`` by name, or of the body of an HTTP request."""
 
 
 class Workload(Protocol):
-    """What is asked for."""
+    """The requests of a run."""
 
     @property
     def concurrency(self) -> int | None:
-        """How many conversations are on their way at a time: a closed loop. None: they come at their times."""
+        """The number of concurrent conversations in a closed loop. None: conversations arrive at given times."""
 
     @property
     def num_requests(self) -> int | None:
-        """How many there are in all; None: without end."""
+        """The total number of requests; None if unlimited."""
 
     def conversations(self) -> Iterator[Sequence[BenchRequest]]:
-        """From the beginning, in the order in which they start, each with its turns in order."""
+        """Yields all conversations in the order of their starts, each with its turns in order."""
 
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """So many at a time: the next one starts when one has ended."""
+    """A fixed number of concurrent conversations: the next one starts when one has ended."""
 
     concurrency: int
 
@@ -62,21 +62,21 @@ class ClosedLoop:
 
 @dataclass(frozen=True)
 class OpenLoop:
-    """Conversations start at random times, whatever becomes of those before: ``rate`` a second. Times between are of a
-    gamma distribution with shape ``burstiness``: 1 is a Poisson process, less comes in bursts, more comes evenly."""
+    """Conversations start at random times, ``rate`` per second, regardless of earlier ones. The times between them have
+    a gamma distribution with shape ``burstiness``: 1 is a Poisson process, below 1 is burstier, above 1 more even."""
 
     rate: float
     burstiness: float = 1.0
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """Seconds from the start of the run, without end."""
+        """Yields start times, in seconds from the start of the run, without end."""
         now = 0.0
         while True:
             now += rng.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
             yield now
 
     def __str__(self) -> str:
-        return f"{self.rate:g} a second" + ("" if self.burstiness == 1 else f", burstiness {self.burstiness:g}")
+        return f"{self.rate:g}/s" + ("" if self.burstiness == 1 else f", burstiness {self.burstiness:g}")
 
 
 Arrivals = ClosedLoop | OpenLoop
@@ -84,29 +84,29 @@ Arrivals = ClosedLoop | OpenLoop
 
 @dataclass(frozen=True)
 class RandomLoad:
-    """Prompts of random token ids. Everything is drawn from ``seed``: what a conversation holds depends on its number
-    alone, so that another rate, or a shorter run, asks the same questions."""
+    """Prompts of random token ids, drawn from ``seed``. A conversation's content depends only on its number, so that
+    another rate, or a shorter run, sends the same prompts."""
 
     vocab_size: int
-    """Ids are below it."""
+    """Token ids are below it."""
     arrivals: Arrivals = field(default_factory=lambda: ClosedLoop(16))
     num_requests: int | None = 100
     prompt_tokens: LengthDistribution = field(default_factory=lambda: Uniform(512, 512))
-    """Of each turn, without the shared prefix."""
+    """The prompt's length in each turn, without the shared prefix."""
     output_tokens: LengthDistribution = field(default_factory=lambda: Uniform(128, 128))
     prefix_tokens: int = 0
-    """Tokens before the first turn that conversations share."""
+    """The number of tokens in the shared prefix before the first turn."""
     num_prefixes: int = 1
-    """How many different prefixes there are; each conversation takes one of them."""
+    """The number of different prefixes; each conversation uses one of them."""
     turns: int = 1
-    """Requests of a conversation, one after another."""
+    """The number of consecutive requests in a conversation."""
     seed: int | str = 0
     options: Mapping[str, object] = field(default_factory=lambda: DEFAULT_OPTIONS)
     max_model_len: int | None = None
-    """The most tokens of a conversation, where it is known. Lengths of an unbounded distribution are cut to it."""
+    """The limit of tokens in a conversation, if known. Lengths from an unbounded distribution are cut to it."""
 
     def __post_init__(self) -> None:
-        """Raises PenstockError if the longest conversation can't fit."""
+        """Raises PenstockError if the longest conversation does not fit."""
         most = [lengths.most or 1 for lengths in (self.prompt_tokens, self.output_tokens)]
         needed = self.prefix_tokens + self.turns * sum(most)
         if self.max_model_len is not None and needed > self.max_model_len:
@@ -117,11 +117,11 @@ class RandomLoad:
 
     @property
     def concurrency(self) -> int | None:
-        """As the arrivals say."""
+        """The concurrency of ``arrivals``."""
         return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else None
 
     def conversations(self) -> Iterator[Sequence[BenchRequest]]:
-        """One after another; the last one is cut short where ``num_requests`` says so."""
+        """Yields conversations in order; ``num_requests`` may cut the last one short."""
         left = self.num_requests
         number = 0
         for index, arrival in enumerate(arrival_times(self.arrivals, self.seed)):
@@ -168,8 +168,8 @@ class RandomLoad:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The first questions of a load, as long as they are there but about something else: nothing of the load itself is
-    cached by them."""
+    """Warm-up requests: as long as the first ones of a load, but with other tokens, so that they cache nothing of the
+    load."""
 
     load: Workload
     num_requests: int
@@ -177,19 +177,19 @@ class WarmUp:
     concurrency: int = 16
 
     def conversations(self) -> Iterator[Sequence[BenchRequest]]:
-        """One turn each."""
+        """Yields conversations of one turn."""
         for number, turns in enumerate(itertools.islice(self.load.conversations(), self.num_requests)):
             ids = random_ids(random.Random(f"warm-up/{number}"), len(turns[0].prompt_token_ids), self.vocab_size)
             yield [replace(turns[0], prompt_token_ids=ids, arrival_s=None)]
 
 
 def arrival_times(arrivals: Arrivals, seed: int | str) -> Iterator[float | None]:
-    """When each conversation starts; None, always, in a closed loop."""
+    """Yields the start time of each conversation; always None in a closed loop."""
     if isinstance(arrivals, ClosedLoop):
         return itertools.repeat(None)
     return arrivals.times(random.Random(f"{seed}/arrivals"))
 
 
 def random_ids(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
-    """Token ids, each as likely as any other."""
+    """Returns uniformly distributed token ids."""
     return rng.choices(range(vocab_size), k=num_tokens)

@@ -1,4 +1,4 @@
-"""A message as plain data, for programs: every field by its name, numbers as numbers."""
+"""Converts a protobuf message to plain data for JSON: every field by its name, numbers as numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 
 def as_dict(message: Any) -> dict[str, Any]:
-    """None where a field is absent; enums by their names in small letters, without what the names have in common."""
+    """Converts a message. Absent fields are None; enums are lower-case names without their common prefix."""
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
 
 

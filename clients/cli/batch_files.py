@@ -1,12 +1,12 @@
-"""The two files of a batch: lines that ask, and lines that answer. Knows neither sockets nor progress bars.
+"""Reads and writes the two files of a batch: requests and results. Independent of sockets and progress bars.
 
-A line in is a JSON object: ``id`` (text or an integer, unique), one of ``prompt``, ``prompt_token_ids`` and
-``messages``, and options of the request under the contract's names. A line out is ``{"id", "text", "token_ids",
-"finish_reason", "usage"}`` (``choices`` in place of the three in the middle where ``n`` is above 1), or
-``{"id", "error": {"code", "message"}}``. The answer to a line that is no request has its number as ``line`` as well.
+An input line is a JSON object: ``id`` (text or an integer, unique), one of ``prompt``, ``prompt_token_ids`` and
+``messages``, and options of the request under the contract's names. An output line is ``{"id", "text", "token_ids",
+"finish_reason", "usage"}`` (``choices`` replaces the three in the middle if ``n`` is above 1), or ``{"id", "error":
+{"code", "message"}}``. The output for an invalid line also has its number as ``line``.
 
-A line with ``custom_id`` is in the format of OpenAI's Batch API: ``custom_id``, ``method``, ``url`` and ``body``.
-Its answer is in that format too: ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``.
+A line with ``custom_id`` is in the format of OpenAI's Batch API: ``custom_id``, ``method``, ``url`` and ``body``. Its
+output is in that format too: ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``.
 """
 
 import fcntl
@@ -29,12 +29,12 @@ from penstock.v1 import generation_pb2 as pb
 Id = str | int
 
 OPENAI_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-"""What a line in OpenAI's format may call."""
+"""The URLs that a line in OpenAI's format may call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A line that is a request."""
+    """A valid line."""
 
     id: Id
     start: pb.Start
@@ -50,7 +50,7 @@ class HttpJob:
 
 
 class BadLineKey(NamedTuple):
-    """Tells whether two runs found the same fault: of a line with an id wherever it is, else at the same number."""
+    """Identifies an invalid line across runs: by its id, or else by its number."""
 
     id: Id | None
     line: int | None
@@ -59,7 +59,7 @@ class BadLineKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no request, and why; the id if it has one."""
+    """An invalid line, the problem, and its id if it has one."""
 
     line: int
     id: Id | None
@@ -68,17 +68,17 @@ class BadLine:
 
     @property
     def message(self) -> str:
-        """The problem, with the line's number."""
+        """The problem with the line's number."""
         return f"line {self.line}: {self.problem}"
 
     @property
     def key(self) -> BadLineKey:
-        """Equal to that of an earlier run if the line is known by then."""
+        """Equal to the key of the same line in an earlier run."""
         return BadLineKey(self.id, self.line if self.id is None else None, self.problem)
 
 
 def parse_line(number: int, raw: bytes, defaults: Mapping[str, object]) -> Job | HttpJob | BadLine | None:
-    """What a line asks for; None if it is blank. ``defaults`` are options of lines that do not name them."""
+    """Parses a line; returns None if it is blank. ``defaults`` are options for lines that do not set them."""
     if not raw.strip():
         return None
     try:
@@ -121,7 +121,7 @@ def _parse_openai_line(number: int, value: Mapping[str, Any], defaults: Mapping[
 
 
 def bad_line_record(bad: BadLine) -> dict[str, object]:
-    """The line out for a line that is no request."""
+    """Returns the output for an invalid line."""
     error = {"code": "INVALID_ARGUMENT", "message": bad.message}
     if bad.is_openai:
         return {"id": _new_openai_id(), "custom_id": bad.id, "line": bad.line, "response": None, "error": error}
@@ -129,7 +129,7 @@ def bad_line_record(bad: BadLine) -> dict[str, object]:
 
 
 def http_record(identity: Id, status: int, request_id: str, body: object) -> dict[str, object]:
-    """The line out for a line in OpenAI's format that was answered, well or not."""
+    """Returns the output for a line in OpenAI's format, from a response of any status."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": _new_openai_id(), "custom_id": identity, "response": response, "error": None}
 
@@ -139,19 +139,19 @@ def _new_openai_id() -> str:
 
 
 def has_failed(record: Mapping[str, Any]) -> bool:
-    """Whether a line out is an error."""
+    """Whether an output line is an error."""
     response = record.get("response")
     status = response.get("status_code") if isinstance(response, dict) else None
     return record.get("error") is not None or (isinstance(status, int) and status >= 400)
 
 
 def failure_record(identity: Id, failure: RequestFailed) -> dict[str, object]:
-    """The line out for a request that failed."""
+    """Returns the output for a failed request."""
     return {"id": identity, "error": {"code": failure.code.name, "message": failure.message}}
 
 
 def answer_record(identity: Id, answer: Completion) -> dict[str, object]:
-    """The line out for a request that was answered."""
+    """Returns the output for a successful request."""
     record: dict[str, object] = {"id": identity}
     if len(answer.choices) == 1:
         record |= _choice_record(answer.choices[0])
@@ -178,24 +178,24 @@ def _refuse_constant(name: str) -> object:
 
 
 class Results(Protocol):
-    """Where lines out go, and what is there already."""
+    """The output, and what it already contains."""
 
     ids: set[Id]
-    """Of requests that were answered, well or not."""
+    """The ids of requests with a result, successful or not."""
     failed_ids: set[Id]
-    """Of those whose answer is an error."""
+    """The ids of failed requests."""
     bad_lines: set[BadLineKey]
-    """Of lines in that were no requests."""
+    """The keys of invalid input lines."""
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Adds a line; it is with the operating system before this returns."""
+        """Writes a line. The operating system has it when this returns."""
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Closes the output. Safe to call twice."""
 
 
 class StreamResults:
-    """Results that go to a pipe or a terminal: there is nothing to resume."""
+    """Results in a pipe or a terminal, which cannot be resumed."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -209,14 +209,14 @@ class StreamResults:
         self._stream.flush()
 
     def close(self) -> None:
-        """Leaves the stream open: it is the caller's."""
+        """Leaves the stream open, since the caller owns it."""
 
 
 class FileResults:
-    """Results in a file that an earlier run may have begun, and been killed over."""
+    """Results in a file, possibly from an earlier run that was killed."""
 
     def __init__(self, path: Path, *, overwrite: bool = False, retry_failed: bool = False) -> None:
-        """Opens or creates the file for this process alone, and mends its last line. Raises PenstockError."""
+        """Opens or creates the file, locks it, and repairs its last line. Raises PenstockError."""
         self._path = path
         self.ids: set[Id] = set()
         self.failed_ids: set[Id] = set()
@@ -232,20 +232,21 @@ class FileResults:
             raise self._unwritable(error) from None
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Adds a line. Raises PenstockError if the disk is full, or the like; the next run mends a torn line."""
+        """Writes a line. Raises PenstockError if that fails, for example on a full disk; the next run repairs a partial
+        line."""
         try:
             self._write_all(_line(record))
         except OSError as error:
             raise self._unwritable(error) from None
 
     def close(self) -> None:
-        """Waits until the disk has it all."""
+        """Syncs the file to disk and closes it."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
 
     def _open(self) -> FileIO:
-        # Unbuffered: each write is a whole line, and one that fails leaves nothing behind to fail again.
+        # Unbuffered: each write is a whole line, and a failed one leaves no buffered data.
         file = FileIO(self._path, "a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,8 +256,7 @@ class FileResults:
         return file
 
     def _resume(self) -> None:
-        """Notes what was answered, and mends the last line: one without its newline gets it if it is whole, and is cut
-        off if it is torn."""
+        """Reads the existing results and repairs the last line: adds a missing newline, or removes a partial line."""
         end = 0
         try:
             for record, record_end in _records(self._path):
@@ -280,8 +280,8 @@ class FileResults:
             (self.failed_ids.add if has_failed(record) else self.failed_ids.discard)(known)
 
     def _take_out_failures(self) -> None:
-        """Replaces the file by one without its errors, whole or not at all. What a symbolic link leads to is replaced,
-        with its mode and owner; a file of several names is written in place, so that all of them still name it."""
+        """Atomically replaces the file by one without errors. The target of a symbolic link is replaced, with its mode
+        and owner; a file with several hard links is rewritten in place, so that all of them stay valid."""
         path, old = self._path.resolve(), os.fstat(self._file.fileno())
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as new:
             try:
@@ -313,13 +313,13 @@ class FileResults:
 
 
 def _line(record: Mapping[str, object]) -> bytes:
-    # Half of a surrogate pair, as JSON may have it, has no UTF-8: it goes out as the escape that it came as.
+    # Half of a surrogate pair, which JSON allows, has no UTF-8 encoding: it is written as an escape.
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, object], int]]:
-    """The lines of an earlier run, each with the offset of its end; a torn last one is left out. Raises PenstockError
-    if another is no line of results."""
+    """Yields the lines of an earlier run, each with the offset of its end, except a partial last one. Raises
+    PenstockError if any other line is not a result."""
     end = 0
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""Answers lines in the format of OpenAI's Batch API: by the gateway's own app, in this process, without a socket."""
+"""Runs lines in the format of OpenAI's Batch API with the gateway's app, in this process, without a socket."""
 
 import asyncio
 from collections.abc import MutableMapping
@@ -13,13 +13,13 @@ from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.errors import PenstockError, RequestFailed
 
 _APP, _SETTINGS = "penstock.clients.gateway.server.app", "penstock.clients.gateway.settings"
-"""Imported by name when a line needs them: the bare client has neither FastAPI nor pydantic."""
+"""Imported by name on first use: the bare client has neither FastAPI nor pydantic."""
 _CODES = {429: grpc.StatusCode.RESOURCE_EXHAUSTED, 503: grpc.StatusCode.UNAVAILABLE}
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What the gateway answered."""
+    """The gateway's response."""
 
     status: int
     headers: dict[str, str]
@@ -27,7 +27,7 @@ class HttpAnswer:
 
 
 class HttpRefused(RequestFailed):
-    """The gateway answered that the request may be tried again later."""
+    """The gateway refused the request, which may be retried later."""
 
     def __init__(self, answer: HttpAnswer) -> None:
         super().__init__(_CODES[answer.status], f"HTTP status {answer.status}")
@@ -37,7 +37,7 @@ class HttpRefused(RequestFailed):
 
 
 class BatchGateway:
-    """The gateway in front of one service. It starts with the first request."""
+    """The gateway for one service. Starts with the first request."""
 
     def __init__(self, service: ConnectionOptions) -> None:
         self._service = service
@@ -52,7 +52,7 @@ class BatchGateway:
         await self._stack.aclose()
 
     async def post(self, path: str, body: bytes) -> HttpAnswer:
-        """Posts JSON. Raises HttpRefused for an answer of 429 or 503, and PenstockError where the gateway is not
+        """Posts JSON. Raises HttpRefused for a status of 429 or 503, and PenstockError if the gateway is not
         installed."""
         async with self._starting:
             if self._app is None:
@@ -77,7 +77,7 @@ class BatchGateway:
 
 
 async def _call(app: Any, path: str, body: bytes) -> HttpAnswer:
-    """One request to an ASGI app."""
+    """Sends one request to an ASGI app."""
     headers = {"host": "penstock", "content-type": "application/json", "content-length": str(len(body))}
     scope = {
         "type": "http",

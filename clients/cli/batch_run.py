@@ -1,4 +1,4 @@
-"""The work of ``penstock generate``: asks for every line of a file, many at a time, and writes the answers."""
+"""The work of ``penstock generate``: runs the lines of a file, many concurrently, and writes the results."""
 
 import asyncio
 import itertools
@@ -35,7 +35,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 15.0
 
 
 class JobStopped(PenstockError):
-    """The job cannot go on now; what was answered is kept."""
+    """The job cannot continue now; results so far are kept."""
 
 
 @dataclass
@@ -52,13 +52,13 @@ class BatchRun:
     num_done: int = 0
     num_skipped: int = 0
     num_failed: int = 0
-    """Lines whose answer is an error, in this run or an earlier one."""
+    """The number of failed lines, in this run and earlier ones."""
     output_tokens: int = 0
     _seen: set[Id] = field(default_factory=set)
     _began: float = field(default_factory=time.monotonic)
 
     async def run(self, lines: AsyncIterator[bytes]) -> None:
-        """Answers every line. Raises JobStopped if the service is gone and does not come back."""
+        """Runs every line. Raises JobStopped if the service is gone and does not return."""
         slots = asyncio.Semaphore(self.concurrency)
         number = 0
         try:
@@ -75,7 +75,7 @@ class BatchRun:
             raise told.exceptions[0] from None
 
     def _next_job(self, number: int, raw: bytes) -> Job | HttpJob | None:
-        """What a line asks for, if that was not done already; a line that asks for nothing is answered here."""
+        """Returns the request of a line, unless it is done already. Writes the error of an invalid line."""
         line = parse_line(number, raw, self.defaults)
         if isinstance(line, Job | HttpJob) and line.id in self._seen:
             is_openai = isinstance(line, HttpJob)
@@ -128,7 +128,7 @@ class BatchRun:
         self._done(http_record(job.id, answer.status, answer.headers.get("x-request-id", ""), body))
 
     async def _ask(self, send: Callable[[], Awaitable[T]]) -> T:
-        """The answer, asked for again while the service is away or busy."""
+        """Sends a request, with retries while the service is away or busy."""
         give_up = 0.0
         for pause in _pauses():
             try:
@@ -144,7 +144,7 @@ class BatchRun:
         raise AssertionError("pauses do not end")
 
     async def _stop_if_gone(self, failure: RequestFailed) -> None:
-        """A service that is gone is no answer to a line. One that is there and says UNAVAILABLE of this request is."""
+        """Stops the job if the service is gone. UNAVAILABLE from a running service is a result of the line."""
         if failure.code is not grpc.StatusCode.UNAVAILABLE:
             return
         if not isinstance(failure, StreamBroken | Unreachable):
@@ -170,6 +170,6 @@ class BatchRun:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between attempts, without end: growing, and spread so that many requests don't come back as one."""
+    """Yields seconds between attempts, without end: growing, and random so that requests do not retry at once."""
     for attempt in itertools.count():
         yield min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)

@@ -1,4 +1,4 @@
-"""``penstock chat``: talks to a running service in the terminal."""
+"""``penstock chat``: chats with a running service in the terminal."""
 
 import argparse
 import sys
@@ -31,7 +31,7 @@ _HELP = '''\
 /help              show this help
 /reset             start a new conversation
 /system TEXT       set the system message; without TEXT, show it; "/system -" removes it
-/set NAME=VALUE    set a request option, such as temperature=0.7; "NAME=" restores its default; /set alone shows all
+/set NAME=VALUE    set a request option, such as temperature=0.7; "NAME=" restores its default; plain /set shows all
 /stats             show speed and tokens of the last answer and of all
 /exit              leave; Ctrl-D does the same
 Ctrl-C stops the current answer. A line that ends in a backslash continues on the next line. All lines between two lines
@@ -49,17 +49,17 @@ examples:
 
 _USUAL_MAX_TOKENS = 1024
 _RETAIN_MS = 600_000
-"""How long a person may think about an answer before its context has to be computed again."""
+"""How long the service keeps the context for the user's next message."""
 _GONE = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION})
-"""How a service says that it cannot go on from a context: it has it no more, or its chat template cannot do that."""
+"""The errors if a service cannot continue a context: it was dropped, or the chat template does not allow it."""
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells know it."""
+"""The exit status after Ctrl-C, as in shells."""
 
 
 @dataclass
 class ChatAnswer:
-    """What is known of an answer while it comes, with times by this side's clock."""
+    """The state of an answer while it arrives, with times measured by the client."""
 
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
@@ -71,7 +71,7 @@ class ChatAnswer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything came: a question that was refused has no answer."""
+        """Whether any event has arrived; a refused request has none."""
         return self.first is not None or self.finished is not None
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class ChatAnswer:
 
 
 class ChatSession:
-    """One sitting: what was said, with which options, and how fast the answers came."""
+    """A chat: the conversation, its options, and the speed of the answers."""
 
     def __init__(self, client: Client, model: GetModelResponse, screen: Screen) -> None:
         self._client = client
@@ -101,8 +101,8 @@ class ChatSession:
         self.options: dict[str, object] = {"max_tokens": min(_USUAL_MAX_TOKENS, self._context // 2)}
 
     def ask(self, text: str) -> bool:
-        """Sends the user's message and shows the answer as it comes. Ctrl-C ends the answer; what came of it is kept,
-        and False is returned. Raises RequestFailed and TooLong; a message that got no answer is forgotten."""
+        """Sends the user's message and shows the answer as it arrives. Ctrl-C ends the answer; the part so far is kept,
+        and False is returned. Raises RequestFailed and TooLong; a message without an answer is dropped."""
         self._tell_dropped(self.conversation.ask(text, self._room()))
         answer = ChatAnswer()
         try:
@@ -126,7 +126,7 @@ class ChatSession:
             self.conversation.answer(answer.text, answer.finished)
 
     def set(self, name: str, value: object) -> None:
-        """Changes an option; None is its default. Raises InvalidOption."""
+        """Sets an option; None restores its default. Raises InvalidOption."""
         if name in ("n", "format"):
             raise InvalidOption(name, "a chat has one answer per turn, as text")
         if name == "continue_from":
@@ -139,7 +139,7 @@ class ChatSession:
             self.options[name] = value
 
     def settings(self) -> str:
-        """The options that are set, and the defaults that the model has for others."""
+        """Formats the options that are set, and the model's defaults for others."""
         options = dict(self.options)
         if self._timeout is not None:
             options["timeout_ms"] = round(self._timeout * 1000)
@@ -152,7 +152,7 @@ class ChatSession:
         return "\n".join(lines) or "all options have their defaults"
 
     def stats(self) -> str:
-        """Speed and tokens."""
+        """Formats speed and tokens."""
         if not self._answers:
             return "no answer yet"
         num_tokens = sum(answer.num_tokens for answer in self._answers)
@@ -180,7 +180,7 @@ class ChatSession:
             self._screen.note(f"[the context is full: the oldest {what} dropped]")
 
     def _room(self) -> int:
-        """Tokens to keep free for the answer."""
+        """Returns the number of tokens to keep free for the answer."""
         limit = self.options.get("max_tokens")
         return limit if isinstance(limit, int) else self._context // 4
 
@@ -212,8 +212,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _talk(chat: ChatSession, screen: Screen) -> int:
-    """Reads messages and commands until the end. The status is 0 for a person, who saw what failed; for a pipe it is 1
-    if anything did."""
+    """Reads messages and commands until the end. The status is 0 on a terminal, where the user saw any failure; for a
+    pipe it is 1 if anything failed."""
     read_line = line_reader()
     status = 0
     while True:
@@ -236,7 +236,7 @@ def _talk(chat: ChatSession, screen: Screen) -> int:
 
 
 def _command(chat: ChatSession, screen: Screen, text: str) -> bool:
-    """Carries out a command; returns whether the chat goes on."""
+    """Runs a command; returns whether the chat continues."""
     name, _, rest = text.partition(" ")
     rest = rest.strip()
     match name:
@@ -263,7 +263,7 @@ def _command(chat: ChatSession, screen: Screen, text: str) -> bool:
 
 
 def _describe(client: Client) -> GetModelResponse:
-    """What is served. Raises PenstockError that says what to do if one can't chat with it."""
+    """Returns the served model. Raises PenstockError, with a remedy, if it cannot be used for chat."""
     try:
         with advised():
             model = client.model()

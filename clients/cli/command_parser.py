@@ -1,4 +1,4 @@
-"""How the commands read their arguments, and what they report about wrong ones."""
+"""Parses the commands' arguments and reports invalid ones."""
 
 import argparse
 import difflib
@@ -13,7 +13,7 @@ _MAX_MESSAGE = 2000
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 _UNRECOGNIZED = "unrecognized arguments: "
 _SIMILAR, _VERY_SIMILAR = 0.6, 0.75
-"""As difflib measures it. The second is for flags that may be another command's, and right."""
+"""Similarities by difflib. The second is for flags that may be valid flags of another command."""
 _NOT_A_NUMBER = re.compile("invalid (int|float) value: ")
 
 
@@ -22,7 +22,7 @@ def _number_wanted(found: re.Match[str]) -> str:
 
 
 def shortened(message: str) -> str:
-    """A message without the middle of what is too long to read: an argument may be of any length."""
+    """Removes the middle of a message that is too long to read: an argument may have any length."""
     message = _LONG_WORD.sub(lambda word: f"{word[0][:_SHOWN_OF_WORD]}...", message)
     if len(message) <= _MAX_MESSAGE:
         return message
@@ -30,13 +30,12 @@ def shortened(message: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], similarity: float = _SIMILAR) -> str | None:
-    """The known flag or key that ``name`` may be a misspelling of."""
+    """Returns the known flag or key that resembles ``name``."""
     return next(iter(difflib.get_close_matches(name[:100], list(known), 1, similarity)), None)
 
 
 def misspelt(arguments: Iterable[str], known: Iterable[str], similarity: float = _SIMILAR) -> dict[str, str]:
-    """The flags among ``arguments`` that are not known, each with the known one that it resembles; others are left
-    out."""
+    """Returns the unknown flags among ``arguments`` that resemble a known one, each with that one."""
     known = list(known)
     flags = [flag for flag in known if flag.startswith("--")]
     found = ((name, nearest(name, flags, similarity)) for name in _unknown_flags(arguments, known))
@@ -44,7 +43,7 @@ def misspelt(arguments: Iterable[str], known: Iterable[str], similarity: float =
 
 
 def _unknown_flags(arguments: Iterable[str], known: Iterable[str]) -> Iterator[str]:
-    """The names of the flags among ``arguments`` that are not in ``known``."""
+    """Yields the names of the flags among ``arguments`` that are not in ``known``."""
     names = set(known)
     for argument in arguments:
         if argument == "--":
@@ -56,7 +55,7 @@ def _unknown_flags(arguments: Iterable[str], known: Iterable[str]) -> Iterator[s
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The arguments of ``penstock NAME``. Flags cannot be abbreviated, the epilog is shown as it is, and an error is
+    """The arguments of ``penstock NAME``. Flags cannot be abbreviated, the epilog is shown unchanged, and an error is
     one line, not a page of usage."""
 
     def __init__(self, name: str, description: str, epilog: str) -> None:
@@ -71,12 +70,12 @@ class CommandParser(argparse.ArgumentParser):
         self._takes_others = True
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse: there must be no unknown argument."""
+        """Like argparse's method: refuses unknown arguments."""
         self._takes_others = False
         return super().parse_args(args, namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse. Keeps the arguments: argparse reports what is missing before what is unknown, although a
+        """Like argparse's method. Keeps the arguments: argparse reports missing flags before unknown ones, although a
         flag is often missing because it was misspelt."""
         self._arguments = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
@@ -95,6 +94,6 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {shortened(text)}; {self.prog} --help lists the flags\n")
 
     def misspelt_flags(self) -> dict[str, str]:
-        """The flags that are unknown, each with the one that may be meant."""
+        """Returns the unknown flags, each with the one that may be meant."""
         similarity = _VERY_SIMILAR if self._takes_others else _SIMILAR
         return misspelt(self._arguments, self._option_string_actions, similarity)

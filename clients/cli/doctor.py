@@ -1,5 +1,5 @@
-"""``penstock doctor``: what this machine has, which backend will run and why, and what is missing, with its remedy; or
-why a service cannot be reached."""
+"""``penstock doctor``: reports what this machine has, which backend will run and why, and what is missing, with
+remedies; or why a service cannot be reached."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ _OPTIONAL = {
     "bench": "for plots and OpenAI's API in penstock bench",
     "gateway": "for OpenAI's API: penstock gateway, penstock serve --http-port",
 }
-"""Extras that a service does without, and what they are for."""
+"""Extras that a service does not need, and their purpose."""
 _DISPENSABLE = {
     "transformers": "the tests compare with it",
     "triton": "GPU kernels need it",
@@ -28,17 +28,17 @@ _LOW_MEMORY = 2 << 30
 
 
 class FindingKind(Enum):
-    """What a finding means."""
+    """The severity of a finding."""
 
     MISSING = "missing"
     """``penstock serve`` cannot run."""
     ADVICE = "advice"
-    """It runs, but not as well as it could here."""
+    """It runs, but not as well as it could on this machine."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to do."""
+    """A problem and its remedy."""
 
     kind: FindingKind
     what: str
@@ -47,10 +47,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """What ``penstock serve`` will compute with, if nothing else is asked of it."""
+    """The default backend of ``penstock serve``."""
 
     backend: str | None
-    """None: it cannot run."""
+    """None if it cannot run."""
     device: str | None
     why: str
 
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def _look_at(service: ConnectionOptions, *, as_json: bool) -> int:
-    """Tells how far one comes on the way to a service; returns the exit status."""
+    """Reports whether a service can be reached; returns the exit status."""
     reached = reach(service)
     if as_json:
         print(json.dumps({"target": service.target, **dataclasses.asdict(reached)}, indent=2))
@@ -99,12 +99,12 @@ def _look_at(service: ConnectionOptions, *, as_json: bool) -> int:
 
 
 def _is_needed(package: Package) -> bool:
-    """Whether no service can run without it."""
+    """Whether every service needs the package."""
     return package.extra not in _OPTIONAL and package.name not in _DISPENSABLE
 
 
 def choose(machine: Machine, library: CpuLibrary) -> BackendChoice:
-    """Which backend will run, and why."""
+    """Returns the backend that will run, and the reason."""
     if any(map(_is_needed, machine.missing())):
         return BackendChoice(None, None, "the packages that a server needs are not installed")
     device, why = machine.default_device()
@@ -116,7 +116,7 @@ def choose(machine: Machine, library: CpuLibrary) -> BackendChoice:
 
 
 def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
-    """What is missing, then what could be better."""
+    """Yields what is missing, then advice."""
     version = tuple(map(int, machine.python.split(".")[:2]))
     if not (3, 11) <= version < (3, 14):
         yield Finding(
@@ -164,7 +164,7 @@ def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
 
 
 def describe(machine: Machine, library: CpuLibrary, choice: BackendChoice, findings: list[Finding]) -> Iterator[str]:
-    """The report, line by line."""
+    """Yields the lines of the report."""
     cores = f"{machine.num_usable_cores:g} of {machine.num_cores} usable"
     yield f"penstock  {machine.penstock}"
     yield f"Python    {machine.python} at {machine.python_path}"

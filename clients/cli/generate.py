@@ -1,4 +1,5 @@
-"""``penstock generate``: a file of requests in, a file of answers out; it may be interrupted anywhere and run again."""
+"""``penstock generate``: runs a file of requests and writes a file of results; can be interrupted at any time and
+resumed."""
 
 import argparse
 import asyncio
@@ -48,7 +49,8 @@ examples:
 
 
 async def _read_lines(file: BinaryIO) -> AsyncIterator[bytes]:
-    """The lines of a file, or of a pipe without holding up the loop. Raises PenstockError for a line without end."""
+    """Yields the lines of a file, or of a pipe without blocking the event loop. Raises PenstockError for a line that is
+    too long."""
     if not _is_pipe(file):
         for line in file:
             yield line
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, more: list[str]) -> None:
-    """Refuses arguments that do not go together."""
+    """Refuses invalid combinations of arguments."""
     if more and arguments.target is not None:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if (arguments.model is None) == (arguments.target is None):
@@ -113,7 +115,7 @@ async def _run(
         BatchGateway(service) as gateway,
     ):
         with advised():
-            await client.model()  # nothing is begun with a service that is not there
+            await client.model()  # fails early if the service cannot be reached
         bar = tqdm(total=_num_lines(source), unit=" lines", file=sys.stderr, disable=None, dynamic_ncols=True)
         with bar as progress:
             defaults = dict([*arguments.settings, *constraint_settings(arguments)])
@@ -139,10 +141,10 @@ def _opened_input(path: str) -> Iterator[BinaryIO]:
         yield sys.stdin.buffer
         return
     if path == "-":
-        # A terminal is opened anew: what makes it fit for the loop would otherwise make standard output unfit for us.
+        # A terminal is reopened: the event loop makes it non-blocking, which would also affect standard output.
         path = os.ttyname(sys.stdin.fileno())
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below; here its failure is told
+        file = open(path, "rb")  # noqa: SIM115 - closed below; only a failure to open is reported here
     except OSError as error:
         raise PenstockError(f"--input: cannot read {path}: {error.strerror}") from None
     with file:
@@ -167,16 +169,16 @@ def _results(arguments: argparse.Namespace) -> Iterator[Results]:
 def _service(
     parser: CommandParser, arguments: argparse.Namespace, flags: dict[str, object]
 ) -> Iterator[ConnectionOptions]:
-    """The service that was named, or one of this process's own, for as long as it takes."""
+    """Yields the given service, or one that runs in this process meanwhile."""
     if arguments.target is not None:
         yield connection(arguments, arguments.target)
         return
-    # By name: callers of a service have no server installed.
+    # Imported by name: the bare client has no server.
     local_service = import_module(_LOCAL_SERVICE).local_service
     with ExitStack() as stack:
         try:
             target = stack.enter_context(local_service(arguments.model, **flags))
-        except PenstockError as error:  # a misspelt flag of this command counts as one of penstock serve
+        except PenstockError as error:  # a misspelt flag of this command is treated as one of penstock serve
             near = [f"{flag} instead of {name}" for name, flag in parser.misspelt_flags().items() if name in str(error)]
             if near:
                 raise PenstockError(f"{error}; or did you mean {' and '.join(near)}?") from None
@@ -185,8 +187,8 @@ def _service(
 
 
 def _serve_flags(parser: argparse.ArgumentParser, more: list[str]) -> dict[str, object]:
-    """Flags of ``penstock serve``, such as ``--max-model-len 4096``, as arguments of ``local_service``, which checks
-    them."""
+    """Converts flags of ``penstock serve``, such as ``--max-model-len 4096``, to arguments of ``local_service``, which
+    checks them."""
     flags: dict[str, object] = {}
     words = list(more)
     while words:
@@ -207,7 +209,7 @@ def _serve_flags(parser: argparse.ArgumentParser, more: list[str]) -> dict[str, 
 
 
 def _num_lines(file: BinaryIO) -> int | None:
-    """How many lines there are, for the progress bar; None where that can't be known before they are read."""
+    """Counts the lines for the progress bar; returns None if that is impossible without consuming them."""
     if not file.seekable():
         return None
     start = file.tell()

@@ -1,5 +1,5 @@
-"""The command ``penstock``: finds a subcommand by name and imports it only then, so that the bare install runs what
-needs no server, and ``penstock --help`` answers at once."""
+"""The command ``penstock``: imports a subcommand only when it runs, so that the bare install can run commands that need
+no server, and ``penstock --help`` is fast."""
 
 import contextlib
 import difflib
@@ -11,12 +11,12 @@ from importlib import import_module
 from importlib.metadata import version
 
 USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
-"""Exit statuses besides 0 and 1, as shells know them."""
+"""Exit statuses besides 0 and 1, as in shells."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: where it is, as ``module:function``, what it does, and which extra has the packages it needs."""
+    """A subcommand: its location as ``module:function``, its summary, and the extra with the packages it needs."""
 
     entry: str
     summary: str
@@ -52,16 +52,14 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs ``penstock`` with these arguments, or the process's, and returns the exit status."""
+    """Runs ``penstock`` with these arguments, or those of the process, and returns the exit status."""
     _open_missing_streams()
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "NONE"
-    )  # what the library logs of its connections is no news for a terminal
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the library's log of its connections is noise on a terminal
     try:
         status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
-    except SystemExit as leaving:  # argparse, after it printed what it had to
+    except SystemExit as leaving:  # from argparse, after it printed a message
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -74,20 +72,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _open_missing_streams() -> None:
-    """Gives a process that was started without standard streams empty ones: else the first sockets and files that it
-    opens would take their numbers, and what is written to the log with them."""
+    """Opens missing standard streams on /dev/null: otherwise the first sockets and files would get their descriptors,
+    and log output would go there."""
     for number in range(3):
         with contextlib.suppress(OSError):
             os.fstat(number)
             continue
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # child processes need them too
-    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115 - for as long as the process
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115 - open until the process ends
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _forget_output() -> None:
-    """Nobody takes what is still to be written, so that Python shall not try, and complain, when it ends."""
+    """Discards unwritten output: the reader is gone, and Python would report an error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -110,7 +108,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _run(name: str, command: Command, arguments: list[str]) -> int:
-    # Imported here: errors knows grpc, which takes a while to load, and --help needs nothing of it.
+    # Imported here: errors imports grpc, which is slow to load, and --help does not need it.
     from penstock.clients.errors import PenstockError
 
     program = f"penstock {name}"

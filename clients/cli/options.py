@@ -1,4 +1,4 @@
-"""What the terminal tools share: the flags that name a service, and options of a request given as text."""
+"""Shared flags of the terminal tools: the connection to a service, and request options given as text."""
 
 import argparse
 import json
@@ -20,12 +20,12 @@ ADMIN_VARIABLE = "PENSTOCK_ADMIN"
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 _OF_KEY = f"file with the API key; otherwise ${KEY_VARIABLE} (default: none)"
 DEFAULT_ADMIN = "127.0.0.1:50052"
-"""Where ``penstock serve`` is administered unless told otherwise."""
+"""The default address of the admin listener of ``penstock serve``."""
 
 
 @dataclass(frozen=True)
 class ConnectionOptions:
-    """Where a service is and how to reach it: the arguments of a client."""
+    """The address of a service and how to connect: the arguments of a client."""
 
     target: str
     api_key: str | None = None
@@ -35,8 +35,8 @@ class ConnectionOptions:
 def add_connection_flags(
     parser: argparse.ArgumentParser, of_target: str, flag: str = "--target", of_key: str = _OF_KEY
 ) -> None:
-    """Adds ``--target``, which ``of_target`` explains, and the flags that ``connection`` reads; ``of_key`` explains the
-    key's."""
+    """Adds ``--target``, with the help text ``of_target``, and the flags that ``connection`` reads; ``of_key`` is the
+    help text of the key's flag."""
     flags = parser.add_argument_group("the service")
     flags.add_argument(flag, metavar="HOST:PORT", help=of_target)
     flags.add_argument(
@@ -53,7 +53,7 @@ def add_connection_flags(
 
 
 def connection(arguments: argparse.Namespace, target: str) -> ConnectionOptions:
-    """What the flags and the environment say. Raises PenstockError if one of the files cannot be used."""
+    """Reads the flags and the environment. Raises PenstockError if one of the files cannot be used."""
     _check_tls_files(arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     uses_tls = any((arguments.tls, arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name))
     tls = Tls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name)
@@ -61,7 +61,7 @@ def connection(arguments: argparse.Namespace, target: str) -> ConnectionOptions:
 
 
 def _check_tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> None:
-    """Raises PenstockError. gRPC would report a file that it cannot use as a service that is not there."""
+    """Raises PenstockError for unusable files, which gRPC would report as an unreachable service."""
     for flag, path in (("--tls-ca", ca), ("--tls-cert", certificate), ("--tls-key", key)):
         if path is not None:
             _read(flag, path)
@@ -94,13 +94,13 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def admin_connection(arguments: argparse.Namespace) -> ConnectionOptions:
-    """What the flags and the environment say of the administration's listener. Raises PenstockError."""
+    """Reads the flags and the environment for the admin listener. Raises PenstockError."""
     return connection(arguments, arguments.admin or os.environ.get(ADMIN_VARIABLE) or DEFAULT_ADMIN)
 
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Adds to a failure which of these flags may help. Raises PenstockError."""
+    """Adds to failures which of these flags may help. Raises PenstockError."""
     try:
         yield
     except RequestFailed as failure:
@@ -117,7 +117,7 @@ def advised() -> Iterator[None]:
 
 
 def add_setting_flag(parser: argparse.ArgumentParser, explanation: str) -> None:
-    """Adds ``--set NAME=VALUE``, whose values are in ``settings`` as pairs."""
+    """Adds ``--set NAME=VALUE``, which stores pairs in ``settings``."""
 
     def read(text: str) -> tuple[str, object]:
         try:
@@ -131,13 +131,13 @@ def add_setting_flag(parser: argparse.ArgumentParser, explanation: str) -> None:
 
 
 def default_target() -> str:
-    """What the environment names, or this machine's."""
+    """Returns the target from the environment, or else this machine's."""
     return os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
 
 
 def setting(text: str) -> tuple[str, object]:
-    """An option of a request from ``name=value``, the value as JSON or plain text; ``name=`` means the default, None.
-    Raises InvalidOption."""
+    """Parses a request option from ``name=value``, with the value as JSON or plain text; ``name=`` is None, the
+    default. Raises InvalidOption."""
     name, equals, written = (part.strip() for part in text.partition("="))
     if not equals:
         raise InvalidOption(name or "name", "write it as name=value, such as temperature=0.7")

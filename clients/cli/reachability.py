@@ -1,6 +1,6 @@
-"""Whether a service can be reached, and if not, at which step it fails: the address, TLS, certificates, the key.
+"""Checks whether a service can be reached, and if not, which step fails: the address, TLS, certificates, the key.
 
-gRPC says little more than "unavailable" of all of these, so each step is taken here by itself.
+gRPC reports little more than "unavailable" for all of these, so each step is tried separately.
 """
 
 import asyncio
@@ -22,22 +22,22 @@ _DEFAULT_PORT = 443
 
 @dataclass(frozen=True)
 class Reached:
-    """How far one comes."""
+    """The result of a check."""
 
     problem: str
-    """What is wrong; empty where all is well."""
+    """The problem; empty if there is none."""
     remedy: str
     model: str = ""
     version: str = ""
 
 
 def reach(service: ConnectionOptions) -> Reached:
-    """Goes as far as a call. Raises PenstockError if a file of TLS cannot be read."""
+    """Checks each step up to a call. Raises PenstockError if a TLS file cannot be read."""
     return _connect(service) or asyncio.run(_call(service))
 
 
 def _connect(service: ConnectionOptions) -> Reached | None:
-    """Why there is no connection; None if there is one."""
+    """Returns why there is no connection, or None if there is one."""
     try:
         with _open(service.target) as plain:
             if service.tls is not None:
@@ -63,7 +63,7 @@ def _shake_hands(plain: socket.socket, tls: Tls, name: str) -> Reached | None:
         raise PenstockError(f"--tls-ca, --tls-cert, --tls-key: {problem}") from None
     try:
         with context.wrap_socket(plain, server_hostname=name) as secured:
-            if not secured.recv(1):  # the service's first words; its refusal of our certificate comes no earlier
+            if not secured.recv(1):  # the service's first bytes, or its refusal of the client's certificate
                 return _refused("closed without a reason")
     except ssl.SSLCertVerificationError as error:
         return Reached(

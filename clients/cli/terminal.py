@@ -1,4 +1,4 @@
-"""What a terminal chat reads and writes; works as well when either side is a pipe."""
+"""Input and output of a terminal chat; either may be a pipe."""
 
 import contextlib
 import os
@@ -11,11 +11,11 @@ _CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if 
 _FENCE = '"""'
 
 ReadLine = Callable[[str], str]
-"""Asks for a line, with a prompt. Raises EOFError at the end."""
+"""Shows a prompt and reads a line. Raises EOFError at the end."""
 
 
 class Screen:
-    """Answers go to standard output as they are; all else goes to standard error, so that a pipe gets answers alone."""
+    """Writes answers to standard output and everything else to standard error, so that a pipe gets only answers."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
@@ -23,7 +23,7 @@ class Screen:
         self._at_line_start = True
 
     def answer(self, text: str) -> None:
-        """Shows a piece of an answer at once. What a terminal would take for commands is left out."""
+        """Shows a part of an answer immediately, without control characters that a terminal would interpret."""
         if self._is_terminal:
             text = text.translate(_CONTROLS)
         if text:
@@ -32,16 +32,16 @@ class Screen:
             self._at_line_start = text.endswith("\n")
 
     def end_answer(self) -> None:
-        """Ends the line, if it has not ended."""
+        """Ends the current line, if it is not empty."""
         if not self._at_line_start:
             self.answer("\n")
 
     def note(self, text: str) -> None:
-        """Says something that is not the model's."""
+        """Shows a message that is not from the model."""
         self._tell(text, _DIM)
 
     def error(self, text: str) -> None:
-        """Says what went wrong."""
+        """Shows an error."""
         self._tell(text, _RED)
 
     def _tell(self, text: str, colour: str) -> None:
@@ -49,7 +49,7 @@ class Screen:
 
 
 def shows(characters: str, stream: TextIO) -> bool:
-    """Whether what reads the stream expects an encoding that has these."""
+    """Whether the stream's encoding has these characters."""
     try:
         characters.encode(stream.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -58,20 +58,20 @@ def shows(characters: str, stream: TextIO) -> bool:
 
 
 def line_reader() -> ReadLine:
-    """Lines of standard input: edited and remembered (until the program ends) where it is a terminal."""
+    """Returns a reader of standard input, with editing and a history (until the program ends) on a terminal."""
     if not sys.stdin.isatty():
         return lambda prompt: input()
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - being imported is what gives input() its editing
+        import readline  # noqa: F401 - the import enables editing in input()
     return input
 
 
 def read_message(read_line: ReadLine) -> str:
-    """A message: a line, with those that it continues in by a backslash at its end, or all lines between two of three
-    double quotes. Raises EOFError at the end."""
+    """Reads a message: a line, with its continuation after a backslash at its end, or all lines between two lines of
+    three double quotes. Raises EOFError at the end."""
     line = read_line("> ")
     lines: list[str] = []
-    with contextlib.suppress(EOFError):  # an end in the middle ends the message
+    with contextlib.suppress(EOFError):  # the end of input ends the message
         if line.strip() == _FENCE:
             while (line := read_line(". ")).strip() != _FENCE:
                 lines.append(line)

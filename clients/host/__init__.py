@@ -1,1 +1,1 @@
-"""The machine and the process: event loop, logs, sockets, files. Knows neither gRPC nor HTTP."""
+"""The machine and the process: event loop, logs, sockets, files. Independent of gRPC and HTTP."""

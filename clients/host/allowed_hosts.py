@@ -1,7 +1,7 @@
 """Decides which values of the HTTP header ``Host`` a server without keys accepts.
 
-A web page can make its own name resolve to 127.0.0.1 after it was loaded (DNS rebinding). The browser then takes the
-server that listens there for the page's own, and only ``Host`` shows that it is not. So only known names are accepted.
+A web page can make its own name resolve to 127.0.0.1 after it was loaded (DNS rebinding). The browser then treats the
+server that listens there as the page's own, and only ``Host`` reveals the difference. So only known names are accepted.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ class AllowedHosts:
     a dot, such as a container's, since public DNS has none."""
 
     def __init__(self, served: str = "", names: tuple[str, ...] = ()) -> None:
-        """``served``: the host that the server listens on. ``names``: as ``read_hosts`` has them."""
+        """``served``: the host that the server listens on. ``names``: from ``read_hosts``."""
         own = {_plain(served), _plain(socket.gethostname())}
         self._exact = own | {name for name in names if not name.startswith("*")}
         self._suffixes = tuple(name.removeprefix("*") for name in names if name.startswith("*."))

@@ -1,6 +1,6 @@
-"""What the CPU library says of this machine.
+"""Inspects the CPU library on this machine.
 
-It is asked in a process of its own: one that cannot be loaded, or dies of an instruction, is a finding and no more.
+Runs in a separate process: a library that cannot be loaded, or dies of an illegal instruction, is only a finding.
 """
 
 import signal
@@ -14,19 +14,19 @@ class CpuLibrary:
     """The compiled kernels for a CPU."""
 
     levels: list[str]
-    """The instruction sets that it runs with here, the best first, which is what it will use; none: it is of no use."""
+    """The instruction sets that it supports here, best first; it uses the first one. Empty if it cannot be used."""
     problem: str
-    """Why it is of no use; empty if it is."""
+    """Why it cannot be used; empty if it can."""
     remedy: str
 
 
 def inspect_cpu_library() -> CpuLibrary:
-    """Has the installed library tell."""
+    """Queries the installed library."""
     command = [sys.executable, "-P", "-m", "penstock.kernels.cpu.isa_report"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return CpuLibrary([], f"the CPU library could not be asked: {type(error).__name__}", f"run {' '.join(command)}")
+        return CpuLibrary([], f"the CPU library did not run: {type(error).__name__}", f"run {' '.join(command)}")
     if done.returncode == 0:
         return CpuLibrary(done.stdout.split(), "", "")
     if done.returncode < 0:

@@ -1,11 +1,11 @@
-"""Frees what a handled error keeps alive."""
+"""Frees the objects that a handled error keeps alive."""
 
 
 def release_frames(error: BaseException) -> None:
     """Drops the tracebacks of a handled error and of the errors that caused it.
 
-    Their frames hold what the request brought, which may be megabytes, and mostly something that holds the error as
-    well, such as the task that raised it: a reference cycle, which would last until the cycle collector runs.
+    Their frames hold the request's data, which may be megabytes, and usually also something that refers to the error,
+    such as the task that raised it: a reference cycle, which would last until the cycle collector runs.
     """
     seen: set[int] = set()
     errors: list[BaseException | None] = [error]

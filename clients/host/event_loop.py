@@ -20,7 +20,7 @@ _MEMORY = Path("/proc/self/statm")
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop, at half the cost a message, where it is installed; else None, which means asyncio's own."""
+    """Returns uvloop's factory if it is installed, at half the cost per message; otherwise None, for asyncio's loop."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -29,10 +29,10 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def calm_collector() -> None:
-    """Has Python's cycle collector look at less, and less often.
+    """Makes Python's cycle collector run less often and scan less.
 
-    A step of 256 streams makes thousands of short-lived objects without cycles; by default the collector takes an
-    eighth of the loop's time to find that out.
+    A step of 256 streams makes thousands of short-lived objects without cycles; by default the collector uses an eighth
+    of the loop's time to scan them.
     """
     gc.collect()
     gc.freeze()
@@ -56,17 +56,17 @@ class MemoryWatch:
         self._trimmed_at = -TRIM_INTERVAL_S
         self._wants_trim = False
         self._least_bytes = 0
-        """Since the last collection."""
+        """The smallest size since the last collection."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Looks once a second, until ``stop``."""
+        """Checks once per second, until ``stop``."""
         with suppress(OSError):
             self._least_bytes = self._resident_bytes()
             self._timer = loop.call_later(LOOK_INTERVAL_S, self._look_again, loop)
 
     def stop(self) -> None:
-        """Safe to call twice."""
+        """Stops checking. Safe to call twice."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -5,7 +5,7 @@ import threading
 import time
 
 BURST = 10
-"""Lines of a message in each period."""
+"""The limit of lines per message and period."""
 PERIOD_S = 60.0
 LOG_KIND = "kind"
 """Key of ``extra`` for one log call that reports different things: each value has a rate of its own. There must be few
@@ -13,8 +13,8 @@ values, such as places in the code."""
 
 
 class LogRate(logging.Filter):
-    """Lets ``BURST`` lines of each message pass in ``PERIOD_S``; the next line after that says how many were left out.
-    Messages are distinguished by the line of code that logs them."""
+    """Lets ``BURST`` lines of each message pass in ``PERIOD_S``; the next line after that reports how many were left
+    out. Messages are distinguished by the line of code that logs them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The log's way to stderr. Knows nothing of what the lines say."""
+"""Writes the log to stderr. Independent of the log's content."""
 
 import contextlib
 import logging
@@ -7,14 +7,14 @@ import queue
 import threading
 
 MAX_WAITING = 4096
-"""Lines; more are dropped."""
+"""The limit of queued lines; further ones are dropped."""
 _FLUSH_S = 2.0
 
 _log = logging.getLogger(__name__)
 
 
 class LogThread(logging.Handler):
-    """Writes to stderr in a thread of its own: a pipe that nobody reads, or a slow disk, holds up no event loop."""
+    """Writes to stderr in a separate thread: a pipe that is not read, or a slow disk, does not block the event loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class LogThread(logging.Handler):
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never waits."""
+        """Queues a line; never waits."""
         try:
             line = self.format(record)
         except Exception:
@@ -45,8 +45,8 @@ class LogThread(logging.Handler):
     def _write(self) -> None:
         while True:
             line = self._lines.get()
-            with contextlib.suppress(OSError):  # nobody is there any more who could be told
-                # Not by sys.stderr, whose lock whoever flushes it at the end would wait for.
+            with contextlib.suppress(OSError):  # stderr is closed
+                # Not with sys.stderr: its flush at exit would wait for the lock.
                 _write_all(2, f"{line}\n{self._dropped()}".encode(errors="backslashreplace"))
             self._lines.task_done()
 

@@ -1,11 +1,11 @@
-"""Which addresses only this machine can reach."""
+"""Finds addresses that only this machine can reach."""
 
 import ipaddress
 import socket
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a listener on ``host`` is out of reach for other machines. Looks up no name."""
+    """Whether other machines cannot reach a listener on ``host``. Looks up no names."""
     if host.lower() == "localhost":
         return True
     try:
@@ -17,7 +17,7 @@ def is_loopback(host: str) -> bool:
 
 
 def resolves_to_loopback(host: str) -> bool:
-    """The same for a name that may be this machine's own, such as one of /etc/hosts."""
+    """Like ``is_loopback``, for a name that may be this machine's own, such as one in /etc/hosts."""
     if is_loopback(host):
         return True
     try:

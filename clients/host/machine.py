@@ -1,6 +1,6 @@
-"""What this machine has, read from the kernel, the driver's own tool and the installed packages' metadata.
+"""The machine's hardware and software, read from the kernel, the driver's tool and the installed packages' metadata.
 
-Imports nothing that it tells of, so that it works on the bare install, in a moment, and with a broken torch too.
+Imports none of the packages that it reports, so that it is fast and works on the bare install or with a broken torch.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ _MEMORY_FILES = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of control groups of version 2 and of version 1: the controller, the limit, what is used, and what of it is cache."""
+"""Control groups of version 2 and of version 1: the controller, and the files with the limit, the usage and the
+cached part of it."""
 _GPU_QUERY = "name,memory.total,memory.free,driver_version,compute_cap"
 
 
@@ -47,7 +48,7 @@ class Package:
     name: str
     version: str | None
     extra: str
-    """What installs it: ``server``, ``gateway`` or ``bench``, or empty for the bare package."""
+    """The extra that installs it: ``server``, ``gateway`` or ``bench``, or empty for the bare package."""
 
 
 @dataclass(frozen=True)
@@ -60,39 +61,39 @@ class Machine:
     system: str
     cpu: str
     num_cores: int
-    """Those of the machine."""
+    """The machine's cores."""
     num_usable_cores: float
-    """What affinity and the control group leave to this process."""
+    """The cores that affinity and the control group allow this process."""
     instruction_sets: list[str]
-    """Those that kernels for language models use."""
+    """The instruction sets that kernels for language models use."""
     memory_bytes: int
-    """Of the machine, or of the control group if that has less."""
+    """The memory of the machine, or of the control group if that is less."""
     available_bytes: int
     open_files: int
-    """How many a server may have open, connections included: the hard limit. 0: it is not known."""
+    """The hard limit of open files, including connections; 0 if unknown."""
     gpus: list[Gpu]
     gpu_problem: str
-    """Why the driver's tool failed; empty if it did not, or if there is none."""
+    """Why the driver's tool failed; empty if it did not, or if it is not installed."""
     packages: list[Package]
     torch_has_cuda: bool
     visible_gpus: str | None
-    """The environment's CUDA_VISIBLE_DEVICES, by which torch goes; None: all."""
+    """The environment's CUDA_VISIBLE_DEVICES, which torch follows; None: all."""
 
     def default_device(self) -> tuple[str, str]:
-        """What ``penstock serve`` computes on if nobody says, ``cuda`` or ``cpu``, and why."""
+        """The default device of ``penstock serve``, ``cuda`` or ``cpu``, and the reason."""
         if not self.gpus:
             return "cpu", self.gpu_problem or "there is no NVIDIA GPU"
         if not self.torch_has_cuda:
             return "cpu", "there is a GPU, but this torch was built without CUDA"
         if self.visible_gpus is not None:
-            # The first that is none ends the list. Other names than numbers are UUIDs, which the driver knows.
+            # The first invalid entry ends the list. Names other than numbers are UUIDs, which the driver knows.
             first = self.visible_gpus.partition(",")[0].strip()
             if not first or first.startswith("-") or (first.isdigit() and int(first) >= len(self.gpus)):
                 return "cpu", f"CUDA_VISIBLE_DEVICES={self.visible_gpus!r} hides the GPU"
         return "cuda", self.gpus[0].name
 
     def num_threads(self) -> int:
-        """How many threads can compute without one being held up: the usable cores that are whole, at least one."""
+        """How many threads can compute without sharing a core: the whole usable cores, at least one."""
         return max(1, int(self.num_usable_cores))
 
     def missing(self) -> list[Package]:
@@ -101,7 +102,7 @@ class Machine:
 
 
 def inspect_machine(root: Path = Path("/")) -> Machine:
-    """Looks at this machine; ``root`` is where /proc and /sys are."""
+    """Inspects this machine; ``root`` is where /proc and /sys are."""
     cpu_info = _read(root / "proc/cpuinfo")
     memory_bytes, available_bytes = _memory(root)
     gpus, gpu_problem = _gpus()
@@ -135,12 +136,12 @@ def torch_has_cuda() -> bool:
 
 
 def has_gpu() -> bool:
-    """Whether the driver of an NVIDIA GPU is there, without asking it anything."""
+    """Whether the driver of an NVIDIA GPU is loaded, without calling it."""
     return Path("/dev/nvidiactl").exists()
 
 
 def _usable_cores(root: Path) -> float:
-    """By affinity, and by the control groups' share of time."""
+    """Returns the number of cores by affinity and by the control groups' CPU quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for group in _control_groups(root):
         quota, _, period = _read(group / "cpu.max").partition(" ")
@@ -152,13 +153,13 @@ def _usable_cores(root: Path) -> float:
 
 
 def _share(quota: str, period: str) -> float:
-    """Cores' worth of time; a group without a limit has ``max``, or -1, or no file."""
+    """Returns a quota in cores; a group without a limit has ``max``, or -1, or no file."""
     quota, period = quota.strip(), period.strip()
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else math.inf
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """Bytes in all, and bytes that are free or can be made so; the least of the machine and the control groups."""
+    """Returns total and available bytes, each the minimum of the machine and the control groups."""
     info = _read(root / "proc/meminfo")
     total, available = (_kibibytes(_line(info, name)) for name in ("MemTotal", "MemAvailable"))
     for controller, limit_file, used_file, cached_line in _MEMORY_FILES:
@@ -177,8 +178,8 @@ def _open_files(root: Path) -> int:
 
 
 def _control_groups(root: Path, controller: str = "") -> Iterator[Path]:
-    """The process's own, and those around it: each may have limits. Those of version 2; of version 1 if a controller is
-    named, which has a tree of its own there, maybe with others."""
+    """Yields the process's control group and its parents: each may have limits. Version 2; version 1 if a controller is
+    named, which has its own tree there, possibly shared with others."""
     own = re.search(rf"^\d+:((?:\S+,)?{controller}(?:,\S+)?):/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
     top = root / "sys/fs/cgroup"
     if controller:
@@ -218,7 +219,7 @@ def _parse_gpus(table: str) -> Iterator[Gpu]:
 
 
 def _packages() -> Iterator[Package]:
-    """What the installed penstock asks for."""
+    """Yields the dependencies of the installed penstock."""
     for requirement in importlib.metadata.requires("penstock") or ():
         name = re.match(r"[A-Za-z0-9._-]+", requirement)
         extra = re.search(r"""extra\s*==\s*['"]([a-z]+)""", requirement)
@@ -231,7 +232,7 @@ def _packages() -> Iterator[Package]:
 
 
 def _line(text: str, name: str) -> str:
-    """The value of the first line ``name : value``; empty if there is none."""
+    """Returns the value of the first line ``name : value``; empty if there is none."""
     found = re.search(rf"^{re.escape(name)}\s*:(.*)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
 

@@ -1,12 +1,12 @@
-"""How many files and connections a process may have open."""
+"""The limit of open files and connections of a process."""
 
 import resource
 from contextlib import suppress
 
 
 def raise_open_files_limit() -> None:
-    """To all that the system allows, for this process and for the children that it starts from then on. The usual limit
-    of 1,024 is there for programs that call select(): a server with as many connections could take no further one."""
+    """Raises the limit to the hard limit, for this process and its future children. The usual limit of 1,024 exists for
+    programs that call select(): a server with that many connections could accept no more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # a system may allow less than it says
+    with suppress(OSError, ValueError):  # a system may allow less than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

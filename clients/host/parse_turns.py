@@ -1,4 +1,4 @@
-"""Turns on the event loop for parsing large bodies and messages. Knows no format.
+"""Turns on the event loop for parsing large bodies and messages, of any format.
 
 Parsing and validating hold the interpreter's lock, so a thread would not help: streams would wait anyway.
 Instead it is done in small portions, one at a time, with a pause after each portion.
@@ -69,7 +69,7 @@ class ParseTurns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._pass_on()  # it had just come
+                self._pass_on()  # the turn had just been granted
             else:
                 self._withdraw(tenant, turn)
             raise

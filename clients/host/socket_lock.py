@@ -11,7 +11,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""How NFS and 9p refuse to lock."""
+"""The errors with which NFS and 9p refuse to lock."""
 
 
 class PathTaken(Exception):

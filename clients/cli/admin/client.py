@@ -1,4 +1,4 @@
-"""Calls of AdminService, for the terminal tools of operators: with their errors told as one can act on them."""
+"""Calls AdminService for the operators' commands, with errors that contain a remedy."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -12,11 +12,11 @@ from penstock.clients.errors import PenstockError, RequestFailed, Unreachable, f
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 
 _TIMEOUT_S = 10.0
-"""For an answer that needs no work."""
+"""The deadline of calls that return immediately."""
 
 
 class AdminClient:
-    """The administration of one service."""
+    """The admin API of one service."""
 
     def __init__(self, channel: grpc.aio.Channel, service: ConnectionOptions) -> None:
         self._stub: Any = AdminServiceStub(channel)
@@ -26,17 +26,17 @@ class AdminClient:
     @classmethod
     @asynccontextmanager
     async def opened(cls, service: ConnectionOptions) -> AsyncIterator["AdminClient"]:
-        """One with a channel of its own. Raises PenstockError."""
+        """Opens a client with its own channel. Raises PenstockError."""
         async with open_channel(service.target, service.tls) as channel:
             yield cls(channel, service)
 
     async def call(self, method: str, request: Any) -> Any:
-        """The answer of a method that answers once, such as ``Drain``. Raises PenstockError."""
+        """Calls a unary method, such as ``Drain``. Raises PenstockError."""
         with self._explained():
             return await getattr(self._stub, method)(request, metadata=self._metadata, timeout=_TIMEOUT_S)
 
     async def watch(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
-        """The answers of a method that answers until one leaves, such as ``WatchStats``. Raises PenstockError."""
+        """Yields the messages of a streaming method, such as ``WatchStats``. Raises PenstockError."""
         with self._explained():
             call = getattr(self._stub, method)(request, metadata=self._metadata)
             try:

@@ -1,4 +1,4 @@
-"""``penstock drain``, ``penstock flush-cache`` and ``penstock settings``: what operators do to a running service."""
+"""``penstock drain``, ``penstock flush-cache`` and ``penstock settings``: commands that change a running service."""
 
 import argparse
 import asyncio
@@ -30,7 +30,7 @@ _CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_s
 _FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("policy", "default_tenant", *_LIMITS)} | {
     "target_itl_ms": "--target-itl", "tenants": "--tenant", "forget_tenants": "--forget-tenant",
 }  # fmt: skip
-"""Of the fields of an update."""
+"""The flag for each field of an update."""
 _FIELD_IN_TEXT = re.compile(rf"(?<![\w-])({'|'.join(name for name in _FLAGS if '_' in name)})\b")
 _FIELD_PATH = re.compile(r"(\w*)(?:\[(\d+)\])?\.?(.*)", re.DOTALL)
 
@@ -110,7 +110,8 @@ async def _drain(arguments: argparse.Namespace) -> None:
 
 
 async def _wait(client: AdminClient, live: int) -> None:
-    """Until none is live, with a bar on a terminal. Raises PenstockError if somebody has the service go on."""
+    """Waits until no request is live, with a progress bar on a terminal. Raises PenstockError if the service is
+    resumed."""
     answers = client.watch("WatchStats", pb.WatchStatsRequest(interval_ms=_WAIT_INTERVAL_MS))
     progress = tqdm(total=live, unit=" requests", leave=False, disable=not sys.stderr.isatty(), file=sys.stderr)
     with progress:
@@ -172,7 +173,7 @@ def _update(arguments: argparse.Namespace) -> pb.UpdateSettingsRequest:
 
 
 def _tenant(flag: str, name: str, written: str) -> pb.TenantSettings:
-    """A tenant's settings from ``weight=2,max-live-requests=8``. Raises PenstockError."""
+    """Parses a tenant's settings, such as ``weight=2,max-live-requests=8``. Raises PenstockError."""
     readers: dict[str, Callable[[str], float]] = {"weight": float, **dict.fromkeys(_CAPS, int)}
     readers["requests_per_second"] = float
     message = pb.TenantSettings(tenant=name)
@@ -193,7 +194,7 @@ def _tenant(flag: str, name: str, written: str) -> pb.TenantSettings:
 
 
 def _set(message: Any, field: str, number: float, named: str) -> None:
-    """Raises PenstockError for a number that the field has no room for; what else may be wrong the service knows."""
+    """Sets a field. Raises PenstockError for a number out of its range; the service checks the rest."""
     try:
         setattr(message, field, number)
     except ValueError:
@@ -202,7 +203,7 @@ def _set(message: Any, field: str, number: float, named: str) -> None:
 
 
 def _in_flags(failure: RequestFailed, arguments: argparse.Namespace) -> PenstockError:
-    """The failure of an update with the names of flags in place of those of the contract's fields."""
+    """Returns the failure of an update with the contract's field names replaced by those of flags."""
     if not failure.violations:
         return failure
     field, description = failure.violations[0]

@@ -29,7 +29,7 @@ in the log, and in every error that penstock chat shows. Only live requests and 
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; the status is 1 if nothing is known of the request."""
+    """Runs the command; the status is 1 if the request is unknown."""
     parser = CommandParser(
         "explain",
         "Shows what a request waited for, which steps it was in, and where its time went.",

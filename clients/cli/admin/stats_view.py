@@ -1,4 +1,4 @@
-"""Live statistics as text: what an engine does now, from the totals of two answers."""
+"""Formats live statistics: the current activity of an engine, from the totals of two updates."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _TITLE_WIDTH = 10
 
 @dataclass(frozen=True)
 class Rates:
-    """Per second, between two answers."""
+    """Rates per second, between two updates."""
 
     seconds: float
     steps: float
@@ -29,34 +29,34 @@ class Rates:
 
     @classmethod
     def between(cls, before: pb.WatchStatsResponse, now: pb.WatchStatsResponse) -> "Rates":
-        """By the service's own clock, so that a slow network does not bend them."""
+        """Computes rates by the service's clock, so that a slow network does not distort them."""
         seconds = max(now.uptime_ms - before.uptime_ms, 1) / 1000
         names = [name for name in cls.__dataclass_fields__ if name != "seconds"]
         return cls(seconds, **{name: (getattr(now, name) - getattr(before, name)) / seconds for name in names})
 
     @property
     def cached_share(self) -> float:
-        """Of the prompts' tokens, 0 to 1."""
+        """The cached share of the prompts' tokens, 0 to 1."""
         return self.cached_tokens / max(1e-9, self.cached_tokens + self.prefill_tokens)
 
     @property
     def accepted_share(self) -> float:
-        """Of the drafted tokens, 0 to 1."""
+        """The accepted share of the drafted tokens, 0 to 1."""
         return self.accepted_tokens / max(1e-9, self.drafted_tokens)
 
     @property
     def accepted_length(self) -> float:
-        """Tokens that a row gained in a step that drafted for it."""
+        """The mean number of tokens per row in a step with drafts."""
         return 1 + self.accepted_tokens / max(1e-9, self.drafts)
 
 
 def state_name(stats: pb.WatchStatsResponse) -> str:
-    """SERVING, RECOVERING and so on."""
+    """Returns the state's name, such as SERVING or RECOVERING."""
     return pb.EngineState.Name(stats.state).removeprefix(_STATE_PREFIX)
 
 
 def line(stats: pb.WatchStatsResponse, rates: Rates) -> str:
-    """One line, for a pipe or a log."""
+    """Formats one line, for a pipe or a log."""
     predicted = f"{stats.predicted_ttft_ms} ms" if stats.HasField("predicted_ttft_ms") else "unknown"
     lag = f"{_ms(stats.loop_lag.p99_us)} at p99" if stats.HasField("loop_lag") else "unknown"
     drafted = ""
@@ -79,7 +79,7 @@ def dashboard(
     history: Sequence[float],
     unicode: bool,
 ) -> Iterator[str]:
-    """A screen. ``before``: the answer before this one; ``history``: output tokens a second, the newest last."""
+    """Formats a screen. ``before``: the previous update; ``history``: output tokens per second, the newest last."""
     rates = None if before is None else Rates.between(before, stats)
     yield f"penstock top   {target}   {state_name(stats)}   up {_uptime(stats.uptime_ms // 1000)}"
     yield ""
@@ -154,7 +154,7 @@ def _bar(share: float, unicode: bool) -> str:
 
 
 def _sparks(history: Sequence[float]) -> str:
-    """The highest is full."""
+    """Draws a sparkline, scaled to its maximum."""
     top = max(history, default=0.0)
     return "".join(_SPARKS[round(value / top * (len(_SPARKS) - 1))] if top else _SPARKS[0] for value in history)
 

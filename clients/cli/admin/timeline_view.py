@@ -1,4 +1,4 @@
-"""A request's timeline as text: for whoever was woken up, and wants to see at once where the time went."""
+"""Formats a request's timeline so that an operator on call sees immediately where the time went."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from datetime import UTC, datetime
 from penstock.v1 import admin_pb2 as pb
 
 _WIDTH = 32
-"""Of the bars, from the request's arrival to its end."""
+"""The width of the bars, which span the time from the request's arrival to its end."""
 
 _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, _DIM = "31", "32", "33", "34", "35", "36", "2"
 
 
 @dataclass(frozen=True)
 class _Look:
-    """How entries of one kind are shown."""
+    """The display of entries of one kind."""
 
     bar: str
     plain_bar: str
-    """Where the terminal has no such characters."""
+    """The bar for terminals without these characters."""
     colour: str
 
 
@@ -46,7 +46,7 @@ _GOOD_ENDS = frozenset({"STOP", "LENGTH"})
 
 
 def describe(told: pb.ExplainResponse, *, colours: bool, unicode: bool) -> Iterator[str]:
-    """Lines for a terminal. ``unicode``: whether it shows more than ASCII."""
+    """Yields lines for a terminal. ``unicode``: whether it shows more than ASCII."""
     yield from _Text(told, colours, unicode).lines()
 
 
@@ -62,7 +62,7 @@ class _Text:
         yield ""
         choice = "  choice" if self._told.num_choices > 1 else ""
         yield f"{'at, s':>9} {'for, s':>9}  {'':{_WIDTH}}{choice}"
-        # What is left out is the middle: the first half of the entries came before it.
+        # Omitted entries are from the middle: the first half of the entries precedes them.
         gap = len(self._told.timeline) // 2 if self._told.omitted_entries else -1
         for index, entry in enumerate(self._told.timeline):
             if index == gap:
@@ -85,7 +85,7 @@ class _Text:
             choices = f" for each of {told.num_choices} choices" if told.num_choices > 1 else ""
             yield f"prompt       {told.prompt_tokens:,} tokens; up to {told.max_tokens:,} of output{choices}"
             yield f"first token  {self._first_token()}"
-        else:  # nothing else than an embedding has no output
+        else:  # only embeddings have no output
             yield f"inputs       {told.num_choices:,} to embed; {told.prompt_tokens:,} tokens together"
         if self._total_us and not told.omitted_entries:
             yield f"time         {self._shares()}"
@@ -100,7 +100,7 @@ class _Text:
         return f"{real}; predicted after {_span(told.predicted_ttft_ms * 1000)}"
 
     def _shares(self) -> str:
-        """What the first choice's time went to."""
+        """Returns the shares of the first choice's time."""
         spent = {
             kind: sum(entry.duration_us for entry in self._told.timeline if entry.kind == kind and not entry.choice)
             for kind, _ in _SHARES
@@ -133,7 +133,7 @@ class _Text:
 
 
 def _words(entry: pb.TimelineEntry, goes_on: bool) -> str:
-    """What happened. Texts of the service are shown as they are."""
+    """Describes an entry. Texts from the service are shown unchanged."""
     detail = "".join(character if character.isprintable() else "?" for character in entry.detail)
     match entry.kind:
         case pb.TIMELINE_KIND_ACCEPTED:
@@ -173,7 +173,7 @@ def _chunks(entry: pb.TimelineEntry) -> str:
 
 
 def _speed(entry: pb.TimelineEntry) -> str:
-    # Its time begins with its first token.
+    # The duration starts with the first token.
     following = entry.num_tokens - 1
     return f", {following / entry.duration_us * 1e6:,.0f} a second" if entry.duration_us and following > 0 else ""
 

@@ -1,4 +1,4 @@
-"""``penstock top``: what a running service does, on the whole screen or as lines."""
+"""``penstock top``: live statistics of a running service, full screen or as lines."""
 
 import argparse
 import asyncio
@@ -22,9 +22,9 @@ from penstock.v1 import admin_pb2 as pb
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
 _MAX_HISTORY = 40
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""To the terminal's other screen without a cursor, and back to what was there before."""
+"""Switch to the terminal's alternate screen without a cursor, and back."""
 _GOOD, _BAD = "1;32", "1;31"
-"""Bold and green, bold and red."""
+"""Bold green, bold red."""
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 _EPILOG = """\
@@ -37,7 +37,7 @@ examples:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command until the service ends, which is a failure, or Ctrl-C."""
+    """Runs the command until Ctrl-C, or until the service ends, which is a failure."""
     parser = CommandParser(
         "top",
         "Shows live statistics of a running service: full screen on a terminal, otherwise one line per update.",
@@ -75,14 +75,14 @@ async def _watch(service: ConnectionOptions, interval_s: float, once: bool, sink
 
 
 class _Sink(Protocol):
-    """Where answers go."""
+    """An output for updates."""
 
     def show(self, stats: pb.WatchStatsResponse) -> bool:
-        """Whether that was enough for ``--once``."""
+        """Shows an update. Returns whether that is enough for ``--once``."""
         ...
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restores the terminal."""
         ...
 
 
@@ -105,7 +105,7 @@ class _Lines:
     def show(self, stats: pb.WatchStatsResponse) -> bool:
         before, self._before = self._before, stats
         if before is None:
-            return False  # speeds need two
+            return False  # rates need two updates
         print(line(stats, Rates.between(before, stats)), flush=True)
         return True
 
