@@ -1,6 +1,6 @@
-"""What callers get to see of a failure: OpenAI's shape, the HTTP code, and when to try again.
+"""Errors as callers see them: OpenAI's format, the HTTP code, and when to try again.
 
-A message is the service's own, which was written for callers, or one of this package's; an exception's text never is.
+Messages come from the service, which writes them for callers, or from this package; never from an exception's text.
 """
 
 import math
@@ -50,14 +50,14 @@ _TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 _NAMES = {"UNAUTHENTICATED": "invalid_api_key", "CONTEXT_LENGTH": "context_length_exceeded"}
-"""Of the service's reasons those that OpenAI has a name for."""
+"""OpenAI's names for reasons of the service, where it has one."""
 _TOO_SLOW = "READER_TOO_SLOW"
-"""Why the service ended a stream that this gateway was too busy to read: no fault of whose requests were on it."""
+"""The reason if the service ended a stream that this gateway was too busy to read: not an error of its callers."""
 _DOWN = "the service behind this gateway does not answer: it starts, restarts or is gone; try again"
 _BROKEN = "the connection to the service broke before the answer was done; try again"
 _NO_PATH = "there is no such path here; OpenAI's API is under /v1, and /docs lists all that there is"
 _GRPC_KEY, _HTTP_KEY = "the metadata 'authorization: Bearer <key>'", "the header 'Authorization: Bearer KEY'"
-"""How a key is sent, in the service's words and in those of HTTP."""
+"""How a key is sent, in terms of gRPC and of HTTP."""
 RETRY_S = 1.0
 """The time after which a client may retry what this gateway refused, or what the service refused without a hint."""
 
@@ -72,13 +72,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An error, as OpenAI has it."""
+    """An error in OpenAI's format."""
 
     error: ErrorDetail
 
 
 class GatewayError(Exception):
-    """An error as the caller gets it; ``message`` is sent as it is."""
+    """An error for the caller; ``message`` is sent unchanged."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class GatewayError(Exception):
         may_retry: bool | None = None,
         request_id: str = "",
     ) -> None:
-        """``may_retry``: whether the same request may succeed later; None leaves the judgement to the HTTP code."""
+        """``may_retry``: whether the same request may succeed later; None: depends on the HTTP code."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -107,22 +107,22 @@ class GatewayError(Exception):
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def with_param(self, renamed: Callable[[str], str]) -> "GatewayError":
-        """The same about a field that its caller knows by another name."""
+        """Returns the same error with the caller's name of the field."""
         if self.param is not None and (name := renamed(self.param)) != self.param:
             self.message = name + self.message.removeprefix(self.param)
             self.param = name
         return self
 
     def body(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns the error in OpenAI's format."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """Besides those of every answer."""
+        """The headers besides those of every response."""
         headers = {}
         if self.retry_after_s is not None:
-            # Seconds are the standard's, milliseconds what the OpenAI clients look at first.
+            # The standard has seconds; OpenAI's clients look for milliseconds first.
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(round(self.retry_after_s * 1000))
         if self.may_retry is not None:
@@ -132,21 +132,21 @@ class GatewayError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status == 408:
-            headers["connection"] = "close"  # the rest of the body would be taken for another request's time
+            headers["connection"] = "close"  # the rest of the body would count as time of the next request
         return headers
 
     def response(self) -> Response:
-        """The whole HTTP answer."""
+        """Returns the HTTP response."""
         return Response(msgspec.json.encode(self.body()), self.status, self.headers(), "application/json")
 
 
 def invalid(param: str, problem: str, *, code: str | None = None) -> GatewayError:
-    """A field that is wrong: ``problem`` says what would be right."""
+    """Returns the error of an invalid field: ``problem`` describes a valid value."""
     return GatewayError(400, f"{param}: {problem}", param=param, code=code)
 
 
 def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_name) -> GatewayError:
-    """What the service said, or that it said nothing. ``renamed`` turns the contract's path of a field into the
+    """Converts a failure of the service or the connection. ``renamed`` converts the contract's path of a field to the
     caller's."""
     if isinstance(failure, Unreachable):
         return GatewayError(503, _DOWN, code="service_unavailable", retry_after_s=RETRY_S, may_retry=True)
@@ -163,7 +163,7 @@ def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_
     is_final = failure.is_final and not is_slow
     is_broken = is_slow or (not failure.reason and (isinstance(failure, StreamBroken) or status >= 500))
     if is_broken:
-        message, code = _BROKEN, "service_unavailable"  # gRPC's own words are for logs
+        message, code = _BROKEN, "service_unavailable"  # gRPC's message is only for logs
         status = status if status in (501, 504) else 503
     retry_after = failure.retry_after
     if status == 503 and retry_after is None and not is_final:
@@ -183,14 +183,14 @@ def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_
 
 
 def as_gateway_error(error: Exception, renamed: Callable[[str], str] = caller_name) -> GatewayError:
-    """Any exception as its caller may see it."""
+    """Converts any exception to an error for callers."""
     if isinstance(error, GatewayError):
         return error
     if isinstance(error, RequestFailed):
         return from_failure(error, renamed)
     if isinstance(error, InvalidOption):
         return invalid(renamed(error.field), error.problem)
-    if isinstance(error, PydanticSerializationError):  # of what a body may hold it takes all but this
+    if isinstance(error, PydanticSerializationError):  # the only content of a body that it refuses
         return GatewayError(400, "the body is nested too deeply", code="nested_too_deeply")
     return GatewayError(
         500, "an error of the gateway; report it to its operator with the request id", code="internal", may_retry=False
@@ -198,7 +198,7 @@ def as_gateway_error(error: Exception, renamed: Callable[[str], str] = caller_na
 
 
 def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Has every error that the app knows answered in OpenAI's shape. ``routes`` are all that there are."""
+    """Installs handlers that return every known error in OpenAI's format. ``routes`` are all routes."""
 
     async def ours(_: Request, error: Exception) -> Response:
         release_frames(error)
@@ -207,7 +207,9 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     async def of_validation(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         for each in error.errors():
-            if isinstance(raised := each.get("ctx", {}).get("error"), Exception):  # in a validator of ours
+            if isinstance(
+                raised := each.get("ctx", {}).get("error"), Exception
+            ):  # raised by one of the schemas' validators
                 release_frames(raised)
         release_frames(error)
         return from_validation(error.errors()).response()
@@ -235,7 +237,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def from_validation(errors: Sequence[Any]) -> GatewayError:
-    """The first thing that is wrong with a body. Among the members of a union the one that went furthest is meant."""
+    """Returns the first error of a body. In a union, the error of the member that matched furthest counts."""
     first = max(errors, key=_depth) if errors else None
     if first is None:
         return GatewayError(400, "the request is not valid")
@@ -251,8 +253,8 @@ def _depth(error: Any) -> tuple[int, int]:
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """A place in a body as a caller would write it: messages[0].content. The names of a union's members are left out:
-    they are types, and what is no name of a field."""
+    """Formats a path in a body as a caller would write it: messages[0].content. Leaves out the names of a union's
+    members, which are not fields."""
     path = ""
     for part in location[1:] if location and location[0] == "body" else location:
         if isinstance(part, int):

@@ -15,7 +15,7 @@ CHAT_NAMES: Names = (
     (r"token_ids(\.ids)?(\[\d+\])?", "messages"),
     (r"output\.logprobs", "top_logprobs"),
 )
-"""Of a chat that the service renders."""
+"""The names of a rendered chat's fields."""
 _COMMON: Names = ((r"(sampling|output|chat)\.", ""),)
 
 

@@ -1,6 +1,6 @@
-"""What answers are made of."""
+"""The type of JSON objects."""
 
 from typing import Any
 
 Json = dict[str, Any]
-"""An object on its way to a caller."""
+"""A JSON object of a response."""

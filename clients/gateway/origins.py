@@ -1,4 +1,4 @@
-"""``--allowed-origins``: whose web pages may call."""
+"""``--allowed-origins``: the origins whose web pages may call."""
 
 import re
 
@@ -8,7 +8,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,*]+")
 
 
 def read_origins(text: str) -> tuple[str, ...]:
-    """Reads a list of origins, separated by commas, or in JSON as vLLM has it. Raises ValueError."""
+    """Reads a list of origins, separated by commas, or in JSON as in vLLM. Raises ValueError."""
     if text.startswith("["):
         try:
             listed = msgspec.json.decode(text, type=list[str])

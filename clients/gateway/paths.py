@@ -1,4 +1,4 @@
-"""Which path and method a request means: other servers' spellings of paths, HEAD, and what OPTIONS answers."""
+"""Normalises paths and methods: other servers' spellings of paths, HEAD, and the response to OPTIONS."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,1 +1,1 @@
-"""Parsers of model output: tool calls and reasoning in each format. They know neither HTTP nor the service."""
+"""Parsers of model output: tool calls and reasoning in each format. Independent of HTTP and the service."""

@@ -1,4 +1,4 @@
-"""What a part of an answer's text turned out to be."""
+"""The results of parsing a part of an answer's text."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,22 +8,22 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of a tool call: ``id`` and ``name`` are on a call's first piece alone, ``arguments`` are appended."""
+    """A part of a tool call: only a call's first part has ``id`` and ``name``; ``arguments`` are appended."""
 
     index: int
-    """Which call of the answer, from 0."""
+    """The index of the call in the answer, from 0."""
     id: str = ""
     name: str = ""
     arguments: str = ""
     breaks_off: bool = False
-    """Whether the call's arguments end here without being whole: the answer ended, or went on with what is no JSON."""
+    """Whether the call's arguments end here incomplete: the answer ended, or what followed was not valid JSON."""
     at: int = field(default=0, compare=False)
-    """How many characters of its part's content come before it. How an answer was cut into parts changes it."""
+    """How many characters of its part's content precede it. Depends on how the answer was divided into parts."""
 
 
 def append_call(calls: list[ToolCallDelta], piece: ToolCallDelta) -> None:
-    """Appends a piece. One that goes on with the last call is put together with it: the openai package takes a second
-    entry of one chunk for another call."""
+    """Appends a part of a call. Merges it into the last entry if that is the same call: the openai package treats a
+    second entry in a chunk as another call."""
     if calls and calls[-1].index == piece.index:
         last = calls.pop()
         piece = replace(last, arguments=last.arguments + piece.arguments, breaks_off=piece.breaks_off)
@@ -32,20 +32,20 @@ def append_call(calls: list[ToolCallDelta], piece: ToolCallDelta) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta:
-    """What a part of an answer added to it; each is appended to what came before."""
+    """The output parsed from a part of an answer, to be appended to the earlier output."""
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
     spans: Spans = field(default=(), compare=False)
-    """Where the content stands in the text that the model wrote."""
+    """The position of the content in the model's text."""
 
     def __bool__(self) -> bool:
-        """Whether it adds anything."""
+        """Whether there is any output."""
         return bool(self.content or self.reasoning or self.calls)
 
     def __add__(self, more: "ParsedDelta") -> "ParsedDelta":
-        """Both, one after the other."""
+        """Concatenates two parts."""
         calls = list(self.calls)
         for call in more.calls:
             append_call(calls, replace(call, at=len(self.content) + call.at))

@@ -1,6 +1,6 @@
-"""Text that comes in parts, for parsers that are written as if it were whole.
+"""Text that arrives in parts, for parsers that are written as if it were whole.
 
-What reads it is a generator that yields where it needs more, so that how the text was cut cannot change what it reads.
+A parser is a generator that yields where it needs more text, so that the division into parts cannot change its result.
 """
 
 import json
@@ -15,23 +15,23 @@ Reading = Generator[None, None, T]
 _SPACE = re.compile(r"\s*")
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 _FLAT = re.compile(r"[-+.,:\s0-9Eaeflnrstu]*")
-"""What JSON has outside strings and brackets. No marker of a call begins with it: an attempt at a call ends at the next
-marker, unless that is in a string. So at most two attempts read the same text, and the time is linear in its length."""
+"""JSON outside strings and brackets. No marker of a call begins with it: an attempt at a call ends at the next marker,
+unless that is in a string. So at most two attempts read the same text, and the time is linear in its length."""
 _SCALAR = re.compile(r"[-+.\w]*")
 _CLOSERS = {"{": "}", "[": "]"}
 
 
 class IncrementalText:
-    """The text that has come, and how far it is read."""
+    """The text so far, and the position of the reader."""
 
     def __init__(self) -> None:
         self.at = 0
-        """Where reading goes on, from the text's beginning."""
+        """The reader's position in the whole text."""
         self.ended = False
-        """Whether no more will come."""
+        """Whether the text is complete."""
         self._text = ""
         self._base = 0
-        """Where ``_text`` begins in the whole text."""
+        """The position of ``_text`` in the whole text."""
         self._kept_from: int | None = None
         self._kept: list[str] = []
         """The text from ``_kept_from`` up to ``_text``."""
@@ -45,12 +45,12 @@ class IncrementalText:
         self._base = self.at
 
     def keep(self) -> None:
-        """Keeps all text from here on, so that reading may go back here."""
+        """Keeps all text from here on, so that ``go_back`` can return here."""
         self._kept_from = self.at
         self._kept.clear()
 
     def go_back(self) -> None:
-        """Unreads all since the last ``keep``, and ends it."""
+        """Returns to the position of the last ``keep``, and ends it."""
         assert self._kept_from is not None
         self.at = self._kept_from
         if self.at < self._base:
@@ -65,7 +65,7 @@ class IncrementalText:
 
     @property
     def num_unread(self) -> int:
-        """How many characters have come and are not read."""
+        """The number of unread characters."""
         return len(self._text) - self._index
 
     def find(self, marker: str) -> int:
@@ -83,7 +83,7 @@ class IncrementalText:
         return self._since(start)
 
     def char(self) -> Reading[str]:
-        """The next character, which stays unread; empty at the end."""
+        """Returns the next character without reading it; empty at the end."""
         while True:
             index = self._index
             if index < len(self._text):
@@ -93,7 +93,7 @@ class IncrementalText:
             yield
 
     def after_space(self) -> Reading[str]:
-        """Reads white space; the next character as ``char`` has it."""
+        """Reads white space; returns the next character like ``char``."""
         while True:
             self._pass(_SPACE)
             if self._has_more or self.ended:
@@ -101,7 +101,7 @@ class IncrementalText:
             yield
 
     def starts_with(self, marker: str) -> Reading[bool]:
-        """Whether the text goes on with ``marker``, which is then read."""
+        """Returns whether ``marker`` is next, and reads it if so."""
         while True:
             if self._text.startswith(marker, self._index):
                 self.at += len(marker)
@@ -111,7 +111,7 @@ class IncrementalText:
             yield
 
     def match(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Reads what matches, as far as it goes."""
+        """Reads the longest match at this position."""
         parts: list[str] = []
         while True:
             start = self.at
@@ -122,7 +122,7 @@ class IncrementalText:
             yield
 
     def string(self) -> Reading[str | None]:
-        """Reads a JSON string, whose quote is next; None if it is none."""
+        """Reads a JSON string, whose quote is next; None if it is invalid."""
         parts = [self.read_text(1)]
         if not (yield from self.to_quote('"', parts.append)):
             return None
@@ -139,8 +139,9 @@ class IncrementalText:
         return (yield from self.match(_SCALAR))
 
     def nested(self, take: Callable[[str], None]) -> Reading[bool]:
-        """Reads a JSON object or array, whose bracket is next, and gives it to ``take`` as it comes. False if it ends
-        before its last bracket, its brackets don't match, or it has what JSON has not: what was read has been taken."""
+        """Reads a JSON object or array, whose bracket is next, and passes it to ``take`` as it arrives. False if it
+        ends before its last bracket, its brackets do not match, or it is not JSON; ``take`` has then received the part
+        so far."""
         closers: list[str] = []
         in_string = False
         while True:
@@ -155,8 +156,8 @@ class IncrementalText:
             yield
 
     def _pass_nested(self, closers: list[str], in_string: bool) -> tuple[bool, bool | None]:
-        """As far as the text goes: whether that is inside a string, and whether the value is whole or broken, if it is
-        either."""
+        """Reads to the end of the available text: returns whether that is inside a string, and whether the value is
+        complete (True), invalid (False) or neither (None)."""
         while self._has_more:
             if in_string:
                 if not self._pass_string('"'):
@@ -178,8 +179,8 @@ class IncrementalText:
         return in_string, None
 
     def to_quote(self, quote: str, take: Callable[[str], None]) -> Reading[bool]:
-        """Reads the rest of a string, and the quote that ends it, and gives it to ``take`` as it comes; False if there
-        is no such quote."""
+        """Reads the rest of a string, and the quote that ends it, and passes it to ``take`` as it arrives; False if
+        there is no such quote."""
         while True:
             start = self.at
             found = self._pass_string(quote)
@@ -191,8 +192,8 @@ class IncrementalText:
             yield
 
     def _pass_string(self, quote: str) -> bool:
-        """Up to the end of a string that was entered, if that has come. A backslash stays unread until what it escapes
-        is there."""
+        """Reads to the end of the current string, if available. A backslash stays unread until the character after it
+        arrives."""
         while True:
             self._pass(_PLAIN[quote])
             index = self._index
@@ -211,7 +212,7 @@ class IncrementalText:
         self.at = self._base + found.end()
 
     def _since(self, start: int) -> str:
-        """What was read of the text that came last."""
+        """Returns what was read of the latest text."""
         return self._text[start - self._base : self._index]
 
     @property
@@ -224,7 +225,7 @@ class IncrementalText:
 
 
 def num_held(text: str, marker: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``marker``."""
+    """Returns how many characters at the end of ``text`` may be the beginning of ``marker``."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length
@@ -232,7 +233,7 @@ def num_held(text: str, marker: str) -> int:
 
 
 class HeldSpace:
-    """White space at the end of a text that comes in parts, held back until something else follows it."""
+    """White space at the end of a text that arrives in parts, held back until other text follows."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []

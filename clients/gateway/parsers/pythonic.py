@@ -1,4 +1,4 @@
-"""The arguments of a Python call, as text, and as JSON."""
+"""Converts the arguments of a Python call to JSON."""
 
 import ast
 import json
@@ -12,13 +12,13 @@ from penstock.clients.gateway.parsers.incremental_text import IncrementalText, R
 _FLAT = re.compile(r"""[^][(){}"']*""")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 _JSON_NAMES = {"true": True, "false": False, "null": None}
-"""Models write JSON's names now and then."""
+"""JSON's names, which models sometimes write."""
 _MAX_CODE_CHARS = 1 << 15
 """Limit on the characters of a call's arguments outside strings: Python's parser takes some microseconds for each."""
 
 
 def read_parentheses(source: IncrementalText) -> Reading[str | None]:
-    """Reads from the parenthesis that comes next to the one that closes it, or as far as possible if there is none.
+    """Reads from the parenthesis that comes next to the one that closes it, or to the end of the text if there is none.
     None if the text is too large to be read as Python."""
     parts: list[str] = []
     closers: list[str] = []
@@ -43,7 +43,7 @@ def read_parentheses(source: IncrementalText) -> Reading[str | None]:
 def arguments_as_json(text: str) -> str | None:
     """``(a=1, b=[None])`` as ``{"a": 1, "b": [null]}``; None unless all are named, and are values that JSON has."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of strange escapes: they would quote the text
+        with warnings.catch_warnings(action="ignore"):  # warnings of invalid escapes would quote the text
             call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None

@@ -1,4 +1,4 @@
-"""Tells a model's reasoning from its answer."""
+"""Separates a model's reasoning from its answer."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,10 +17,10 @@ class ReasoningFormat(NamedTuple):
     opens: str
     closes: str
     has_special_markers: bool = False
-    """Whether the markers are special tokens, which a text lacks unless they are asked for."""
+    """Whether the markers are special tokens, which are in the text only on request."""
 
     def is_open_in(self, text: str) -> bool:
-        """Whether a text ends within reasoning that it has opened."""
+        """Whether a text ends within open reasoning."""
         return text.rfind(self.opens) > text.rfind(self.closes)
 
 
@@ -28,11 +28,11 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", has_special_markers=True),
 }
-"""By the names that ``--reasoning-parser`` takes."""
+"""The formats by the names for ``--reasoning-parser``."""
 
 
 class ReasoningParser:
-    """Splits off the reasoning; the rest goes to another parser. White space next to the markers is dropped."""
+    """Splits off the reasoning; another parser reads the rest. White space next to the markers is dropped."""
 
     def __init__(self, form: ReasoningFormat, answer: "AnswerParser", in_reasoning: bool) -> None:
         """``in_reasoning``: the prompt has the opening marker already."""
@@ -48,7 +48,7 @@ class ReasoningParser:
         """Whether anything of the reasoning, or else of the answer, has been sent."""
         self._num_read = 0
         self._answer_at: int | None = None
-        """Where the other parser's text begins in this one's."""
+        """The position of the other parser's text in this one's."""
 
     def feed(self, text: str) -> ParsedDelta:
         """See AnswerParser."""
@@ -110,7 +110,7 @@ class ReasoningParser:
         return self._placed(self._answer.feed(text))
 
     def _placed(self, piece: ParsedDelta) -> ParsedDelta:
-        """What the other parser said, in this one's places."""
+        """Returns the other parser's output with the positions of this one's text."""
         at = self._answer_at or 0
         spans = tuple((begin + at, end + at) for begin, end in piece.spans)
         return replace(piece, spans=spans)

@@ -1,7 +1,7 @@
-"""Takes a model's answer apart as it comes: content, reasoning, tool calls.
+"""Splits a model's answer as it arrives into content, reasoning and tool calls.
 
-One parser serves both forms of answer: what is sent whole is the concatenation of what would have been streamed. Knows
-neither HTTP nor the service.
+One parser serves both forms of answers: a whole answer is the concatenation of a streamed one's parts. Independent of
+HTTP and the service.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ __all__ = ["AnswerParser", "ParsedDelta", "ToolCallDelta", "make_parser", "shows
 
 
 class AnswerParser(Protocol):
-    """Of one choice. However its text is cut into parts, the pieces' concatenation is the same."""
+    """Parses one choice. The concatenated output does not depend on how the text is divided into parts."""
 
     def feed(self, text: str) -> ParsedDelta:
-        """What new text adds; what may be the beginning of a marker is held back."""
+        """Parses more text; holds back a possible beginning of a marker."""
         ...
 
     def end(self) -> ParsedDelta:
-        """What was held back, when the answer is over."""
+        """Ends the answer; returns the text that was held back."""
         ...
 
 
@@ -36,11 +36,11 @@ def make_parser(
     parallel_calls: bool = True,
     new_call_id: Callable[[], str] | None = None,
 ) -> AnswerParser:
-    """A parser for one choice. None, for either format, leaves such text in the content.
+    """Makes a parser for one choice. If a format is None, such text stays in the content.
 
-    ``tool_names``: of the request's tools; formats without a marker take nothing else for a call. ``in_reasoning``: the
-    prompt ended inside the model's reasoning. Without ``parallel_calls`` an answer's first call is the only one that is
-    reported. Raises KeyError for a format that is not one of TOOL_FORMATS or REASONING_FORMATS.
+    ``tool_names``: the names of the request's tools; formats without a marker accept no other calls. ``in_reasoning``:
+    the prompt ended inside the model's reasoning. Without ``parallel_calls`` only an answer's first call is reported.
+    Raises KeyError for a format that is not one of TOOL_FORMATS or REASONING_FORMATS.
     """
     calls: AnswerParser
     if tool_format is None:
@@ -54,7 +54,7 @@ def make_parser(
 
 
 def shows_special_tokens(tool_format: str | None, reasoning_format: str | None) -> bool:
-    """Whether a format's markers are special tokens, so that the text must be asked for with them."""
+    """Whether a format's markers are special tokens, so that the text must include those."""
     return (tool_format is not None and TOOL_FORMATS[tool_format].has_special_markers) or (
         reasoning_format is not None and REASONING_FORMATS[reasoning_format].has_special_markers
     )

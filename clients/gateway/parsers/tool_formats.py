@@ -39,7 +39,7 @@ class _Llama3JsonParser(ToolCallParser):
 
 
 class _MistralParser(ToolCallParser):
-    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...}, as later models have it."""
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} in later models."""
 
     def _read(self) -> Reading[None]:
         while (yield from self._read_content("[TOOL_CALLS]")):
@@ -75,8 +75,8 @@ class _MistralParser(ToolCallParser):
 
 
 class _PythonicParser(ToolCallParser):
-    """[name(argument=value, ...), ...], from the beginning of the answer, of the request's tools alone. A call is
-    reported when it is whole: its values are Python's, and are read before they are written as JSON."""
+    """[name(argument=value, ...), ...], from the beginning of the answer, only of the request's tools. A call is
+    reported when it is complete, since its values are converted from Python to JSON."""
 
     def _read(self) -> Reading[None]:
         yield from self._read_calls(self._read_list())
@@ -111,18 +111,18 @@ def _call_id() -> str:
 
 
 def _mistral_id() -> str:
-    """As Mistral's templates insist on."""
+    """Returns an id that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls."""
+    """A format of calls."""
 
     parser: Callable[[frozenset[str], bool, Callable[[], str]], ToolCallParser]
-    """Takes what ToolCallParser does."""
+    """Constructs the parser from ToolCallParser's arguments."""
     has_special_markers: bool = False
-    """Whether its markers are special tokens, which a text lacks unless they are asked for."""
+    """Whether its markers are special tokens, which are in the text only on request."""
     new_id: Callable[[], str] = _call_id
     """Makes an id for a call."""
 
@@ -133,4 +133,4 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mistral": ToolFormat(_MistralParser, has_special_markers=True, new_id=_mistral_id),
     "pythonic": ToolFormat(_PythonicParser),
 }
-"""By the names that ``--tool-call-parser`` takes."""
+"""The formats by the names for ``--tool-call-parser``."""

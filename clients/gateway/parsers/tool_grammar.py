@@ -1,4 +1,4 @@
-"""Grammars, in the form of Lark, that hold an answer to a format's tool calls. Knows no requests."""
+"""Lark grammars that constrain an answer to a format's tool calls. Independent of requests."""
 
 import json
 import re
@@ -13,12 +13,12 @@ Schema = Mapping[str, Any]
 
 
 class CannotBeHeld(Exception):
-    """A tool that a format's grammar cannot describe. The text says why."""
+    """A tool that a format's grammar cannot describe. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """What may be called."""
+    """A tool in a grammar."""
 
     name: str
     parameters: Schema | None
@@ -27,7 +27,7 @@ class CallableTool:
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """How a model's answers look, besides its calls."""
+    """The form of a model's answers, besides its calls."""
 
     shown_call: str = ""
     """A conversation with a call of ``probe_tool``, as the chat template writes it: formats have variants."""
@@ -39,8 +39,8 @@ class AnswerShape:
 
 
 def call_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, shape: AnswerShape) -> str:
-    """Calls and nothing else; with ``one``, a single call. Where the model's answers have a section of reasoning it may
-    come before, and must where the prompt has opened it already. Raises CannotBeHeld."""
+    """Returns a grammar of only calls; with ``one``, of a single call. Reasoning may precede them if the model's
+    answers have it, and must if the prompt has opened it. Raises CannotBeHeld."""
     lark = _Lark(shape)
     writing = _WRITINGS[tool_format](shape.shown_call)
     more = "" if one or writing.between is None else f" ({writing.between} marked)*"
@@ -49,8 +49,8 @@ def call_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, 
 
 
 def text_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, shape: AnswerShape) -> str:
-    """Any text, in which calls come after their marker and are of these tools; with ``one``, a single one. The format
-    is one of MARKED_FORMATS. Raises CannotBeHeld."""
+    """Returns a grammar of any text in which calls follow their marker and are of these tools; with ``one``, at most
+    one. The format is one of MARKED_FORMATS. Raises CannotBeHeld."""
     lark = _Lark(shape)
     writing = _WRITINGS[tool_format](shape.shown_call)
     lark.add_rules(f"start: {lark.before}marked{'?' if one else '*'} text")
@@ -66,42 +66,42 @@ def text_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, 
 
 @dataclass(frozen=True, slots=True)
 class _Writing:
-    """How a format writes calls, as expressions of Lark. A group of calls stands after each marker."""
+    """The syntax of a format's calls, as Lark expressions. A group of calls follows each marker."""
 
     call: Callable[["_Lark", str, CallableTool], str]
-    """Of a rule's name and a tool: what the rule consists of."""
+    """Returns the body of a rule from the rule's name and a tool."""
     marker: str = ""
     opens: str = ""
     next_call: str | None = None
-    """Between calls of a group; None: it has one."""
+    """The separator of calls in a group; None: a group has one call."""
     closes: str = ""
     between: str | None = None
-    """Between groups that follow one another; None: there is one."""
+    """The separator of groups; None: there is one group."""
 
 
 class _Lark:
-    """A grammar that is being written."""
+    """A grammar under construction."""
 
     def __init__(self, shape: AnswerShape) -> None:
         self._shape = shape
         self._rules: list[str] = []
         self.before = ""
-        """What comes before an answer."""
+        """The expression before an answer."""
         if shape.reasoning is not None:
             self.before = "thought space " if shape.in_reasoning else "(thought space)? "
             self._add_thought(shape.reasoning)
 
     def add_rules(self, *rules: str) -> None:
-        """Rules, or terminals."""
+        """Adds rules or terminals."""
         self._rules += rules
 
     def marker(self, text: str) -> str:
-        """A marker, whatever it is to this model."""
+        """Returns a marker's expression, as a special token or as text."""
         token_id = self._shape.special_tokens.get(text)
         return quoted(text) if token_id is None else f"<[{token_id}]>"
 
     def with_calls(self, writing: _Writing, tools: Sequence[CallableTool], *, one: bool) -> str:
-        """The whole, with the rules for a group of calls."""
+        """Returns the whole grammar, with the rules for a group of calls."""
         names = [f"call_{index}" for index in range(len(tools))]
         more = "" if one or writing.next_call is None else f" ({writing.next_call} call)*"
         self.add_rules(f"group: {writing.opens} call{more} {writing.closes}", f"call: {' | '.join(names)}")
@@ -121,7 +121,7 @@ class _Lark:
 
 
 def _json(schema: Schema | None) -> str:
-    """A value, set as calls are: weak models write blanks without end where they may."""
+    """Returns the expression of a JSON value, without optional white space: weak models may write it without end."""
     held: dict[str, Any] = dict(schema or {"type": "object"})
     held["x-guidance"] = {"whitespace_pattern": " ?"} | dict(held.get("x-guidance") or {})
     return f"%json {json.dumps(held, ensure_ascii=False)}"
@@ -138,7 +138,7 @@ def _object(key: str) -> Callable[[_Lark, str, CallableTool], str]:
 
 
 def _named_call(has_id: bool, has_args: bool) -> Callable[[_Lark, str, CallableTool], str]:
-    """name[CALL_ID]...[ARGS]{...}, as Mistral's later models write it."""
+    """name[CALL_ID]...[ARGS]{...}, the syntax of Mistral's later models."""
 
     def write(lark: _Lark, rule: str, tool: CallableTool) -> str:
         _check_name(tool)
@@ -162,8 +162,8 @@ _NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*probe_tool[^{]*")
 
 
 def _python_call(lark: _Lark, rule: str, tool: CallableTool) -> str:
-    """name(argument=value, ...), with JSON's values, of which Python's are a variant. The arguments come in the order
-    of the schema's properties."""
+    """name(argument=value, ...), with JSON values in Python's syntax. The arguments are in the order of the schema's
+    properties."""
     _check_name(tool)
     schema = tool.parameters or {}
     unknown = set(schema) - _HELD_KEYS
@@ -175,7 +175,7 @@ def _python_call(lark: _Lark, rule: str, tool: CallableTool) -> str:
     properties = dict(schema.get("properties") or {}) | {
         name: {} for name in required if name not in schema.get("properties", {})
     }
-    after, first = '""', '""'  # what may come where an argument has come before, and where none has
+    after, first = '""', '""'  # what may follow after an argument, and at the beginning
     for index, (name, value) in reversed(list(enumerate(properties.items()))):
         if not is_argument_name(name):
             raise CannotBeHeld(f"{name!r} of {tool.name} is no name of an argument in this model's format")
@@ -193,7 +193,7 @@ _HELD_KEYS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
     | {"title", "description", "$schema", "$id", "examples", "strict"}
 )
-"""What a schema of arguments may have beside its properties where each argument is held to its own."""
+"""Keys that a schema of arguments may have besides its properties, if each argument is constrained separately."""
 
 
 def _check_name(tool: CallableTool) -> None:
@@ -202,12 +202,12 @@ def _check_name(tool: CallableTool) -> None:
 
 
 def _escaped(text: str) -> str:
-    """For a regular expression between slashes."""
+    """Escapes a text for a regular expression between slashes."""
     return re.escape(text).replace("/", r"\/")
 
 
 def quoted(text: str) -> str:
-    """A text as Lark writes it."""
+    """Returns a text as a Lark literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -222,6 +222,6 @@ _WRITINGS: Mapping[str, Callable[[str], _Writing]] = {
     "mistral": _mistral,
     "pythonic": lambda shown: _PYTHONIC,
 }
-"""By format, of a call that the template has shown."""
+"""The syntax of each format, given a call that the template rendered."""
 MARKED_FORMATS = frozenset({"hermes", "mistral"})
-"""Those whose calls may stand anywhere in an answer, since a marker tells them from text."""
+"""Formats whose calls may be anywhere in an answer, since a marker distinguishes them from text."""

@@ -1,4 +1,4 @@
-"""What the parsers of tool calls have in common: content, calls that are reported as they come, the way back."""
+"""The base of tool call parsers: content, calls that are reported as they arrive, and backtracking."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ _EXPECTED_KEYS = frozenset({"id", "type"})
 
 
 class ContentParser:
-    """All of the text is content."""
+    """Treats all text as content."""
 
     def __init__(self) -> None:
         self._num_read = 0
@@ -26,14 +26,14 @@ class ContentParser:
 
 
 class ToolCallParser:
-    """A format is a subclass, with a ``_read`` that takes the text apart.
+    """The base class of formats, whose ``_read`` parses the text.
 
-    Once a call is reported it stays. So an attempt at one that fails goes back to the end of what was reported, and the
-    text from there on is content: none of it is lost, but for white space next to a call.
+    A reported call is never withdrawn. A failed attempt at one goes back to the end of the reported part, and the text
+    from there on is content: none is lost, except white space next to a call.
     """
 
     def __init__(self, tool_names: frozenset[str], parallel_calls: bool, new_id: Callable[[], str]) -> None:
-        """``tool_names``: of the request's tools. Without ``parallel_calls`` only the first call is reported.
+        """``tool_names``: the names of the request's tools. Without ``parallel_calls`` only the first call is reported.
         ``new_id`` makes ids for calls."""
         self._tool_names = tool_names
         self._parallel_calls = parallel_calls
@@ -41,7 +41,7 @@ class ToolCallParser:
         self._source = IncrementalText()
         self._content: list[str] = []
         self._spans: list[tuple[int, int]] = []
-        """Of the content, in the text."""
+        """The spans of the content in the text."""
         self._calls: list[ToolCallDelta] = []
         self._num_calls = 0
         self._content_length = 0
@@ -66,7 +66,7 @@ class ToolCallParser:
         return self._take()
 
     def _read(self) -> Reading[None]:
-        """Takes the text apart, to its end."""
+        """Parses the text to its end."""
         raise NotImplementedError
 
     def _take(self) -> ParsedDelta:
@@ -78,7 +78,7 @@ class ToolCallParser:
         return piece
 
     def _add_content(self, text: str, end: int) -> None:
-        """``end``: where it ends in the text that was read."""
+        """Adds content that ends at position ``end`` of the text."""
         if self._after_call:
             text = text.lstrip()
         if not text:
@@ -94,7 +94,7 @@ class ToolCallParser:
             self._spans.append((begin, begin + len(text)))
 
     def _add_rest(self, length: int) -> None:
-        """Reads ``length`` characters that have come: they are content."""
+        """Reads ``length`` available characters as content."""
         self._add_content(self._source.read_text(length), self._source.at)
 
     def _open_call(self, name: str, call_id: str = "") -> None:
@@ -107,7 +107,7 @@ class ToolCallParser:
         self._add_call(ToolCallDelta(self._num_calls - 1, arguments=text))
 
     def _break_off(self) -> None:
-        """The arguments of the last call are not whole, and no more of them comes."""
+        """Marks the arguments of the last call as incomplete."""
         self._add_call(ToolCallDelta(self._num_calls - 1, breaks_off=True))
 
     def _add_call(self, piece: ToolCallDelta) -> None:
@@ -116,7 +116,7 @@ class ToolCallParser:
             append_call(self._calls, replace(piece, at=self._content_length))
 
     def _read_content(self, marker: str) -> Reading[bool]:
-        """Content up to a marker, which is then read; False at the end of the text."""
+        """Reads content up to a marker and the marker itself; False at the end of the text."""
         source = self._source
         while True:
             found = source.find(marker)
@@ -130,14 +130,14 @@ class ToolCallParser:
             yield
 
     def _read_rest(self) -> Reading[None]:
-        """Content, to the end of the text."""
+        """Reads content to the end of the text."""
         while not self._source.ended:
             self._add_rest(self._source.num_unread)
             yield
 
     def _read_calls(self, attempt: Reading[bool], marker: str = "") -> Reading[bool]:
-        """Makes an attempt at a call, or some; whether it succeeded. ``marker``, which comes before it, is content if
-        there is no call at all."""
+        """Attempts to read one or more calls; returns whether that succeeded. The preceding ``marker`` is content if
+        there is no call."""
         num_calls = self._num_calls
         self._source.keep()
         found = yield from attempt
@@ -150,8 +150,8 @@ class ToolCallParser:
         return False
 
     def _read_object(self, *, must_be_known: bool = False) -> Reading[bool]:
-        """{"name": ..., "arguments": {...}}; whether it was that, to its last brace. ``must_be_known``: the name is one
-        of the request's tools, and nothing else is in it that would not be in a call."""
+        """{"name": ..., "arguments": {...}}; returns whether the whole object matched. ``must_be_known``: requires the
+        name of one of the request's tools, and no other keys than those of a call."""
         source, call = self._source, _ObjectCall(self._open_call, self._add_arguments)
         if (yield from source.after_space()) != "{":
             return False
@@ -182,7 +182,7 @@ class ToolCallParser:
                 return call.end()
 
     def _read_arguments(self, call: "_ObjectCall", first: str) -> Reading[bool]:
-        """An object, or the text of one in a string, or null."""
+        """Reads an object, or a string with the text of one, or null."""
         call.has_arguments = True
         if first == "{":
             whole = yield from self._source.nested(call.append_text)
@@ -233,11 +233,11 @@ class _ObjectCall:
         self._add_arguments(text)
 
     def end(self) -> bool:
-        """At the last brace: whether it is a call."""
+        """Ends the object; returns whether it is a call."""
         if self.name and not self.has_arguments:
             self.append_text("{}")
         return bool(self.name)
 
 
 def _drop(text: str) -> None:
-    """Of no interest."""
+    """Discards text."""

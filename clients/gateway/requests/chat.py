@@ -1,4 +1,4 @@
-"""A chat request's body as the contract's ``Start``."""
+"""Converts a chat request's body to the contract's ``Start``."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from penstock.v1 import generation_pb2 as pb
 from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""The second and third are what Responses call it."""
+"""The types of text parts; the second and third are those of the Responses API."""
 _ASSISTANT, _REFUSAL = "assistant", "refusal"
 
 
 def check_chat(body: ChatRequest, caller: UpstreamCaller) -> None:
-    """Raises GatewayError for what cannot be done, or makes no sense together."""
+    """Raises GatewayError for unsupported options and invalid combinations."""
     check_stream_fields(body)
     check_model(body.model, caller)
     if body.top_logprobs and not body.logprobs:
@@ -36,7 +36,7 @@ def check_chat(body: ChatRequest, caller: UpstreamCaller) -> None:
 
 
 def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: UpstreamCaller) -> pb.Start:
-    """The request to the service. Raises GatewayError."""
+    """Builds the request to the service. Raises GatewayError."""
     start = new_start(body, headers, caller.settings)
     start.chat.CopyFrom(build_chat(body))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -50,7 +50,7 @@ def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: Upst
 
 
 def build_chat(body: ChatRequest) -> pb.Chat:
-    """The conversation, with its tools and the template's variables."""
+    """Builds the conversation with its tools and the template's variables."""
     chat = pb.Chat()
     for at, message in enumerate(body.messages):
         _add_message(chat, message, f"messages[{at}]")
@@ -68,12 +68,12 @@ def build_chat(body: ChatRequest) -> pb.Chat:
 
 
 def uses_tools(body: ChatRequest) -> bool:
-    """Whether the model may call anything."""
+    """Whether the model may call tools."""
     return bool(body.tools) and body.tool_choice != "none"
 
 
 def template_variables(body: ChatRequest) -> str:
-    """As the contract has them; empty if there are none."""
+    """Returns the template's variables for the contract; empty if there are none."""
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -85,12 +85,12 @@ def template_variables(body: ChatRequest) -> str:
 
 
 def max_tokens_name(body: ChatRequest) -> str:
-    """Which of the two names the caller used."""
+    """The name of the field that the caller used for the limit."""
     return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
 
 
 def chat_names(body: ChatRequest, tool_places: Sequence[str] | None = None) -> Names:
-    """The caller's names of the contract's fields. ``tool_places`` has those of the functions, where some were left
+    """The caller's names of the contract's fields. ``tool_places`` has those of the functions, if some were left
     out."""
     return (
         *constraint_names(body, tool_places),

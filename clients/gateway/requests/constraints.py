@@ -1,5 +1,5 @@
-"""What an answer must match, by the names that OpenAI and vLLM have for it, as the contract's ``Constraint``. Whether
-it can be kept is the service's to say."""
+"""Converts OpenAI's and vLLM's constraints on an answer to the contract's ``Constraint``. The service checks whether it
+is supported."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _KINDS = "json, regex, choice, grammar or json_object"
 
 
 def fill_constraint(start: pb.Start, body: GenerationBody) -> None:
-    """From vLLM's fields, and from ``response_format`` where a body has it. Raises GatewayError."""
+    """Sets the constraint from vLLM's fields or ``response_format``. Raises GatewayError."""
     found = dict(_named(body))
     if len(found) > 1:
         first, second = list(found)[:2]
@@ -28,7 +28,7 @@ def fill_constraint(start: pb.Start, body: GenerationBody) -> None:
 
 
 def _named(body: GenerationBody) -> list[tuple[str, constraint_pb2.Constraint]]:
-    """The constraints of a body, by the fields that have them."""
+    """Returns the constraints of a body with the fields that have them."""
     found = []
     if body.structured_outputs is not None:
         found.append(("structured_outputs", _structured(body.structured_outputs)))
@@ -99,12 +99,12 @@ def _grammar(text: str) -> constraint_pb2.Constraint:
 
 
 def constraint_field(body: GenerationBody) -> str | None:
-    """The field of a body that has its constraint, if one has. Raises GatewayError."""
+    """Returns the field of a body that has its constraint, if any. Raises GatewayError."""
     return next((name for name, _ in _named(body)), None)
 
 
 def is_constrained(body: ChatRequest) -> bool:
-    """Whether a field, a forced call or a strict tool says what the answer must match. Raises GatewayError."""
+    """Whether a field, a forced call or a strict tool constrains the answer. Raises GatewayError."""
     is_strict = body.tool_choice != "none" and any(tool.function.strict for tool in body.tools or ())
     return is_strict or body.tool_choice not in (None, "auto", "none") or constraint_field(body) is not None
 
@@ -123,7 +123,7 @@ def constraint_names(body: GenerationBody, tool_places: Sequence[str] | None = N
 
 
 def _tools_name(body: GenerationBody, places: Sequence[str] | None) -> str:
-    """The schema that calls are held to. Which of several is at fault is not known."""
+    """The name of the schema that constrains calls. Which of several is invalid is unknown."""
     if not isinstance(body, ChatRequest):
         return "tools"
     choice = body.tool_choice

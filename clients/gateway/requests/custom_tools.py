@@ -1,4 +1,4 @@
-"""Custom tools, which take one text, as the functions that models know: the text is the argument ``input``."""
+"""Converts custom tools, which take one text, to functions for the model: the text is the argument ``input``."""
 
 import json
 import re
@@ -9,16 +9,16 @@ from penstock.clients.gateway.json_object import Json
 _KEY = "input"
 _OPENING = re.compile(rf'\s*\{{\s*"{_KEY}"\s*:\s*"')
 _MAX_OPENING_CHARS = 256
-"""Arguments that have not opened the text by then are read when the call is over."""
+"""Arguments that have not begun the text by then are read at the end of the call."""
 _CHARACTERS = re.compile(r'(?:[^"\\]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
-"""Of a JSON string, as far as they are whole."""
+"""The complete characters of a JSON string."""
 _MAX_CHARACTER = len(r"\ud83d\ude00")
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 
 
 def custom_function(name: str, description: str | None, syntax: str | None, definition: str | None) -> Json:
-    """A custom tool as a function. The model is shown a grammar of the input; ``syntax`` is lark or regex. A regular
-    expression is part of the schema too."""
+    """Returns a custom tool as a function. Its description contains the grammar of the input; ``syntax`` is lark or
+    regex. A regular expression is part of the schema too."""
     text: dict[str, Any] = {"type": "string"}
     shown = [] if description is None else [description]
     if definition is not None:
@@ -33,12 +33,12 @@ def custom_function(name: str, description: str | None, syntax: str | None, defi
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of a call whose input is ``text``."""
+    """Returns the arguments of a call with the input ``text``."""
     return json.dumps({_KEY: text}, ensure_ascii=False)
 
 
 class CustomInput:
-    """Reads the input of a custom tool's call out of the function's arguments as they come."""
+    """Extracts the input of a custom tool's call from the function's arguments as they arrive."""
 
     def __init__(self) -> None:
         self._unopened: list[str] = []
@@ -50,7 +50,7 @@ class CustomInput:
         self._is_over = False
 
     def append_arguments(self, arguments: str) -> str:
-        """The part of the input that more arguments bring."""
+        """Reads more arguments; returns the new part of the input."""
         if self._is_over:
             return ""
         self._unread += arguments
@@ -59,7 +59,7 @@ class CustomInput:
         return self._read()
 
     def end(self) -> str:
-        """What is left of the input when the call is over: all of it, if the arguments have another form."""
+        """Ends the call; returns the rest of the input, or all of it if the arguments have another form."""
         if self._is_open:
             return ""
         whole = "".join(self._unopened)
@@ -93,11 +93,11 @@ class CustomInput:
         if not self._is_over and (half := _HALF_OF_A_PAIR.search(text)) is not None:
             text = text[: half.start()]
         self._unread = self._unread[len(text) :]
-        self._is_over = self._is_over or len(self._unread) >= _MAX_CHARACTER  # an escape that JSON has not
+        self._is_over = self._is_over or len(self._unread) >= _MAX_CHARACTER  # an escape that JSON does not have
         return _decoded(text)
 
 
 def _decoded(text: str) -> str:
-    """The characters of a JSON string. Half of a surrogate pair is not a character, and becomes U+FFFD."""
+    """Decodes the characters of a JSON string. Half of a surrogate pair is not a character, and becomes U+FFFD."""
     value: str = json.loads(f'"{text}"', strict=False)
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

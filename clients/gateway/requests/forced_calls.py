@@ -1,4 +1,4 @@
-"""Answers whose calls are held to a grammar: where ``tool_choice`` forces one, and the calls of ``strict`` tools."""
+"""Constrains calls by a grammar: calls that ``tool_choice`` forces, and calls of ``strict`` tools."""
 
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.parsers.tool_grammar import (
@@ -19,9 +19,9 @@ from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
 
 
 async def fill_calls(start: pb.Start, body: ChatRequest, caller: UpstreamCaller) -> None:
-    """Holds the answer to calls where ``tool_choice`` asks for one: ``response_format`` is about text, and such an
-    answer has none. Otherwise holds the calls of strict tools to their schemas, where a marker tells calls from text.
-    Raises GatewayError, and RequestFailed."""
+    """Constrains the answer to calls if ``tool_choice`` requires one; ``response_format`` applies only to text, which
+    such an answer does not have. Otherwise constrains the calls of strict tools to their schemas, if a marker
+    distinguishes calls from text. Raises GatewayError, and RequestFailed."""
     name = forced_tool(body)
     given = [each.function for each in body.tools or ()]
     if name is not None:
@@ -35,7 +35,7 @@ async def fill_calls(start: pb.Start, body: ChatRequest, caller: UpstreamCaller)
     else:
         return
     formats = await formats_of(body, caller)
-    assert formats.tool is not None, "who may call is told before if it is not known how"
+    assert formats.tool is not None, "a request with tools and an unknown format is refused earlier"
     if name is None and formats.tool not in MARKED_FORMATS:
         return
     one = body.parallel_tool_calls is False or bool(name)
@@ -53,7 +53,8 @@ def _held(tool: FunctionDefinition) -> CallableTool:
 
 
 def forced_tool(body: ChatRequest) -> str | None:
-    """The name of the function that must be called; empty: any; None: none need be. Raises GatewayError."""
+    """Returns the name of the function that must be called; empty: any; None: no call is required. Raises
+    GatewayError."""
     choice = body.tool_choice
     if choice in (None, "auto", "none"):
         return None

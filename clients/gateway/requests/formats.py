@@ -1,6 +1,6 @@
-"""Which formats of tool calls and of reasoning an answer may have: as the operator said, or as the chat template shows.
+"""The formats of tool calls and reasoning in answers: set by the operator, or detected from the chat template.
 
-A template that can show a call in a conversation's history shows how its model writes one.
+A template that renders a call in a conversation's history reveals the model's format.
 """
 
 import json
@@ -41,13 +41,13 @@ _SHOWN_CALLS = {
     "pythonic": re.compile(r"\[probe_tool\("),
     "llama3_json": re.compile(r'\{"name":\s*"probe_tool",\s*"parameters":\s*\{"probe"'),
 }
-"""By format, how a call looks in a rendered conversation."""
+"""For each format, how a call looks in a rendered conversation."""
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """What an answer may have. None: none that is known."""
+    """The formats in an answer; None if unknown or absent."""
 
     tool: str | None
     reasoning: str | None
@@ -56,8 +56,8 @@ class OutputFormats:
 
 
 async def parser_maker(body: ChatRequest, caller: UpstreamCaller) -> tuple[Callable[[], AnswerParser], bool]:
-    """What makes a parser for each choice, and whether the text is needed with special tokens. Raises GatewayError, and
-    RequestFailed."""
+    """Returns a factory of parsers, one for each choice, and whether the text must include special tokens. Raises
+    GatewayError and RequestFailed."""
     formats = await formats_of(body, caller)
     tool = formats.tool if uses_tools(body) else None
     if uses_tools(body) and tool is None:
@@ -79,8 +79,8 @@ async def parser_maker(body: ChatRequest, caller: UpstreamCaller) -> tuple[Calla
 
 
 async def formats_of(body: ChatRequest, caller: UpstreamCaller) -> OutputFormats:
-    """For a request. What a template shows is asked once a minute for each set of variables. Raises GatewayError, and
-    RequestFailed."""
+    """Returns the formats for a request. Renders the template once per minute for each set of variables. Raises
+    GatewayError and RequestFailed."""
     tool, reasoning, opened = caller.settings.tool_call_parser, caller.settings.reasoning_parser, False
     if tool == AUTO:
         tool = await _tool_format(caller) if uses_tools(body) else NONE
@@ -98,14 +98,14 @@ async def formats_of(body: ChatRequest, caller: UpstreamCaller) -> OutputFormats
 
 
 async def answer_shape(formats: OutputFormats, caller: UpstreamCaller) -> AnswerShape:
-    """What a grammar needs to know of a model's answers. Raises RequestFailed."""
+    """Returns the properties of a model's answers for a grammar. Raises RequestFailed."""
     call, prompt = await _shown_call(caller), await _prompt(caller, "", True)
     specials: dict[str, int] = {}
     if shows_special_tokens(formats.tool, formats.reasoning):
         ids = {*call.token_ids, *prompt.token_ids}
         known = await caller.describe(ids)
         specials = {known[each].text.decode(errors="replace"): each for each in ids if known[each].is_special}
-    # What the template shows the service sees too: there a constraint begins after the reasoning.
+    # The service detects the template's reasoning itself, and starts a constraint after it.
     reasoning = None if caller.settings.reasoning_parser == AUTO else formats.reasoning
     return AnswerShape(call.text, specials, reasoning, formats.in_reasoning)
 
@@ -116,7 +116,7 @@ async def _tool_format(caller: UpstreamCaller) -> str:
 
 
 async def _shown_call(caller: UpstreamCaller) -> RenderChatResponse:
-    """A conversation with a call."""
+    """Renders a conversation with a call."""
     messages = [
         pb.ChatMessage(role="user", content="question"),
         pb.ChatMessage(role="assistant", tool_calls=[_CALL]),
@@ -126,21 +126,21 @@ async def _shown_call(caller: UpstreamCaller) -> RenderChatResponse:
 
 
 async def _reasoning_format(caller: UpstreamCaller, with_tools: bool) -> str:
-    # Templates that open no reasoning by themselves show an empty one where it is switched off.
+    # Templates that do not open reasoning render an empty one if it is disabled.
     variables = ("", '{"enable_thinking": false}')
     text = "".join([(await _prompt(caller, each, with_tools)).text for each in variables])
     return next((name for name, form in REASONING_FORMATS.items() if form.opens in text), NONE)
 
 
 async def _prompt(caller: UpstreamCaller, variables: str, with_tools: bool) -> RenderChatResponse:
-    """What a short conversation becomes: a model may have a template of its own for tools."""
+    """Renders a short conversation: a model may have a separate template for tools."""
     message = pb.ChatMessage(role="user", content="question")
     tools = [_TOOL] if with_tools else []
     return await _rendered(caller, pb.Chat(messages=[message], template_variables=variables, tools=tools))
 
 
 async def _rendered(caller: UpstreamCaller, chat: pb.Chat) -> RenderChatResponse:
-    """As the template has it; empty if it refuses the conversation."""
+    """Renders a conversation; returns an empty prompt if the template refuses it."""
     key = sha256(chat.SerializeToString(deterministic=True)).digest()  # variables may be as long as a body
     prompt = caller.rendered.get(key)
     if prompt is None:

@@ -1,5 +1,5 @@
-"""Parses a request's body as JSON. A large one is measured first, since parsing holds up every other stream: its cost
-depends on how many values there are, and hardly on their size."""
+"""Parses a request's body as JSON. A large one is measured first, since parsing blocks every other stream: its cost
+depends on the number of values, and hardly on their size."""
 
 import math
 import re
@@ -17,24 +17,26 @@ from penstock.clients.host.parse_turns import PORTION_S, ParseTurns
 Body = bytes | bytearray
 
 MAX_PARTS = 1 << 15
-"""Lists, objects, strings and names of a body: 4,096 messages have 20,480. Each costs up to 10 us to validate."""
+"""The limit of lists, objects, strings and names in a body: 4,096 messages have 20,480. Each costs up to 10 us to
+validate."""
 MAX_COMMAS = 1 << 19
-"""Commas between values: numbers take a thirtieth of that time."""
+"""The limit of commas between values: a number costs a thirtieth of that time."""
 MAX_REALS = 1 << 16
-"""Numbers with a fraction or an exponent: each costs Python a quarter of a microsecond, since it is kept exact."""
+"""The limit of numbers with a fraction or an exponent: each costs a quarter of a microsecond, since it is kept
+exact."""
 MAX_DEPTH = 256
-"""Lists and objects inside each other. What writes JSON for the service takes no more either."""
+"""The limit of nested lists and objects. The JSON writer for the service accepts no more either."""
 SMALL_BYTES = 64 << 10
-"""Bodies up to this size are not measured: they cost little, whatever they contain."""
+"""Bodies up to this size are not measured: they are cheap, whatever they contain."""
 _SCAN_BYTES = 1 << 10
-"""Bytes that are scanned between two looks at the clock: 2 ms at worst."""
+"""How many bytes are scanned between checks of the clock: at most 2 ms."""
 _SEARCH_BYTES, _PAIR_BYTES = 1 << 16, 12
 _BLANK = re.compile(rb"[ \t\n\r]*")
 _BOM = b"\xef\xbb\xbf"
 _MAX_EXACT = 1 << 53
-"""Doubles have all integers up to it."""
+"""Doubles represent all integers up to it."""
 _MAX_DIGITS = 400
-"""Of a number that is kept exactly. The service takes no more in a schema either."""
+"""The limit of digits in a number that is kept exact. The service accepts no more in a schema either."""
 _REST_OF_NUMBER = re.compile(rb"[-+.0-9eE]*")
 _POSITION = re.compile(r" \(byte (\d+)\)$")
 _NOT_JSON = re.compile(rb"NaN|Infinity")
@@ -45,7 +47,7 @@ _LONE_SURROGATE = re.compile(
 
 
 async def parse_json(body: Body, turns: ParseTurns) -> Any:
-    """Parses a body, in its turn; other tasks run meanwhile. Raises GatewayError, which says what is wrong where."""
+    """Parses a body, in its turn; other tasks run meanwhile. Raises GatewayError, with the problem and its position."""
     body = body if body[:3] != _BOM else body[3:]  # a copy only where there is one
     if _BLANK.fullmatch(body):
         raise GatewayError(400, "the body is empty; send a JSON object", code="invalid_json")
@@ -168,7 +170,7 @@ async def _malformed(body: Body, turns: ParseTurns, problem: str) -> GatewayErro
     found = _POSITION.search(problem)
     position = int(found[1]) if found else len(body)
     if not found or "surrogate" in problem:
-        # The parser takes half of a pair near the end of a body for one whose second half is cut off.
+        # The parser treats half of a pair near the end of a body as a truncated pair.
         lone = await _lone_surrogate(body, turns)
         if lone is not None and lone <= position:
             return await _half_a_pair(body, turns, lone)

@@ -1,7 +1,7 @@
-"""Finds out cheaply how much a JSON text holds, and where in it something is, without making objects of it.
+"""Counts the values of a JSON text, and finds the path of a position, without creating objects.
 
 Strings are skipped by the C code of ``bytes``. Each list and object costs Python a microsecond, and there is a bound on
-them. The text need not be valid: the parser says so in the end.
+them. The text need not be valid: the parser checks that later.
 """
 
 import re
@@ -14,7 +14,7 @@ _MAYBE_LARGE = re.compile(rb"[0-9]{300}|[eE]\+?[0-9]{3}")
 _EXPONENT = re.compile(rb"[0-9][eE]")
 _MAX_NAME_BYTES = 256
 _MAX_INT_DIGITS = 4300
-"""The parser's bound, as Python has it."""
+"""The parser's limit, the same as Python's."""
 
 FREE_FORM = frozenset(
     {"arguments", "chat_template_kwargs", "documents", "guided_json", "json", "logit_bias", "metadata", "parameters",
@@ -34,16 +34,16 @@ class _Open:
 
 
 class JsonScan:
-    """Reads a text piece by piece."""
+    """Reads a text in parts."""
 
     def __init__(self, *, seeks_number: bool = False) -> None:
-        """``seeks_number`` looks for one that is too large."""
+        """``seeks_number``: look for a number that is too large."""
         self.num_parts = 0
         """Lists, objects and strings so far, names included."""
         self.num_commas = 0
         self.max_depth = 0
         self.deepest_field = ""
-        """The field of the outermost object that is nested so deeply."""
+        """The field of the outermost object with the deepest nesting."""
         self.parts_of: Counter[str] = Counter()
         """``num_parts`` by the field of the outermost object."""
         self.commas_of: Counter[str] = Counter()
@@ -62,13 +62,13 @@ class JsonScan:
         """The beginning of the latest string, which may be a name."""
 
     def feed(self, text: bytes) -> None:
-        """Reads on. ``text`` must not end within a number where one is looked for."""
+        """Reads more text, which must not end within a number if ``seeks_number``."""
         if self._is_escaped and text:
             text, self._is_escaped = text[1:], False
         if b"\\" in text:
             if (len(text) - len(text.rstrip(b"\\"))) % 2:
                 text, self._is_escaped = text[:-1], True
-            text = text.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes are ends of strings
+            text = text.replace(rb"\\", b"").replace(rb"\"", b"")  # the remaining quotes end strings
         for number, part in enumerate(text.split(b'"')):
             if number:
                 self._in_string = not self._in_string
@@ -121,7 +121,7 @@ class JsonScan:
                 self._read_between(piece)
 
     def _read_between(self, text: bytes) -> None:
-        """Of names' colons, commas and numbers."""
+        """Reads the text between strings and brackets: colons, commas and numbers."""
         start = self._large_number_in(text) if self._seeks_number and self.large_number is None else -1
         if start < 0:
             self._advance(text)

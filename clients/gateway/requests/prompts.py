@@ -1,4 +1,4 @@
-"""The prompts of a completion, with their text and tokens where the answer shows them."""
+"""Reads the prompts of a completion, with their text and tokens if the answer contains them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,27 +16,27 @@ from penstock.v1.tokenizer_pb2 import DetokenizeRequest, TokenizeRequest
 
 _MAX_CHAR_BYTES = 4
 ID_BYTES = 8
-"""Of a token's id in memory, more or less."""
+"""The approximate size of a token's id in memory."""
 _MAX_ADDED = 16
-"""More tokens than a tokenizer puts around a text."""
+"""An upper bound of the tokens that a tokenizer adds to a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """One prompt. Text or tokens is what the caller sent; the other is there if it was needed."""
+    """One prompt. Has the text or the tokens that the caller sent, and the other if it was needed."""
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     text_offsets: Sequence[int] = ()
-    """Where each token begins in the text, in characters, where the answer shows that."""
+    """The offset of each token in the text, in characters, if the answer contains it."""
 
     @property
     def num_bytes(self) -> int:
-        """Its size in memory, more or less."""
+        """The approximate size in memory."""
         return len(self.text or "") + ID_BYTES * (len(self.token_ids or ()) + len(self.text_offsets))
 
     def put_into(self, start: pb.Start) -> None:
-        """Tokens go before text: they are what the answer speaks of."""
+        """Sets the prompt; prefers tokens to text, since the answer refers to them."""
         if self.token_ids is not None:
             start.token_ids.ids.extend(self.token_ids)
         else:
@@ -45,7 +45,7 @@ class ParsedPrompt:
 
 
 async def read_prompts(body: CompletionRequest, caller: UpstreamCaller) -> list[ParsedPrompt]:
-    """All of a request. Raises GatewayError."""
+    """Reads the prompts of a request. Raises GatewayError."""
     prompts = _listed(body)
     needs_ids = (
         body.echo or body.return_token_ids or body.prompt_logprobs is not None or body.add_special_tokens is False
@@ -60,7 +60,7 @@ async def read_prompts(body: CompletionRequest, caller: UpstreamCaller) -> list[
             for at, prompt in enumerate(prompts)
         )
     )
-    if not needs_ids:  # what is too long is refused in the words for what was sent
+    if not needs_ids:  # the error of a prompt that is too long refers to what was sent
         completed = [
             given if len(prompt.token_ids or ()) >= context else prompt
             for given, prompt in zip(prompts, completed, strict=True)
@@ -72,7 +72,7 @@ async def read_prompts(body: CompletionRequest, caller: UpstreamCaller) -> list[
 
 
 def has_one_prompt(body: CompletionRequest) -> bool:
-    """Whether the prompt of a request is one, and no list of prompts."""
+    """Whether a request has a single prompt, not a list of prompts."""
     return isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
 
 
@@ -96,7 +96,7 @@ def _may_lack_room(prompt: ParsedPrompt, context: int) -> bool:
 
 
 def _check_room(prompt: ParsedPrompt, context: int, param: str) -> None:
-    """A limit that nobody asked for must fit: were it cut, an answer of a token would look like the model's choice."""
+    """Checks that the default limit fits: if it were cut, an answer of one token would look like the model's choice."""
     left = context - len(prompt.token_ids or ())
     if 0 < left < DEFAULT_MAX_TOKENS:
         problem = (
@@ -132,7 +132,7 @@ async def _complete(
             tokens = await caller.call(tokenizer.Tokenize, wanted)
             if not (body.echo and body.truncate_prompt_tokens):
                 return ParsedPrompt(prompt.text, tokens.token_ids, tokens.text_offsets)
-            prompt = ParsedPrompt(token_ids=tokens.token_ids)  # of the text only its tokens' is left
+            prompt = ParsedPrompt(token_ids=tokens.token_ids)  # only the text of the kept tokens remains
             shows_special_tokens = False
         assert prompt.token_ids is not None
         token_ids = truncated(prompt.token_ids, body, caller)

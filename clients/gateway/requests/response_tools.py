@@ -1,4 +1,4 @@
-"""The tools of a Responses request as the functions of a chat, and which of the caller's tools each function is."""
+"""Converts the tools of a Responses request to functions of a chat, and maps functions back to the caller's tools."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,20 +34,20 @@ class CallerTool:
 
 @dataclass(slots=True)
 class ResponseTools:
-    """The tools that the model is offered."""
+    """The tools that the model may call."""
 
     functions: list[Tool] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    """Where in the request each function is."""
+    """The path of each function in the request."""
     callers: dict[str, CallerTool] = field(default_factory=dict)
     """The caller's tools by the names that the model knows."""
     hosted: set[str] = field(default_factory=set)
-    """Types of the request's tools that the model is not offered."""
+    """The types of hosted tools in the request, which the model does not get."""
     choice: Choice = None
     """``tool_choice`` of the chat."""
 
     def named(self, name: str) -> CallerTool:
-        """The tool that a call of the model's means. A tool in a namespace may go by its own name if that is unique."""
+        """Finds the tool of a model's call. A tool in a namespace may be called by its own name if that is unique."""
         if (found := self.callers.get(name)) is not None:
             return found
         same = [tool for tool in self.callers.values() if tool.name == name]
@@ -55,7 +55,7 @@ class ResponseTools:
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """The name of a function as the model knows it. Others join the two in the same way."""
+    """The name of a function for the model. Other servers join the two parts in the same way."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -98,7 +98,7 @@ def _function(tool: FunctionTool | CustomTool, name: str) -> ChatFunction:
 
 
 def _choice(choice: Choice, tools: ResponseTools) -> Choice:
-    """In the form of a chat. Raises GatewayError."""
+    """Converts the choice to chat's form. Raises GatewayError."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
@@ -118,7 +118,7 @@ def _choice(choice: Choice, tools: ResponseTools) -> Choice:
 
 
 def _allowed(given: Any, tools: ResponseTools, where: str) -> list[str]:
-    """The model's names of what an item of allowed_tools names; a hosted tool is no name. Raises GatewayError."""
+    """Returns the model's names for an item of allowed_tools; none for a hosted tool. Raises GatewayError."""
     kind = given.get("type") if isinstance(given, dict) else None
     if is_hosted(kind):
         return []
@@ -131,7 +131,7 @@ def _allowed(given: Any, tools: ResponseTools, where: str) -> list[str]:
 
 
 def _chosen(choice: Any, tools: ResponseTools, where: str) -> str:
-    """The model's name of a tool that a choice names. Raises GatewayError."""
+    """Returns the model's name of a chosen tool. Raises GatewayError."""
     if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
         raise invalid(f"{where}.type" if isinstance(choice, dict) else where, _FORMS)
     name, namespace = choice.get("name"), choice.get("namespace")

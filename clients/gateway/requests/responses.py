@@ -1,4 +1,4 @@
-"""A Responses request as the chat that it is: items become messages, and options have chat's names."""
+"""Converts a Responses request to a chat: items become messages, and options get chat's names."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ _INSTRUCTING = ("system", "developer")
 
 @dataclass(slots=True)
 class _ItemPlace:
-    """Where in the request a message comes from."""
+    """The position of a message in the request."""
 
     item: str
     text: str
@@ -53,16 +53,16 @@ class _Conversation:
 
     messages: list[ChatRequestMessage] = field(default_factory=list)
     places: list[_ItemPlace] = field(default_factory=list)
-    """Of the messages."""
+    """The positions of the messages."""
     tools: list[tuple[str, AnyTool]] = field(default_factory=list)
-    """Those among the items, with their places."""
+    """The tools among the items, with their paths."""
     _instructions: list[str] = field(default_factory=list)
-    """The texts of the first message, where that instructs the model."""
+    """The texts of the first message, if it contains instructions."""
     _reasoning: list[str] = field(default_factory=list)
-    """What the assistant reasoned before its next message or call."""
+    """The assistant's reasoning before its next message or call."""
 
     def end(self) -> None:
-        """There are no more items."""
+        """Ends the conversation."""
         if self._instructions:
             self.messages[0].content = "\n\n".join(self._instructions)
 
@@ -81,12 +81,12 @@ class _Conversation:
         self.places.append(_ItemPlace(item, text))
 
     def add_reasoning(self, texts: Iterable[str]) -> None:
-        """Adds what the assistant reasoned; it belongs to what follows, and is dropped where another speaks."""
+        """Adds reasoning of the assistant; it belongs to the next item, and is dropped if that has another role."""
         self._reasoning += filter(None, texts)
 
     def add_call(self, call: MessageToolCall, item: str, arguments: str) -> None:
-        """Text and calls of one answer are one message of a chat; reasoning between them begins another.
-        ``arguments``: the field with them."""
+        """Adds a call. Text and calls of one answer are one message of a chat; reasoning between them starts a new
+        message. ``arguments``: the field with the arguments."""
         if not self.messages or self.messages[-1].role != "assistant" or self._reasoning:
             self.add_message("assistant", None, item, item)
         last = self.messages[-1]
@@ -98,13 +98,13 @@ class _Conversation:
 
 @dataclass(frozen=True, slots=True)
 class ResponseNames:
-    """The caller's names of the contract's fields, without anything else of the request."""
+    """The caller's names of the contract's fields. Holds no other part of the request."""
 
     _places: Sequence[_ItemPlace]
     _tool_places: Sequence[str]
-    """Of the chat's tools."""
+    """The paths of the chat's tools."""
     _others: Names
-    """Where they are not those of the conversation and of the tools."""
+    """The names of other fields than the conversation's and the tools'."""
 
     def caller_name(self, field: str) -> str:
         """The caller's name of a field of the contract."""
@@ -142,7 +142,7 @@ _NAMES: Names = (
 
 
 def as_chat(body: ResponsesRequest) -> ChatOfResponse:
-    """The same request to /v1/chat/completions. Raises GatewayError."""
+    """Returns the same request for /v1/chat/completions. Raises GatewayError."""
     wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
     conversation = _conversation(body)
     given = [(f"tools[{at}]", tool) for at, tool in enumerate(body.tools or ())]
@@ -216,7 +216,7 @@ def _call(item: CallItem | CustomCallItem, arguments: str) -> MessageToolCall:
 
 
 def format_name(name: str) -> str:
-    """The caller's name of a chat's ``response_format``, or of a part of it; other names stay."""
+    """The caller's name of a chat's ``response_format``, or of a part of it; other names are unchanged."""
     if not name.startswith("response_format"):
         return name
     return "text.format" + name.removeprefix("response_format").replace(".json_schema.schema", ".schema")

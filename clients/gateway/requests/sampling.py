@@ -1,4 +1,5 @@
-"""The fields of a request's body as the contract's ``Sampling`` and ``Output``. Bounds are the service's business."""
+"""Converts the fields of a request's body to the contract's ``Sampling`` and ``Output``. The service checks the
+limits."""
 
 import re
 
@@ -21,12 +22,12 @@ _SAME_NAME = (
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 _MAX_ID_BYTES = 128
 _MAX_TOKENS = 2**32 - 1
-"""The contract's. No context has as many."""
+"""The contract's limit, more than any context."""
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int | None) -> None:
-    """How tokens are chosen. Raises GatewayError."""
+    """Fills the sampling options. Raises GatewayError."""
     for name in _SAME_NAME:
         if (value := getattr(body, name)) is not None:
             setattr(sampling, name, value)
@@ -35,7 +36,7 @@ def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int |
     if body.top_k is not None:
         sampling.top_k = max(0, body.top_k)
     if body.seed is not None:
-        sampling.seed = body.seed % 2**64  # negative ones are seeds like others
+        sampling.seed = body.seed % 2**64  # negative seeds are valid
     if body.n is not None:
         if body.n == 0:
             raise invalid("n", "must be at least 1")
@@ -50,7 +51,7 @@ def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int |
 
 
 def fill_output(output: pb.Output, body: GenerationBody, logprobs: int | None, prompt_logprobs: int | None) -> None:
-    """What is sent back: ids only where something of the answer needs them."""
+    """Fills the output options; requests token ids only if the answer needs them."""
     needs_ids = logprobs is not None or body.return_token_ids or body.includes_usage_so_far
     output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS if needs_ids else pb.OUTPUT_FORMAT_TEXT
     if logprobs is not None:
@@ -61,7 +62,7 @@ def fill_output(output: pb.Output, body: GenerationBody, logprobs: int | None, p
 
 
 def check_stream_fields(body: GenerationBody) -> None:
-    """Raises GatewayError for fields that don't go together."""
+    """Raises GatewayError for fields that exclude each other."""
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise invalid("stream_options", "only with stream: true")
     if body.stream and body.prompt_logprobs is not None:
@@ -74,6 +75,6 @@ def sampling_names(body: GenerationBody) -> Names:
 
 
 def client_request_id(named: str | None, header: str | None) -> str:
-    """What the caller calls its request, if the contract can carry it."""
+    """Returns the caller's id of its request, if the contract accepts it."""
     name = named or header or ""
     return name if len(name) <= _MAX_ID_BYTES and name.isascii() and name.isprintable() else ""

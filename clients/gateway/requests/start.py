@@ -1,4 +1,4 @@
-"""What every request to the service begins with."""
+"""The common part of every request to the service."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def new_start(body: GenerationBody, headers: Mapping[str, str], settings: GatewaySettings) -> pb.Start:
-    """A request without its prompt: deadline, priority, and what the caller calls it."""
+    """Returns a request without its prompt: deadline, priority, and the caller's id."""
     start = pb.Start()
     if settings.request_timeout_s is not None:
         start.timeout_ms = timeout_ms(settings.request_timeout_s)
@@ -31,7 +31,7 @@ def new_start(body: GenerationBody, headers: Mapping[str, str], settings: Gatewa
 
 
 def traceparent(headers: Mapping[str, str]) -> str:
-    """The caller's trace context; empty if there is none that is valid, as the standard wants it."""
+    """Returns the caller's trace context; empty if it is missing or invalid, as the standard requires."""
     given = headers.get("traceparent", "")
     return given if _TRACEPARENT.fullmatch(given) else ""
 

@@ -1,4 +1,4 @@
-"""What ``tool_choice`` leaves of a chat's tools: ``allowed_tools`` names some of them, and how they may be called."""
+"""Reduces a chat's tools to those that a ``tool_choice`` of ``allowed_tools`` names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from penstock.clients.gateway.schemas.chat import ChatRequest
 
 ALLOWED_MODES = ("auto", "required")
 _MAX_TOOLS = 128
-"""As many as a request may have."""
+"""The limit of tools in a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedTools:
-    """A chat that has only the tools that it may call."""
+    """A chat with only the allowed tools."""
 
     chat: ChatRequest
     indices: Sequence[int]
-    """Which of the request's tools they are."""
+    """The indices of these tools in the request."""
 
     @property
     def names(self) -> Names:
@@ -33,13 +33,13 @@ class AllowedTools:
 
 
 def with_allowed_tools(body: ChatRequest) -> AllowedTools:
-    """The same request without the tools that a choice of ``allowed_tools`` leaves out; its mode becomes the choice.
-    The model is not shown the others, so that it does not call them. Raises GatewayError."""
+    """Returns the request without the tools that ``allowed_tools`` leaves out; its mode becomes the choice. The model
+    does not see the others and so does not call them. Raises GatewayError."""
     choice = body.tool_choice
     given = list(body.tools or ())
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return AllowedTools(body, range(len(given)))
-    where = "tool_choice" if "tools" in choice else "tool_choice.allowed_tools"  # the first is what smg passes on
+    where = "tool_choice" if "tools" in choice else "tool_choice.allowed_tools"  # smg sends the first form
     allowed = choice if "tools" in choice else choice.get("allowed_tools")
     mode, names = _read(allowed if isinstance(allowed, dict) else {}, where)
     known = {tool.function.name for tool in given}
@@ -56,7 +56,7 @@ def with_allowed_tools(body: ChatRequest) -> AllowedTools:
 
 
 def _read(allowed: dict[str, Any], where: str) -> tuple[str, list[str]]:
-    """The mode and the names. Raises GatewayError."""
+    """Returns the mode and the names. Raises GatewayError."""
     mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ALLOWED_MODES:
         raise invalid(f"{where}.mode", 'must be "auto" or "required"')

@@ -1,5 +1,5 @@
-"""vLLM's ``truncate_prompt_tokens`` and ``truncation_side``: what the service is told, and what it makes of a prompt's
-tokens where the answer shows them."""
+"""vLLM's ``truncate_prompt_tokens`` and ``truncation_side``: fills the service's fields, and truncates a prompt's
+tokens for answers that contain them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,19 +15,19 @@ class TruncatingBody(Protocol):
 
     @property
     def truncate_prompt_tokens(self) -> int | None:
-        """How many tokens are kept; -1 is as many as fit."""
+        """How many tokens to keep; -1: as many as fit."""
         ...
 
     @property
     def truncation_side(self) -> str | None:
-        """Which side is cut: ``left`` or ``right``."""
+        """The side that is cut: ``left`` or ``right``."""
         ...
 
 
 def fill_truncation(
     request: pb.Start | embedding_pb2.EmbedRequest | tokenizer_pb2.TokenizeRequest, body: TruncatingBody
 ) -> None:
-    """The fields as the caller set them. The service has their bounds."""
+    """Copies the fields; the service checks their limits."""
     if body.truncate_prompt_tokens is None:
         return
     request.truncate_prompt_tokens = body.truncate_prompt_tokens
@@ -38,14 +38,14 @@ def fill_truncation(
 def fill_prompt_truncation(
     request: tokenizer_pb2.TokenizeRequest, body: TruncatingBody, caller: UpstreamCaller
 ) -> None:
-    """The same for a text that becomes the prompt of a generation, which leaves room for a token of output."""
+    """Fills the fields for the prompt of a generation, which leaves room for a token of output."""
     fill_truncation(request, body)
     if request.truncate_prompt_tokens in (-1, caller.model.max_model_len):
         request.truncate_prompt_tokens = caller.model.max_model_len - 1
 
 
 def truncated(token_ids: Sequence[int], body: TruncatingBody, caller: UpstreamCaller) -> Sequence[int]:
-    """The tokens of a prompt that the service keeps, of a chat or of ids."""
+    """Returns the tokens of a prompt that the service keeps."""
     if not body.truncate_prompt_tokens:
         return token_ids
     most = caller.model.max_model_len - 1
