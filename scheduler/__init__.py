@@ -1,1 +1,1 @@
-"""Decides what runs next, in pure Python; it knows neither gRPC nor tensors."""
+"""Decides what runs next, in pure Python. It does not depend on gRPC or tensors."""

@@ -1,4 +1,4 @@
-"""The scheduler's limits: frozen, complete, validated once."""
+"""The scheduler's limits: immutable, complete, validated once."""
 
 import math
 from collections.abc import Mapping
@@ -13,25 +13,25 @@ RETRY_AFTER_MS = 1000
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 MAX_TARGET_ITL_S = 60.0
 MIN_REQUEST_RATE, MAX_REQUEST_RATE = 0.001, 1e6
-"""A second."""
+"""Requests per second."""
 MAX_TOKEN_BUDGET = 1 << 40
-"""A minute."""
+"""Tokens per minute."""
 
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """A tenant's weight and caps; None is no cap. Raises ValueError."""
+    """A tenant's weight and caps; None means no cap. Raises ValueError."""
 
     weight: float = 1.0
     """Its share of the served tokens under ``fair``, relative to other tenants' weights."""
     max_prompt_tokens: int | None = None
     max_tokens: int | None = None
-    """Output of each choice."""
+    """Output tokens of each sequence."""
     max_live_requests: int | None = None
     requests_per_second: float | None = None
     """The average rate, including refused requests. The requests of one second may arrive at once, and at least one."""
     tokens_per_minute: int | None = None
-    """Of prompts and outputs, as their usage has them; as many may be used at once as are gained in a minute."""
+    """Tokens of prompts and outputs, counted as in usage. As many may be used at once as are gained in a minute."""
 
     def __post_init__(self) -> None:
         if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
@@ -50,31 +50,32 @@ class TenantLimits:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What the operator chooses. Where the worker's facts allow less, that holds. Raises ValueError.
+    """The operator's settings. Where the worker's facts allow less, they apply. Raises ValueError.
 
-    A running scheduler takes another one whole; only ``enable_prefix_caching`` and ``max_plans_in_flight`` stay as they
-    were at the start.
+    A running scheduler can be given another config; only ``enable_prefix_caching`` and ``max_plans_in_flight`` cannot
+    change after the start.
     """
 
     max_num_seqs: int = 256
-    """Rows that run at once; a request of n choices has n rows."""
+    """The maximum number of rows that run at once. A request of n sequences has n rows."""
     max_num_batched_tokens: int = MAX_BATCHED_TOKENS
-    """The token budget of a step. Rows that run at once are never more than this, so that each gets a token a step."""
+    """The token budget of a step. At most this many rows run at once, so that each gets a token in every step."""
     max_queued_requests: int = 1024
-    """Requests that have not begun; one more is refused."""
+    """The maximum number of requests that have not begun; one more is refused."""
     max_queued_tokens: int = 4_000_000
-    """Prompt tokens of the requests that have not begun."""
+    """The maximum number of prompt tokens of requests that have not begun."""
     policy: Policy = Policy.FCFS
     enable_prefix_caching: bool = True
     max_plans_in_flight: int = MAX_PLANS_IN_FLIGHT
-    """Plans that the worker has not answered: 1 or 2."""
+    """The maximum number of plans without a result: 1 or 2."""
     target_itl_s: float | None = None
-    """The time between a row's tokens that chunks of prompts beside it are sized to keep; None: see ``step_model``."""
+    """The target time between a row's tokens, which limits the chunks of prompts in the same step; None: see
+    ``timing/step_time.py``."""
     default_tenant: TenantLimits = TenantLimits()
-    """Of tenants that ``tenants`` does not name."""
+    """The limits of tenants that ``tenants`` does not contain."""
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     explain_requests: int = 1000
-    """Requests that ended and can still be explained."""
+    """The number of finished requests whose timelines are kept."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -94,11 +95,11 @@ class SchedulerConfig:
             raise ValueError(f"target_itl_s is {self.target_itl_s}; it must be above 0 and at most {limit}")
 
     def tenant(self, name: str) -> TenantLimits:
-        """What holds for a tenant."""
+        """Returns the limits of a tenant."""
         return self.tenants.get(name, self.default_tenant)
 
     def check_fits(self, facts: WorkerFacts, running: "SchedulerConfig") -> None:
-        """Raises ValueError where this cannot follow ``running``, which a worker with these facts runs with."""
+        """Raises ValueError if this config cannot replace ``running``, with which a worker with these facts runs."""
         for name in ("enable_prefix_caching", "max_plans_in_flight"):
             assert getattr(self, name) == getattr(running, name), f"{name} stays as it was at the start"
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -110,9 +111,9 @@ class SchedulerConfig:
                 )
 
     def token_budget(self, facts: WorkerFacts) -> int:
-        """Tokens in a step at most, on this worker."""
+        """Returns the maximum number of tokens in a step on this worker."""
         return min(self.max_num_batched_tokens, facts.max_num_batched_tokens)
 
     def max_rows(self, facts: WorkerFacts) -> int:
-        """Rows that run at once at most, on this worker: each gets a token in every step."""
+        """Returns the maximum number of rows that run at once on this worker: each gets a token in every step."""
         return min(self.max_num_seqs, facts.max_num_seqs, self.token_budget(facts))

@@ -1,4 +1,4 @@
-"""What an engine tells of itself."""
+"""The state and statistics of an engine."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -12,29 +12,29 @@ class EngineState(Enum):
     STARTING = auto()
     SERVING = auto()
     RECOVERING = auto()
-    """The worker is being replaced; what was admitted goes on afterwards, and nothing new is taken."""
+    """The worker is being replaced. Admitted requests continue afterwards; new ones are refused."""
     DRAINING = auto()
-    """Finishes what it has; takes nothing new."""
+    """Finishes the admitted requests; new ones are refused."""
     FAILED = auto()
-    """No worker can be had, or our own bookkeeping failed; the requests have ended."""
+    """No worker can be started, or the scheduler had an internal error. All requests have ended."""
     STOPPED = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Where the engine stands; counts of tokens and steps are totals since the start."""
+    """A snapshot of the engine. Counts of tokens and steps are totals since the start."""
 
     state: EngineState
     requests: int
-    """Not finished."""
+    """Requests that have not finished."""
     running: int
-    """Rows that run; a request of n choices has up to n."""
+    """Running rows. A request of n sequences has up to n."""
     waiting: int
-    """Choices that wait for a row."""
+    """Sequences that wait for a row."""
     kv_usage: float
-    """The share of blocks that rows hold, 0 to 1; cache that can be evicted is not use."""
+    """The share of blocks that rows hold, 0 to 1. Cached blocks that can be evicted do not count."""
     cached_blocks: int
-    """Blocks that no row holds and that a prefix may still find."""
+    """Blocks that no row holds and that a prefix can still find."""
     steps: int
     prefill_tokens: int
     cached_tokens: int
@@ -43,20 +43,20 @@ class EngineStats:
     preemptions: int
     finished: int
     stalled: int = 0
-    """Requests that are held back, because nobody reads their output."""
+    """Requests that are held back because their output is not read."""
     retained_blocks: int = 0
-    """Those of the cached blocks that are kept for who continues a request."""
+    """The part of the cached blocks that is kept for continuations of a request."""
     host_blocks: int = 0
-    """Evicted blocks that host memory holds, whether the device has them again or not."""
+    """Evicted blocks in host memory, whether or not the device has them again."""
     restored_tokens: int = 0
-    """Those of the cached tokens whose KV was copied back from host memory."""
+    """The part of the cached tokens whose KV was copied back from host memory."""
     refused: int = 0
     """Requests that were not admitted."""
     restarts: int = 0
     """Workers that were replaced."""
     step_s: float = 0.0
-    """How long a step took, at the median of the last ones."""
+    """The median time of the last steps."""
     predicted_ttft_s: float | None = None
-    """Of a short request that came now; None while nothing is known."""
+    """The predicted time to the first token of a short request that arrives now; None while nothing is known."""
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
-    """Its steps are those of each row."""
+    """Counts of drafts. ``steps`` counts each row's steps."""

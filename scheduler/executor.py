@@ -1,4 +1,4 @@
-"""The seam between the scheduler's loop and whatever computes. Knows neither processes nor tensors."""
+"""The interface between the scheduler's loop and the workers. It does not depend on processes or tensors."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -6,23 +6,25 @@ from typing import Protocol
 from penstock.scheduler.plan import StepPlan, StepResult, WorkerFacts
 
 MAX_PLANS_IN_FLIGHT = 2
-"""One computes, one waits: the worker never waits for Python, and a token in flight is never two steps old."""
+"""One plan is computed while one waits: the worker never waits for Python, and a token in flight is never two steps
+old."""
 
 
 class ExecutorError(Exception):
-    """The executor could not start, or what it ran on is gone. The text says what, and a remedy where one is known."""
+    """The executor could not start, or its worker is gone. The message contains the reason, and a remedy where one is
+    known."""
 
     def __init__(self, message: str, blames_step: bool = False) -> None:
-        """``blames_step``: the worker ended by itself, so the step that it was in may be why; otherwise somebody else
-        ended it."""
+        """``blames_step``: the worker ended by itself, so the step that it was computing may be the cause. Otherwise
+        something else ended it."""
         super().__init__(message)
         self.blames_step = blames_step
 
 
 class Executor(Protocol):
-    """Runs plans strictly in order. At most ``MAX_PLANS_IN_FLIGHT`` are unanswered.
+    """Runs plans strictly in order. At most ``MAX_PLANS_IN_FLIGHT`` are without a result.
 
-    When its worker is gone it is started again: ``stop``, then ``start``, then ``results`` anew.
+    After its worker is gone, it is restarted: ``stop``, then ``start``, then ``results`` again.
     """
 
     async def start(self) -> WorkerFacts:
@@ -30,17 +32,17 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> None:
-        """Hands over a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
+        """Sends a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
         ...
 
     def results(self) -> AsyncIterator[StepResult]:
-        """Answers in the order of the plans, until the worker is gone: then raises ExecutorError, after the last whole
-        answer. Ends without an error after ``stop``."""
+        """Yields results in the order of the plans until the worker is gone; then raises ExecutorError, after the last
+        complete result. Ends without an error after ``stop``."""
         ...
 
     def kill(self, why: str) -> None:
-        """Ends a worker that no longer makes progress, at once: ``results`` raises an ExecutorError that says ``why``
-        and blames the step. Nothing where none runs."""
+        """Ends at once a worker that no longer makes progress: ``results`` raises an ExecutorError with the message
+        ``why`` that blames the step. Does nothing if no worker runs."""
         ...
 
     async def stop(self) -> None:

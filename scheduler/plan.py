@@ -1,7 +1,7 @@
-"""The contract between the scheduler and a worker: plain data, in the order in which it crosses.
+"""The messages between the scheduler and a worker: plain data, in the order in which it is sent.
 
-A plan holds differences only. Between plans the worker's row state is the authority on where a row stands: a decoding
-row is told to continue, and the result says what came of it. Nothing here knows tensors, sockets or gRPC.
+A plan contains only differences. Between plans the worker's row state determines a row's position: a plan continues a
+decoding row, and the result contains its new tokens. This module does not depend on tensors, sockets or gRPC.
 """
 
 from enum import Enum
@@ -10,14 +10,14 @@ import msgspec
 
 
 class Pooling(Enum):
-    """Which hidden states after the model's last norm a row's vector is the mean of."""
+    """The hidden states, after the model's last norm, whose mean is a row's vector."""
 
     LAST = "last"
     MEAN = "mean"
     CLS = "cls"
 
     def positions(self, num_tokens: int) -> range:
-        """Those of a row of so many tokens."""
+        """Returns these positions for a row of ``num_tokens``."""
         if self is Pooling.MEAN:
             return range(num_tokens)
         return range(1) if self is Pooling.CLS else range(num_tokens - 1, num_tokens)
@@ -29,11 +29,12 @@ class Pooling(Enum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """How a row's tokens are chosen; every id is below the tokenizer's vocabulary size, every bound already checked.
+    """How a row's tokens are chosen. Every id is below the tokenizer's vocabulary size, and all limits are checked
+    already.
 
     Filters apply in this order: penalties, ``logit_bias`` and masks, temperature, top_k, top_p, min_p. Then the token
-    is the argmax of logits plus Gumbel noise keyed by (seed, position, token id), position being the index that the
-    token will have in the row's history; at temperature 0 it is the argmax alone, lowest id first.
+    is the argmax of logits plus Gumbel noise keyed by (seed, position, token id), where position is the index that the
+    token will have in the row's history. At temperature 0 it is the argmax of the logits, lowest id first.
     """
 
     temperature: float = 1.0
@@ -44,42 +45,43 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
-    """Unsigned 64 bits; choices of one request have different ones."""
+    """Unsigned 64 bits. Sequences of one request have different seeds."""
     min_tokens: int = 0
     """No id of ``stop_token_ids`` is chosen before this many output tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Sorted; the model's end-of-sequence tokens included unless they are ignored."""
+    """Sorted. Includes the model's end-of-sequence tokens unless they are ignored."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences whose last token is masked where the history ends with the others."""
     logprobs: int | None = None
-    """None: none; k: of the chosen token and the k most likely ones, from the model's own logits."""
+    """None: no log-probabilities; k: those of the chosen token and the k most likely ones, from the model's own
+    logits."""
     prompt_logprobs: int | None = None
 
 
 class AddedRow(msgspec.Struct, array_like=True, gc=False):
-    """A row begins (or begins again, after preemption): everything the worker must know about it."""
+    """A row that begins, or begins again after preemption, with everything that the worker must know about it."""
 
     row: int
-    """0 to ``num_row_numbers(max_num_seqs)`` - 1; used again only after the newest plan that names it is answered."""
+    """0 to ``num_row_numbers(max_num_seqs)`` - 1. Used again only after the result of the newest plan that names it."""
     epoch: int
-    """Which life of the row this is; results bear it."""
+    """The number of this use of the row number; results contain it."""
     token_ids: list[int]
-    """The whole history: prompt and what was output before a preemption."""
+    """The whole history: the prompt, and the output before a preemption."""
     num_prompt_tokens: int
     num_computed: int
-    """KV of ``token_ids[:num_computed]`` already lies in ``block_ids``, from the prefix cache."""
+    """The KV of ``token_ids[:num_computed]`` is already in ``block_ids``, from the prefix cache."""
     block_ids: list[int]
     sampling: SamplingParams
     pooling: Pooling | None = None
-    """Nothing is sampled: once the history is computed, the row's vector is its only result."""
+    """If set, nothing is sampled: the row's vector is its only result, once the history is computed."""
     max_drafts: int = 0
-    """Tokens that may be drafted for it in a step; 0: none."""
+    """The maximum number of drafts per step; 0: none."""
     grammar: str = ""
-    """What its output, so far and from here on, must match, as llguidance writes grammars; empty: anything."""
+    """The grammar that its whole output must match, in llguidance's format; empty: anything."""
     tenant: str = ""
-    """Whose outputs drafts for it may be learned from, and who may learn from its own."""
+    """Its tenant. Drafts are learned only from outputs of the same tenant."""
 
 
 class RowBlocks(msgspec.Struct, array_like=True, gc=False):
@@ -90,8 +92,8 @@ class RowBlocks(msgspec.Struct, array_like=True, gc=False):
 
 
 class Chunk(msgspec.Struct, array_like=True, gc=False):
-    """Compute ``history[start:end]`` of a row. Where ``end`` is the length of the history, samples the next token, or
-    tells the vector of a row that is pooled."""
+    """Computes ``history[start:end]`` of a row. If ``end`` is the length of the history, samples the next token, or
+    returns the vector of a pooled row."""
 
     row: int
     start: int
@@ -99,8 +101,8 @@ class Chunk(msgspec.Struct, array_like=True, gc=False):
 
 
 class Decode(msgspec.Struct, array_like=True, gc=False):
-    """Continue a row from where it stands: one token, or up to ``max_tokens`` where drafts are accepted: it has blocks
-    for them."""
+    """Continues a row from its current position by one token, or by up to ``max_tokens`` if drafts are accepted. The
+    row has blocks for them."""
 
     row: int
     max_tokens: int
@@ -111,8 +113,8 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     decodes as one batch.
 
     A block of a dropped row may be given out again in the same plan: plans run in order, so earlier writes came first.
-    Order is the fence for copies as well: what is copied out was written by an earlier plan, and what is copied in was
-    copied out by an earlier plan or by this one. In each list of copies no block and no slot comes twice.
+    The order protects copies as well: a block that is copied out was written by an earlier plan, and a slot that is
+    copied in was written by an earlier plan or by this one. In each list of copies no block and no slot occurs twice.
     """
 
     step: int
@@ -122,21 +124,21 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     chunks: list[Chunk]
     decodes: list[Decode]
     copies_out: list[tuple[int, int]] = []
-    """Block and slot of the host tier: blocks that were evicted, and that a row of this plan has now."""
+    """Block and host tier slot: evicted blocks that a row of this plan now has."""
     copies_in: list[tuple[int, int]] = []
-    """Slot of the host tier and block: blocks whose KV counts as computed in a row that this plan adds."""
+    """Host tier slot and block: blocks whose KV counts as computed in a row that this plan adds."""
     max_drafts: int = 0
-    """Drafts of all its decodes together, which the step has room for."""
+    """The maximum number of drafts of all its decodes together, for which the step has room."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is to be computed (rows may still be dropped)."""
+        """Whether the plan computes nothing. It may still drop rows."""
         return not self.chunks and not self.decodes
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """Flat arrays: entry t of ``chosen`` and entries t*k to (t+1)*k of the ``top`` arrays are the t-th token's. Natural
-    logarithms, from the model's own logits over the tokenizer's vocabulary."""
+    """Flat arrays: entry t of ``chosen`` and entries t*k to (t+1)*k of the ``top`` arrays belong to the t-th token.
+    Natural logarithms, from the model's own logits over the tokenizer's vocabulary."""
 
     num_top: int
     chosen: list[float]
@@ -145,39 +147,41 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class RowFailure(Enum):
-    """Why a row with a grammar cannot go on."""
+    """Why a row with a grammar cannot continue."""
 
     COSTLY = "costly"
-    """Its grammar became too costly to follow: a limit on states or items was reached."""
+    """Its grammar became too costly to match: a limit on states or items was reached."""
     DEAD_END = "dead_end"
-    """Nothing can follow its output by its grammar: the same request would fail again."""
+    """Its grammar allows no continuation of its output. The same request would fail again."""
     SLOW = "slow"
     """Its grammar used up its budget of CPU time per token."""
 
 
 class RowResult(msgspec.Struct, array_like=True, gc=False):
-    """What a step made of one row."""
+    """The result of a step for one row."""
 
     row: int
     epoch: int
     num_computed: int
-    """Confirmed KV positions now: the row's KV is valid in ``[0, num_computed)``."""
+    """The number of confirmed KV positions: the row's KV is valid in ``[0, num_computed)``."""
     token_ids: list[int]
-    """Accepted tokens: none for a chunk that does not end the history or is pooled, nor of a row that has a grammar and
-    whose mask is late; else 1 to ``max_tokens``."""
+    """The accepted tokens: none for a pooled row, a chunk that does not end the history, or a row whose grammar mask is
+    late; otherwise 1 to ``max_tokens``."""
     logprobs: TokenLogprobs | None = None
     vector: bytes | None = None
-    """Of a pooled row whose history is computed: ``hidden_size`` float32 numbers in the machine's byte order."""
+    """The vector of a pooled row whose history is computed: ``hidden_size`` float32 numbers in the machine's byte
+    order."""
     num_drafted: int = 0
-    """Drafts that were computed with it; ``len(token_ids) - 1`` of them were accepted."""
+    """The number of drafts that were computed for it; ``len(token_ids) - 1`` of them were accepted."""
     failure: str = ""
-    """Why its output cannot go on, in words for the caller. Its tokens so far remain valid, and it is not continued."""
+    """Why its output cannot continue, as a message for the caller. Its tokens so far remain valid, and it is not
+    continued."""
     failure_kind: RowFailure = RowFailure.COSTLY
-    """What kind of failure that is, if there is one."""
+    """The kind of failure, if there is one."""
 
 
 class PromptLogprobsPart(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities of ``history[start : start + len(logprobs.chosen)]``, all of it prompt; ``start`` >= 1."""
+    """Log-probabilities of ``history[start : start + len(logprobs.chosen)]``, which is all prompt; ``start`` >= 1."""
 
     row: int
     epoch: int
@@ -186,24 +190,25 @@ class PromptLogprobsPart(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, array_like=True, gc=False):
-    """The answer to one plan; answers come in the order of the plans. Times by the worker's monotonic clock."""
+    """The result of one plan; results come in the order of the plans. Times are by the worker's monotonic clock."""
 
     step: int
     rows: list[RowResult]
     prompt_logprobs: list[PromptLogprobsPart]
     waited_us: int
-    """How long the worker had nothing to do before this plan reached it; 0 if the plan was there already."""
+    """How long the worker was idle before this plan arrived; 0 if the plan was there already."""
     computed_us: int
     """How long the step took; 0 if all of its rows waited for masks, and nothing was computed."""
 
 
 class DraftMethod(Enum):
-    """Where drafts come from."""
+    """The source of drafts."""
 
     NGRAM = "ngram"
-    """What followed the same tokens earlier in the row."""
+    """The tokens that followed the same tokens earlier in the row."""
     SUFFIX = "suffix"
-    """What followed the longest such suffix, in the row or in late outputs of its tenant, as often as it did."""
+    """The tokens that most often followed the longest matching suffix, in the row or in recent outputs of its
+    tenant."""
     DRAFT_MODEL = "draft_model"
     """A small model with the same tokenizer."""
     EAGLE3 = "eagle3"
@@ -211,36 +216,37 @@ class DraftMethod(Enum):
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a worker drafts: ``--speculative-config``, by the names that vLLM has for it."""
+    """How a worker drafts: ``--speculative-config``, with vLLM's names."""
 
     method: DraftMethod
     num_speculative_tokens: int
-    """Drafts of a row in a step, at most."""
+    """The maximum number of drafts of a row in a step."""
     model: str | None = None
-    """Of ``draft_model`` and ``eagle3``: a directory in Hugging Face's layout."""
+    """A directory in Hugging Face's layout; for ``draft_model`` and ``eagle3``."""
     prompt_lookup_max: int = 4
-    """Of ``ngram``: the most tokens that are looked up."""
+    """The maximum number of tokens that ``ngram`` looks up."""
     prompt_lookup_min: int = 2
-    """The fewest."""
+    """The minimum number of tokens that ``ngram`` looks up."""
     suffix_decoding_max_tree_depth: int = 24
-    """Of ``suffix``: tokens of a suffix and what follows it, at most."""
+    """The maximum number of tokens of a suffix and its continuation, for ``suffix``."""
     suffix_decoding_max_cached_requests: int = 1000
-    """Outputs of a tenant that are remembered, at most."""
+    """The maximum number of outputs that ``suffix`` keeps per tenant."""
     suffix_decoding_max_spec_factor: float = 1.0
-    """Drafts for each token of the suffix that was found, at most."""
+    """The maximum number of drafts per token of the suffix that ``suffix`` found."""
     suffix_decoding_min_token_prob: float = 0.1
-    """How often a draft must have followed, as a share."""
+    """The minimum share of cases in which a draft must have followed, for ``suffix``."""
 
 
 MAX_FORCED_DRAFTS = 16
-"""Of a row in a step, where its grammar leaves one text alone; whatever else may be drafted."""
+"""The maximum number of drafts of a row in a step where its grammar allows only one text, whatever else may be
+drafted."""
 
 MAX_BATCHED_TOKENS = 2048
-"""Tokens in a step at most, unless more are asked for."""
+"""The maximum number of tokens in a step, unless the operator sets a higher one."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """What a worker needs to start. The same config gives the same facts after every restart, but for times."""
+    """The settings of a worker. The same config gives the same facts after every restart, except for times."""
 
     model: str
     """A directory in Hugging Face's layout."""
@@ -253,78 +259,79 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """None: the model's own context."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
-    """None: what the backend computes in a short time, or ``MAX_BATCHED_TOKENS``."""
+    """None: the number that the backend computes in a short time, or ``MAX_BATCHED_TOKENS``."""
     kv_cache_bytes: int | None = None
-    """None: ``memory_utilization`` of what the device has free after the weights are loaded."""
+    """None: ``memory_utilization`` of the device memory that is free after the weights are loaded."""
     num_blocks: int | None = None
-    """Of the KV cache; None: as many as the memory holds."""
+    """The size of the KV cache in blocks; None: as many as the memory holds."""
     block_bytes_beside: int = 0
-    """What others, as a draft model, need for each block."""
+    """Bytes that others, such as a draft model, need for each block."""
     feature_layers: tuple[int, ...] = ()
-    """Before which of its layers the model's hidden states may be wanted of a step."""
+    """Layers of the model for which a step may need the hidden states before them."""
     memory_utilization: float = 0.5
     host_kv_cache_bytes: int = 0
-    """Of host memory, for evicted blocks; 0: these are forgotten."""
+    """Host memory for evicted blocks; 0: they are discarded."""
     num_threads: int = 1
-    """That compute, on a CPU."""
+    """The number of compute threads, on a CPU."""
     cpu_pinning: str = "auto"
-    """Whether each of those threads stays on a core: on, off, or auto, where the worker has cores of its own."""
+    """Whether each of those threads is pinned to a core: on, off, or auto, if the worker has cores of its own."""
     max_memory_bytes: int | None = None
-    """Of the host: what the worker may take, all together, whatever else seems free; None: all that is free."""
+    """The maximum host memory that the worker may use in total, however much is free; None: all that is free."""
     tokenizer_vocab_size: int | None = None
-    """Rows of the vocabulary from here on are masked; None: the model's."""
+    """Rows of the vocabulary from this one on are masked; None: the model's size."""
     tokenizer_num_ids: int | None = None
-    """All ids of the tokenizer lie below it, which may have more than the model has rows; None:
+    """All ids of the tokenizer are below this number, which may exceed the model's rows; None:
     ``tokenizer_vocab_size``."""
     load_format: str = "auto"
     """auto: safetensors; dummy: random weights from the config alone, for benchmarks."""
     quantization: str = "none"
-    """none: as the checkpoint is; int8, int4 or fp8: made at load from a float checkpoint; gptq, awq or
-    compressed-tensors: the checkpoint must be so, as it may be with fp8."""
+    """none: as in the checkpoint; int8, int4 or fp8: quantized at load from a float checkpoint; gptq, awq or
+    compressed-tensors: the checkpoint must have this format, which it may also have with fp8."""
     kv_cache_dtype: str = "auto"
     """auto, int8 or fp8; auto is the type of the activations."""
     deterministic: bool = False
-    """On a GPU, a row's results are the same bits in every batch, which costs speed; on the backend cpu they always
-    are."""
+    """On a GPU, a row's results are bitwise the same in every batch, at the cost of speed. On the backend cpu they
+    always are."""
     log_level: str = "info"
-    """What the worker logs: debug, info, warning or error."""
+    """The worker's log level: debug, info, warning or error."""
     log_format: str = "text"
-    """text or json, a line each."""
+    """text or json, one line per message."""
     speculation: SpeculationConfig | None = None
-    """None: only what grammars force is drafted."""
+    """None: only tokens that grammars force are drafted."""
     tokenizer: str | None = None
-    """The directory of the model's tokenizer, which grammars are matched by; None: there are none."""
+    """The directory of the model's tokenizer, which grammars need; None: no grammars."""
     special_tokens: tuple[str, ...] = ()
-    """Of the tokenizer, as the service knows them: no text, and so nothing that a grammar's text can match."""
+    """The tokenizer's special tokens, as the service knows them. They are not text, so a grammar's text cannot match
+    them."""
     added_tokens: tuple[tuple[int, str], ...] = ()
     """Ids and contents of the tokenizer's tokens that tokenizer.json lacks."""
     eos_token_ids: tuple[int, ...] = ()
-    """The model's end-of-sequence tokens: what may come when a grammar's text is whole."""
+    """The model's end-of-sequence tokens, which may follow once a grammar's text is complete."""
     tensor_parallel_size: int = 1
-    """Ranks that share the model, each a worker of its own. ``num_threads`` and ``max_memory_bytes`` are then those of
-    all of them together, until each rank is told its own part."""
+    """The number of ranks that share the model, each a worker of its own. ``num_threads`` and ``max_memory_bytes`` are
+    totals for all of them until each rank receives its part."""
     tensor_parallel_rank: int = 0
-    """Which of them this worker is. All get every plan; only the results of rank 0 are told."""
+    """This worker's rank. All ranks get every plan; only rank 0 returns results."""
     rendezvous: str = ""
-    """Where they meet: the path of a file that does not exist yet, in a directory of theirs alone."""
+    """The meeting point of the ranks: the path of a file that does not exist yet, in a directory that only they use."""
     measures_steps: bool = True
-    """Whether some steps are computed for ``measured_steps``: not for a worker that replaces another."""
+    """Whether the worker computes some steps for ``measured_steps``; false for a worker that replaces another."""
 
 
 class MeasuredStep(msgspec.Struct, array_like=True, frozen=True):
-    """What a step took: of one chunk of a history or several alike, or of rows of two tokens that are continued."""
+    """The time of a step with one chunk of a history, several equal chunks, or decoding rows of two tokens."""
 
     start: int
     end: int
-    """Of the chunk; 0: there was none."""
+    """The end of the chunk; 0: there was none."""
     decodes: int
     computed_us: int
     chunks: int = 1
-    """Histories with such a chunk each."""
+    """The number of histories with such a chunk."""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """What a started worker tells the service."""
+    """The properties of a started worker, which it reports to the service."""
 
     num_blocks: int
     block_size: int
@@ -342,24 +349,24 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes: int
     quantization: str = "none"
-    """Of the weights: none, int8, int4, fp8, gptq, awq or compressed-tensors."""
+    """The format of the weights: none, int8, int4, fp8, gptq, awq or compressed-tensors."""
     instruction_set: str = ""
-    """Of the CPU that the kernels are for; empty where that is not the backend's to choose."""
+    """The CPU instruction set of the kernels; empty where the backend does not choose one."""
     num_threads: int = 0
-    """That compute, on a CPU; 0 on a GPU."""
+    """The number of compute threads, on a CPU; 0 on a GPU."""
     hidden_size: int = 1
-    """Numbers in a row's vector."""
+    """The length of a row's vector."""
     tensor_parallel_size: int = 1
-    """Ranks that share the model; bytes and threads are those of each."""
+    """The number of ranks that share the model. Bytes and threads are those of each rank."""
     num_host_blocks: int = 0
-    """Slots of the host tier, numbered from 0."""
+    """The number of slots of the host tier, numbered from 0."""
     copy_us_per_block: float = 0.0
-    """About what copying one block between the tiers takes, as measured at the start."""
+    """The approximate time to copy one block between the tiers, measured at the start."""
     measured_steps: tuple[MeasuredStep, ...] = ()
-    """Some steps that were computed at the start, so that times can be predicted from the first request on."""
+    """Steps that were computed at the start, so that times can be predicted from the first request on."""
 
 
 def num_row_numbers(max_num_seqs: int) -> int:
-    """Row numbers are below this: as many spare ones as rows that run, since a dropped row's number rests until the
-    newest plan that names it is answered."""
+    """Returns the number of row numbers: as many spare ones as running rows, because a dropped row's number stays
+    unused until the result of the newest plan that names it."""
     return 2 * max_num_seqs

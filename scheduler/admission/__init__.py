@@ -1,1 +1,1 @@
-"""Decides whether a request may enter, by its bounds, its deadline and its predicted waiting time."""
+"""Accepts or refuses requests, by limits, deadline and predicted waiting time."""

@@ -1,4 +1,4 @@
-"""Whether a request may enter the queue. Knows limits and counts; changes nothing."""
+"""Decides whether a request may enter the queue. It reads limits and counts, and changes nothing."""
 
 import math
 
@@ -12,18 +12,20 @@ from penstock.scheduler.timing.queue_time import Prediction
 MIN_RETRY_AFTER_MS = 50
 """The shortest time that a refusal names, whatever is predicted."""
 MAX_QUEUED_POOLED = 1 << 16
-"""Prompts to embed that may wait, unless one request brings more: each is a choice of its own, however short."""
+"""The maximum number of waiting prompts to embed, unless a single request has more. Each is a sequence, however
+short."""
 
 
 class AdmissionControl:
-    """Bounds the queue and what a tenant may have, and refuses at once what could never run or would be too late."""
+    """Limits the queue and each tenant, and refuses at once requests that can never run or would be too late."""
 
     def __init__(self, config: SchedulerConfig, facts: WorkerFacts) -> None:
         self._config = config
         self._facts = facts
 
     def max_tokens(self, request: Request) -> int:
-        """Output tokens of a choice: within the model's context, and within the tenant's cap where it is a default."""
+        """Returns the output tokens of a sequence: limited by the model's context, and by the tenant's cap if
+        ``max_tokens`` is a default."""
         max_tokens = min(request.max_tokens, self._facts.max_model_len - len(request.prompt_token_ids))
         cap = self._config.tenant(request.tenant).max_tokens
         return min(max_tokens, cap) if cap is not None and request.max_tokens_is_default else max_tokens
@@ -44,11 +46,11 @@ class AdmissionControl:
     ) -> None:
         """Raises Refused if the request may not enter the queue.
 
-        ``queue`` is what waits, ``own_queue`` what of it is its tenant's. Where tenants take turns, a tenant may fill
-        ``queue_share`` of the queue although others have filled all of it; else the share is 0. ``num_pooled`` prompts
-        to embed wait, each of which is a choice of its own, however short it is.
-        ``num_tenant_live`` requests of its tenant are alive, and ``rate_limit`` is what it may still have. ``alone_s``
-        is what it takes with no other beside it. Where nothing is predicted, nobody is refused for it.
+        ``queue`` is the waiting work, and ``own_queue`` its tenant's part. Where tenants take turns, a tenant may fill
+        ``queue_share`` of the queue even if others have filled all of it; otherwise the share is 0. ``num_pooled``
+        prompts to embed wait, each of them a sequence. ``num_tenant_live`` requests of its tenant are alive, and
+        ``rate_limit`` is what remains of its tenant's rates. ``alone_s`` is the time that the request takes when it
+        runs alone. Without a prediction, no request is refused as too late.
         """
         num_prompt_tokens = request.num_prompt_tokens
         if request.pooling is None:
@@ -71,7 +73,8 @@ class AdmissionControl:
             _check_deadline(request.deadline - now, prediction, alone_s)
 
     def check_size(self, request: Request) -> None:
-        """Raises Refused if the request can never be served: by its tenant's caps, or by what the KV cache holds."""
+        """Raises Refused if the request can never be served: it exceeds its tenant's caps or the size of the KV
+        cache."""
         limits = self._config.tenant(request.tenant)
         num_prompt_tokens, max_tokens = request.longest_prompt, self.max_tokens(request)
         if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
@@ -128,7 +131,8 @@ _TOO_FAST = {
 
 
 def check_rate(kind: Rated, rate_limit: TenantRateLimit, now: float) -> None:
-    """Raises Refused if the rate is used up, with the time after which one more is allowed if no other comes first."""
+    """Raises Refused if the rate is used up, with the time after which one more request is allowed if none arrives
+    before it."""
     wait_s = rate_limit.wait_s(kind, now)
     if wait_s > 0:
         raise Refused(
@@ -154,8 +158,11 @@ def _retry_after_ms(wait_s: float) -> int:
 
 
 def _check_deadline(left_s: float, prediction: Prediction, alone_s: float | None) -> None:
-    """A request that would take too long even with nobody beside it is cut by its deadline in any case: its caller gets
-    what there is by then, and only the first token has to be in time."""
+    """Raises Refused if the request is predicted to miss its deadline.
+
+    If it would miss the deadline even when running alone, the deadline cuts it in any case: its caller gets the output
+    up to then, so only the first token must be in time.
+    """
     is_cut = alone_s is not None and alone_s > left_s
     needed_s = prediction.ttft_s if is_cut else prediction.latest_s
     if needed_s > left_s:

@@ -1,5 +1,5 @@
-"""What a request meets on its way into the queue: how much of it is cached, its rank and place, what is predicted for
-it, and whether it may enter. Counts refusals, and changes nothing else."""
+"""Evaluates a new request: how much of it is cached, its rank and position, its predicted times, and whether it may
+enter the queue. Counts refusals, and changes nothing else."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, tot
 
 
 class _Found(NamedTuple):
-    """What is known of a prompt. Blocks, but for the tokens."""
+    """What is cached of a prompt, in blocks, except for ``num_tokens``."""
 
     num_tokens: int
     num_cached: int = 0
     num_held: int = 0
-    """Of the cached ones, those that running sequences hold."""
+    """The number of cached blocks that running sequences hold."""
     num_evicted: int = 0
-    """In the host tier, and worth being copied back."""
+    """Blocks in the host tier that are worth copying back."""
     num_coming: int = 0
-    """Computed for requests that are ahead."""
+    """Blocks that are computed for requests ahead of it."""
 
 
 def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedWork:
@@ -51,21 +51,21 @@ def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedW
 
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
-    """How a request enters the queue."""
+    """The rank, position and predictions with which a request enters the queue."""
 
     rank: Rank
-    """Of its first choice."""
+    """The rank of its first sequence."""
     num_cached_tokens: int
-    """Of its prompts, as things stand."""
+    """The tokens of its prompts that are cached now."""
     work: QueuedWork
-    """What has to be computed for it: neither cached, nor computed for a request that is ahead of it."""
+    """The work that is neither cached nor done for a request ahead of it."""
     position: int
-    """How many are before it."""
+    """The number of sequences before it."""
     prediction: Prediction | None
 
 
 class RequestIntake:
-    """Examines requests. For what it looks at see the planner and the tenants, whose owner this is not."""
+    """Validates a new request and decides whether to queue it. Reads the planner and the tenants; owns neither."""
 
     def __init__(
         self,
@@ -86,17 +86,18 @@ class RequestIntake:
         self.configure(config)
 
     def configure(self, config: SchedulerConfig) -> None:
-        """For the requests that come from now on."""
+        """Sets the limits for new requests."""
         self._policy = config.policy
         self.admission = AdmissionControl(config, self._facts)
 
     def rank(self, request: Request, number: int, choice: int, work: QueuedWork) -> Rank:
-        """The rank of one choice of the request that arrived as number ``number``, and needs so much ``work``."""
+        """Returns the rank of one sequence of the request with arrival number ``number``, which needs this much
+        ``work``."""
         predicted_s = self._predictor.service_s(request, work) or 0.0 if self._policy is Policy.DEADLINE else 0.0
         return rank_of(self._policy, request, predicted_s, number, choice)
 
     def check_rates(self, tenant: str, kind: Rated) -> None:
-        """Raises Refused if a tenant has used up its rate or, for a request, its tokens: before any work is done."""
+        """Raises Refused, before any work is done, if a tenant has used up its rate or, for a request, its tokens."""
         rate_limit, now = self._tenants.rate_limit(tenant), self._clock()
         try:
             check_rate(kind, rate_limit, now)
@@ -107,20 +108,21 @@ class RequestIntake:
             raise
 
     def examine(self, request: Request, number: int, *, is_first: bool) -> AdmissionDecision:
-        """How it enters as number ``number``; ``is_first``: there is no other request. Raises Refused."""
+        """Returns how the request enters the queue as number ``number``; ``is_first``: there is no other request.
+        Raises Refused."""
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
         rank = self.rank(request, number, 0, cached_work)
         position = self._planner.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
         prediction = self._predictor.predict(request, work, rank)
-        # While nobody is there, trying again later cannot help, and nothing would be learned.
+        # With no other request, trying again later cannot help, and nothing would be learned.
         self._admit(request, cached_work, None if is_first or self._predictor.needs_test else prediction)
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
         return AdmissionDecision(rank, num_cached, work, position, prediction)
 
     def _find(self, request: Request, index: int) -> "_Found":
-        """What of a prompt is cached."""
+        """Returns what is cached of a prompt."""
         prompt = request.prompt(index)
         num_tokens = len(prompt.token_ids)
         if not request.reads_cache:
@@ -132,11 +134,11 @@ class RequestIntake:
         return _Found(num_tokens, len(prefix), num_held, len(restored))
 
     def _work_left(self, request: Request, found: "list[_Found]", rank: Rank) -> QueuedWork:
-        """What is left to compute once those ahead have computed what they share with it."""
+        """Returns the work left once the requests ahead have computed the blocks that they share with it."""
 
         def is_ahead(other: Hashable) -> bool:
             sequence = cast(SequenceState, other)
-            # A choice does not wait for what a running one of a higher rank computes: see ``Beginnings``.
+            # A sequence does not wait for what a running one of a higher rank computes: see ``prefill_adder.py``.
             return sequence.rank < rank if sequence.state is SequenceStatus.WAITING else sequence.rank[0] <= rank[0]
 
         left: list[_Found] = []

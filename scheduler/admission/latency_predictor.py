@@ -1,4 +1,4 @@
-"""What is to be expected: of steps, of waiting, of a deadline. Looks at rows and the queue; changes nothing."""
+"""Predicts the times of steps, of waiting and of whole requests. Reads rows and the queue; changes nothing."""
 
 import math
 from collections import deque
@@ -17,15 +17,16 @@ from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 NUM_RECENT_STEPS = 128
 MIN_MARGIN_S, MARGIN = 0.003, 0.25
-"""The next plan is there so much before the worker is expected to want it, at least, and by such a part of the step.
-More after each wait of the worker's was tried: it waited no less, a tenant beside a loud one 15 % longer."""
+"""Minimum lead of the next plan over the worker: a constant or this fraction of the step, whichever is larger. A longer
+lead after each wait of the worker was tried: it waited no less, and a tenant beside a busy one waited 15 % longer."""
 SHORT_PROMPT = 32
 UNTESTED_S = 30.0
-"""What nothing has put to the test for so long refuses nobody any more: it might be why there was nothing."""
+"""A prediction that has not been tested for this long no longer refuses requests: it may be the reason why there were
+none."""
 
 
 class LatencyPredictor:
-    """Predicts, from what steps and requests took so far."""
+    """Predicts from the times that steps and requests have taken so far."""
 
     def __init__(
         self,
@@ -44,26 +45,26 @@ class LatencyPredictor:
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._queue_time = QueueTimeModel(model, planner.budget, config.target_itl_s)
         self._learned_at = self._prompts_at = clock()
-        """When a request told last what predictions are worth, and a step with prompts what these take."""
+        """The last times that a request tested the predictions, and that a step computed prompts."""
 
     def configure(self, config: SchedulerConfig) -> None:
-        """Limits are as ``config`` has them from now on. The planner has them already."""
+        """Sets new limits. The planner has them already."""
         self._queue_time.configure(self._planner.budget, config.target_itl_s)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
     def planned(self, work: StepWork) -> None:
-        """A step of so much work is on its way."""
+        """Records that a step with this work is in flight."""
         if not self._in_flight:
             self._answered_at = self._clock()
         self._in_flight.append(work)
 
     def answered(self, result: StepResult) -> None:
-        """The oldest step is answered."""
+        """Records the result of the oldest step."""
         work, seconds = self._in_flight.popleft(), result.computed_us * 1e-6
         drafted = [row for row in result.rows if row.num_drafted]
         num_drafted, num_tokens = sum(row.num_drafted for row in drafted), sum(len(row.token_ids) for row in drafted)
-        if result.computed_us:  # else all of its rows waited for something
+        if result.computed_us:  # otherwise all of its rows waited for something
             self._model.observe(work, seconds, num_drafted, num_tokens - len(drafted))
             self._recent_s.append(seconds)
         self._answered_at = self._clock()
@@ -71,24 +72,24 @@ class LatencyPredictor:
             self._prompts_at = self._answered_at
 
     def restart(self) -> None:
-        """What was on its way is lost."""
+        """Discards the steps in flight, which are lost."""
         self._in_flight.clear()
 
     @property
     def median_step_s(self) -> float:
-        """Of the last steps; 0 before the first."""
+        """The median time of the last steps; 0 before the first."""
         return median(self._recent_s) if self._recent_s else 0.0
 
     @property
     def oldest_step_s(self) -> float | None:
-        """What the step that is being computed is predicted to take; None without one, or while nothing is known."""
+        """The predicted time of the step that is being computed; None without one, or while nothing is known."""
         return self._model.predict(self._in_flight[0]) if self._in_flight else None
 
     @property
     def spare_s(self) -> float:
-        """How long the next plan can wait and still be there when the worker wants it, which may be sooner than is
-        predicted: the worker may draft nothing this time. Whoever comes until then is in it, and does not wait for a
-        whole step more. 0 while too little is known."""
+        """How long the next plan can be delayed and still arrive before the worker needs it. The step may be shorter
+        than predicted, because the worker may draft nothing. Requests that arrive in this time are in the plan, and do
+        not wait for another whole step. 0 while too little is known."""
         if len(self._in_flight) != 1:
             return 0.0
         step_s = self._model.least(self._in_flight[0]) or 0.0
@@ -97,12 +98,12 @@ class LatencyPredictor:
     # Requests -------------------------------------------------------------------------------------------------------
 
     def began(self, live: RequestState, now: float) -> None:
-        """A request has its first token, by itself."""
+        """Records a request's first token."""
         if live.expected_s is not None and live.expected_ttft_s is not None:
             self._queue_time.learn_ttft(live.work, live.expected_ttft_s, now - live.entered_at)
 
     def ended(self, live: RequestState, reason: EngineFinishReason) -> None:
-        """A request is over: its output tells how long others' may be, and its time what predictions are worth."""
+        """Learns from a finished request: the length of its output, and how good its predictions were."""
         if reason in (EngineFinishReason.STOP, EngineFinishReason.LENGTH):
             for sequence in live.sequences:
                 if not sequence.is_pooled:
@@ -111,7 +112,7 @@ class LatencyPredictor:
                 self._learn_total(live, live.expected_s, self._clock() - live.entered_at)
         elif reason is EngineFinishReason.DEADLINE and live.expected_s is not None:
             deadline = live.request.deadline
-            # Nobody knows when it would have ended: too late, which tells something if it was expected in time.
+            # It is unknown when it would have ended, only that it was too late: news if it was predicted to be in time.
             if deadline is not None and live.entered_at + live.expected_s <= deadline:
                 self._learn_total(live, live.expected_s, math.inf)
 
@@ -120,7 +121,7 @@ class LatencyPredictor:
         self._learned_at = self._clock()
 
     def predict(self, request: Request, work: QueuedWork, rank: Rank) -> Prediction | None:
-        """For a request with so much work that enters the queue now; None while too little is known."""
+        """Predicts the times of a request with this work that enters the queue now; None while too little is known."""
         if self._clock() - self._learned_at > UNTESTED_S:
             self._queue_time.forget_lateness()
         if self._planner.would_make_room(request.tenant, rank):
@@ -135,7 +136,7 @@ class LatencyPredictor:
 
     @property
     def needs_test(self) -> bool:
-        """Whether nobody would find out that predictions are wrong: no prompt was computed lately, and none will be."""
+        """Whether wrong predictions would stay unnoticed: no prompt was computed recently, and none will be."""
         return self._is_untested and not self._planner.waiting.num_requests and not self._planner.running.prefilling
 
     @property
@@ -144,29 +145,31 @@ class LatencyPredictor:
 
     @property
     def short_ttft_s(self) -> float | None:
-        """Until the first token of a short request that entered the queue now; None while too little is known."""
+        """The predicted time to the first token of a short request that enters the queue now; None while too little is
+        known."""
         work = sequence_work(SHORT_PROMPT, SHORT_PROMPT, self._block_size)
         prediction = self._queue_time.predict(self._load(self._planner.waiting.work), work, 1)
         return None if prediction is None else prediction.ttft_s
 
     def service_s(self, request: Request, work: QueuedWork) -> float | None:
-        """How long a request with so much work takes if it begins now; None while too little is known."""
+        """Returns how long a request with this work takes if it begins now; None while too little is known."""
         planner = self._planner
         return self._queue_time.service_s(len(planner.running.decoding), planner.decode_kv, work, request.max_tokens)
 
     def alone_s(self, request: Request, work: QueuedWork) -> float | None:
-        """How long a request with so much work takes with no other beside it; None while too little is known."""
+        """Returns how long a request with this work takes when it runs alone; None while too little is known."""
         return self._queue_time.alone_s(work, request.max_tokens)
 
     def is_late(self, live: RequestState) -> bool:
-        """Whether a request that has not begun can no longer meet its deadline, though it could have when it came.
+        """Returns whether a request that has not begun can no longer meet its deadline, although it could have when it
+        arrived.
 
-        One that could not meet it in any case runs until its deadline: its caller gets what there is by then.
+        A request that could never meet its deadline runs until then: its caller gets the output up to then.
         """
         request = live.request
         if request.deadline is None or self._is_untested:
             return False
-        # Of the prompts of a request that is embedded there may be thousands, too many to look at each time.
+        # A request to embed may have thousands of prompts, too many to read each time.
         work = live.work if request.pooling is not None else live.sequences[0].work
         service_s, alone_s = self.service_s(request, work), self.alone_s(request, work)
         if service_s is None or alone_s is None:
@@ -178,7 +181,7 @@ class LatencyPredictor:
         running, pool = planner.running, planner.kv.pool
         in_flight_s = sum(self._model.predict(work) or 0.0 for work in self._in_flight)
         for sequence in running.prefilling:
-            if not sequence.live.forked:  # its other choices come as soon as its prompt is computed
+            if not sequence.live.forked:  # its other sequences follow as soon as its prompt is computed
                 num_forks = sequence.live.request.n - 1
                 ahead = ahead.plus(fork_work(sequence.num_prompt_tokens, num_forks, self._block_size))
         return QueueLoad(

@@ -1,9 +1,9 @@
-"""The step loop: submits plans, applies answers in order, replaces a worker that is gone, and ends what must end. The
-one asynchronous part.
+"""The step loop: submits plans, applies results in order, replaces a failed worker, and ends requests. The only
+asynchronous part of the scheduler.
 
-Knows neither gRPC nor processes. All of it runs on one event loop, without locks: ``submit`` and ``abort`` change the
-scheduler at once, and ask for plans to be made in the loop's next turn, so that requests that arrive together are
-planned together.
+It does not depend on gRPC or processes. All of it runs on one event loop, without locks: ``submit`` and ``abort``
+change the scheduler at once, and schedule planning for the next iteration of the loop, so that requests that arrive
+together are planned together.
 """
 
 import asyncio
@@ -29,13 +29,14 @@ from penstock.scheduler.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 STEP_LIMIT_S = 30.0
-"""A step may take so long, or ten times what was predicted for it."""
+"""The maximum time of a step, unless ten times its predicted time is longer."""
 TIMER_S = 0.001
-"""The loop's timers count whole milliseconds: for less they ring at once, and would be set again and again."""
+"""The resolution of the loop's timers, which count whole milliseconds. A shorter timer would fire at once, and would be
+set again and again."""
 
 
 class Engine:
-    """Serves requests from one executor."""
+    """Serves requests with one executor."""
 
     def __init__(
         self,
@@ -66,12 +67,12 @@ class Engine:
 
     @property
     def facts(self) -> WorkerFacts:
-        """The worker's; there are none before ``start``."""
+        """The worker's facts; not available before ``start``."""
         assert self._facts is not None, "the engine has not started"
         return self._facts
 
     def watch(self, callback: Callable[[EngineState], None]) -> None:
-        """``callback`` is called at every change of ``state``, synchronously."""
+        """Calls ``callback`` at every change of ``state``, synchronously."""
         self._callbacks.append(callback)
 
     async def start(self) -> WorkerFacts:
@@ -91,11 +92,11 @@ class Engine:
     # Requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Takes a request; its sink has ``Accepted`` when this returns. Raises Refused."""
+        """Adds a request; its sink has ``Accepted`` when this returns. Raises Refused."""
         if self.state is not EngineState.SERVING or self._scheduler is None:
             self._num_refused += 1
             raise self._refusal()
-        # Before it is added, since its sink may end it at once.
+        # Before the request is added, because its sink may end it at once.
         self._idle.clear()
         if request.deadline is not None:
             self._deadlines[request.request_id] = self._call_at(request.deadline, request.request_id)
@@ -107,7 +108,7 @@ class Engine:
         self._pump_soon()
 
     def charge(self, tenant: str, kind: Rated) -> None:
-        """Counts a request or call against its tenant's rate, before its text is tokenized and whatever becomes of it.
+        """Counts a request or call against its tenant's rate, before its text is tokenized and whatever its outcome.
         Raises Refused, without counting it, if the rate is used up."""
         if self._scheduler is not None:
             self._scheduler.charge(tenant, kind)
@@ -119,12 +120,12 @@ class Engine:
         with self._failing_as_a_whole():
             if not self._scheduler.abort(request_id, reason, message):
                 return False
-        self._pump_soon()  # others may have waited for its blocks
+        self._pump_soon()  # other requests may be waiting for its blocks
         return True
 
     def update(self, request_id: str, change: Change) -> bool:
-        """Changes a live request, from the next plan on; False if it is not alive. Raises Refused, and then nothing has
-        changed."""
+        """Changes a live request from the next plan on; returns False if it is not alive. Raises Refused, without
+        changing anything."""
         if self._scheduler is None:
             return False
         with self._failing_as_a_whole():
@@ -138,7 +139,8 @@ class Engine:
         return True
 
     def hold(self, request_id: str, held: bool) -> None:
-        """While it is held a request is in no plan, and loses its blocks before any other: nobody reads its output."""
+        """Holds a request back while its output is not read, or releases it. While it is held, it is in no plan, and
+        loses its blocks before any other request."""
         if self._scheduler is not None:
             with self._failing_as_a_whole():
                 self._scheduler.hold(request_id, held)
@@ -154,36 +156,36 @@ class Engine:
 
     @property
     def config(self) -> SchedulerConfig:
-        """As it is now."""
+        """The current config."""
         return self._config
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """From the next plan on ``config`` holds; no request is lost by it. Raises ValueError."""
+        """Applies ``config`` from the next plan on, without losing a request. Raises ValueError."""
         if self._scheduler is not None:
             self._scheduler.reconfigure(config)
         self._config = config
         self._pump_soon()
 
     def flush_cache(self) -> int:
-        """Forgets every cached block that nobody holds; returns how many."""
+        """Drops every cached block that is not held; returns their number."""
         return 0 if self._scheduler is None else self._scheduler.kv.flush()
 
     def explain(self, request_id: str) -> Timeline | None:
-        """What became of a request that lives, or that ended lately."""
+        """Returns the timeline of a request that is alive or ended recently."""
         return None if self._scheduler is None else self._scheduler.explain(request_id)
 
     @property
     def kv_events(self) -> KvEventLog:
-        """What can be found in the prefix cache, and the changes; there is none before ``start``."""
+        """The log of the prefix cache's content and changes; not available before ``start``."""
         assert self._scheduler is not None, "the engine has not started"
         return self._scheduler.kv.events
 
     def busiest_tenants(self, limit: int) -> list[TenantUse]:
-        """Of those with live requests."""
+        """Returns the tenants with the most live requests."""
         return [] if self._scheduler is None else self._scheduler.tenants.busiest(limit)
 
     def busy_tenants(self) -> Iterator[TenantUse]:
-        """Those with live requests."""
+        """Returns the tenants with live requests."""
         return iter(()) if self._scheduler is None else iter(self._scheduler.tenants)
 
     def _call_at(self, deadline: float, request_id: str) -> asyncio.TimerHandle:
@@ -220,13 +222,13 @@ class Engine:
             self._pump()
 
     def _pump(self) -> None:
-        """Submits plans until the executor has as many as it may; the last one as late as it can be."""
+        """Submits plans until the executor has as many as it may have; the last one as late as possible."""
         if self._pump_timer is not None:
             self._pump_timer.cancel()
             self._pump_timer = None
         if self._scheduler is None or self.state not in (EngineState.SERVING, EngineState.DRAINING):
             return
-        with suppress(ExecutorError):  # the worker is gone: ``results`` says so too, after its last answer
+        with suppress(ExecutorError):  # the worker is gone: ``results`` raises it too, after the last result
             while True:
                 spare_s = self._scheduler.predictor.spare_s
                 if spare_s >= TIMER_S:
@@ -248,7 +250,7 @@ class Engine:
             self._fail(EngineFinishReason.INTERNAL, "the scheduler failed")
 
     async def _apply_results(self) -> ExecutorError:
-        """Until the worker is gone; returns how it ended."""
+        """Applies results until the worker is gone; returns the error."""
         assert self._scheduler is not None
         try:
             async for result in self._executor.results():
@@ -256,7 +258,7 @@ class Engine:
                 self._supervisor.answered()
                 self._scheduler.update(result)
                 self._pump()
-                await asyncio.sleep(0)  # whoever writes to streams has a turn, though answers may be there already
+                await asyncio.sleep(0)  # lets tasks write to streams, even if more results are there already
         except ExecutorError as error:
             return error
         return ExecutorError("the worker has stopped")
@@ -269,7 +271,7 @@ class Engine:
 
     @contextmanager
     def _failing_as_a_whole(self) -> Iterator[None]:
-        """After an error of our own nobody can say what rows and blocks are worth."""
+        """Fails the engine after an internal error, because the state of rows and blocks is then unknown."""
         try:
             yield
         except Refused:
@@ -287,10 +289,10 @@ class Engine:
         self._set_state(EngineState.FAILED)
         self._scheduler.abandon(reason, message)
 
-    # A worker that is gone ----------------------------------------------------------------------------------------
+    # Worker failure -----------------------------------------------------------------------------------------------
 
     async def _replace_worker(self, error: ExecutorError) -> bool:
-        """Starts another one, for which all that was admitted waits; False if there is nothing to go on with."""
+        """Starts another worker, for which all admitted requests wait; returns False if the engine cannot continue."""
         if self._scheduler is None or self.state in (EngineState.FAILED, EngineState.STOPPED):
             return False
         blames_step = error.blames_step and self._watchdog.num_unanswered > 0
@@ -310,17 +312,17 @@ class Engine:
         self._pump()
         return True
 
-    # The end ------------------------------------------------------------------------------------------------------
+    # Shutdown -----------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """From now on new requests are refused; those that were admitted go on, also where the worker must be replaced
-        first."""
+        """Refuses new requests from now on. Admitted requests continue, even if the worker must be replaced first."""
         self._is_draining = True
         if self.state in (EngineState.STARTING, EngineState.SERVING):
             self._set_state(EngineState.DRAINING)
 
     def resume(self) -> bool:
-        """Takes new requests again after ``drain``; False where the engine was not draining, or takes none for good."""
+        """Accepts new requests again after ``drain``; returns False if the engine was not draining, or has failed or
+        stopped."""
         if not self._is_draining or self.state in (EngineState.FAILED, EngineState.STOPPED):
             return False
         self._is_draining = False
@@ -333,7 +335,7 @@ class Engine:
         await self._idle.wait()
 
     async def stop(self) -> None:
-        """Ends every request with SHUTDOWN, then the executor. Safe to call twice, and at the same time."""
+        """Ends every request with SHUTDOWN, then stops the executor. Safe to call twice, and concurrently."""
         if self._end is None:
             self._end = asyncio.create_task(self._stop(), name="penstock engine's end")
         await asyncio.shield(self._end)
@@ -355,13 +357,13 @@ class Engine:
 
     def _set_state(self, state: EngineState) -> None:
         if self.state in (state, EngineState.STOPPED):
-            return  # that one is for good
+            return  # STOPPED is final
         self.state = state
         for callback in self._callbacks:
             callback(state)
 
     def stats(self) -> EngineStats:
-        """A snapshot, cheap enough for every second."""
+        """Returns a snapshot, cheap enough to take every second."""
         if self._scheduler is None:
             return EngineStats(self.state, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, refused=self._num_refused)
         scheduler, counters = self._scheduler, self._scheduler.counters

@@ -1,6 +1,6 @@
-"""Commits what a worker answers for a row: tokens that go on to the caller, a vector, or why the row cannot go on.
+"""Applies the worker's results to sequences: tokens, a vector, or the reason why the sequence cannot continue.
 
-Knows no plan. A request that ends by an answer is ended by the scheduler, which has it.
+It does not see plans. A request that ends through a result is ended by the scheduler, which owns it.
 """
 
 import logging
@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """Of rows, each for its choice. Rows are the planner's, and predictions the outlook's, whose owner this is not."""
+    """Applies a step's results to the sequences they belong to. Reads the planner and the latency predictor; owns
+    neither."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class OutputProcessor:
         self._finish = finish
 
     def apply(self, row: RowResult) -> None:
-        """Commits the answer for one row of a step."""
+        """Applies the result of one row of a step."""
         sequence = self._planner.rows.holder(row.row, row.epoch)
         max_tokens = sequence.in_flight.popleft()
         if sequence.state is SequenceStatus.ENDED:
@@ -53,12 +54,12 @@ class OutputProcessor:
         sequence.token_ids += token_ids
         if row.num_drafted:
             self._count_drafts(sequence, row.num_drafted, max(0, num_tokens - 1))
-        # After preemption the row has no KV here any more, or none yet; its tokens are as good as ever.
+        # After preemption the row has no KV any more, or none yet; its tokens are still valid.
         if sequence.row == row.row and not row.failure:
             if num_tokens:
                 assert row.num_computed == len(sequence.token_ids) - 1, f"row {row.row} is out of step with its worker"
             else:
-                # A row that decodes and sits out stands where it stood.
+                # A decoding row that skips a step has made no progress.
                 most = max(sequence.num_planned, len(sequence.token_ids) - 1)
                 assert row.num_computed <= most, f"row {row.row} is ahead of its plans"
             sequence.num_computed = row.num_computed
@@ -76,7 +77,7 @@ class OutputProcessor:
             self._break_off(sequence, _REASONS[row.failure_kind], row.failure)
 
     def limit(self, sequence: SequenceState, max_tokens: int) -> None:
-        """Output ends after so many tokens: at once, if there are as many."""
+        """Limits the output to this many tokens, and ends it at once if there are as many."""
         sequence.limit(max_tokens)
         if sequence.output.num_tokens < max_tokens or sequence.output.end is not None:
             return
@@ -112,18 +113,20 @@ class OutputProcessor:
             self._end(sequence, delta.end.reason)
 
     def _break_off(self, sequence: SequenceState, reason: EngineFinishReason, why: str) -> None:
-        """The worker cannot go on with it; and a request goes on with all of its choices, or with none."""
+        """Ends the request of a sequence that the worker cannot continue: a request continues with all of its sequences
+        or none."""
         if sequence.state is not SequenceStatus.ENDED:
             self._finish(sequence.live, reason, why)
 
     def _give_up(self, live: RequestState, error: Exception) -> None:
-        """A text state failed. It is not ours, and what it cannot do must not end the other requests."""
+        """Ends a request whose text state raised an error. The text state is not part of the scheduler, and its errors
+        must not end other requests."""
         request_id = live.request.request_id
         logger.error("request %s: its tokens could not be turned into text", request_id, exc_info=error)
         self._finish(live, EngineFinishReason.INTERNAL, "the output could not be turned into text")
 
     def _end(self, sequence: SequenceState, reason: EngineFinishReason) -> None:
-        """A choice ended, and its caller was told; who may have aborted the request."""
+        """Ends a sequence whose last output was delivered. Its caller may have aborted the request in the meantime."""
         live = sequence.live
         if sequence.state is not SequenceStatus.ENDED:
             self._planner.retire(sequence)

@@ -1,16 +1,16 @@
-"""Decides what runs next: ``schedule`` makes a plan, ``update`` commits an answer. Synchronous, and knows no worker.
+"""Decides what runs next: ``schedule`` makes a plan, ``update`` applies a result. Synchronous, without workers.
 
-There are no phases. A row's history is longer than what is computed of it, and a step lets some rows catch up within a
-budget. Two things make that safe while two plans are unanswered:
+There are no phases. A row's history is longer than the computed part of it, and a step lets some rows catch up within a
+token budget. Two rules make this safe while two plans are in flight:
 
-- Plans run in order, so order is the fence for memory. A block that is free when a plan is made may be given out in it:
-  all that was planned for its last holder runs before. And KV that a plan computes from known tokens may be read by
-  every later plan, so the blocks of chunks are published as soon as their plan is closed. A decoding row's blocks are
-  published when an answer confirms them, because until then nobody here knows their tokens.
-- What is not answered counts. A row is never continued past its limit, counting the tokens in flight; and a preempted
-  row first takes the token that is in flight, and only then begins again.
+- Plans run in order, and this order protects memory. A block that is free when a plan is made may be given out in that
+  plan: everything planned for its last holder runs before. KV that a plan computes from known tokens may be read by
+  every later plan, so the blocks of chunks are published as soon as their plan is complete. A decoding row's blocks are
+  published when a result confirms them, because their tokens are not known before.
+- Tokens in flight count. A row is never continued past its limit, counting them, and a preempted row begins again only
+  after its tokens in flight have arrived.
 
-A worker's death is a preemption of everybody: what was in flight is lost, and every row waits again.
+When a worker dies, every row is preempted: plans in flight are lost, and all sequences wait again.
 """
 
 import logging
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Requests in, plans out; answers in, events out. A request's events go to its sink, at once and in order."""
+    """Turns requests into plans, and results into events. A request's events go to its sink, at once and in order."""
 
     def __init__(
         self,
@@ -75,17 +75,17 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Rows that run."""
+        """Running rows."""
         return len(self._planner.running)
 
     @property
     def num_waiting(self) -> int:
-        """Choices that wait for a row."""
+        """Sequences that wait for a row."""
         return len(self._planner.waiting)
 
     @property
     def num_held(self) -> int:
-        """Requests that are held back, because nobody reads their output."""
+        """Requests that are held back because their output is not read."""
         return sum(live.held for live in self._requests.values())
 
     @property
@@ -99,22 +99,22 @@ class Scheduler:
         return self._planner.counters
 
     def is_live(self, request_id: str) -> bool:
-        """Whether the request has not finished."""
+        """Returns whether the request has not finished."""
         return request_id in self._requests
 
     # Requests in and out --------------------------------------------------------------------------------------------
 
     def charge(self, tenant: str, kind: Rated) -> None:
-        """Counts a request or call against its tenant's rate, before any work is done for it and whatever becomes of
-        it. Raises Refused, without counting it, if the rate is used up."""
+        """Counts a request or call against its tenant's rate, before any work is done for it and whatever its outcome.
+        Raises Refused, without counting it, if the rate is used up."""
         self._intake.check_rates(tenant, kind)
         self.tenants.charge(tenant, kind)
 
     def add_request(self, request: Request) -> None:
-        """Takes a request into the queue and tells its sink. Raises Refused."""
+        """Puts a request into the queue and notifies its sink. Raises Refused."""
         assert request.request_id not in self._requests, "request ids are unique among live requests"
         entry = self._intake.examine(request, self._num_arrived, is_first=not self._requests)
-        texts = [request.make_text() for _ in range(request.n)]  # which may fail: nothing has changed yet
+        texts = [request.make_text() for _ in range(request.n)]  # may raise, so it comes before any change
         tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), self.timelines.open(request)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
         live.entered_at, live.work = self._clock(), entry.work
@@ -130,13 +130,13 @@ class Scheduler:
         request.sink(RequestAccepted(entry.num_cached_tokens, entry.position, ttft_s))
 
     def update_request(self, request_id: str, change: Change) -> bool:
-        """Changes a live request from the next plan on; False if it is not alive. Raises Refused, and then nothing has
-        changed."""
+        """Changes a live request from the next plan on; returns False if it is not alive. Raises Refused, without
+        changing anything."""
         live = self._requests.get(request_id)
         if live is None:
             return False
         request = live.request.changed(change)
-        if change.max_tokens is not None:  # no other change makes it larger, though its tenant's caps may be lower now
+        if change.max_tokens is not None:  # no other change makes it larger; its tenant's caps may be lower now
             self._intake.admission.check_size(request)
             live.expected_s = None
         live.request = request
@@ -149,7 +149,8 @@ class Scheduler:
         return True
 
     def hold(self, request_id: str, held: bool) -> None:
-        """While it is held a request is in no plan, and its rows give way before any other."""
+        """Holds a request back, or releases it. While it is held, it is in no plan, and its rows are preempted before
+        any other."""
         live = self._requests.get(request_id)
         if live is None or live.held == held:
             return
@@ -162,7 +163,7 @@ class Scheduler:
             live.timeline.released()
 
     def explain(self, request_id: str) -> Timeline | None:
-        """What became of a request that lives, or that ended lately."""
+        """Returns the timeline of a request that is alive or ended recently."""
         live = self._requests.get(request_id)
         if live is None:
             return self.timelines.find(request_id)
@@ -174,7 +175,7 @@ class Scheduler:
             live.timeline.so_far(sequence.index, self._planner.end_of(sequence), sequence.output.num_tokens)
 
     def abort(self, request_id: str, reason: EngineFinishReason, message: str = "") -> bool:
-        """Ends a request early; False if it is not alive."""
+        """Ends a request early; returns False if it is not alive."""
         live = self._requests.get(request_id)
         if live is None:
             return False
@@ -182,7 +183,8 @@ class Scheduler:
         return True
 
     def abandon(self, reason: EngineFinishReason, message: str) -> None:
-        """Ends every request without touching rows and blocks, which may be in any state. Nothing may follow."""
+        """Ends every request without touching rows and blocks, which may be in any state. The scheduler is not used
+        afterwards."""
         lives = list(self._requests.values())
         self._requests.clear()
         for live in lives:
@@ -195,12 +197,12 @@ class Scheduler:
             try:
                 self._report_finished(live, reason, message, context)
             except Exception:
-                logger.exception("request %s: nobody could be told of its end", request_id)
+                logger.exception("request %s: its end could not be reported", request_id)
 
     def _new_sequence(self, live: RequestState, index: int, rank: Rank, pinned: list[int]) -> SequenceState:
         request = live.request
         hashes = self.kv.hashing.first(request.prompt(index).block_hashes)
-        # What holds for the first choice holds for all, though its tenant's cap may be another one now.
+        # All sequences have the first one's limit, even if the tenant's cap has changed since.
         max_tokens = (
             live.sequences[0].output.max_tokens if live.sequences else self._intake.admission.max_tokens(request)
         )
@@ -209,7 +211,7 @@ class Scheduler:
         return choice
 
     def _fork(self, live: RequestState) -> None:
-        """The prompt is computed, in a plan or before it: the other choices share its full blocks."""
+        """Forks a request whose prompt is computed, or planned: its other sequences share the prompt's full blocks."""
         live.forked = True
         first = live.sequences[0]
         shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
@@ -218,7 +220,7 @@ class Scheduler:
             self._planner.enter(self._new_sequence(live, index, rank, shared.copy()))
 
     def _finish(self, live: RequestState, reason: EngineFinishReason, message: str) -> None:
-        # Should our own bookkeeping fail here, the request is still known, and told of its end by ``abandon``.
+        # If the accounting fails here, the request is still known, and ``abandon`` reports its end.
         for sequence in live.sequences:
             if sequence.state is not SequenceStatus.ENDED:
                 self._planner.retire(sequence)
@@ -229,7 +231,7 @@ class Scheduler:
         self._report_finished(live, reason, message, context)
 
     def _close(self, live: RequestState, reason: EngineFinishReason) -> Context | None:
-        """Ends all accounts of a request; returns what those that continue it begin with."""
+        """Closes a request's accounts; returns the context for requests that continue it."""
         request = live.request
         self.tenants.leave(live.tenant)
         live.timeline.ended(reason.name)
@@ -245,13 +247,14 @@ class Scheduler:
         try:
             live.request.sink(live.finished(reason, message, context, self._clock()))
         finally:
-            live.sequences.clear()  # each has it: a circle, which would be there until the cycle collector comes by
+            live.sequences.clear()  # breaks a reference cycle, which would stay until the garbage collector runs
             self._on_finished(live.request)
 
     # A step -----------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next plan, to be submitted at once; None if there is nothing to do, or too much unanswered."""
+        """Returns the next plan, which must be submitted at once; None if there is nothing to do, or too many plans are
+        in flight."""
         if len(self._in_flight) >= self._config.max_plans_in_flight:
             return None
         while True:
@@ -259,11 +262,11 @@ class Scheduler:
             plan = None if planned is None else self._submit(planned)
             late = self._planner.prefill_adder.take_late()
             for live in late:
-                # It may have ended, since it may be found twice; or be in time after all, once room was made for it.
+                # It may have ended, because it may be found twice, or may have begun after all, once there was room.
                 if live.started_at is None:
                     message = "the deadline could no longer be met when its turn came"
                     self.abort(live.request.request_id, EngineFinishReason.DEADLINE, message)
-            if plan is not None or not late:  # otherwise somebody behind it may begin
+            if plan is not None or not late:  # otherwise a later request may begin
                 return plan
 
     def _submit(self, planned: Planned) -> StepPlan:
@@ -277,7 +280,7 @@ class Scheduler:
         return plan
 
     def update(self, result: StepResult) -> None:
-        """Commits the answer to the oldest plan in flight."""
+        """Applies the result of the oldest plan in flight."""
         plan = self._in_flight.popleft()
         assert result.step == plan.step, f"step {result.step} is answered, but {plan.step} is next"
         num_rows = len(plan.chunks) + len(plan.decodes)
@@ -297,9 +300,9 @@ class Scheduler:
             self._bisector.answered(self._progress(plan))
 
     def recover(self, blames_step: bool) -> None:
-        """The worker is gone, and every answer that it gave is applied: all rows wait for the next worker.
+        """Makes all rows wait for the next worker. The last worker is gone, and all its results are applied.
 
-        ``blames_step``: whoever was in the oldest step that is not answered may have been why.
+        ``blames_step``: a request in the oldest step without a result may be the cause.
         """
         fatal = self._progress(self._in_flight[0]) if blames_step and self._in_flight else {}
         running = {sequence.live for sequence in self._planner.running}
@@ -320,8 +323,8 @@ class Scheduler:
             self._bisector.drop_request(request_id)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """From the next plan on ``config`` holds, but for what stays as it was at the start; no request is lost by it.
-        Raises ValueError, and then nothing has changed."""
+        """Applies ``config`` from the next plan on, except for settings that are fixed at the start; no request is
+        lost. Raises ValueError, without changing anything."""
         config.check_fits(self._facts, self._config)
         self._config = config
         self._intake.configure(config)
@@ -335,7 +338,7 @@ class Scheduler:
         self.predictor.configure(config)
 
     def _progress(self, plan: StepPlan) -> dict[str, int]:
-        """The requests of a plan, and how far each is."""
+        """Returns the requests of a plan, and their progress."""
         rows = [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]
         lives = dict.fromkeys(self._planner.rows.current(row).live for row in rows)
         return {live.request.request_id: live.progress for live in lives}
