@@ -1,6 +1,6 @@
 """What `penstock bench` itself costs: CPU time a token, by each of its ways to call, and the limit that this sets.
 
-The services are processes of their own: the real one over a fake worker, at 100 steps a second, and a bare HTTP server
+The services are processes of their own: the real one over a fake worker, at 100 steps per second, and a bare HTTP server
 that answers as vLLM does. The limit is the tokens a second at which the client would take 80 % of a core, from where on
 it warns.
 """
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         uvloop.run(serve_grpc() if arguments.serve == "grpc" else serve_sse())
         return
     print(f"{NUM_REQUESTS} requests at a time, {arguments.seconds:g} s each")
-    print(f"{'':28}{'tokens/s':>10}{'messages/s':>12}{'CPU':>8}{'us a token':>12}{'limit, tokens/s':>17}")
+    print(f"{'':28}{'tokens/s':>10}{'messages/s':>12}{'CPU':>8}{'us per token':>14}{'limit, tokens/s':>17}")
     for way in WAYS:
         with service(way.service) as target:
             print(f"{way.label:28}{uvloop.run(measure(way, target, arguments.seconds))}", flush=True)

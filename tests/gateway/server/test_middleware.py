@@ -18,5 +18,5 @@ def test_many_errors_of_one_kind_hide_none_of_another(caplog):
     rate = LogRate()
     logged = [record.getMessage() for record in caplog.records if rate.filter(record)]
     assert len(logged) == BURST + 1
-    assert logged[-1].startswith("OSError in the gateway: fail test_guard.py:")
+    assert logged[-1].startswith("OSError in the gateway: fail test_middleware.py:")
     assert "what a caller wrote" not in caplog.text
