@@ -1,9 +1,8 @@
-"""Keeps what is left of a tenant's limits: a rate of requests, the same rate for calls of the tokenizer, and a budget
-of tokens, each a bucket that fills steadily.
+"""Tracks what remains of a tenant's limits: a rate of requests, a separate rate of tokenizer calls, and a token budget.
 
-The token bucket of RFC 2697 in its simplest form: it holds ``capacity`` at most and gains ``per_s`` a second. What is
-only known afterwards, an output, is taken when it is there, even where the bucket then owes some: whoever comes next
-waits until that is made up for. Knows no clock: the time is handed in, by ``time.monotonic()``.
+Each is a token bucket (RFC 2697) in its simplest form: it holds at most ``capacity`` and gains ``per_s`` per second.
+Usage that is only known afterwards, an output, is taken even if the bucket goes below zero; later requests wait until
+it is refilled. The caller passes the time, by ``time.monotonic()``.
 """
 
 from enum import Enum, auto
@@ -11,7 +10,7 @@ from enum import Enum, auto
 from penstock.scheduler.config import TenantLimits
 
 MIN_BURST = 1.0
-"""Requests that may come at once, however low the rate is."""
+"""The number of requests that may arrive at once, however low the rate is."""
 _S_PER_MINUTE = 60.0
 
 
@@ -26,7 +25,7 @@ class Rated(Enum):
 
 
 class TokenBucket:
-    """Full at first."""
+    """A token bucket, which starts full."""
 
     __slots__ = ("_at", "_level", "capacity", "per_s")
 
@@ -37,27 +36,27 @@ class TokenBucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """What is in it; below 0 is owed."""
+        """Returns the content; a negative value is a debt."""
         self._level = min(self.capacity, self._level + (now - self._at) * self.per_s)
         self._at = now
         return self._level
 
     def take_tokens(self, amount: float, now: float) -> None:
-        """Also what it does not have."""
+        """Takes ``amount``, even if the bucket has less."""
         self._level = self.level(now) - amount
 
     def wait_s(self, amount: float, now: float) -> float:
-        """How long until it has so much, or is full; 0 where it has."""
+        """Returns the time until the bucket has ``amount`` or is full; 0 if it has enough."""
         return max(0.0, (min(amount, self.capacity) - self.level(now)) / self.per_s)
 
     def resize(self, capacity: float, per_s: float, now: float) -> None:
-        """What is owed stays owed, and what was left of a smaller one is what there is of a larger one."""
+        """Changes the size. A debt stays, and a larger bucket starts with what was left in the smaller one."""
         self._level = min(capacity, self.level(now))
         self.capacity, self.per_s = capacity, per_s
 
 
 class TenantRateLimit:
-    """A tenant's buckets, where its limits ask for them."""
+    """A tenant's buckets, one for each limit that is set."""
 
     __slots__ = ("_rates", "_tokens")
 
@@ -67,19 +66,19 @@ class TenantRateLimit:
         self.reconfigure(limits, now)
 
     def reconfigure(self, limits: TenantLimits, now: float) -> None:
-        """``limits`` hold from now on."""
+        """Applies new limits from now on."""
         rate, budget = limits.requests_per_second, limits.tokens_per_minute
         burst = None if rate is None else max(MIN_BURST, rate)
         self._rates = {kind: _sized(bucket, burst, rate, now) for kind, bucket in self._rates.items()}
         self._tokens = _sized(self._tokens, budget, None if budget is None else budget / _S_PER_MINUTE, now)
 
     def wait_s(self, kind: Rated, now: float) -> float:
-        """Returns how long until one more is allowed."""
+        """Returns the time until one more request or call is allowed."""
         bucket = self._rates[kind]
         return 0.0 if bucket is None else bucket.wait_s(1.0, now)
 
     def token_wait_s(self, num_tokens: int, now: float) -> float:
-        """How long until there are so many tokens, or as many as there can be."""
+        """Returns the time until this many tokens are available, or the bucket is full."""
         return 0.0 if self._tokens is None else self._tokens.wait_s(num_tokens, now)
 
     def take_from(self, kind: Rated, now: float) -> None:
@@ -89,12 +88,12 @@ class TenantRateLimit:
             bucket.take_tokens(1.0, now)
 
     def take_tokens(self, num_tokens: int, now: float) -> None:
-        """So many were used."""
+        """Takes used tokens."""
         if self._tokens is not None:
             self._tokens.take_tokens(num_tokens, now)
 
     def is_full(self, now: float) -> bool:
-        """Whether nothing would be lost if this were made anew."""
+        """Returns whether a new object would be the same: all buckets are full."""
         buckets = (*self._rates.values(), self._tokens)
         return all(bucket is None or bucket.level(now) >= bucket.capacity for bucket in buckets)
 

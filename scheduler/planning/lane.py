@@ -1,4 +1,4 @@
-"""A sorted line of waiting choices that knows how much work its first ones are, without looking at each of them."""
+"""A sorted queue of waiting sequences that returns the work of its first sequences without reading each of them."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
@@ -9,11 +9,11 @@ from penstock.scheduler.planning.sequence import SequenceState
 from penstock.scheduler.timing.queued_work import NO_WORK, QueuedWork, total_work
 
 _PART = 64
-"""Choices in a part of a lane: at most twice as many, and their work is summed for the whole part."""
+"""Sequences per part of a queue, at most twice as many. Their work is summed per part."""
 
 
 class OrderedQueue:
-    """Choices in the order of a key, which is unique and stands still while they are here."""
+    """Sequences in the order of a key, which is unique and must not change while they are here."""
 
     def __init__(self, key: Callable[[SequenceState], Any], sequences: Iterable[SequenceState] = ()) -> None:
         self._key = key
@@ -22,7 +22,7 @@ class OrderedQueue:
         self._works = [total_work(sequence.work for sequence in part) for part in self._parts]
         self._num_sequences = len(ordered)
         self.work = total_work(self._works)
-        """Of all of them."""
+        """The work of all sequences."""
 
     def __len__(self) -> int:
         return self._num_sequences
@@ -31,16 +31,16 @@ class OrderedQueue:
         return chain.from_iterable(self._parts)
 
     def snapshot(self) -> Iterator[SequenceState]:
-        """Those that are here now, whatever comes and goes while they are looked at."""
+        """Iterates over the sequences that are here now, unaffected by later changes."""
         return chain.from_iterable([tuple(part) for part in self._parts])
 
     @property
     def first(self) -> SequenceState:
-        """The first one; there must be one."""
+        """The first sequence; the queue must not be empty."""
         return self._parts[0][0]
 
     def insert(self, sequence: SequenceState) -> None:
-        """Puts a choice in its place."""
+        """Inserts a sequence in order."""
         index = min(self._part_of(self._key(sequence)), len(self._parts) - 1)
         if index < 0:
             self._parts.append([])
@@ -56,7 +56,7 @@ class OrderedQueue:
             self._works[index : index + 1] = [total_work(sequence.work for sequence in half) for half in halves]
 
     def remove(self, sequence: SequenceState) -> None:
-        """Takes a choice out."""
+        """Removes a sequence."""
         value = self._key(sequence)
         index = self._part_of(value)
         part = self._parts[index]
@@ -71,18 +71,18 @@ class OrderedQueue:
             self.work = self.work.minus(sequence.work) if self._parts else NO_WORK
 
     def change_work(self, sequence: SequenceState, change: QueuedWork) -> None:
-        """The work of a choice in the lane has changed by so much."""
+        """Adds a change to the work of a sequence in the queue."""
         self._add(self._part_of(self._key(sequence)), change)
 
     def num_before(self, value: Any) -> int:
-        """How many choices have a lower key."""
+        """Returns how many sequences have a lower key."""
         index = self._part_of(value)
         if index == len(self._parts):
             return self._num_sequences
         return sum(map(len, self._parts[:index])) + bisect_left(self._parts[index], value, key=self._key)
 
     def work_of_first(self, num_sequences: int) -> QueuedWork:
-        """The work of the first ones together."""
+        """Returns the work of the first ``num_sequences`` together."""
         if num_sequences >= self._num_sequences:
             return self.work
         work = NO_WORK
@@ -94,7 +94,7 @@ class OrderedQueue:
         return work
 
     def _part_of(self, value: Any) -> int:
-        """The part that a key belongs to; their number, if it comes after all."""
+        """Returns the index of the part that a key belongs to; the number of parts, if it comes after all."""
         return bisect_left(self._parts, value, key=lambda part: self._key(part[-1]))
 
     def _add(self, index: int, work: QueuedWork) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of the prompt that forked choices keep while they wait for a row. Knows no rows."""
+"""Blocks of the prompt that forked sequences keep while they wait for a row. It does not know rows."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,10 @@ from penstock.scheduler.planning.sequence import SequenceState
 
 
 class PinnedPrefixes:
-    """Who keeps blocks."""
+    """The waiting sequences that keep blocks."""
 
     def __init__(self, kv: KVCacheManager, on_taken: Callable[[SequenceState], None]) -> None:
-        """``on_taken`` is called with each choice that waits on without its blocks."""
+        """``on_taken`` is called with each sequence that loses its blocks and continues to wait."""
         self._kv = kv
         self._on_taken = on_taken
         self._sequences: list[SequenceState] = []
@@ -19,20 +19,21 @@ class PinnedPrefixes:
         return bool(self._sequences)
 
     def add_sequence(self, sequence: SequenceState) -> None:
-        """A forked choice waits, with the blocks that it shares with the first one."""
+        """Adds a waiting, forked sequence, with the blocks that it shares with the first one."""
         if sequence.pinned:
             self._kv.share(sequence.pinned)
             self._sequences.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """It waits no longer; nothing if it keeps no blocks."""
+        """Removes a sequence that no longer waits. Does nothing if it keeps no blocks."""
         if sequence.pinned:
             self._kv.free(sequence.pinned)
             sequence.pinned = []
             self._sequences.remove(sequence)
 
     def remove_all(self, but: SequenceState | None = None) -> bool:
-        """Those that wait give up their blocks, to find them cached or compute them; False if none has any."""
+        """Releases the blocks of all waiting sequences, which find them cached later or compute them; returns False if
+        there are none."""
         victims = [choice for choice in self._sequences if choice is not but]
         for choice in victims:
             self.remove(choice)
@@ -40,5 +41,5 @@ class PinnedPrefixes:
         return bool(victims)
 
     def drop_sequences(self) -> None:
-        """The blocks are gone, whoever kept them."""
+        """Forgets all sequences, because their blocks are gone."""
         self._sequences.clear()

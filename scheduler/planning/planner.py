@@ -1,9 +1,10 @@
-"""Spends a step's budget: which rows go on, which begin, and which must give way. Knows no events and no text.
+"""Spends a step's token budget: which rows continue, which sequences begin, and which rows are preempted. It does not
+know events or text.
 
-Rows that decode come first, by a token each. Then whatever is behind its history, in order: rows that have begun and
-rows that begin alike, by chunks. Whoever begins gets the blocks of its whole history at once, so chunks never want for
-blocks: only a decoding row can, and then it takes them from a row that gives way. What is left of the budget is for
-drafts, which take nothing from anybody.
+Decoding rows come first, with one token each. Then come histories that are not computed yet, in order and in chunks,
+for rows that have begun and for new ones alike. A sequence gets the blocks of its whole history when it begins, so
+chunks never lack blocks. Only a decoding row can lack them, and takes them from a row that is preempted. The rest of
+the budget is for drafts, which never take anything from other rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,26 +36,26 @@ class Counters:
 
     steps: int = 0
     prefill_tokens: int = 0
-    """Positions computed in chunks, those of preempted rows included."""
+    """Positions computed in chunks, including those of preempted rows."""
     decode_rows: int = 0
-    """Rows continued, over all steps."""
+    """Decoding rows, summed over all steps."""
     preemptions: int = 0
     output_tokens: int = 0
-    """Tokens chosen, those that are never shown included."""
+    """Tokens chosen, including those that are never shown."""
     refused: int = 0
     """Requests that were not admitted."""
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
 class Planned(NamedTuple):
-    """A plan, and how much work it is."""
+    """A plan, and its work."""
 
     plan: StepPlan
     work: StepWork
 
 
 class Planner:
-    """Owns rows and blocks, and who has them."""
+    """Owns the rows and blocks, and assigns them."""
 
     def __init__(
         self,
@@ -88,10 +89,10 @@ class Planner:
         self.configure(config)
 
     def configure(self, config: SchedulerConfig) -> None:
-        """Limits and policy are as ``config`` has them from the next plan on. Ranks must be right already."""
+        """Applies the limits and the policy of ``config`` from the next plan on. Ranks must be updated before."""
         self.budget = config.token_budget(self._facts)
         self.max_rows = self.prefill_adder.max_rows = config.max_rows(self._facts)
-        # Every row that runs can decode in every step, so that none starves.
+        # Every running row can decode in every step, so that none starves.
         assert 0 < self.max_rows <= self.budget
         self._target_itl_s = config.target_itl_s
         self._preemption = PreemptionPolicy(config.policy, self.running, self.kv, self._tenants)
@@ -101,7 +102,8 @@ class Planner:
             self._preempt(max(self.running, key=lambda sequence: sequence.rank), "fewer rows may run")
 
     def plan(self) -> Planned | None:
-        """The next step, or None if there is nothing to compute. The caller submits it: it counts as on its way."""
+        """Returns the next step, or None if there is nothing to compute. The caller must submit it: it counts as in
+        flight."""
         self.kv.expire(self._clock())
         if self._bisector:
             self._leave_alone_those_on_trial()
@@ -129,15 +131,15 @@ class Planner:
         self._close(plan, chunked)
         return Planned(plan, StepWork.of(plan, self.decode_kv))
 
-    # What comes and goes --------------------------------------------------------------------------------------------
+    # Entering and leaving -------------------------------------------------------------------------------------------
 
     def enter(self, sequence: SequenceState) -> None:
-        """Puts a new choice into the queue; a forked one keeps its blocks of the prompt while it waits."""
+        """Puts a new sequence into the queue. A forked one keeps its blocks of the prompt while it waits."""
         self._pinned.add_sequence(sequence)
         self.waiting.put(sequence)
 
     def retire(self, sequence: SequenceState) -> None:
-        """Ends a choice, wherever it is. Its blocks are free for the next plan, which drops its row."""
+        """Ends a sequence in any state. Its blocks are free for the next plan, which drops its row."""
         if sequence.state is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             self._pinned.remove(sequence)
@@ -147,7 +149,7 @@ class Planner:
         sequence.state = SequenceStatus.ENDED
 
     def change_rank(self, sequence: SequenceState, rank: Rank) -> None:
-        """Moves a choice, wherever it is."""
+        """Changes the rank of a sequence in any state."""
         if sequence.state is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             sequence.rank = rank
@@ -157,13 +159,13 @@ class Planner:
             self.running.arrange()
 
     def hold(self, live: RequestState, held: bool) -> None:
-        """Keeps a request out of the plans, or no longer; its rows keep their blocks until others want them."""
+        """Keeps a request out of the plans, or no longer. Its rows keep their blocks until others need them."""
         for sequence in live.sequences:
             if sequence.state not in (SequenceStatus.PREFILLING, SequenceStatus.DECODING):
                 continue
             self.running.hold(sequence, held)
             if sequence.state is SequenceStatus.PREFILLING:
-                # Nobody need wait for a prefix that is not being computed.
+                # No sequence must wait for a prefix that is not being computed.
                 (self.kv.retract if held else self.kv.announce)(sequence, sequence.hashes[sequence.num_published :])
             if held:
                 self._say_left(sequence)
@@ -172,7 +174,7 @@ class Planner:
         live.held = held
 
     def restart(self) -> None:
-        """The worker is gone, with all KV, and with what was in flight: every row waits again."""
+        """Makes every row wait again: the worker is gone, with all KV and with the plans in flight."""
         waiting, begun = list(self.waiting), list(self.running)
         for sequence in waiting:
             self.waiting.remove(sequence)
@@ -188,33 +190,34 @@ class Planner:
         self.decode_kv = 0
 
     def end_of(self, sequence: SequenceState) -> int:
-        """The first step that a choice is not in."""
+        """Returns the first step that does not include the sequence."""
         return self.counters.steps if sequence.complete_from is None else sequence.complete_from
 
     def _say_left(self, sequence: SequenceState) -> None:
         sequence.live.timeline.left(sequence.index, self.end_of(sequence), sequence.output.num_tokens)
 
     def _leave_alone_those_on_trial(self) -> None:
-        """Every other row waits, and holds no blocks that they may want."""
+        """Preempts every row that is not on trial, so that it holds no blocks that the rows on trial may need."""
         for sequence in [sequence for sequence in self.running if not self.prefill_adder.may_run(sequence.live)]:
-            self._preempt(sequence, "others are tried alone, to find out who ended the worker")
+            self._preempt(sequence, "other requests run alone, to find out which one ended the worker")
 
     def publish_confirmed(self, sequence: SequenceState) -> None:
-        """An answer confirmed the row's KV up to ``num_computed``."""
+        """Publishes the row's KV up to ``num_computed``, which a result has confirmed."""
         num_full = sequence.num_computed // self.kv.block_size
         if num_full > sequence.num_published:
             self._publish(sequence, num_full)
 
-    # Rows that decode -----------------------------------------------------------------------------------------------
+    # Decoding rows --------------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, plan: StepPlan) -> list[tuple[int, SequenceState]]:
-        """A token for each row; returns those that may have drafts, with their places in the plan."""
-        rows = self._preemption.rows_to_plan()  # a copy, since rows may give way meanwhile
+        """Plans a token for each decoding row; returns the rows that may have drafts, with their positions in the
+        plan."""
+        rows = self._preemption.rows_to_plan()  # a copy, because rows may be preempted meanwhile
         drafting: list[tuple[int, SequenceState]] = []
         decode_kv = 0
         for index, sequence in enumerate(rows):
             if sequence.state is not SequenceStatus.DECODING:
-                continue  # it gave way
+                continue  # it was preempted
             # The worst case: every token in flight is accepted, and each of them is computed now.
             num_slots = sequence.length_bound
             if num_slots < sequence.length_limit:
@@ -232,11 +235,11 @@ class Planner:
         return drafting
 
     def _plan_drafts(self, plan: StepPlan, drafting: list[tuple[int, SequenceState]], room: int) -> None:
-        """Lets rows of the plan have drafts: those of all together have ``room``, and each has blocks for its own."""
+        """Lets rows of the plan have drafts: at most ``room`` in total, and for each row as many as its blocks hold."""
         num_wanted = 0
         for index, sequence in drafting:
-            # A token is left for the next plan, which is made before this one is answered: so the row is in that plan
-            # too, even if all of its drafts turn out wrong.
+            # Leaves a token for the next plan, which is made before the result of this one. So the row is in that plan
+            # too, even if all of its drafts are rejected.
             num_left = sequence.length_limit - sequence.length_bound - 1
             num_drafts = self._hold_drafts(plan, sequence, min(sequence.max_drafts, num_left, room))
             if num_drafts > 0:
@@ -247,8 +250,8 @@ class Planner:
         plan.max_drafts = min(num_wanted, room)
 
     def _hold_drafts(self, plan: StepPlan, sequence: SequenceState, num_drafts: int) -> int:
-        """How many of these drafts the row's blocks hold beside the next plan's token, with new ones where there are
-        plenty: tokens that are sure to come need some too, and would have to take them from somebody."""
+        """Returns how many of these drafts the row's blocks hold beside the next plan's token. It gets new blocks only
+        if there are plenty: tokens that are certain to come need some too, and would have to preempt a row for them."""
         num_slots = sequence.length_bound + num_drafts
         if num_slots <= sequence.capacity:
             return num_drafts
@@ -260,8 +263,8 @@ class Planner:
     def _grow(
         self, plan: StepPlan, sequence: SequenceState, num_slots: int, not_planned: Sequence[SequenceState]
     ) -> bool:
-        """Gives a row the blocks that it needs, taking them from rows that give way; False if it was the last and gave
-        way itself. ``not_planned``: the decoding rows that are not in the plan yet."""
+        """Gives a row the blocks that it needs, preempting other rows for them; returns False if the row was the last
+        and was preempted itself. ``not_planned``: the decoding rows that are not in the plan yet."""
         num_blocks = self.kv.num_blocks_for(num_slots)
         while (new := self.kv.grow(sequence.block_ids, num_blocks)) is None:
             if self._pinned.remove_all():
@@ -295,14 +298,15 @@ class Planner:
     # Chunks of histories --------------------------------------------------------------------------------------------
 
     def _prefill_budget(self, plan: StepPlan, budget: int) -> int:
-        """What is left of the step for chunks, so that whoever decodes beside them is not kept waiting."""
+        """Returns the step's budget for chunks, limited so that decoding rows in the same step are not delayed too
+        much."""
         if not plan.decodes or not budget:
             return budget
         context = self.running.prefilling[0].num_planned if self.running.prefilling else 0
         return self._model.max_prefill(len(plan.decodes), self.decode_kv, context, self._target_itl_s, budget)
 
     def _plan_chunks(self, plan: StepPlan, budget: int) -> list[SequenceState]:
-        """Computes what is behind its history, in order; returns what got a chunk."""
+        """Plans chunks of histories, in order; returns the sequences that got one."""
         chunked: list[SequenceState] = []
         if not budget:
             self._say_spent()
@@ -322,13 +326,13 @@ class Planner:
         return chunked
 
     def _say_spent(self) -> None:
-        """Why whoever waits first does not begin."""
+        """Records why the first waiting sequence does not begin."""
         first = next(self.waiting.in_order(), None)
         if first is not None:
             first.live.timeline.waits(first.index, Cause.BUDGET, self.budget)
 
     def _behind(self) -> list[SequenceState]:
-        """Rows that have begun."""
+        """Returns the rows whose histories are not computed yet."""
         prefilling = self.running.prefilling
         return sorted(prefilling, key=self.waiting.order) if self.waiting.by_turns else prefilling.copy()
 
@@ -346,7 +350,7 @@ class Planner:
         return end - start
 
     def _close(self, plan: StepPlan, chunked: list[SequenceState]) -> None:
-        """The plan is whole. What follows it may read the KV that its chunks compute, but the plan itself may not."""
+        """Completes the plan. Later plans may read the KV that its chunks compute, but the plan itself may not."""
         for sequence in chunked:
             self._publish(sequence, sequence.num_planned // self.kv.block_size)
             if sequence.num_planned == sequence.prefill_end:
@@ -365,13 +369,14 @@ class Planner:
             kv.retract(sequence, sequence.hashes[start:num_full])
 
     def would_make_room(self, tenant: str, rank: Rank) -> bool:
-        """Whether a request that comes now gets the row and the blocks of one that runs."""
+        """Returns whether a request that arrives now would get the row and the blocks of a running one."""
         waiting = self.waiting
         num_own = waiting.queued_of(tenant).requests if waiting.by_turns else waiting.num_ahead(tenant, rank)
         return not num_own and self._preemption.would_make_room(tenant, rank, self.max_rows)
 
     def _make_room(self) -> bool:
-        """Has a row give way to whoever waits first and finds no room; False if none has to."""
+        """Preempts a row for the first waiting sequence that finds no room; returns False if there is none to
+        preempt."""
         if not self._preemption.makes_room:
             return False
         sequence = self.prefill_adder.first_without_room()
@@ -382,6 +387,6 @@ class Planner:
         )
         if victim is None:
             return False
-        sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is for nobody else
+        sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is only for this sequence
         self._preempt(victim, made_room(sequence.live.request.request_id))
         return True

@@ -1,7 +1,7 @@
-"""Decides which row gives way when blocks or rows are short. It knows rows and their blocks, and takes none.
+"""Decides which row is preempted when blocks or rows are short. It reads rows and their blocks, and takes none.
 
-Rows whose output is not read go first. Then those that come after the one in need, by the policy: the lowest priority,
-or the tenant with the largest share for its weight; among them the one that has the least to compute again.
+Rows whose output is not read go first. Then those that come after the needy one by the policy: the lowest priority, or
+the tenant with the largest share for its weight; among them the one with the least to recompute.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from penstock.scheduler.policy import Policy, Rank
 
 
 class PreemptionPolicy:
-    """Chooses the row."""
+    """Chooses the row to preempt."""
 
     def __init__(self, policy: Policy, running: RunningQueue, kv: KVCacheManager, tenants: TenantAccounting) -> None:
         self._policy = policy
@@ -24,12 +24,12 @@ class PreemptionPolicy:
         self._kv = kv
         self._tenants = tenants
         self._shares: dict[TenantUse, float] = {}
-        """The tenants' dominant shares when the plan began. They stay until the next plan: otherwise two rows could
-        give way to each other."""
+        """The tenants' dominant shares when the plan began. They stay until the next plan; otherwise two rows could
+        preempt each other."""
 
     def rows_to_plan(self) -> list[SequenceState]:
         """Returns the decoding rows in the order in which the plan continues them. Under ``fair``, rows of the tenant
-        with the smallest share come first, so that rows of one with a large share are still there to give way."""
+        with the smallest share come first, so that rows of one with a large share can still be preempted."""
         decoding = self._running.decoding
         if self._policy is not Policy.FAIR:
             return decoding.copy()
@@ -59,8 +59,8 @@ class PreemptionPolicy:
 
     def victim_for_decode(self, needy: SequenceState, not_planned: Sequence[SequenceState]) -> SequenceState:
         """Returns the row whose blocks a decoding row takes: itself, if no row comes after it. ``not_planned``: the
-        decoding rows that were not in the plan yet, some of which may have given way since; rows in the plan never
-        do."""
+        decoding rows that were not in the plan yet, some of which may have been preempted since. Rows in the plan are
+        never preempted."""
         running = self._running
         if running.held:
             return self._cheapest(running.held)
@@ -71,11 +71,12 @@ class PreemptionPolicy:
 
     @property
     def makes_room(self) -> bool:
-        """Whether any row might give way to one that waits."""
+        """Whether any row might be preempted for a waiting sequence."""
         return bool(self._running.held) or self._policy in (Policy.PRIORITY, Policy.FAIR)
 
     def would_make_room(self, tenant: str, rank: Rank, max_rows: int) -> bool:
-        """Whether a row would give way to a request that is still to come, with nobody of its own ahead of it."""
+        """Returns whether a row would be preempted for a request that has yet to arrive, with no other request of its
+        tenant ahead of it."""
         if self._policy is Policy.PRIORITY:
             return any(sequence.rank[0] > rank[0] for sequence in self._running)
         if self._policy is not Policy.FAIR:
@@ -88,8 +89,8 @@ class PreemptionPolicy:
         )
 
     def victim_for_waiting(self, sequence: SequenceState, num_blocks: int, max_rows: int) -> SequenceState | None:
-        """Who gives way to a choice that waits for ``num_blocks`` or for one of ``max_rows``; None if nobody has to, or
-        if it would not be enough."""
+        """Returns the row to preempt for a sequence that waits for ``num_blocks`` or for one of ``max_rows``; None if
+        there is none, or if it would not be enough."""
         if self._running.held:
             return self._cheapest(self._running.held)
         inferior = self._after(sequence, num_blocks, max_rows)
@@ -99,13 +100,13 @@ class PreemptionPolicy:
         return self._cheapest(self._last(inferior))
 
     def _after(self, waiting: SequenceState, num_blocks: int, max_rows: int) -> list[SequenceState]:
-        """Returns the rows that come after a choice that waits for ``num_blocks`` or for a row."""
+        """Returns the rows that come after a sequence that waits for ``num_blocks`` or for a row."""
         if self._policy is Policy.PRIORITY:
             return [sequence for sequence in self._running if sequence.rank[0] > waiting.rank[0]]
         if self._policy is not Policy.FAIR:
             return []
         # A tenant with less than its share takes from a tenant with more than its own, and no more than its share, so
-        # no row goes to and fro.
+        # no row goes back and forth.
         num_rows = min(max_rows, len(self._running) + 1)
         poor, share = waiting.live.tenant, self._tenants.share
         rich: set[TenantUse] = set()
@@ -120,7 +121,7 @@ class PreemptionPolicy:
         return [sequence for sequence in self._running if sequence.live.tenant in rich]
 
     def _last(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
-        """Returns those that give way first."""
+        """Returns the rows to preempt first."""
         match self._policy:
             case Policy.PRIORITY:
                 placed = [(float(sequence.rank[0]), sequence) for sequence in sequences]
@@ -132,5 +133,5 @@ class PreemptionPolicy:
         return [sequence for value, sequence in placed if value == highest]
 
     def _cheapest(self, sequences: Iterable[SequenceState]) -> SequenceState:
-        """The one that shares the most of its blocks, or has the fewest, has the least to compute again."""
+        """Returns the row with the least to recompute: the one that shares most of its blocks, or has the fewest."""
         return min(sequences, key=lambda sequence: (self._kv.num_unshared(sequence.block_ids), -sequence.rank[1]))

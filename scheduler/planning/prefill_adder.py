@@ -1,5 +1,5 @@
-"""Who begins in a plan: whether there is room for a waiting choice, and what of its history is cached. Gives rows and
-blocks out, and takes none away; knows no chunks."""
+"""Begins rows in a plan: checks whether there is room for a waiting sequence, and what of its history is cached. It
+assigns rows and blocks, and takes none away; it does not plan chunks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,26 +17,28 @@ from penstock.scheduler.recovery.crash_bisector import CrashBisector
 from penstock.scheduler.timeline import Cause
 
 MAX_ADDED_TOKENS = 1 << 18
-"""History of the rows that begin in one plan, unless it is one row's: bounds the loop's time for a plan."""
+"""The maximum number of tokens in the histories of rows that begin in one plan, unless there is only one row. Limits
+the loop's time for a plan."""
 MAX_OVERTAKEN = 32
-"""So many may begin that are behind a choice for which too few blocks are free; then they wait until it has begun."""
+"""The maximum number of sequences that may overtake one that lacks KV blocks. After that they wait for it, so it does
+not starve."""
 MAX_PASSED_OVER = 8
-"""So many choices that find no room does a plan look at."""
+"""The maximum number of sequences without room that a plan examines."""
 
 
 @dataclass(slots=True)
 class PrefillRound:
-    """What one plan has found out about those that wait."""
+    """What one plan has found out about waiting sequences."""
 
     passed_over: list[SequenceState] = field(default_factory=list)
-    """Those for which too few blocks are free."""
+    """The sequences for which too few blocks are free."""
     num_added_tokens: int = 0
     is_over: bool = False
-    """Nobody else begins in this plan."""
+    """If true, no other sequence begins in this plan."""
 
 
 class PrefillAdder:
-    """The way from the queue to a row."""
+    """Moves sequences from the queue to a row."""
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class PrefillAdder:
     ) -> None:
         self.max_rows = 0
         self.is_late: Callable[[RequestState], bool] = lambda live: False
-        """Whether a request that has not begun can no longer meet its deadline."""
+        """Returns whether a request that has not begun can no longer meet its deadline."""
         self.num_cached_tokens = 0
         """Positions that the prefix cache saved, since the start."""
         self._kv = kv
@@ -62,17 +64,18 @@ class PrefillAdder:
         self._bisector = bisector
         self._restore_policy = restore_policy
         self._clock = clock
-        # A row that begins leaves so many blocks to those that run, or it would often be preempted at once.
+        # A row that begins leaves this many blocks to the running ones; otherwise it would often be preempted at once.
         self._reserved_blocks = kv.pool.num_blocks // 100
         self._late: list[RequestState] = []
 
     def take_late(self) -> list[RequestState]:
-        """Requests that were found too late to begin, for the caller to end."""
+        """Returns the requests that were found too late to begin, which the caller must end."""
         late, self._late = self._late, []
         return late
 
     def schedulable(self, this_round: PrefillRound) -> Iterator[SequenceState]:
-        """Those that may begin if there is room, in order. May be read one ahead of what is planned."""
+        """Iterates, in order, over the sequences that may begin if there is room. The caller may read one further than
+        it plans."""
         for sequence in self._waiting.in_order():
             if this_round.is_over:
                 return
@@ -91,7 +94,7 @@ class PrefillAdder:
             timeline.waits(sequence.index, Cause.LAST_ANSWER if sequence.in_flight else Cause.NEXT_PLAN)
             this_round.is_over = True
             return False
-        # If nothing was freed since the last try, looking up a long prefix again is no use.
+        # If nothing was freed since the last try, looking up a long prefix again is useless.
         if not self._lacks_blocks(sequence):
             found = self._prefix(sequence)
             if found is None:
@@ -113,7 +116,7 @@ class PrefillAdder:
         return False
 
     def first_without_room(self) -> SequenceState | None:
-        """Whoever would begin next, if rows or blocks are all that it lacks."""
+        """Returns the sequence that would begin next, if it lacks only rows or blocks."""
         sequence = next((sequence for sequence in self._waiting.in_order() if not self._is_kept_back(sequence)), None)
         if sequence is None or sequence.in_flight:
             return None
@@ -121,18 +124,19 @@ class PrefillAdder:
         return None if has_room else sequence
 
     def num_blocks_for(self, sequence: SequenceState) -> int:
-        """Blocks that must be free for a choice of which nothing is cached."""
+        """Returns the number of free blocks that a sequence with nothing cached needs."""
         return self._kv.num_blocks_for(len(sequence.token_ids)) + self._reserved_blocks
 
     def num_missing_for(self, sequence: SequenceState) -> int:
-        """Blocks that must be free for a choice, beside those that it shares with rows that run."""
+        """Returns the number of free blocks that a sequence needs, beside those that it shares with running rows."""
         if not sequence.reads_cache:
             return self.num_blocks_for(sequence)
         prefix = sequence.pinned or self._kv.find_prefix(sequence.hashes, len(sequence.token_ids))
         return self.num_blocks_for(sequence) - sum(map(self._kv.pool.is_held, prefix))
 
     def _is_kept_back(self, sequence: SequenceState) -> bool:
-        """Whether something else than room keeps it from beginning; whoever is behind need not wait for that."""
+        """Returns whether something other than room keeps the sequence from beginning. Later sequences need not wait
+        for that."""
         live = sequence.live
         if live.held:
             return True
@@ -144,23 +148,23 @@ class PrefillAdder:
             return True
         if live.started_at is None and live.request.deadline is not None:
             if sequence.index and live in self._late:
-                return True  # as its first prompt is, which was asked about before: there may be thousands
+                return True  # its first prompt was checked already, and there may be thousands
             if self.is_late(live):
                 self._late.append(live)
                 return True
         return False
 
     def may_run(self, live: RequestState) -> bool:
-        """Whether a request may be in a step now, with those on trial that ended a worker."""
+        """Returns whether a request may be in a step now, given the requests on trial after a crash."""
         return not self._bisector or self._bisector.may_run(live.request.request_id)
 
     def _lacks_blocks(self, sequence: SequenceState) -> bool:
-        """Whether it was tried with as many free blocks as there are now."""
+        """Returns whether it was tried with at least as many free blocks as there are now."""
         return len(self._running) > 0 and self._kv.pool.num_free <= sequence.num_free_at_last_try
 
     def _prefix(self, sequence: SequenceState) -> tuple[list[int], Sequence[bytes]] | None:
-        """Blocks with KV of the history's beginning, and hashes of those after them that are to be copied back; None if
-        it is better to wait for more."""
+        """Returns the blocks with KV of the history's beginning, and the hashes of the blocks after them to copy back;
+        None if it is better to wait for more."""
         if sequence.pinned:
             return sequence.pinned, ()
         if not sequence.reads_cache:
@@ -178,7 +182,7 @@ class PrefillAdder:
             leader = kv.leader(awaited)
             assert isinstance(leader, SequenceState)
             if leader.rank[0] > sequence.rank[0]:
-                # It might wait long for the other's turn, so it computes the same by itself; others wait for it then.
+                # It might wait long for the other's turn, so it computes the prefix itself, and others wait for it.
                 kv.retract(leader, sequence.hashes[num_found:])
                 awaited = None
         sequence.awaited_hash = awaited
@@ -228,7 +232,7 @@ class PrefillAdder:
 
 
 def _sampling_of_row(sequence: SequenceState, live: RequestState) -> SamplingParams:
-    """What was reported of the prompt's log-probabilities is not computed again."""
+    """Returns the sampling of a row, without log-probabilities of the prompt if they were reported before."""
     if sequence.sampling.prompt_logprobs is not None and not live.wants_prompt_logprobs:
         return replace(sequence.sampling, prompt_logprobs=None)
     return sequence.sampling

@@ -1,6 +1,6 @@
-"""Who waits, who runs and who is held back, each in order, and how much work the queue is. Knows no plans.
+"""The waiting, running and held sequences, each in order, and the work in the queue. It does not know plans.
 
-The order is that of ranks; where tenants take turns it is that of their turns first, which move with every step.
+The order is that of ranks. Where tenants take turns, their turns come first, and change with every step.
 """
 
 import heapq
@@ -30,7 +30,8 @@ def _due(sequence: SequenceState) -> tuple[float, Rank]:
 
 
 class Queued(NamedTuple):
-    """How much waits: requests whose first prompt has not begun, and the tokens of all prompts that have not."""
+    """The size of the queue: requests whose first prompt has not begun, and the tokens of all prompts that have not
+    begun."""
 
     requests: int
     tokens: int
@@ -40,7 +41,7 @@ _NOTHING = Queued(0, 0)
 
 
 class WaitingQueue:
-    """Choices without a row: new ones, forked ones, preempted ones."""
+    """Sequences without a row: new, forked and preempted ones."""
 
     def __init__(self, policy: Policy, wanted: WantedBlocks, block_size: int) -> None:
         self.by_turns = False
@@ -48,18 +49,19 @@ class WaitingQueue:
         self.num_requests = 0
         """Requests whose first prompt has not begun."""
         self.num_tokens = 0
-        """Of all prompts that have not begun."""
+        """Tokens of all prompts that have not begun."""
         self.num_pooled = 0
-        """Choices that are pooled, which have a row for as long as their prompts take."""
+        """Pooled sequences, which have a row only until their prompts are computed."""
         self._wanted = wanted
         self._block_size = block_size
         self._num_sequences = 0
         self._own: dict[str, Queued] = {}
-        """Of each tenant that has any: counted as they come and go, since there may be many."""
+        """The queued requests and tokens of each tenant that has any. Counted as they enter and leave, because there
+        may be many."""
         self._lanes: dict[str, OrderedQueue] = {}
         """One for each tenant, or one for all; none is empty."""
         self._due: OrderedQueue | None = None
-        """Those with a deadline, by it; only under the policy ``deadline``."""
+        """The sequences with a deadline, ordered by it; only under the policy ``deadline``."""
         wanted.on_charged = self._charge
         self.arrange(policy)
 
@@ -67,24 +69,24 @@ class WaitingQueue:
         return self._num_sequences
 
     def __iter__(self) -> Iterator[SequenceState]:
-        """In any order."""
+        """Iterates in any order."""
         return chain.from_iterable(self._lanes.values())
 
     @property
     def queued(self) -> Queued:
-        """Of everybody."""
+        """The queued requests and tokens of all tenants."""
         return Queued(self.num_requests, self.num_tokens)
 
     def queued_of(self, tenant: str) -> Queued:
-        """Of a tenant."""
+        """Returns the queued requests and tokens of a tenant."""
         return self._own.get(tenant, _NOTHING)
 
     def order(self, sequence: SequenceState) -> Order:
-        """What a choice is ordered by now."""
+        """Returns a sequence's current sort key."""
         return (sequence.live.tenant.turn if self.by_turns else 0.0, sequence.rank)
 
     def arrange(self, policy: Policy) -> None:
-        """Ranks have changed, or the policy that orders the queue."""
+        """Sorts again, after ranks or the policy have changed."""
         sequences = list(self)
         self.by_turns = policy is Policy.FAIR
         by_lane: dict[str, list[SequenceState]] = {}
@@ -98,7 +100,7 @@ class WaitingQueue:
             self._due = OrderedQueue(_due, [sequence for sequence in sequences if sequence.due])
 
     def put(self, sequence: SequenceState) -> None:
-        """Enters a choice."""
+        """Adds a sequence."""
         self._want(sequence)
         name = self._lane(sequence)
         lane = self._lanes.get(name)
@@ -112,7 +114,7 @@ class WaitingQueue:
         self._count(sequence, 1)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Takes a choice out, while it is still as new as it was."""
+        """Removes a sequence, whose ``is_new`` must be the same as when it was added."""
         name = self._lane(sequence)
         lane = self._lanes[name]
         lane.remove(sequence)
@@ -126,7 +128,7 @@ class WaitingQueue:
         sequence.num_missing = sequence.num_evicted = 0
 
     def _want(self, sequence: SequenceState) -> None:
-        """Finds out what the choice lacks; from then on ``_charge`` keeps it right."""
+        """Finds out what the sequence lacks; ``_charge`` keeps it up to date."""
         sequence.num_wanted = sequence.num_missing = sequence.num_evicted = 0
         num_shared = 0
         if sequence.reads_cache:
@@ -148,7 +150,7 @@ class WaitingQueue:
             self.update_work(sequence)
 
     def update_work(self, sequence: SequenceState) -> None:
-        """What a choice lacks has changed while it waits: blocks have moved, or those that it kept were taken."""
+        """Updates the work of a waiting sequence, after blocks have moved or it has lost the blocks that it kept."""
         before, sequence.work = sequence.work, self._work(sequence)
         change = sequence.work.minus(before)
         self._lanes[self._lane(sequence)].change_work(sequence, change)
@@ -190,19 +192,21 @@ class WaitingQueue:
 
     @property
     def work(self) -> QueuedWork:
-        """Of all that wait."""
+        """The work of all waiting sequences."""
         return total_work([lane.work for lane in self._lanes.values()]).plus(self._unowned)
 
     def num_ahead(self, tenant: str, rank: Rank) -> int:
-        """How many would be ahead of a choice that entered now; with turns, about so many."""
+        """Returns how many sequences would be ahead of one that enters now; an approximation where tenants take
+        turns."""
         return sum(num_sequences for _, num_sequences in self._ahead(tenant, rank))
 
     def work_ahead(self, tenant: str, rank: Rank, deadline: float | None) -> QueuedWork:
-        """The work of those ahead of a choice that entered now.
+        """Returns the work ahead of a sequence that enters now.
 
-        Under the policy ``deadline`` long requests overtake short ones that are due sooner. If each counted only those
-        with less slack than its own, more would be admitted than can be done in time: so those that are due before it
-        count, if they are more."""
+        Under the policy ``deadline`` long requests overtake short ones that are due sooner. If only sequences with less
+        slack counted, more would be admitted than can be done in time. So the sequences that are due before it count,
+        if there are more of them.
+        """
         ahead = self._ahead(tenant, rank)
         if self._due is not None and deadline is not None:
             num_due = self._due.num_before((deadline, (math.inf, 0, 0)))
@@ -211,23 +215,24 @@ class WaitingQueue:
         return total_work([lane.work_of_first(num_sequences) for lane, num_sequences in ahead]).plus(self._unowned)
 
     def _ahead(self, tenant: str, rank: Rank) -> list[tuple[OrderedQueue, int]]:
-        """The lanes, and how many of the first choices of each."""
+        """Returns the lanes, each with the number of its first sequences that are ahead."""
         own = self._lanes.get(tenant if self.by_turns else "")
         num_own = 0 if own is None else own.num_before(rank)
         return [(lane, num_own if lane is own else min(len(lane), num_own + 1)) for lane in self._lanes.values()]
 
     @property
     def _unowned(self) -> QueuedWork:
-        """Blocks that have to be computed for those that wait, by whichever comes first."""
+        """The work for missing blocks that the first of several waiting sequences computes."""
         return QueuedWork(tokens=self._wanted.num_missing * self._block_size)
 
     def in_order(self) -> Iterator[SequenceState]:
-        """All of them. Choices may be put and removed meanwhile: those that enter are not seen."""
+        """Iterates over all sequences in order. Sequences may be added and removed meanwhile; added ones are not
+        seen."""
         if len(self._lanes) <= 1:
             for lane in list(self._lanes.values()):
                 yield from lane.snapshot()
             return
-        # A turn may move while its lane's first is looked at, so it is read again for the next one.
+        # A turn may change while its lane's first sequence is processed, so it is read again for the next one.
         lanes = [(self.order(lane.first), lane.snapshot()) for lane in self._lanes.values()]
         heap = [(order, next(sequences), sequences) for order, sequences in lanes]
         heapq.heapify(heap)
@@ -250,13 +255,13 @@ def _due_of(sequence: SequenceState) -> tuple[float, Rank] | None:
 
 
 class RunningQueue:
-    """Choices with a row."""
+    """Sequences with a row."""
 
     def __init__(self) -> None:
         self.prefilling: list[SequenceState] = []
         self.decoding: list[SequenceState] = []
         self.held: list[SequenceState] = []
-        """Of requests whose output nobody reads: in no plan until they are released."""
+        """Sequences of requests whose output is not read: in no plan until they are released."""
 
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.held)
@@ -265,28 +270,28 @@ class RunningQueue:
         return chain(self.prefilling, self.decoding, self.held)
 
     def add_sequence(self, sequence: SequenceState) -> None:
-        """Enters a choice whose row begins."""
+        """Adds a sequence whose row begins."""
         insort(self.prefilling, sequence, key=_rank)
         sequence.live.tenant.num_rows += 1
 
     def promote(self, sequence: SequenceState) -> None:
-        """All of its history is planned."""
+        """Moves a sequence whose whole history is planned to the decoding ones."""
         self.prefilling.remove(sequence)
         insort(self.decoding, sequence, key=_rank)
         sequence.state = SequenceStatus.DECODING
 
     def remove(self, sequence: SequenceState) -> None:
-        """Takes a choice out."""
+        """Removes a sequence."""
         self._line(sequence).remove(sequence)
         sequence.live.tenant.num_rows -= 1
 
     def hold(self, sequence: SequenceState, held: bool) -> None:
-        """Takes a row out of the plans, or puts it back; its request says the same from now on."""
+        """Takes a row out of the plans, or puts it back. The caller then sets its request's ``held``."""
         (self._moving(sequence) if held else self.held).remove(sequence)
         insort(self.held if held else self._moving(sequence), sequence, key=_rank)
 
     def arrange(self) -> None:
-        """Ranks have changed."""
+        """Sorts again, after ranks have changed."""
         for line in (self.prefilling, self.decoding, self.held):
             line.sort(key=_rank)
 

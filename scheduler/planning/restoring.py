@@ -1,4 +1,5 @@
-"""Whether evicted blocks are copied back from the host tier or computed again. Knows times and lengths; no rows."""
+"""Decides whether evicted blocks are copied back from the host tier or recomputed. It uses times and lengths, not
+rows."""
 
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 
 class HostTierRestorePolicy:
-    """What a sequence may find in the host tier."""
+    """Finds the blocks that a sequence restores from the host tier."""
 
     def __init__(self, kv: KVCacheManager, model: StepTimeModel, facts: WorkerFacts) -> None:
         self._kv = kv
@@ -17,11 +18,11 @@ class HostTierRestorePolicy:
         self._max_batched_tokens = facts.max_num_batched_tokens
 
     def find(self, hashes: Sequence[bytes], num_found: int, num_tokens: int) -> Sequence[bytes]:
-        """Hashes of the blocks to be copied back behind the ``num_found`` blocks that are on the device; none where
-        computing them is predicted to be faster.
+        """Returns the hashes of the blocks to copy back after the ``num_found`` blocks on the device; none if
+        recomputing them is predicted to be faster.
 
-        All or none: each costs the same to copy, and more to compute than the one before it, so that the best part of
-        them would be the whole.
+        It is all or none: each block costs the same to copy, but more to compute than the one before it, so the best
+        part would always be the whole.
         """
         evicted = self._kv.find_evicted(hashes, num_found, num_tokens)
         return evicted if evicted and self._pays(num_found, len(evicted)) else ()
@@ -31,5 +32,5 @@ class HostTierRestorePolicy:
         num_tokens, mean = num_evicted * size, (num_found + num_evicted / 2) * size
         steps = num_tokens / self._max_batched_tokens
         again_s = self._model.predict(StepWork(num_tokens, num_tokens * mean, 0, 0, steps, steps * mean), steps)
-        # Nothing is known for a few steps alone, before which nothing can have been evicted but by something huge.
+        # No prediction exists for only the first few steps, before which hardly anything can have been evicted.
         return again_s is None or num_evicted * self._copy_s <= again_s

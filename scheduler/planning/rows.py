@@ -1,8 +1,8 @@
-"""Row numbers, and the lives that they had. Knows nothing of what a row computes.
+"""Allocates row numbers and counts their uses. It does not know what a row computes.
 
-A number goes round:  free -> held -> dropped, to be said in the next plan -> said -> that plan is answered -> free.
-So an answer's (row, epoch) always tells whose it is, however late it comes, and the worker never sees a number begin a
-second life while a plan of the first is on its way.
+The states of a number:  free -> held -> dropped, waits for the next plan -> in a plan -> plan has its result -> free.
+So a result's (row, epoch) always identifies its sequence, however late it arrives, and the worker never sees a number
+used again while a plan with its last use is in flight.
 """
 
 from typing import Generic, TypeVar
@@ -11,7 +11,7 @@ Holder = TypeVar("Holder")
 
 
 class RowIdAllocator(Generic[Holder]):
-    """Who holds which row number."""
+    """Assigns row numbers to holders."""
 
     def __init__(self, num_rows: int) -> None:
         self._holders: list[Holder | None] = [None] * num_rows
@@ -21,47 +21,48 @@ class RowIdAllocator(Generic[Holder]):
 
     @property
     def num_free(self) -> int:
-        """Numbers that can be taken now."""
+        """The number of rows that can be allocated now."""
         return len(self._free)
 
     def allocate_row(self, holder: Holder) -> tuple[int, int]:
-        """A free row number and the epoch of its new life."""
+        """Returns a free row number and the epoch of this use."""
         row = self._free.pop()
         self._holders[row] = holder
         self._epochs[row] += 1
         return row, self._epochs[row]
 
     def free_row(self, row: int) -> None:
-        """The row ends: the next plan says so."""
+        """Ends a row: the next plan drops it."""
         assert row not in self._dropped
         self._dropped.append(row)
 
     def say_drops(self) -> list[int]:
-        """The rows that the plan in the making must drop. ``reclaim`` them when it is answered."""
+        """Returns the rows that the next plan must drop. They must be passed to ``reclaim`` after its result."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def reclaim(self, rows: list[int]) -> None:
-        """The plan that dropped these rows is answered: nothing on its way names them any more."""
+        """Frees the numbers of dropped rows, after the result of the plan that dropped them: nothing in flight names
+        them."""
         for row in rows:
             self._holders[row] = None
             self._free.append(row)
 
     def clear(self) -> None:
-        """The worker is gone: nobody holds a row, and no answer will come."""
+        """Frees all rows, because the worker is gone: no result will come."""
         self._holders = [None] * len(self._holders)
         self._free = list(range(len(self._holders) - 1, -1, -1))
         self._dropped = []
 
     def current(self, row: int) -> Holder:
-        """Whose row this is now."""
+        """Returns the row's current holder."""
         holder = self._holders[row]
         assert holder is not None
         return holder
 
     def holder(self, row: int, epoch: int) -> Holder:
-        """Whose life an answer speaks of: still running, dropped, or said to be."""
+        """Returns the holder to which a result refers; its row may have been dropped since."""
         holder = self._holders[row]
-        assert holder is not None, f"an answer names row {row}, which nobody holds"
-        assert self._epochs[row] == epoch, f"an answer names epoch {epoch} of row {row}, not {self._epochs[row]}"
+        assert holder is not None, f"a result names row {row}, which is not in use"
+        assert self._epochs[row] == epoch, f"a result names epoch {epoch} of row {row}, not {self._epochs[row]}"
         return holder

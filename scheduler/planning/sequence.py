@@ -1,13 +1,13 @@
-"""What the scheduler knows of a request while it lives, and of each of its choices. Decides nothing.
+"""The state of a live request, and of each of its sequences. Decides nothing.
 
-Where a choice stands, in positions of its history:
+A sequence's progress, in positions of its history:
 
     0 .............. num_computed ........ num_planned .......... len(token_ids) .......... length_bound
     |  KV confirmed  |  KV in a plan that  |  not planned yet      |  at most what plans     |
-    |                |  is not answered    |  (prompt chunks)      |  in flight will add     |
+    |                |  has no result yet  |  (prompt chunks)      |  in flight will add     |
 
-A decoding choice has everything planned that is known; then the worker alone knows where between ``len(token_ids)`` and
-``length_bound`` the row's history ends.
+For a decoding sequence, every known position is planned. Only the worker knows where the row's history ends, between
+``len(token_ids)`` and ``length_bound``.
 """
 
 import hashlib
@@ -38,19 +38,19 @@ _CONTINUABLE = frozenset({EngineFinishReason.STOP, EngineFinishReason.LENGTH, En
 
 
 class SequenceStatus(Enum):
-    """Where a choice is."""
+    """The status of a sequence."""
 
     WAITING = auto()
     """In the queue: new, forked or preempted. It holds no row."""
     PREFILLING = auto()
     """Has a row and all blocks of its history; chunks of it are still to be planned."""
     DECODING = auto()
-    """Has a row that continues by itself, or one that is pooled and waits for its last answer."""
+    """Has a row that continues token by token, or a pooled one that waits for its last result."""
     ENDED = auto()
 
 
 class RequestState:
-    """A request from admission to its one ``RequestFinished``."""
+    """A request from admission to its only ``RequestFinished``."""
 
     __slots__ = (
         "entered_at",
@@ -78,29 +78,29 @@ class RequestState:
         self, request: Request, number: int, texts: list[TextState], tenant: TenantUse, timeline: Timeline
     ) -> None:
         self.request = request
-        """Another one, with what its caller changed, where that happened."""
+        """The request, with all changes that its caller has made."""
         self.number = number
-        """Of arrival."""
+        """The arrival number."""
         self.tenant = tenant
         self.timeline = timeline
         self.held = False
-        """Nobody reads its output, so nothing of it is planned."""
+        """If true, its output is not read, so it is in no plan."""
         self.sequences: list[SequenceState] = []
-        """Choice 0 alone, until the prompt is computed."""
+        """Only sequence 0, until the prompt is computed."""
         self.texts = texts
-        """Of the choices: made at admission, where a failure is the request's alone."""
+        """The text states of the sequences. They are made at admission, where an error affects only this request."""
         self.entered_at = 0.0
-        """When it was admitted."""
+        """The time of admission."""
         self.expected_ttft_s: float | None = None
-        """What was predicted until its first token; None where that came, or says nothing."""
+        """The predicted time from admission to the first token; None if there was no prediction."""
         self.expected_s: float | None = None
-        """From then to its last token, as predicted; None where that does not depend on the load alone."""
+        """The predicted time from admission to the last token; None if it no longer depends only on the load."""
         self.work = NO_WORK
-        """What had to be done then before it could decode."""
+        """The work, at admission, until it can decode."""
         self.forked = request.n == 1 or request.pooling is not None
         self.num_ended = 0
         self.num_prompt_logprobs = 1
-        """Positions of the prompt whose log-probabilities are reported; the first token has none."""
+        """Positions of the prompt whose log-probabilities are reported. The first token has none."""
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.usage = TokenUsage(prompt_tokens=request.num_prompt_tokens)
@@ -109,21 +109,21 @@ class RequestState:
 
     @property
     def progress(self) -> int:
-        """Output tokens of all choices; vectors, where it is pooled."""
+        """Output tokens of all sequences; the number of vectors, if it is pooled."""
         if self.request.pooling is not None:
             return self.num_ended
         return sum(sequence.output.num_tokens for sequence in self.sequences)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether there are log-probabilities of the prompt that nobody was told yet."""
+        """Whether log-probabilities of the prompt are still to be reported."""
         return self.request.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < len(
             self.request.prompt_token_ids
         )
 
     def new_prompt_logprobs(self, part: PromptLogprobsPart) -> PromptLogprobsChunk | None:
-        """What a part has that its caller was not told, who is told it now; a row that began again computes again what
-        was reported before."""
+        """Returns the unreported entries of a part, and counts them as reported. A row that begins again recomputes
+        entries that were reported before."""
         start = self.num_prompt_logprobs
         num_known = start - part.start
         assert num_known >= 0, f"log-probabilities of the prompt are missing before position {part.start}"
@@ -143,7 +143,7 @@ class RequestState:
     def finished(
         self, reason: EngineFinishReason, message: str, context: Context | None, now: float
     ) -> RequestFinished:
-        """The request's last event."""
+        """Returns the request's last event."""
         arrival = self.request.arrival
         timings = self.timings
         timings.total_us = _microseconds(now - arrival)
@@ -156,7 +156,7 @@ class RequestState:
         return RequestFinished(reason, self.usage, timings, message, context, speculation)
 
     def context(self, reason: EngineFinishReason, block_size: int) -> Context | None:
-        """What those that continue it begin with; None if nobody may."""
+        """Returns the context for requests that continue this one; None if none may."""
         request = self.request
         if reason not in _CONTINUABLE or request.n > 1 or request.pooling is not None or self.started_at is None:
             return None
@@ -215,12 +215,12 @@ class SequenceState:
         self.sampling = sampling_of_choice(request.sampling, index)
         self.state = SequenceStatus.WAITING
         self.token_ids = list(request.prompt(index).token_ids)
-        """Prompt and accepted output; only what the worker confirmed."""
+        """Prompt and accepted output; only tokens that the worker confirmed."""
         self.num_prompt_tokens = len(self.token_ids)
         self.is_pooled = request.pooling is not None
-        """It ends with the answer that brings its vector, and has no output: its row never decodes."""
+        """If true, it ends with the result that contains its vector, and has no output: its row never decodes."""
         self.is_new = index == 0 or self.is_pooled
-        """Nothing of its prompt was ever computed for it, or for the choice that it was forked from."""
+        """If true, its prompt was never computed, neither for it nor for the sequence that it was forked from."""
         self.output = OutputBuffer(
             index,
             live.texts[index],
@@ -231,59 +231,59 @@ class SequenceState:
             request.grammar_end_ids,
         )
         self.length_bound = len(self.token_ids)
-        """The longest that the history can be when every plan in flight is answered."""
+        """The maximum length of the history after the results of all plans in flight."""
         self.length_limit = self.length_bound + max_tokens
-        """Where output ends at the latest."""
+        """The length at which output ends at the latest."""
         self.in_flight: deque[int] = deque()
-        """For each unanswered plan that computes the choice: how many tokens it may add."""
+        """For each plan in flight that computes the sequence: the maximum number of tokens that it adds."""
         self.max_drafts = request.max_drafts
-        """Tokens that may be drafted for it in a step."""
+        """The maximum number of drafts in a step."""
 
         self.hashes = hashes
-        """Of the history's full blocks, as far as they were needed; empty with the cache off."""
+        """Hashes of the history's full blocks, up to the last one needed so far; empty with the cache off."""
         self.awaited_hash: bytes | None = None
-        """The block that somebody else is computing and that this choice waits for."""
+        """The hash of the block that another sequence is computing and that this one waits for."""
         self.num_free_at_last_try = -1
-        """How many blocks were free when they were too few for this choice; -1: never tried."""
+        """The number of free blocks when they were too few for this sequence; -1: never tried."""
         self.num_overtaken = 0
-        """How many began that were behind it, since it was first too large for what was free."""
+        """The number of later sequences that began since too few blocks were first free for this one."""
         self.pinned = pinned
-        """Blocks of the prompt that a forked choice keeps until it runs."""
+        """Blocks of the prompt that a forked sequence keeps until it runs."""
 
         self.is_queued = False
         """Whether the queue counts its work."""
         self.work: QueuedWork = NO_WORK
-        """While it waits: what has to be done before it decodes."""
+        """The work until it decodes, while it waits."""
         self.due: tuple[float, Rank] | None = None
         """Its deadline and its rank, where the queue is ordered by deadlines."""
         self.num_wanted = 0
-        """Blocks of its history that it shares with the cache or puts there, while it waits."""
+        """Blocks of its history that it shares with the cache or adds to it, while it waits."""
         self.num_missing = 0
-        """Of these, the ones that it has to compute: no sequence ahead of it does."""
+        """The number of wanted blocks that it must compute, because no sequence ahead of it does."""
         self.num_evicted = 0
-        """Of these, the ones that have to be copied back from the host tier."""
+        """The number of wanted blocks that must be copied back from the host tier."""
         self.num_shared = 0
-        """Of these, the ones that another waiting sequence had wanted when this one began to wait."""
+        """The number of wanted blocks that another waiting sequence needed when this one began to wait."""
 
         self.row = -1
         self.epoch = 0
         self.decode = Decode(-1, 1)
-        """What a plan says to continue the row by one token; the same object every time, to save time."""
+        """The plan's entry that continues the row by one token; the same object every time, to save time."""
         self.block_ids: list[int] = []
         self.capacity = 0
-        """Positions that ``block_ids`` hold."""
+        """The number of positions in ``block_ids``."""
         self.num_computed = 0
         self.num_planned = 0
         self.num_published = 0
-        """Blocks, from the first one, that are published or came from the cache."""
+        """The number of blocks, from the first one, that are published or came from the cache."""
         self.prefill_end = 0
-        """The history's length when the row began: chunks go up to here."""
+        """The history's length when the row began; chunks end here."""
         self.complete_from: int | None = None
-        """The first step that the row is not in because those before it bring all its tokens."""
+        """The first step without the row, because the steps before it bring all its tokens."""
 
     @property
     def index(self) -> int:
-        """0 to n-1."""
+        """The number of the sequence, 0 to n-1."""
         return self.output.index
 
     @property
@@ -294,9 +294,9 @@ class SequenceState:
         )
 
     def start_row(self, row: int, epoch: int, block_ids: list[int], num_cached_blocks: int, block_size: int) -> None:
-        """A row's life starts, with KV in its first blocks."""
+        """Begins a row, with KV in its first blocks."""
         assert self.state is SequenceStatus.WAITING
-        assert not self.in_flight, "a row begins again before its newest plan is answered"
+        assert not self.in_flight, "a row begins again before the result of its newest plan"
         assert self.length_bound == len(self.token_ids)
         self.state = SequenceStatus.PREFILLING
         self.is_new = False
@@ -312,19 +312,19 @@ class SequenceState:
         self.num_overtaken = 0
 
     def limit(self, max_tokens: int) -> None:
-        """Output ends after so many tokens, also if there are more already."""
+        """Limits the output to this many tokens, even if there are more already."""
         self.output.max_tokens = max_tokens
         self.length_limit = self.num_prompt_tokens + max_tokens
         self.complete_from = None
 
     def fall_short(self, num_tokens: int) -> None:
-        """So many of the tokens that a plan might have added did not come."""
+        """Records that this many of the tokens that a plan might have added did not come."""
         self.length_bound -= num_tokens
         if self.length_bound < self.length_limit:
             self.complete_from = None
 
     def restart(self) -> None:
-        """The worker is gone: with it what was in flight, and all KV. The choice waits again."""
+        """Makes the sequence wait again: the worker is gone, with the plans in flight and all KV."""
         self.in_flight.clear()
         self.length_bound = len(self.token_ids)
         self.awaited_hash = None
@@ -334,7 +334,7 @@ class SequenceState:
         self.state = SequenceStatus.WAITING
 
     def leave_row(self) -> None:
-        """The row's life is over, and its blocks are given up; what is in flight still counts."""
+        """Leaves the row and its blocks. Tokens in flight still count."""
         self.row = -1
         self.block_ids = []
         self.capacity = 0
@@ -343,7 +343,8 @@ class SequenceState:
 
 
 def sampling_of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The request's own for choice 0; another seed, and no log-probabilities of the prompt, for the others."""
+    """Returns the request's sampling for sequence 0; for the others, with another seed and without log-probabilities of
+    the prompt."""
     if index == 0:
         return sampling
     field = b"penstock.choice.1" + sampling.seed.to_bytes(8, "little") + index.to_bytes(4, "little")
