@@ -91,7 +91,7 @@ async def test_of_the_output(gateway_of):
         assert shown(choice) == OUTPUT
 
 
-@pytest.mark.parametrize("shows_specials", [False, True])
+@pytest.mark.parametrize("shows_special_tokens", [False, True])
 async def test_of_a_text_that_is_echoed(gateway_of, shows_special_tokens):
     """The text is the caller's: it has no special tokens, whether they are shown or not."""
     gateway = await gateway_of(3)
@@ -102,7 +102,8 @@ async def test_of_a_text_that_is_echoed(gateway_of, shows_special_tokens):
 
 
 @pytest.mark.parametrize(
-    ("shows_specials", "begin"), [(False, [("<s>", ""), (" The", "The")]), (True, [("<s>", "<s>"), (" The", " The")])]
+    ("shows_special_tokens", "begin"),
+    [(False, [("<s>", ""), (" The", "The")]), (True, [("<s>", "<s>"), (" The", " The")])],
 )
 async def test_of_ids_that_are_echoed(gateway_of, sentencepiece, shows_special_tokens, begin):
     gateway = await gateway_of(4)
