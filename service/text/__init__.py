@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizing, detokenizing, special tokens, stop strings."""
+"""Tokenization, incremental detokenization, special tokens, stop strings."""

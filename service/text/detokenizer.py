@@ -1,7 +1,7 @@
-"""One choice's tokens as text, as they come: whole characters, and never what may turn out to be a stop string.
+"""Incremental detokenization of one sequence: releases whole characters, and holds text that may begin a stop string.
 
-Text is let go at the ends of tokens, so that what is released is exactly the text of the tokens released with it. All
-of it together is what ``Tokenizer.decode`` makes of the same ids. A token costs a look-up; nothing is decoded twice.
+Text is released at the ends of tokens, so that it is exactly the text of the tokens released with it. All released text
+together is what ``Tokenizer.decode`` makes of the same ids. A token costs one look-up; nothing is decoded twice.
 """
 
 import codecs
@@ -19,34 +19,34 @@ _ONE_TOKEN = TextDelta(1, "")
 _NO_TOKENS: Mapping[int, str] = {}
 
 Lengths = tuple[int, ...]
-"""How many characters of a text begin in each of its tokens."""
+"""The number of characters of a text that begin in each of its tokens."""
 
 
 def text_states(
     tokenizer: Tokenizer, stops: Sequence[str] = (), include_special_tokens: bool = False, min_tokens: int = 0
 ) -> Callable[[], TextState]:
-    """Makes the text states of one request's choices, which share what can be shared. ``stops`` are not empty. They
-    count from the end of the first ``min_tokens`` tokens on."""
+    """Returns a factory for the text states of one request's sequences, which share their tables. ``stops`` contains no
+    empty string. Stop strings that end in the first ``min_tokens`` tokens are ignored."""
     shared = StopStrings(stops)
     named = {} if include_special_tokens or not stops else tokenizer.special_tokens_in("\0".join(stops))
     return lambda: IncrementalDetokenizer(tokenizer, shared, include_special_tokens, min_tokens, named)
 
 
 class IdsOnly:
-    """For a request that wants token ids alone and has no stop strings: nothing is held, and no text is made."""
+    """The text state of a request for token ids only, without stop strings: holds nothing and makes no text."""
 
     def feed(self, token_id: int) -> TextDelta:
-        """The token itself."""
+        """Releases the token."""
         return _ONE_TOKEN
 
     def finish(self) -> TextDelta:
-        """Nothing is left."""
+        """Releases nothing, since nothing is held."""
         return _NOTHING
 
 
 class IncrementalDetokenizer:
-    """The text of one choice. A stop string ends it: the one that is complete first, and the longest of those that are
-    complete with the same character."""
+    """The text of one sequence. The first complete stop string ends it, or the longest of several that are complete
+    with the same character."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         named: Mapping[int, str] = _NO_TOKENS,
     ) -> None:
-        """``named``: special tokens that stop strings contain. They are matched, though the text does not show them."""
+        """``named``: special tokens in stop strings. They are matched even though the text does not include them."""
         pieces = tokenizer.pieces
         stops = stops if isinstance(stops, StopStrings) else StopStrings(stops)
         self._pieces = pieces
@@ -66,21 +66,20 @@ class IncrementalDetokenizer:
         self._watch = stops.watch()
         self._named = named
         self._num_early = min_tokens
-        """Tokens to come in which a stop string may end without ending the output; -1 once it would."""
+        """Number of next tokens in which stop strings are still ignored; -1 once they count."""
         self._held: deque[tuple[Lengths, str, bool]] = deque()
-        """What may belong to a stop string: texts, each with how much of it begins in each of its tokens, and whether
-        it is shown."""
+        """Texts that may belong to a stop string, each with its lengths per token, and whether it is shown."""
         self._num_held_chars = 0
         self._join: Join = ByteRun() if pieces.decodes_runs else Utf8()
         self._joining: list[str | bytes] = []
-        """What the tokens are that ``_join`` is not done with."""
+        """The tokens' texts or bytes that ``_join`` still holds."""
         self._opens = pieces.opens_differently
         self._num_to_strip = pieces.num_stripped
         self._is_plain = not self._opens and not self._num_to_strip
         """Whether the next token's text follows from that token alone, if it has one."""
 
     def feed(self, token_id: int) -> TextDelta:
-        """Takes an output token; releases any number of tokens, the oldest first."""
+        """Adds an output token; releases any number of tokens, the oldest first."""
         if self._num_early >= 0:
             self._num_early -= 1
         if token_id in self._named:
@@ -93,15 +92,15 @@ class IncrementalDetokenizer:
         return self._match((len(text),), text)
 
     def finish(self) -> TextDelta:
-        """Releases all that is held. A stop string that is complete only now still ends the text before it."""
+        """Releases everything that is held. A stop string that is complete only now still ends the text before it."""
         released = _NOTHING
         if self._joining:
             released = self._match_joined(self._join.end())
         return released if released.stop is not None else _sum(released, self._release(0))
 
     def _feed_named(self, token_id: int) -> TextDelta:
-        """A special token that the text lacks and a stop string names. It counts as before a character that is still
-        incomplete, of which nothing is text yet."""
+        """Adds a special token that is in a stop string but not shown in the text. It counts as before a character that
+        is still incomplete."""
         lengths: Lengths = (0,)
         if self._joining:
             self._joining.append(b"")
@@ -109,7 +108,8 @@ class IncrementalDetokenizer:
         return self._match(lengths, self._named[token_id], is_shown=False)
 
     def _feed_joined(self, token_id: int) -> TextDelta:
-        """A token at the beginning of a text, or one that begins, continues or follows the bytes of a character."""
+        """Adds a token at the beginning of a text, or one that begins, continues or follows the bytes of a
+        character."""
         released = _NOTHING
         if token_id in self._passed_over:
             if self._joining:
@@ -137,7 +137,7 @@ class IncrementalDetokenizer:
         return self._match(_lengths(pieces, text), text)
 
     def _match(self, lengths: Lengths, text: str, is_shown: bool = True) -> TextDelta:
-        """Takes the text of some tokens, and releases what can be no part of a stop string any more."""
+        """Adds the text of some tokens, and releases text that can no longer be part of a stop string."""
         if self._num_to_strip and is_shown:
             stripped = self._strip(text)
             lengths = _without_first(lengths, len(text) - len(stripped))
@@ -160,7 +160,7 @@ class IncrementalDetokenizer:
         return text
 
     def _release(self, num_kept: int) -> TextDelta:
-        """Lets go of the oldest tokens: as many as leave at least ``num_kept`` characters."""
+        """Releases the oldest tokens, and keeps at least ``num_kept`` characters."""
         lengths: list[int] = []
         texts = []
         num_spare = self._num_held_chars - num_kept
@@ -174,7 +174,7 @@ class IncrementalDetokenizer:
         return TextDelta(len(lengths), "".join(texts), lengths=tuple(lengths) if len(lengths) > 1 else None)
 
     def _cut(self, begin: int, stop: str) -> TextDelta:
-        """Lets go of the held text before ``begin``, where a stop string begins, and of the tokens that it is of."""
+        """Releases the held text before ``begin``, where a stop string begins, with its tokens."""
         num_tokens, num_chars = 0, 0
         lengths: list[int] = []
         texts = []
@@ -188,14 +188,14 @@ class IncrementalDetokenizer:
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], include_special_tokens: bool = False) -> list[int]:
-    """Where each token begins in the text that they are together."""
+    """Returns the offset of each token in the text of all of them."""
     state = IncrementalDetokenizer(tokenizer, include_special_tokens=include_special_tokens)
     lengths = [length for token_id in token_ids for length in state.feed(token_id).text_lengths()]
     return list(accumulate([*lengths, *state.finish().text_lengths()], initial=0))[:-1]
 
 
 def _lengths(pieces: Sequence[str | bytes], text: str) -> Lengths:
-    """How many characters of ``text`` begin in each of the pieces that it was joined of."""
+    """Returns the number of characters of ``text`` that begin in each of the pieces that it was joined from."""
     if len(pieces) == 1:
         return (len(text),)
     parts = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
@@ -213,7 +213,7 @@ def _lengths(pieces: Sequence[str | bytes], text: str) -> Lengths:
 
 
 def _without_first(lengths: Lengths, num_chars: int) -> Lengths:
-    """The same, of a text that lost its first characters."""
+    """Returns the lengths for a text without its first ``num_chars`` characters."""
     left = list(lengths)
     for index, length in enumerate(left):
         lost = min(length, num_chars)

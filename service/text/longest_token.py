@@ -1,4 +1,4 @@
-"""How much text one token can stand for, of the tokenizers that lose nothing of a text. Knows no requests."""
+"""Computes how much text one token can represent, for tokenizers that lose no text."""
 
 from collections.abc import Container, Set as AbstractSet
 
@@ -9,12 +9,12 @@ from tokenizers import models, pre_tokenizers
 def longest_token_bytes(
     library: tokenizers.Tokenizer, names: AbstractSet[str], special_ids: Container[int]
 ) -> int | None:
-    """The most bytes of a caller's text that a token stands for; ``names`` has those of all tokens, and none of
-    ``special_ids`` stands for any.
+    """Returns the most bytes of a caller's text that one token represents. ``names`` are those of all tokens; tokens in
+    ``special_ids`` represent no text.
 
-    None where that can't be told: where a normalizer, an unknown token or a token that takes the spaces around it may
-    make any amount of text vanish. What is left is byte-level BPE, as most models of today have it: there each
-    character of a token's name is a byte.
+    None if it is unknown, because a normalizer, an unknown token or a token that includes the spaces around it may
+    remove any amount of text. It is known for byte-level BPE, which most models have: there, each character of a
+    token's name is a byte.
     """
     all_added = library.get_added_tokens_decoder()
     added = [token for token_id, token in all_added.items() if token_id not in special_ids]
@@ -29,7 +29,7 @@ def longest_token_bytes(
 
 
 def _is_byte_level(step: object) -> bool:
-    """Whether it splits a text without loss and then names its bytes."""
+    """Returns whether a pre-tokenizer splits a text without loss and then maps its bytes to characters."""
     *before, last = step if isinstance(step, pre_tokenizers.Sequence) else [step]  # type: ignore[misc]
     return isinstance(last, pre_tokenizers.ByteLevel) and all(
         isinstance(each, pre_tokenizers.Digits)

@@ -1,4 +1,4 @@
-"""Limits the tokens of a prompt, and makes the errors for prompts that have more. Knows no tokenizer."""
+"""Limits the tokens of a prompt, and makes the errors for longer prompts. Independent of the tokenizer."""
 
 from dataclasses import dataclass
 from typing import NoReturn

@@ -83,7 +83,7 @@ class Reasoning:
             before = "(opening thought space)?"
             opening = f"space <[{self._ids[opens]}]>" if opens in self._ids else rf"/[ \n]{{0,2}}{_escaped(opens)}/"
             rules.append(f"opening: {opening}")
-        # The library wants the same options on both grammars.
+        # The library requires the same options on both grammars.
         options = answer.partition("\n")[0] + "\n" if answer.startswith("%llguidance") else ""
         whole = options + "\n".join([f"start: {before} @answer", *rules])
         return json.dumps({"grammars": [{"lark_grammar": whole}, {"name": "answer", "lark_grammar": answer}]})

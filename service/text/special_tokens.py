@@ -1,6 +1,5 @@
-"""Keeps special tokens out of callers' hands: what looks like one is text, unless the chat template wrote it.
-
-Knows one library and its habits; nothing of templates.
+"""Prevents callers from writing special tokens: text that looks like one is ordinary text, unless the chat template
+wrote it. Depends on details of the tokenizers library.
 """
 
 import re
@@ -16,19 +15,19 @@ from penstock.service.text.prompt_limit import PromptLimit
 
 _WINDOW_CHARS = 16 << 10
 _USUAL_CHARS_PER_TOKEN = 8
-"""More than in usual texts. If a text would be too long even with this ratio, its tokens are estimated first."""
+"""More than in usual texts. If a text is too long even at this ratio, its number of tokens is estimated first."""
 _ESTIMATE_FACTOR = 2
 _ESTIMATE_SLACK = 1024
-"""An estimate cuts words at the windows' ends, so it refuses a text only when it finds this much more than it may have:
-a window's ends change a few tokens."""
+"""Margins of the estimate. It splits words at the ends of windows, which changes a few tokens, so it refuses a text
+only if that is over the limit by this factor and this number."""
 
 
 class SpecialTokenGuard:
-    """Tells a caller's text from the template's, whatever the template does with it.
+    """Encodes special tokens only where the template wrote them.
 
-    The library is set to read special tokens as text. Where the template has one, an alias stands for it: an added
-    token with the same habits (which spaces around it are taken), whose name no caller can guess. So one call encodes a
-    whole prompt, and all that a tokenizer looks at beyond a single word is as it should be.
+    The library is set to read special tokens as text. Where the template has one, an alias replaces it: an added token
+    with the same flags (such as which spaces around it belong to it), whose name a caller cannot guess. So one call
+    encodes a whole prompt, and the tokenizer sees the context of each word.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[int, tokenizers.AddedToken]) -> None:
@@ -40,9 +39,9 @@ class SpecialTokenGuard:
         self._templates = re.compile(any_of_them)
         self._beginnings = re.compile(f"(?=(?:{any_of_them}))(.)", re.DOTALL)
         self.longest_name = max(map(len, self._id_of), default=0)
-        """Characters of the longest special token."""
+        """Length of the longest special token, in characters."""
         self.takes_spaces = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
-        """Whether a token may stand for any number of spaces around it."""
+        """Whether a token may include any number of spaces around it."""
         secret = f"\U0010fffd{secrets.token_hex(8)}"
         self._alias_of: dict[str, str] = {}
         self._single_words = frozenset(token.content for token in special_tokens.values() if token.single_word)
@@ -55,20 +54,20 @@ class SpecialTokenGuard:
         self._alias_ids = frozenset(tokenizer.token_to_id(alias) for alias in self._alias_of.values())
         self._splitter_id = tokenizer.token_to_id(self._splitter)
         self._splits = any(token_id in self._ids(content, False) for content, token_id in self._id_of.items())
-        """Whether the model knows a special token as an ordinary piece too, as Unigram and word-level ones may: then
+        """Whether the model also has a special token as an ordinary piece, as Unigram and word-level models may. Then
         text that looks like one is split."""
 
     def encode(
         self, text: str, add_special_tokens: bool, *, follows: bool = False, limit: PromptLimit | None = None
     ) -> list[int]:
-        """Ids of a caller's text; ``add_special_tokens`` is about those that the tokenizer puts around a prompt.
-        ``follows``: it is no beginning, where some tokenizers add a space. Raises ServiceError where there are more
-        than ``limit`` allows."""
+        """Returns the ids of a caller's text. With ``add_special_tokens``, the tokenizer adds its own around a prompt.
+        With ``follows``, it adds no space at the beginning, as some tokenizers do. Raises ServiceError if there are
+        more ids than ``limit`` allows."""
         if not self._splits and not follows:
             return self._ids(text, add_special_tokens, limit)
         split, num_splitters = text, 0
         if self._splits:
-            # A function, since a template of text would have the library hash the whole pattern each time.
+            # A function, since with a replacement text re would hash the whole pattern each time.
             split, num_splitters = self._beginnings.subn(lambda beginning: beginning[1] + self._splitter, text)
         if follows:
             split = self._splitter + split
@@ -77,8 +76,8 @@ class SpecialTokenGuard:
         return [token_id for token_id in ids if token_id != self._splitter_id]
 
     def encode_template(self, rendered: str, *, follows: bool = False, limit: PromptLimit | None = None) -> list[int]:
-        """Ids of what a template rendered, with special tokens in text of its own alone; ``follows``: something comes
-        before it. Raises ServiceError where there are more than ``limit`` allows."""
+        """Returns the ids of a rendered template, with special tokens only in the template's own text. ``follows``: as
+        for ``encode``. Raises ServiceError if there are more ids than ``limit`` allows."""
         parts = list(runs(rendered))
         whole = "".join(text for text, _ in parts)
         special_ids: list[int] = []
@@ -105,7 +104,8 @@ class SpecialTokenGuard:
     def _ids(
         self, text: str, add_special_tokens: bool, limit: PromptLimit | None = None, num_splitters: int = 0
     ) -> list[int]:
-        """``num_splitters`` of the ids are the splitter's, which count for nothing. Raises ServiceError."""
+        """Returns the ids of a text. ``num_splitters`` of them are the splitter's, and do not count. Raises
+        ServiceError."""
         if limit is not None and self._has_far_too_many(text, limit.max_new_tokens + num_splitters):
             limit.refuse()
         encoding = self._encoding(text, add_special_tokens)
@@ -121,8 +121,8 @@ class SpecialTokenGuard:
         return encoding
 
     def _has_far_too_many(self, text: str, max_tokens: int) -> bool:
-        """Whether a very long text has many more tokens than ``max_tokens``, by windows of it: the whole could take
-        seconds, and 100 bytes a token."""
+        """Returns whether a very long text has many more tokens than ``max_tokens``. Encodes it in windows: the whole
+        text could take seconds, and 100 bytes per token."""
         if self.takes_spaces or len(text) <= max(_WINDOW_CHARS, _USUAL_CHARS_PER_TOKEN * max_tokens):
             return False
         most = _ESTIMATE_FACTOR * max_tokens + _ESTIMATE_SLACK
@@ -135,8 +135,8 @@ class SpecialTokenGuard:
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """A pattern for any of some sorted texts, the longest that fits. What they begin with is common to a branch, so
-    that thousands cost little more than one."""
+    """Returns a pattern that matches the longest of some sorted texts. Branches share common beginnings, so that
+    thousands cost little more than one."""
     first, last = texts[0], texts[-1]
     num_common = next((at for at, pair in enumerate(zip(first, last, strict=False)) if len({*pair}) > 1), len(first))
     rest = [text[num_common:] for text in texts]
@@ -146,20 +146,20 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _alias(token: tokenizers.AddedToken, secret: str) -> str:
-    """The same for all tokens that a tokenizer handles alike. It begins and ends with a letter where the token does:
-    that counts for a single word beside it."""
+    """Returns the alias, which is the same for all tokens that a tokenizer handles in the same way. It begins and ends
+    with a letter if the token does, since that matters to a single word next to it."""
     flags = f"{token.single_word:d}{token.lstrip:d}{token.rstrip:d}{token.normalized:d}"
     first, last = ("a" if _is_word(token.content[at]) else "\U0010fffd" for at in (0, -1))
     return f"{first}{secret}.{flags}{last}"
 
 
 def _touches_word(text: str, start: int, end: int) -> bool:
-    """Whether a letter stands right before or after ``text[start:end]``, so that it is no single word."""
+    """Returns whether a letter is right before or after ``text[start:end]``, which is then not a single word."""
     return any(map(_is_word, text[max(0, start - 1) : start] + text[end : end + 1]))
 
 
 def _is_word(character: str) -> bool:
-    r"""Whether the library's regular expressions have the character as ``\w``."""
+    r"""Returns whether ``\w`` matches the character in the library's regular expressions."""
     category = unicodedata.category(character)
     return category[0] in "LM" or category in ("Nd", "Nl", "Pc") or character in _OTHER_WORDS
 

@@ -1,45 +1,45 @@
-"""Finds stop strings in a text that comes in parts. Knows no tokens."""
+"""Finds stop strings in a text that arrives in parts. Independent of tokens."""
 
 from array import array
 from collections.abc import Iterable
 
 _NONE = -1
 _NO_CHAR = "\udfff"
-"""Half of a surrogate pair: no text has it."""
+"""Half of a surrogate pair, which no text contains."""
 
 
 class StopStrings:
-    """A request's stop strings as an automaton, made once and shared by its choices, as Aho and Corasick have it:
-    whatever the strings are and however many, a search costs the text's length alone.
+    """A request's stop strings as an Aho-Corasick automaton, shared by its sequences: a search takes time in proportion
+    to the text only, for any strings.
 
-    A state is the longest end of the text that begins a stop string. States are numbered as the strings are read, so
-    that nearly every step to a longer one is a step to the next number; where strings part, ``branches`` has the rest.
+    A state is the longest suffix of the text that begins a stop string. States are numbered as the strings are read, so
+    that nearly every longer state has the next number; where strings diverge, ``branches`` has the others.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
-        """``stops`` are not empty strings."""
+        """``stops`` contains no empty string."""
         self._stops = sorted(set(stops))
         self.starts = frozenset(stop[0] for stop in self._stops)
         """A text without these characters begins no stop string."""
         self.next_char = _NO_CHAR
         """For each state, the character that leads to the state after it."""
         self.branches: dict[int, dict[str, int]] = {}
-        """For the states where stop strings part: the other characters, and where each leads."""
+        """The other characters, and the state after each, for states where stop strings diverge."""
         self.depth = array("i", [0])
-        """For each state, how many characters of a stop string it is."""
+        """For each state, its number of characters."""
         self.complete = array("i", [_NONE])
         """For each state, the longest stop string that the text ends with, or _NONE."""
         for index, stop in enumerate(self._stops):
             self._add(index, stop)
         self.shorter = self._link()
-        """For each state, the next longest end of the text that begins a stop string."""
+        """For each state, the next longest suffix of the text that begins a stop string."""
 
     def watch(self) -> "StopWatch":
-        """A new search."""
+        """Starts a new search."""
         return StopWatch(self)
 
     def stop_of(self, state: int) -> str:
-        """The stop string that is complete in ``state``."""
+        """Returns the stop string that is complete in ``state``."""
         return self._stops[self.complete[state]]
 
     def _add(self, index: int, stop: str) -> None:
@@ -54,7 +54,7 @@ class StopStrings:
         self.complete[state] = index
 
     def _add_rest(self, state: int, rest: str) -> None:
-        """New states for the end of a stop string, after ``state``."""
+        """Adds states for the rest of a stop string, after ``state``."""
         first = len(self.depth)
         if first == state + 1:
             self.next_char = self.next_char[:state] + rest + _NO_CHAR
@@ -72,7 +72,7 @@ class StopStrings:
         return _NONE if others is None else others.get(char, _NONE)
 
     def _link(self) -> "array[int]":
-        """The shorter states of all, the shallow first, whose own are needed for the deep."""
+        """Returns ``shorter`` for all states, breadth first, since each needs those of the states above it."""
         shorter = array("i", bytes(4 * len(self.depth)))
         complete, level = self.complete, [0]
         while level:
@@ -100,7 +100,7 @@ class StopStrings:
 
 
 class StopWatch:
-    """A search for the first stop string: the one that is complete first, and the longest of those complete at once."""
+    """A search for the first complete stop string, or the longest of several that are complete at once."""
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
@@ -108,12 +108,12 @@ class StopWatch:
 
     @property
     def depth(self) -> int:
-        """How many characters at the end of the text so far may be the beginning of a stop string."""
+        """The number of characters at the end of the text so far that may begin a stop string."""
         return self._stops.depth[self._state]
 
     def find(self, text: str, ignored: bool = False) -> tuple[int, str] | None:
-        """Continues with the next part of the text: where in it a stop string ends, and which. That is the last call.
-        With ``ignored``, stop strings that end in this part do not count."""
+        """Continues with the next part of the text. Returns where in it a stop string ends, and which one; then the
+        search is over. With ``ignored``, stop strings that end in this part do not count."""
         stops, state = self._stops, self._state
         next_char, branches, shorter, complete = stops.next_char, stops.branches, stops.shorter, stops.complete
         for end, char in enumerate(text, start=1):

@@ -1,7 +1,6 @@
-"""What each token id adds to a text: tables made once from a tokenizer's decoder, so that a token costs one look-up.
+"""Tables of the text of each token id, made once from a tokenizer's decoder, so that a token costs one look-up.
 
 Covers the decoders that decoder-only models have: byte-level, SentencePiece's with and without byte fallback, and none.
-Knows neither streams nor stop strings.
 """
 
 import re
@@ -12,28 +11,28 @@ import tokenizers
 
 
 class UnsupportedDecoder(Exception):
-    """A decoder that cannot be turned into tables; the text names it."""
+    """A decoder that cannot be converted to tables. The text names it."""
 
 
 class TokenTextTable:
-    """The tables. A token's text is whole, or it is bytes that make a character with the tokens around it."""
+    """The tables. A token is whole characters, or bytes that form a character with the tokens around it."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, vocab_size: int, special_ids: frozenset[int], decoder: Any
     ) -> None:
-        """``decoder`` is that of tokenizer.json, parsed. Raises UnsupportedDecoder."""
+        """``decoder`` is the parsed one of tokenizer.json. Raises UnsupportedDecoder."""
         rules = _Rules(decoder)
         tokens = [tokenizer.id_to_token(token_id) for token_id in range(vocab_size)]
         self._tokens = tokens
         self._opening = rules.opening
         self.opens_differently = rules.opening is not None
-        """Whether the first token's text is that of ``opening``."""
+        """Whether ``opening`` returns the text of the first token."""
         self.num_stripped = rules.num_stripped
-        """How many spaces the beginning of a whole text loses, if it has them."""
+        """The number of spaces that are stripped from the beginning of a whole text."""
         self.decodes_runs = rules.byte_fallback
-        """Whether the bytes of byte tokens in a row are text together or not at all (``characters.ByteRun``)."""
+        """Whether consecutive byte tokens are decoded together or not at all (``utf8.ByteRun``)."""
         self.split: dict[int, bytes] = {}
-        """The bytes of tokens that are no whole characters."""
+        """The bytes of tokens that are not whole characters."""
         self.all: list[str | None] = []
         """The text of each token; None where it is in ``split``."""
         for token_id, token in enumerate(tokens):
@@ -46,26 +45,26 @@ class TokenTextTable:
         whole = max((len(text.encode()) for text in self.all if text is not None), default=0)
         broken = max((len(piece) for piece in self.split.values()), default=0)
         self.longest_bytes = max(whole, len("\ufffd".encode()) * broken)
-        """What a token adds to a text at most, in UTF-8. A byte that makes no character becomes U+FFFD."""
+        """The most bytes of UTF-8 that a token adds to a text. An invalid byte becomes U+FFFD."""
         self.unknown = frozenset(token_id for token_id, token in enumerate(tokens) if token is None)
-        """Ids that name no token, and so leave no trace in a text."""
+        """Ids without a token, which add nothing to a text."""
         self.skipped = self.unknown | special_ids
-        """Ids that leave no trace in a text without special tokens."""
+        """Ids that add nothing to a text without special tokens."""
         self.ordinary = self.all.copy()
-        """As ``all``, but the texts of ``skipped`` are empty."""
+        """The same as ``all``, but with empty texts for ``skipped``."""
         for token_id in self.skipped:
             self.ordinary[token_id] = ""
 
     def opening(self, token_id: int) -> str:
-        """The text of a token that is the first of a text, where ``opens_differently``."""
+        """Returns the text of a token that is the first of a text, if ``opens_differently``."""
         token = self._tokens[token_id]
-        assert token is not None, "ids that name no token are passed over"
+        assert token is not None, "ids without a token are skipped"
         assert self._opening is not None
         return self._opening(token)
 
 
 class _Rules:
-    """A decoder's description, read as rules for one token at a time."""
+    """A decoder's description as rules for one token at a time."""
 
     def __init__(self, decoder: Any) -> None:
         self.byte_fallback = False
@@ -106,7 +105,7 @@ class _Rules:
                 raise UnsupportedDecoder(str(step))
 
     def piece(self, token: str) -> str | bytes:
-        """A token's text, or its bytes where they are no text by themselves."""
+        """Returns a token's text, or its bytes if they are not text by themselves."""
         if self._byte_of is not None:
             return _byte_level_piece(token, self._byte_of)
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
@@ -126,7 +125,7 @@ def _byte_level_piece(token: str, byte_of: Mapping[int, str]) -> str | bytes:
     try:
         data = token.translate(byte_of).encode("latin-1")
     except UnicodeEncodeError:
-        return token  # an added token, with characters that stand for no byte
+        return token  # an added token, with characters that represent no byte
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -134,8 +133,8 @@ def _byte_level_piece(token: str, byte_of: Mapping[int, str]) -> str | bytes:
 
 
 def _byte_alphabet() -> Mapping[int, str]:
-    """Which byte, as Latin-1, a character stands for: printable ones for themselves; those from U+0100 on for the other
-    bytes, in order. A character below U+0100 that stands for none is mapped to one that Latin-1 lacks."""
+    """Returns the byte, as Latin-1, that a character represents. Printable ones represent themselves; those from U+0100
+    on represent the other bytes, in order. Characters below U+0100 without a byte map to one that Latin-1 lacks."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return dict.fromkeys(others, "\uffff") | {256 + index: chr(byte) for index, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""Text to token ids and back, by the served model's own tokenizer, and the threads in which that happens.
+"""Converts text to token ids and back with the served model's own tokenizer, in threads.
 
-Whatever a caller writes becomes ordinary tokens: special ones come from the chat template, and from what the tokenizer
-puts around a prompt, alone. Knows neither requests nor streams.
+A caller's text always becomes ordinary tokens: special ones come only from the chat template, and from the tokens that
+the tokenizer adds around a prompt. Independent of requests and streams.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,20 +30,19 @@ from penstock.service.thread_pool import FairThreadPool
 __all__ = ["Prompt", "TemplateInput", "TemplateMessage", "Tokenizer", "TokenizerError", "TokenizerPool"]
 
 _LONG_BYTES = 64 << 10
-"""What has more takes so long, up to seconds, that nothing short should wait for it."""
+"""Longer texts take so long, up to seconds, that short ones should not wait for them."""
 _NUM_RENDERING, _NUM_RENDERING_LONG = 7, 3
-"""Conversations whose templates take long: this many at a time let others pass them, with short prompts and with long
-ones."""
+"""Number of conversations with slow templates that give way to others at a time, for short and for long prompts."""
 _LONG_THREADS = 4
-"""Threads for long texts. A tenant uses one of them at a time, so this many tenants do not wait for each other."""
+"""Threads for long texts. A tenant uses one at a time, so this many tenants do not wait for each other."""
 _NOBODY = Principal(DEFAULT_TENANT)
-"""Outside of a call."""
+"""The principal outside of a call."""
 
 T = TypeVar("T")
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template. Nothing changes after it is made, so threads may share it."""
+    """A model's tokenizer and chat templates. Immutable, so threads may share it."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         """Raises TokenizerError."""
@@ -60,18 +59,18 @@ class Tokenizer:
             token_id: token for token_id, token in library.get_added_tokens_decoder().items() if token.special
         }
         self.special_ids = frozenset(token_id for token_id in special_tokens if token_id < self.vocab_size)
-        """Ids that leave no trace in a text, unless special tokens are asked for."""
+        """Ids that add nothing to a text unless special tokens are requested."""
         self.spells_with_foreign = any(
             token_id not in special_tokens for token_id in range(facts.vocab_size, facts.num_ids)
         )
-        """Whether it may make tokens of a text that the model does not have."""
+        """Whether a text may have tokens that the model lacks."""
         try:
             self.pieces = TokenTextTable(library, self.vocab_size, self.special_ids, files.decoder)
-            """What each token adds to a text."""
+            """The text of each token."""
         except UnsupportedDecoder as error:
             raise TokenizerError(f"{files.path}: decoder {error} is not supported: use another model") from error
         self.longest_token_bytes = longest_token_bytes(library, files.vocabulary.keys(), special_tokens)
-        """The most bytes of a caller's text that one token stands for, where that is known."""
+        """The most bytes of a caller's text that one token represents, if known."""
         try:
             self._special_token_guard = SpecialTokenGuard(library, special_tokens)
         except (RecursionError, OverflowError) as error:
@@ -79,7 +78,7 @@ class Tokenizer:
                 f"{files.path}: too many special tokens begin with one another: use another model"
             ) from error
         self._longest_rendered = None
-        """The most characters of a rendered template that one token stands for, where that is known."""
+        """The most characters of a rendered template that one token represents, if known."""
         if self.longest_token_bytes is not None and not self._special_token_guard.takes_spaces:
             self._longest_rendered = max(self.longest_token_bytes, self._special_token_guard.longest_name)
         self._library = library
@@ -103,9 +102,9 @@ class Tokenizer:
         num_rows: int | None = None,
         template_timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> "Tokenizer":
-        """Of a directory in Hugging Face's layout. ``chat_template`` is a file that takes the place of the model's own
-        template, or the name of one of those. ``num_rows``: of the model, where it may have fewer than the tokenizer
-        has tokens. ``template_timeout_s``: the processor time for rendering a conversation.
+        """Loads a tokenizer from a directory in Hugging Face's layout. ``chat_template``: a file that replaces the
+        model's own template, or the name of one of those. ``num_rows``: the model's rows, if there may be fewer than
+        the tokenizer has tokens. ``template_timeout_s``: the CPU time for rendering a conversation.
 
         Raises TokenizerError.
         """
@@ -117,7 +116,7 @@ class Tokenizer:
         return DEFAULT_TEMPLATE in self._templates
 
     def chat_template(self, with_tools: bool) -> ChatTemplate:
-        """The template of conversations with tools, or of those without. Raises ServiceError."""
+        """Returns the template for conversations with or without tools. Raises ServiceError."""
         name = TOOL_TEMPLATE if with_tools and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
         if name not in self._templates:
             raise ServiceError(Reason.NO_CHAT_TEMPLATE, field="chat")
@@ -130,9 +129,9 @@ class Tokenizer:
         truncation: Truncation | None = None,
         limit: PromptLimit | None = None,
     ) -> list[int]:
-        """A caller's text. With ``add_special_tokens`` the tokenizer puts its own around it, such as a beginning of
-        sequence, which ``truncation`` leaves there; in the text there are none. Raises ServiceError, also where there
-        are more tokens than ``limit`` allows, which does not count for a text that is truncated."""
+        """Returns the ids of a caller's text, which has no special tokens itself. With ``add_special_tokens``, the
+        tokenizer adds its own around it, such as the beginning of sequence, and ``truncation`` keeps them. Raises
+        ServiceError, also if there are more tokens than ``limit`` allows; a truncated text has no limit."""
         _check_size((text,), "text")
         token_ids = self._special_token_guard.encode(
             text, add_special_tokens, limit=limit if truncation is None else None
@@ -144,58 +143,58 @@ class Tokenizer:
         return truncation.cut_inside(token_ids, self._special_token_guard.encode(text, False))
 
     def encode_chat(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
-        """A conversation: special tokens where the template has them, none where a text of the caller's does.
+        """Returns the ids of a conversation, with special tokens only from the template, never from the caller's texts.
 
-        Raises ServiceError, also where there are more tokens than ``limit`` allows.
+        Raises ServiceError, also if there are more tokens than ``limit`` allows.
         """
         rendered = self._template_of(chat).render(chat)
         self._check_rendered(rendered, limit)
         return self._special_token_guard.encode_template(rendered, limit=limit)
 
     def encode_after(self, text: str, limit: PromptLimit | None = None) -> list[int]:
-        """A caller's text that follows other tokens: tokenized by itself, without special tokens and without the space
-        that some tokenizers put before a beginning. Raises ServiceError as ``encode`` does."""
+        """Returns the ids of a caller's text that follows other tokens: tokenized by itself, without special tokens and
+        without the space that some tokenizers add at the beginning. Raises ServiceError as ``encode`` does."""
         _check_size((text,), "text")
         return self._special_token_guard.encode(text, False, follows=True, limit=limit)
 
     def encode_chat_after(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
-        """New messages of a conversation whose tokens end with an answer of the assistant's: the end of that turn, and
-        the messages. Raises ServiceError as ``encode_chat`` does."""
+        """Returns the ids of new messages in a conversation that ends with the assistant's answer: the end of that
+        turn, and the messages. Raises ServiceError as ``encode_chat`` does."""
         rendered = self._template_of(chat).render_after_answer(chat)
         self._check_rendered(rendered, limit)
         return self._special_token_guard.encode_template(rendered, follows=True, limit=limit)
 
     def _check_rendered(self, rendered: str, limit: PromptLimit | None) -> None:
-        """Refuses what has too many tokens whatever they are. Raises ServiceError."""
+        """Refuses a text that is too long whatever its tokens are. Raises ServiceError."""
         if limit is not None and self._longest_rendered is not None:
             limit.check_at_least(-(-len(rendered) // self._longest_rendered))
 
     def render_chat(self, chat: TemplateInput) -> str:
-        """A conversation as the text that the template makes of it. Raises ServiceError."""
+        """Renders a conversation with the template. Raises ServiceError."""
         return str.__str__(self._template_of(chat).render(chat))
 
     def decode(self, token_ids: Sequence[int], include_special_tokens: bool = False) -> str:
-        """The text of ids below ``vocab_size``; what is no character becomes U+FFFD."""
+        """Returns the text of ids below ``vocab_size``. Bytes that are not a character become U+FFFD."""
         # A batch of one: see ``SpecialTokenGuard`` on Python's lock.
         text: str
         [text] = self._library.decode_batch([token_ids], skip_special_tokens=not include_special_tokens)
         return text
 
     def special_tokens_in(self, text: str) -> dict[int, str]:
-        """The special tokens that a text spells, by their ids."""
+        """Returns the special tokens whose text is in ``text``, by their ids."""
         named = ((token_id, self.pieces.all[token_id]) for token_id in self.special_ids)
         return {token_id: content for token_id, content in named if content and content in text}
 
     def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences of words: as they stand, and after a space, where a tokenizer tells the two apart."""
+        """Returns the token sequences of words, without and with a space before, if a tokenizer distinguishes these."""
         spelled = (spelling for word in words for spelling in (word, f" {word}"))
         sequences = (tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spelled)
-        # The model has no row for a token of larger id, so that it never writes such a sequence.
+        # The model has no row for larger ids, so it never writes such a sequence.
         possible = (ids for ids in sequences if ids and max(ids) < self.vocab_size)
         return tuple(dict.fromkeys(possible))
 
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:
-        """Refuses tokens of a prompt that the model does not have. Raises ServiceError."""
+        """Refuses a prompt with ids that the model lacks. Raises ServiceError."""
         if not token_ids or max(token_ids) < self.vocab_size:
             return
         index = next(index for index, token_id in enumerate(token_ids) if token_id >= self.vocab_size)
@@ -209,14 +208,14 @@ class Tokenizer:
         )
 
     def _template_of(self, chat: TemplateInput) -> ChatTemplate:
-        """The template of a conversation whose texts are not too long. Raises ServiceError."""
+        """Returns the template of a conversation. Raises ServiceError, also if the texts are too long."""
         texts = (text for message in chat.messages for text in (message.role, message.content, message.reasoning))
         _check_size([text for text in texts if text is not None], "chat")
         return self.chat_template(bool(chat.tools))
 
 
 def _mark_special(library: tokenizers.Tokenizer, contents: Iterable[str]) -> None:
-    """Has the library treat these tokens as special; their other flags stay."""
+    """Makes the library treat these tokens as special; their other flags stay."""
     added = {token.content: token for token in library.get_added_tokens_decoder().values()}
     marked = []
     for content in contents:
@@ -231,17 +230,17 @@ def _check_size(texts: Iterable[str], field: str) -> None:
     try:
         num_bytes = sum(utf8_bytes(text) for text in texts)
     except UnicodeEncodeError:
-        raise invalid(field, "is no valid Unicode text: it holds half of a surrogate pair") from None
+        raise invalid(field, "is not valid Unicode text: it holds half of a surrogate pair") from None
     if num_bytes > MAX_TEXT_BYTES:
         raise invalid(field, f"at most {MAX_TEXT_BYTES:,} bytes of UTF-8; it has {num_bytes:,}")
 
 
 class TokenizerPool:
-    """Runs what is slow off the event loop, in a few threads, and refuses more than it can hold. Tenants take turns,
-    and one tenant never has all threads.
+    """Runs slow work off the event loop, in a few threads, and refuses more than it can queue. Tenants take turns, and
+    one tenant never has all threads.
 
-    Long texts have threads of their own, so that a short one never waits for them. The threads run side by side: the
-    library lets go of Python's lock while it encodes.
+    Long texts have threads of their own, so that short ones never wait for them. The threads run in parallel: the
+    library releases the GIL while it encodes.
     """
 
     def __init__(
@@ -253,8 +252,8 @@ class TokenizerPool:
         num_threads: int = 2,
         max_waiting_bytes: int = 64 << 20,
     ) -> None:
-        """``num_threads`` may work for one tenant: one on what is long, the others on the rest, for which there is at
-        least one. ``max_waiting_bytes`` may wait on either side, and half of that of one tenant."""
+        """``num_threads`` may work for one tenant: one on long texts, and the others, at least one, on short ones.
+        ``max_waiting_bytes`` limits the queue for short and for long texts; one tenant may use half of it."""
         self.tokenizer = tokenizer
         self._block_size = block_size
         self._max_prompt_tokens = max_prompt_tokens
@@ -272,38 +271,38 @@ class TokenizerPool:
         )
 
     async def run(self, work: Callable[[], T], num_bytes: int, tenant: str | None = None) -> T:
-        """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits. ``tenant``: whose work it
-        is; None is the caller's own.
+        """Runs ``work`` in a thread; ``num_bytes`` is the size of its input. ``tenant``: the owner of the work; None is
+        the current caller's tenant.
 
-        Raises what ``work`` raises, and ServiceError PREPARATION_FULL. Work that has begun goes on when its caller is
-        cancelled; any other is dropped.
+        Raises what ``work`` raises, and ServiceError PREPARATION_FULL. If its caller is cancelled, running work
+        continues and waiting work is dropped.
         """
         lane = self._long if num_bytes > _LONG_BYTES else self._short
         return await lane.run(work, num_bytes, current_principal.get(_NOBODY).tenant if tenant is None else tenant)
 
     def limit(self, field: str, room_for_output: int = 1) -> PromptLimit:
-        """The most tokens of a prompt that stands in ``field``, by the model's context."""
+        """Returns the limit for a prompt in ``field``, by the model's context."""
         return PromptLimit(self._context - room_for_output, field)
 
     def limit_after(self, context: Context, field: str) -> PromptLimit:
-        """The same for a prompt that begins with a context."""
+        """Returns the limit for a prompt that begins with a context."""
         return PromptLimit(self._max_prompt_tokens, field, len(context.token_ids))
 
     def check_text(self, text: str, field: str = "text", room_for_output: int = 1) -> None:
-        """Refuses at once a prompt that has too many tokens whatever they are. Raises ServiceError."""
+        """Refuses a text that is too long whatever its tokens are. Raises ServiceError."""
         longest = self.tokenizer.longest_token_bytes
-        # No character is less than a byte, so their number, which is there already, will do.
+        # A character has at least one byte, and its number of characters is already known.
         if longest is not None:
             self.limit(field, room_for_output).check_at_least(-(-len(text) // longest))
 
     def prompt(self, token_ids: list[int], salt: bytes, limit: PromptLimit) -> Prompt:
-        """Checks a prompt's ids and hashes its blocks; to be called in ``run``'s work. Raises ServiceError."""
+        """Checks a prompt's ids and hashes its blocks. Call it in ``run``'s work. Raises ServiceError."""
         limit.check(len(token_ids))
         self.tokenizer.check_ids(token_ids, limit.field)
         return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
 
     def continued(self, context: Context, token_ids: list[int], salt: bytes, limit: PromptLimit) -> Prompt:
-        """The same for a prompt that begins with a context: that was checked once, and its known hashes still hold."""
+        """Does the same for a prompt that begins with a context, which is already checked and hashed."""
         limit.check(len(token_ids))
         self.tokenizer.check_ids(token_ids, limit.field)
         whole = context.token_ids + token_ids
@@ -313,6 +312,6 @@ class TokenizerPool:
         return Prompt(whole, known + hash_blocks(rest, self._block_size, salt, parent))
 
     def close(self) -> None:
-        """Ends the threads; work that has not begun is cancelled."""
+        """Ends the threads; waiting work is cancelled."""
         self._short.close()
         self._long.close()

@@ -1,5 +1,5 @@
-"""What a tokenizer.json may ask for, checked before the tokenizer's library reads it: that takes memory for the largest
-id, and time for the longest token. Knows no library."""
+"""Limits on a tokenizer.json, checked before the tokenizers library reads it: the library takes memory in proportion to
+the largest id, and time in proportion to the longest token."""
 
 import base64
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,20 +12,20 @@ from penstock.models.checkpoint.files.tokenizer_json import Vocabulary
 from penstock.service.text.tokenizer_config import TokenizerError
 
 MAX_TOKEN_IDS = 1 << 22
-"""Ids lie below it; the largest known vocabularies have a quarter of that."""
+"""Limit on ids; the largest known vocabularies have a quarter of that."""
 MAX_TOKEN_BYTES = 4096
-"""Of a token's name; the longest known ones have a quarter of that."""
+"""Limit on a token's name; the longest known ones have a quarter of that."""
 MAX_TOKEN_AREA = 1 << 29
-"""The sum of the squares of the tokens' lengths: some tables hold all beginnings of a token."""
+"""Limit on the sum of the squares of the tokens' lengths: some tables hold all prefixes of a token."""
 MAX_ADDED_TOKENS = 1 << 18
 MAX_GROWTH = 64
-"""How many times as long a text may become when it is normalized, or when tokens become text."""
+"""Limit on the factor by which a text may grow when it is normalized, or when tokens become text."""
 _SHOWN = 40
 _FETCH = "fetch it again"
 
 
 class AddedToken(msgspec.Struct):
-    """A token beside the model's vocabulary."""
+    """A token outside the model's vocabulary."""
 
     id: int
     content: str
@@ -33,13 +33,13 @@ class AddedToken(msgspec.Struct):
 
 
 class TokenizerModel(Vocabulary):
-    """What splits words into tokens."""
+    """The part that splits words into tokens."""
 
     continuing_subword_prefix: str | None = None
 
 
 class TokenizerJson(msgspec.Struct):
-    """A tokenizer.json, as far as it is read."""
+    """The parts of a tokenizer.json that are read here."""
 
     model: TokenizerModel
     added_tokens: list[AddedToken] = []
@@ -48,7 +48,7 @@ class TokenizerJson(msgspec.Struct):
 
 
 def read_described(path: Path, data: bytes) -> TokenizerJson:
-    """Raises ValueError where it is no valid JSON of a tokenizer, and TokenizerError where it asks for too much."""
+    """Parses a tokenizer.json. Raises ValueError if it is not valid, and TokenizerError if it exceeds a limit."""
     try:
         described = msgspec.json.decode(data, type=TokenizerJson)
         _check_growth(path, "normalizer", described.normalizer)
@@ -75,7 +75,7 @@ def _check_ids(path: Path, ids: Mapping[str, int]) -> None:
 
 
 def check_names(path: Path, names: Iterable[str]) -> None:
-    """Raises TokenizerError for tokens that are too long, or together too long."""
+    """Raises TokenizerError for tokens that are too long, each or in total."""
     area = 0
     for name in names:
         # No character has more than four bytes.
@@ -98,7 +98,7 @@ def _check_growth(path: Path, field: str, described: Any) -> None:
 
 
 def _steps(described: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer or a decoder, those inside sequences included."""
+    """Yields the steps of a normalizer or a decoder, including those inside sequences."""
     if not isinstance(described, dict):
         return
     yield described
@@ -109,12 +109,12 @@ def _steps(described: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """How many times as long a step may make a text, beyond what Unicode's own forms do."""
+    """Returns the factor by which a step may lengthen a text, apart from Unicode's normalization forms."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1.0, len(new) / len(old))
         case {"type": "Replace", "content": str(new)}:
-            return 1.0 + len(new)  # an expression may match between any two characters
+            return 1.0 + len(new)  # a regular expression may match between any two characters
         case {"type": "Prepend", "prepend": str(new)}:
             return max(1.0, len(new))
         case {"type": "Precompiled", "precompiled_charsmap": str(written)}:
@@ -123,7 +123,7 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _longest_mapping(written: str) -> int:
-    """The longest text, in bytes, that SentencePiece's table has for a character."""
+    """Returns the longest replacement of a character in SentencePiece's table, in bytes."""
     table = base64.b64decode(written)
     texts = table[4 + int.from_bytes(table[:4], "little") :]
     return max(map(len, texts.split(b"\0")))

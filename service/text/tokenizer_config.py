@@ -1,6 +1,5 @@
-"""Reads what the files beside tokenizer.json say of a model's tokens, by transformers' own rules
-(``PreTrainedTokenizerBase._from_pretrained`` and ``TokenizersBackend.__init__``). Knows no ids but those that the files
-claim."""
+"""Reads a model's tokens from the files next to tokenizer.json, by transformers' own rules
+(``PreTrainedTokenizerBase._from_pretrained`` and ``TokenizersBackend.__init__``)."""
 
 import json
 import re
@@ -19,7 +18,7 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""In the order in which tokens that tokenizer.json lacks get their ids."""
+"""The order in which tokens that tokenizer.json lacks get their ids."""
 _DECODER, _EXTRA, _ADDITIONAL = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
 _ID = re.compile("[0-9]{1,10}")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -31,26 +30,26 @@ class TokenizerError(Exception):
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """What tokenizer_config.json, special_tokens_map.json and added_tokens.json say."""
+    """The content of tokenizer_config.json, special_tokens_map.json and added_tokens.json."""
 
     fields: Mapping[str, Any]
-    """Those of tokenizer_config.json."""
+    """The fields of tokenizer_config.json."""
     named: Mapping[str, str]
-    """Tokens that have a name, such as eos_token or image_token: chat templates see them as variables."""
+    """Tokens with a name, such as eos_token or image_token: they are variables of chat templates."""
     listed: frozenset[str]
-    """Special tokens that have no name."""
+    """Special tokens without a name."""
     ignored: Mapping[str, str]
-    """Special tokens, each with the file or field that names it, which transformers does not look at."""
+    """Special tokens that transformers ignores, each with the file or field that names it."""
     decoder: Mapping[int, AddedToken]
-    """Tokens with the ids that the files claim for them, ascending. They are added whether or not tokenizer.json has
-    them: then with these flags."""
+    """Tokens by the ids that the files claim for them, ascending. They are added even if tokenizer.json has them, and
+    then with these flags."""
     is_legacy: bool
-    """Whether ``decoder`` comes from added_tokens.json, where tokenizer.json wins."""
+    """Whether ``decoder`` comes from added_tokens.json; tokenizer.json takes precedence over that file."""
     extra: tuple[AddedToken, ...]
-    """Named and listed tokens: they are added, after those of ``decoder``, where tokenizer.json lacks them."""
+    """Named and listed tokens: they are added after those of ``decoder`` if tokenizer.json lacks them."""
 
     def additions(self, own: Mapping[int, str]) -> list[AddedToken]:
-        """What is added, in this order, to a tokenizer.json whose ``added_tokens`` are ``own``."""
+        """Returns the tokens to add, in order, to a tokenizer.json whose ``added_tokens`` are ``own``."""
         added = [token for token_id, token in self.decoder.items() if not (self.is_legacy and token_id in own)]
         known = {token.content for token in added} | set(own.values())
         for token in self.extra:
@@ -60,7 +59,7 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Raises TokenizerError naming the file and the field."""
+    """Reads the files. Raises TokenizerError, which names the file and the field."""
     where = directory / CONFIG
     fields = read_json(where)
     values = dict(fields)
@@ -74,7 +73,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     _move_named(values, own_names)
     is_legacy = _DECODER not in fields
     if is_legacy:
-        # What older versions of transformers wrote; it wins over tokenizer_config.json.
+        # Written by older versions of transformers; it takes precedence over tokenizer_config.json.
         _merge(values, directory / SPECIAL_TOKENS_MAP)
         _move_named(values, own_names)
     known = [values.get(name) for name in _STANDARD]
@@ -106,13 +105,13 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
 
 def _move_named(values: dict[str, Any], own_names: dict[str, Any]) -> None:
-    """``extra_special_tokens`` gives tokens names where it is an object."""
+    """Moves the names in ``extra_special_tokens`` to ``own_names`` if it is an object."""
     if isinstance(values.get(_EXTRA), dict):
         own_names.update(values.pop(_EXTRA))
 
 
 def _merge(values: dict[str, Any], file: Path) -> None:
-    """Adds what special_tokens_map.json says."""
+    """Adds the values of special_tokens_map.json."""
     for name, value in read_json(file).items():
         known = values.get(name) or []
         if name == _EXTRA and isinstance(value, list) and isinstance(known, list):
@@ -126,7 +125,7 @@ def _merge(values: dict[str, Any], file: Path) -> None:
 
 
 def _ignored(directory: Path) -> dict[str, str]:
-    """The tokens of the older files, where ``added_tokens_decoder`` takes their place."""
+    """Returns the tokens of the older files, which ``added_tokens_decoder`` replaces."""
     found = dict.fromkeys(read_json(directory / ADDED_TOKENS), ADDED_TOKENS)
     for name, value in read_json(directory / SPECIAL_TOKENS_MAP).items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -136,7 +135,7 @@ def _ignored(directory: Path) -> dict[str, str]:
 
 
 def _named(values: Mapping[str, Any], own_names: Mapping[str, Any], where: Path) -> dict[str, AddedToken]:
-    """By name, in transformers' order."""
+    """Returns the named tokens, in transformers' order."""
     found = {name: values.get(name) for name in _STANDARD}
     for name, value in values.items():
         is_token = isinstance(value, str | AddedToken) or (isinstance(value, dict) and "__type" in value)
@@ -158,14 +157,14 @@ def _listed(values: object, name: str, where: Path) -> list[AddedToken]:
 
 
 def _decoder(values: object, where: Path) -> dict[int, AddedToken]:
-    """Of ``added_tokens_decoder``."""
+    """Parses ``added_tokens_decoder``."""
     if not isinstance(values, dict) or not all(_ID.fullmatch(name) for name in values):
         raise _wrong(where, _DECODER, "must be an object of ids and tokens")
     return {int(name): _token(value, f"{_DECODER}.{name}", where) for name, value in values.items()}
 
 
 def _legacy_decoder(file: Path, special: Container[str]) -> dict[int, AddedToken]:
-    """Of added_tokens.json, which has no flags."""
+    """Reads added_tokens.json, which has no flags."""
     found = {}
     for content, token_id in read_json(file).items():
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
@@ -176,7 +175,7 @@ def _legacy_decoder(file: Path, special: Container[str]) -> dict[int, AddedToken
 
 
 def _token(value: object, name: str, where: Path) -> AddedToken:
-    """A token as a file has it: its text, or an object with flags."""
+    """Parses a token: its text, or an object with flags."""
     if isinstance(value, AddedToken):
         return value
     if isinstance(value, str):
@@ -194,21 +193,21 @@ def _wrong(where: Path, name: str, rule: str) -> TokenizerError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no file. Raises TokenizerError."""
+    """Returns the JSON object in a file, or an empty one if there is no file. Raises TokenizerError."""
     if not path.exists():
         return {}
     try:
         value = json.loads(read_bytes(path, "fetch it again", MAX_TOKENIZER_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: is no valid JSON ({error}): fetch it again") from error
+        raise TokenizerError(f"{path}: is not valid JSON ({error}): fetch it again") from error
     if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: is no JSON object: fetch it again")
+        raise TokenizerError(f"{path}: is not a JSON object: fetch it again")
     return value
 
 
 def read_bytes(path: Path, remedy: str, max_bytes: int, within: Path | None = None) -> bytes:
-    """A file's content, of at most ``max_bytes``; a link must not lead out of ``within``. Raises TokenizerError with
-    the remedy where there is none."""
+    """Returns a file's content, of at most ``max_bytes``; a link must not lead out of ``within``. Raises
+    TokenizerError, with ``remedy`` if the file is missing."""
     try:
         return read_model_file(path, max_bytes, within)
     except ModelError as error:

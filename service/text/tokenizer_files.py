@@ -1,4 +1,4 @@
-"""Reads a model's tokenizer from its directory. Knows nothing of what is done with it."""
+"""Reads a model's tokenizer and chat templates from its directory."""
 
 from collections.abc import Iterator, Mapping, Set as AbstractSet, Sized
 from dataclasses import dataclass
@@ -24,55 +24,55 @@ from penstock.service.text.tokenizer_config import (
 TOKENIZER = "tokenizer.json"
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
-"""The template of conversations with tools, as transformers has it."""
+"""The template of conversations with tools, by transformers' name."""
 _MAX_TEMPLATES = 64
 _MAX_WARNINGS = 10
-"""Of a kind: a file may have a million reasons."""
+"""Limit on warnings of one kind: a file may have a million reasons."""
 _GIVE_TEMPLATE = "give the path of a Jinja template"
 _ANOTHER_TEMPLATE = "correct it, or give another with --chat-template"
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a directory says of its tokenizer."""
+    """The tokenizer files of a directory."""
 
     path: Path
-    """Of tokenizer.json."""
+    """The path of tokenizer.json."""
     library: tokenizers.Tokenizer
-    """With all tokens that the other files add."""
+    """The library's tokenizer, with all tokens that the other files add."""
     decoder: Any
-    """Its description in tokenizer.json, parsed; None if there is none."""
+    """The parsed decoder in tokenizer.json; None if there is none."""
     vocabulary: Mapping[str, int]
     """The ids of all tokens."""
     facts: "TokenizerFacts"
     templates: Mapping[str, ChatTemplate]
-    """By name: ``DEFAULT_TEMPLATE``, ``TOOL_TEMPLATE``, and others that only ``--chat-template`` names."""
+    """Templates by name: ``DEFAULT_TEMPLATE``, ``TOOL_TEMPLATE``, and others that only ``--chat-template`` names."""
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What a worker is told of the tokenizer."""
+    """The facts of a tokenizer that workers get."""
 
     num_ids: int
-    """All ids of the tokenizer lie below it; aliases of our own do not count."""
+    """All ids of the tokenizer are below it, apart from penstock's aliases."""
     vocab_size: int
-    """Ids in prompts and outputs lie below it: the smaller of ``num_ids`` and the model's rows."""
+    """Ids in prompts and outputs are below it: the smaller of ``num_ids`` and the model's rows."""
     special_tokens: tuple[str, ...]
-    """Those that the configuration calls special, in order, whether or not tokenizer.json does."""
+    """Tokens that the configuration calls special, sorted, whether or not tokenizer.json does."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end an output."""
     added_tokens: tuple[tuple[int, str], ...]
     """Tokens that tokenizer.json lacks and other files have."""
     warnings: tuple[str, ...]
-    """What the files say that has no effect, for the log."""
+    """Settings in the files that have no effect, for the log."""
 
 
 def foresee_facts(directory: Path, num_rows: int | None = None) -> TokenizerFacts | None:
-    """What a tokenizer's facts will be, in a tenth of the time that reading it takes. None where only the library can
-    tell, which gives some tokens other ids than the file does. ``num_rows``: of the model. Raises TokenizerError."""
+    """Computes a tokenizer's facts in a tenth of the time that reading it takes. None if the library may give some
+    tokens other ids than the file. ``num_rows``: the model's rows. Raises TokenizerError."""
     try:
         described = read_described(directory / TOKENIZER, _read_tokenizer_json(directory))
-    except ValueError:  # the library says what is wrong
+    except ValueError:  # ``read_tokenizer`` reports it in detail
         return None
     ids = _own_ids(described)
     if ids is None:
@@ -93,9 +93,9 @@ def read_tokenizer(
     num_rows: int | None = None,
     template_timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> TokenizerFiles:
-    """Reads tokenizer.json and what stands beside it; ``chat_template`` is a file that takes the place of the model's
-    own template, or the name of one of those. ``num_rows``: of the model. ``template_timeout_s``: the processor time
-    for rendering a conversation.
+    """Reads tokenizer.json and the files next to it. ``chat_template``: a file that replaces the model's own template,
+    or the name of one of those. ``num_rows``: the model's rows. ``template_timeout_s``: the CPU time for rendering a
+    conversation.
 
     Raises TokenizerError.
     """
@@ -125,12 +125,12 @@ def read_tokenizer(
 
 @dataclass(frozen=True)
 class _OwnTokens:
-    """What tokenizer.json says."""
+    """The tokens of tokenizer.json itself."""
 
     added: Mapping[int, str]
     """Its ``added_tokens``."""
     special: AbstractSet[str]
-    """Those of them that it calls special."""
+    """The added tokens that it calls special."""
     all: AbstractSet[str]
     """Its whole vocabulary."""
 
@@ -138,12 +138,12 @@ class _OwnTokens:
 def _facts(
     directory: Path, config: TokenizerConfig, own: _OwnTokens, ids: Mapping[str, int], num_rows: int | None
 ) -> TokenizerFacts:
-    """``ids``: of all tokens."""
+    """Computes the facts. ``ids`` are those of all tokens."""
     num_ids = max(ids.values(), default=-1) + 1
     vocab_size = num_ids if num_rows is None else min(num_ids, num_rows)
     added = {token.content: token.special for token in config.additions(own.added) if token.content in ids}
     special = {content for content, is_special in added.items() if is_special}
-    # The library still takes those for special that tokenizer.json calls so, whatever the other files say.
+    # The library still treats the special tokens of tokenizer.json as special, whatever the other files contain.
     special |= {*config.named.values(), *config.listed, *(own.special & added.keys())}
     warnings = list(_warnings(directory, config, ids, own.special | special))
     eos_token_ids = set()
@@ -172,7 +172,7 @@ def _facts(
 def _warnings(
     directory: Path, config: TokenizerConfig, ids: Mapping[str, int], special: AbstractSet[str]
 ) -> Iterator[str]:
-    """What has no effect, as in transformers."""
+    """Yields warnings about settings that have no effect, as in transformers."""
     file = directory / (ADDED_TOKENS if config.is_legacy else CONFIG)
     claimed = {token.content: token_id for token_id, token in config.decoder.items()}
     if moved := [content for content, token_id in claimed.items() if ids.get(content) != token_id]:
@@ -198,8 +198,8 @@ def _read_tokenizer_json(directory: Path) -> bytes:
 
 
 def _own_ids(described: TokenizerJson) -> dict[str, int] | None:
-    """The ids of all tokens of a tokenizer.json; None where the file's may not be the library's, which numbers added
-    tokens by itself: each as the model does, or else from its last one on."""
+    """Returns the ids of all tokens of a tokenizer.json. None if they may differ from the library's, which numbers
+    added tokens by itself: by the model's id, or else after the last one."""
     ids = dict(described.model.ids())
     if len(ids) < len(described.model.vocab) or set(ids.values()) != set(range(len(ids))):
         return None
@@ -210,24 +210,24 @@ def _own_ids(described: TokenizerJson) -> dict[str, int] | None:
 
 
 def _load(path: Path, data: bytes) -> tuple[tokenizers.Tokenizer, Any]:
-    """The library's tokenizer, and the description of its decoder."""
+    """Returns the library's tokenizer, and the description of its decoder."""
     try:
         described = read_described(path, data)
         if described.model.continuing_subword_prefix:
-            # Its decoder would not be supported, and with a prefix that does not fit the library ends the process.
+            # Its decoder is not supported, and with a prefix that does not fit the library ends the process.
             raise ValueError("model.continuing_subword_prefix is not supported")
         return tokenizers.Tokenizer.from_buffer(data), described.decoder
     except (KeyboardInterrupt, SystemExit, TokenizerError):
         raise
     except BaseException as error:
-        # The library raises bare Exceptions for what it does not like in a file, and its panics are not even those.
+        # The library raises bare Exceptions for invalid files, and its panics are BaseExceptions.
         reason = " ".join(str(error).split())[:200]
-        raise TokenizerError(f"{path}: is no valid tokenizer ({reason}): fetch it again") from error
+        raise TokenizerError(f"{path}: is not a valid tokenizer ({reason}): fetch it again") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The text of a chat template, or what stands in its place."""
+    """The text of a chat template, or an invalid value in its place."""
 
     where: Path
     text: object
@@ -250,7 +250,7 @@ def _read_templates(
 
 
 def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, _Source]:
-    """The model's own templates by name. Files take the place of what tokenizer_config.json has, as in transformers."""
+    """Returns the model's own templates by name. Files replace those of tokenizer_config.json, as in transformers."""
     files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
     if (beside := directory / "chat_template.jinja").exists():
         files[DEFAULT_TEMPLATE] = beside
@@ -277,7 +277,7 @@ def _compile(sources: Mapping[str, _Source], named: dict[str, str], timeout_s: f
     texts = {}
     for name, source in sources.items():
         if not isinstance(source.text, str):
-            raise TokenizerError(f"{source.where}: chat_template is no text: {_ANOTHER_TEMPLATE}")
+            raise TokenizerError(f"{source.where}: chat_template is not text: {_ANOTHER_TEMPLATE}")
         texts[name] = source.text
     try:
         return compile_templates(texts, named, timeout_s)
@@ -287,8 +287,8 @@ def _compile(sources: Mapping[str, _Source], named: dict[str, str], timeout_s: f
 
 
 def _eos_token_ids(directory: Path, config: TokenizerConfig, ids: Mapping[str, int]) -> Iterator[tuple[Path, object]]:
-    """The tokens that end an output, each with the file that says so. As in transformers config.json does not count
-    where generation_config.json names any."""
+    """Yields the tokens that end an output, each with the file that names it. As in transformers, config.json is
+    ignored if generation_config.json names any."""
     if "eos_token" in config.named:
         yield directory / CONFIG, ids.get(config.named["eos_token"])
     for name in ("generation_config.json", "config.json"):

@@ -1,4 +1,4 @@
-"""Cuts prompts to a number of tokens, where a request asks for it. Knows no tokenizer."""
+"""Truncates prompts to the number of tokens that a request sets. Independent of the tokenizer."""
 
 from dataclasses import dataclass
 
@@ -6,38 +6,38 @@ from penstock.service.errors import invalid
 from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 Truncated = pb.Start | embedding_pb2.EmbedRequest | tokenizer_pb2.TokenizeRequest
-"""What may ask for it."""
+"""The requests that can set it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How many tokens of a prompt are kept, and which."""
+    """The number of a prompt's tokens to keep, and from which end."""
 
     max_tokens: int
     keeps_first: bool
 
     @classmethod
     def of(cls, request: Truncated, most: int, *, keeps_first: bool = False) -> "Truncation | None":
-        """What a request asks for; None is nothing. A prompt has at most ``most`` tokens; ``keeps_first`` is the
-        method's default. Raises ServiceError."""
+        """Returns the truncation that a request sets, or None. A prompt has at most ``most`` tokens; ``keeps_first`` is
+        the method's default. Raises ServiceError."""
         if not request.HasField("truncate_prompt_tokens"):
             return None
         wanted = request.truncate_prompt_tokens
         if not wanted:
             raise invalid(
-                "truncate_prompt_tokens", "must be at least 1, or -1 for what the model's context takes; it is 0"
+                "truncate_prompt_tokens", "must be at least 1, or -1 for the length of the model's context; it is 0"
             )
         if request.truncation_side:
             keeps_first = request.truncation_side == pb.TRUNCATION_SIDE_RIGHT
         return cls(most if wanted < 0 else min(wanted, most), keeps_first)
 
     def cut(self, token_ids: list[int]) -> list[int]:
-        """The tokens that are kept."""
+        """Returns the tokens that are kept."""
         return token_ids[: self.max_tokens] if self.keeps_first else token_ids[-self.max_tokens :]
 
     def cut_inside(self, token_ids: list[int], text_ids: list[int]) -> list[int]:
-        """The same of a text's tokens with the special ones that a tokenizer puts around them, which are kept;
-        ``text_ids``: without those."""
+        """Truncates a text's tokens and keeps the special ones that a tokenizer adds around them. ``text_ids``: the
+        tokens without those."""
         num_around = len(token_ids) - len(text_ids)
         num_kept = self.max_tokens - num_around
         begins = (at for at in range(num_around + 1) if token_ids[at : at + len(text_ids)] == text_ids)

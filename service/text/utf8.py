@@ -1,4 +1,4 @@
-"""Characters whose bytes are spread over several tokens. Knows neither tokens nor stop strings."""
+"""Joins characters whose bytes are spread over several tokens."""
 
 import codecs
 from typing import NamedTuple, Protocol
@@ -7,28 +7,28 @@ _REPLACEMENT = "\ufffd"
 
 
 class Joined(NamedTuple):
-    """What a further piece made of the pieces joined so far."""
+    """The text that is complete after another piece."""
 
     before: str | None
-    """The text of the pieces before this one, if they turn out to end where a character ends; they are done with."""
+    """The text of the held pieces before this one, if they end where a character ends; they are no longer held."""
     text: str | None
-    """The text of the pieces that are not done with, this one included, if they end where a character ends."""
+    """The text of the held pieces, including this one, if they end where a character ends."""
 
 
 class Join(Protocol):
-    """Joins the bytes and texts of tokens that come one after the other."""
+    """Joins the bytes and texts of consecutive tokens."""
 
     def add_piece(self, piece: str | bytes) -> Joined:
-        """Takes the next piece; text is whole characters."""
+        """Adds the next piece. A piece that is text is whole characters."""
         ...
 
     def end(self) -> str:
-        """The text of the pieces that are not done with, as nothing more will come."""
+        """Returns the text of the pieces that are still held, at the end of the output."""
         ...
 
 
 class Utf8:
-    """A byte-level tokenizer's rule: each longest part of the bytes that cannot be a character is one U+FFFD."""
+    """A byte-level tokenizer's rule: each longest sequence of bytes that cannot be a character is one U+FFFD."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -56,7 +56,7 @@ class Utf8:
 
 
 class ByteRun:
-    """SentencePiece's rule: byte tokens in a row are text if together they are UTF-8; else each of them is U+FFFD."""
+    """SentencePiece's rule: consecutive byte tokens are text if together they are UTF-8; else each one is U+FFFD."""
 
     def __init__(self) -> None:
         self._run = bytearray()
@@ -79,16 +79,16 @@ class ByteRun:
 
 
 def _continues(beginning: bytes, byte: bytes) -> bool:
-    """Whether a character may begin with these bytes."""
+    """Returns whether a character may begin with these bytes."""
     text, rest = _decode(beginning + byte)
     return rest == beginning + byte or (len(text) == 1 and not rest)
 
 
 def _decode(data: bytes) -> tuple[str, bytes]:
-    """The text of the bytes, and what at their end may be the beginning of a character."""
+    """Returns the text of the bytes, and the bytes at their end that may begin a character."""
     text, num_decoded = codecs.utf_8_decode(data, "replace", False)
     rest = data[num_decoded:]
     if rest[:1] == b"\xed" and rest[1:] >= b"\xa0":
-        # Half of a surrogate pair. CPython waits for its third byte, although no character begins so.
+        # Half of a surrogate pair. CPython waits for its third byte, although no character begins with these.
         return text + _REPLACEMENT * 2, b""
     return text, rest

@@ -190,7 +190,7 @@ def test_what_has_its_effect_is_not_reported(write, layout):
         ("special_tokens_map", {"eos_token": {"content": 5}}, "eos_token must be a token"),
         ("special_tokens_map", {"pad_token": True}, "pad_token must be a token"),
         ("added_tokens", {END: "258"}, "the id of '<|stop|>' is 258"),
-        ("added_tokens", [END], "is no JSON object"),
+        ("added_tokens", [END], "is not a JSON object"),
     ],
 )
 def test_a_broken_file_is_named(write, name, content, says):

@@ -88,10 +88,10 @@ def test_an_end_token_that_is_not_marked_special_is_special_all_the_same(tmp_pat
 
 BROKEN = {
     "missing": ("tokenizer.json", None, "tokenizer.json: is missing"),
-    "garbage": ("tokenizer.json", "{", "tokenizer.json: is no valid tokenizer"),
-    "other": ("tokenizer.json", "{}", "tokenizer.json: is no valid tokenizer"),
-    "config": ("tokenizer_config.json", "[]", "tokenizer_config.json: is no JSON object"),
-    "truncated": ("generation_config.json", '{"eos', "generation_config.json: is no valid JSON"),
+    "garbage": ("tokenizer.json", "{", "tokenizer.json: is not a valid tokenizer"),
+    "other": ("tokenizer.json", "{}", "tokenizer.json: is not a valid tokenizer"),
+    "config": ("tokenizer_config.json", "[]", "tokenizer_config.json: is not a JSON object"),
+    "truncated": ("generation_config.json", '{"eos', "generation_config.json: is not valid JSON"),
     "template": ("chat_template.jinja", "{% if %}", "chat_template.jinja: the chat template is not valid Jinja, line 1"),
 }
 
@@ -138,7 +138,7 @@ def test_a_template_file_that_is_not_there_is_named(tmp_path, library):
 def test_of_what_is_no_tokenizer_nothing_is_foreseen(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     assert foresee_facts(tmp_path) is None
-    with pytest.raises(TokenizerError, match="is no valid tokenizer"):
+    with pytest.raises(TokenizerError, match="is not a valid tokenizer"):
         Tokenizer.load(tmp_path)
 
 
