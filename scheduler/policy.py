@@ -1,7 +1,7 @@
-"""How requests are ordered: a rank each, the lowest first; the highest loses its blocks first. Knows no blocks.
+"""Orders requests by rank, the lowest first; the highest is preempted first. It does not know blocks.
 
-A rank stands still while its request lives, but for one policy: under ``fair`` the tenants' turns are taken anew in
-every step, by what each was served.
+A rank does not change while its request lives. Under ``fair``, the tenants' turns come before the rank, and change in
+every step with what each tenant was served.
 """
 
 from collections.abc import Callable
@@ -10,27 +10,27 @@ from enum import Enum
 from penstock.scheduler.request import Request
 
 Rank = tuple[float, int, int]
-"""Unique, and comparable: (what the policy says, number of arrival, choice)."""
+"""A unique sort key: (the policy's value, arrival number, sequence)."""
 
 PATIENCE_S = 60.0
-"""Under ``deadline``: a request that has none ranks as if it had one, so long after its arrival."""
+"""Under ``deadline``, a request without a deadline is ranked as if it had one this long after its arrival."""
 
 
 class Policy(Enum):
-    """How ``--scheduling-policy`` orders requests."""
+    """The values of ``--scheduling-policy``."""
 
     FCFS = "fcfs"
     """First come, first served."""
     PRIORITY = "priority"
     """Lower ``priority`` first; among equals, first come, first served."""
     DEADLINE = "deadline"
-    """Least slack first: the time that is left when the predicted work is done."""
+    """Least slack first: the time that is left once the predicted work is done."""
     FAIR = "fair"
     """The tenant that was served least for its weight first; within a tenant, first come, first served."""
 
 
 def _slack(request: Request, predicted_s: float) -> float:
-    # All slacks shrink alike as time goes by, so the latest time to begin orders as they do, and stands still.
+    # All slacks shrink equally with time, so the latest time to begin gives the same order, and stays constant.
     deadline = request.arrival + PATIENCE_S if request.deadline is None else request.deadline
     return deadline - predicted_s
 
@@ -44,6 +44,6 @@ _PRECEDENCE: dict[Policy, Callable[[Request, float], float]] = {
 
 
 def rank_of(policy: Policy, request: Request, predicted_s: float, arrival_number: int, choice: int) -> Rank:
-    """The rank of one choice of a request that arrived as number ``arrival_number``, and that would take
+    """Returns the rank of one sequence of a request with arrival number ``arrival_number``, which would take
     ``predicted_s`` if it ran at once."""
     return (_PRECEDENCE[policy](request, predicted_s), arrival_number, choice)

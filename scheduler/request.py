@@ -1,5 +1,5 @@
-"""What the service hands to the engine, and what it gets back. Everything slow (tokens, hashes, text state) is prepared
-before a request gets here; nothing here knows gRPC or tokenizers."""
+"""The requests that the service passes to the engine, and the events that it gets back. Everything slow (tokens,
+hashes, text state) is prepared before. This module does not depend on gRPC or tokenizers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from penstock.scheduler.plan import Pooling, SamplingParams, TokenLogprobs
 
 
 class EngineFinishReason(Enum):
-    """Why a choice or a request ended."""
+    """Why a sequence or a request ended."""
 
     STOP = auto()
     LENGTH = auto()
@@ -19,40 +19,40 @@ class EngineFinishReason(Enum):
     WORKER_DIED = auto()
     SHUTDOWN = auto()
     KILLED_WORKER = auto()
-    """It ended the worker twice while it ran alone."""
+    """It crashed the worker twice while it ran alone."""
     GRAMMAR = auto()
-    """What its output must match became too costly to follow."""
+    """Its grammar became too costly to match."""
     DEAD_END = auto()
-    """What its output must match allowed a beginning that nothing can follow."""
+    """Its grammar allowed a beginning that has no continuation."""
     SLOW_CONSTRAINT = auto()
-    """Its constraint took too long to follow, token after token."""
+    """Its grammar took too long to match, token after token."""
     INTERNAL = auto()
 
 
 class RefusalKind(Enum):
-    """Why a request never entered the queue."""
+    """Why a request did not enter the queue."""
 
     QUEUE_FULL = auto()
     TOO_LARGE = auto()
-    """It can never fit in the KV cache, even alone."""
+    """It can never fit in the KV cache, even when it runs alone."""
     DRAINING = auto()
     WORKER_DOWN = auto()
     DEADLINE = auto()
     """Its deadline passed before admission."""
     OVERLOADED = auto()
-    """By the time that it would be done its deadline would have passed."""
+    """Its deadline would pass before its predicted end."""
     TENANT_BUSY = auto()
-    """Its tenant has as many live requests as it may have."""
+    """Its tenant has the maximum number of live requests."""
     TENANT_RATE = auto()
-    """Its tenant sends requests faster than it may."""
+    """Its tenant exceeds its rate of requests."""
     TENANT_TOKENS = auto()
-    """Its tenant has used up the tokens that it may have for now."""
+    """Its tenant has used up its token budget for now."""
     TENANT_CAP = auto()
-    """It asks for more than its tenant may: trying again cannot help."""
+    """It exceeds a cap of its tenant. Trying again cannot help."""
 
 
 class Refused(Exception):
-    """A request that was not admitted. ``retry_after_ms`` is None where trying again cannot help."""
+    """Raised for a request that was not admitted. ``retry_after_ms`` is None if trying again cannot help."""
 
     def __init__(self, kind: RefusalKind, message: str, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
@@ -62,38 +62,38 @@ class Refused(Exception):
 
 
 class TextDelta(NamedTuple):
-    """What a text state lets go after a token."""
+    """The output that a text state releases after a token."""
 
     num_tokens: int
-    """How many of the oldest tokens held by the text state are released with ``text``."""
+    """The number of the oldest held tokens that are released with ``text``."""
     text: str
     stop: str | None = None
-    """The stop string that was matched; ``text`` ends before it and nothing more may be fed."""
+    """The stop string that was matched. ``text`` ends before it, and no more tokens may be fed."""
     lengths: tuple[int, ...] | None = None
-    """How many characters of the text begin in each token, where that is not one token alone. After a stop string there
-    may be more: those of its own tokens, in full."""
+    """The number of characters of the text that begin in each token, unless there is only one token. After a stop
+    string the tokens of the stop string may be included, with all their characters."""
 
     def text_lengths(self) -> tuple[int, ...]:
-        """``lengths``, also of one token."""
+        """Returns ``lengths``, also for a single token."""
         if self.lengths is not None:
             return self.lengths
         return (len(self.text),) if self.num_tokens else ()
 
 
 class TextState(Protocol):
-    """Turns one choice's tokens into text: whole characters, never a possible beginning of a stop string."""
+    """Turns one sequence's tokens into text: whole characters, never a possible beginning of a stop string."""
 
     def feed(self, token_id: int) -> TextDelta:
-        """Takes one output token that is not a stopping token."""
+        """Adds one output token that is not a stop token."""
         ...
 
     def finish(self) -> TextDelta:
-        """The choice ended for another reason than a stop string: releases all that is held."""
+        """Releases all that is held, after the sequence ended for another reason than a stop string."""
         ...
 
 
 class StopMatch(NamedTuple):
-    """How a choice ended, and what was matched if it stopped."""
+    """How a sequence ended, and the match if it stopped."""
 
     reason: EngineFinishReason
     stop: str | None = None
@@ -107,7 +107,7 @@ class RequestAccepted:
     cached_tokens: int
     queue_position: int
     predicted_ttft_s: float | None = None
-    """From now to the first token; None while nothing is known of the time that steps take."""
+    """The predicted time from now to the first token; None while the times of steps are unknown."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class PromptLogprobsChunk:
 
 @dataclass(slots=True)
 class SequenceDelta:
-    """New output of one choice: exactly the tokens of ``text``, and with ``end`` those that ended it."""
+    """New output of one sequence: exactly the tokens of ``text``, and with ``end`` those that ended it."""
 
     choice: int
     token_ids: list[int]
@@ -128,21 +128,21 @@ class SequenceDelta:
     logprobs: TokenLogprobs | None = None
     end: StopMatch | None = None
     text_lengths: list[int] | None = None
-    """How many characters of the text begin in each token, where there are ``logprobs``."""
+    """The number of characters of the text that begin in each token, if there are ``logprobs``."""
 
 
 @dataclass(slots=True)
 class Embedded:
-    """The vector of one prompt of a request that is pooled; with it the choice of that number has ended."""
+    """The vector of one prompt of a pooled request. The sequence with this number has ended."""
 
     choice: int
     vector: bytes
-    """As ``RowResult.vector``."""
+    """The same bytes as ``RowResult.vector``."""
 
 
 @dataclass(slots=True)
 class TokenUsage:
-    """Tokens used so far; stopping tokens and those of stop strings count as output."""
+    """Tokens used so far. Stop tokens and the tokens of stop strings count as output."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -151,7 +151,7 @@ class TokenUsage:
 
 @dataclass(slots=True)
 class RequestTimings:
-    """Microseconds from arrival, as the proto has them."""
+    """Microseconds from arrival, as defined in the proto."""
 
     queued_us: int = 0
     prefill_us: int = 0
@@ -159,32 +159,32 @@ class RequestTimings:
     total_us: int = 0
     preemptions: int = 0
     restarts: int = 0
-    """Of the worker, while it ran."""
+    """Restarts of the worker while the request ran."""
 
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """What became of a request's drafts."""
+    """Counts of a request's drafts."""
 
     steps: int = 0
-    """That had some."""
+    """Steps with drafts."""
     drafted_at: list[int] = field(default_factory=list)
-    """Entry i: steps whose first i + 1 drafts or more were computed; its sum is the number of drafts."""
+    """Entry i counts the steps in which at least i + 1 drafts were computed. The sum is the number of drafts."""
     accepted_at: list[int] = field(default_factory=list)
-    """The same, of those that were chosen."""
+    """The same for accepted drafts."""
 
     @property
     def drafted(self) -> int:
-        """Tokens."""
+        """The number of drafts."""
         return sum(self.drafted_at)
 
     @property
     def accepted(self) -> int:
-        """Tokens."""
+        """The number of accepted drafts."""
         return sum(self.accepted_at)
 
     def count_step(self, num_drafted: int, num_accepted: int) -> None:
-        """Of one row in one step."""
+        """Counts one row's drafts in one step."""
         self.steps += 1
         for counts, number in ((self.drafted_at, num_drafted), (self.accepted_at, num_accepted)):
             counts += [0] * (number - len(counts))
@@ -192,31 +192,31 @@ class SpeculationCounts:
                 counts[index] += 1
 
     def copy(self) -> "SpeculationCounts":
-        """As it is now."""
+        """Returns a copy."""
         return SpeculationCounts(self.steps, self.drafted_at.copy(), self.accepted_at.copy())
 
 
 @dataclass(slots=True, frozen=True)
 class Context:
-    """What a request that ended leaves to those that continue it."""
+    """The context of a request that ended, for requests that continue it."""
 
     token_ids: list[int]
-    """Its prompt and the output that its caller was given."""
+    """Its prompt, and the output that its caller received."""
     block_hashes: list[bytes]
-    """Of full blocks from the first one on, as many as were needed so far; none with the cache off."""
+    """Hashes of full blocks from the first one on, as many as were needed so far; empty with the cache off."""
 
 
 @dataclass(slots=True)
 class RequestFinished:
-    """The end of a request: exactly one, last."""
+    """The end of a request: its last event, exactly once."""
 
     reason: EngineFinishReason
     usage: TokenUsage
     timings: RequestTimings
     message: str = ""
-    """What went wrong, fit for the caller's eyes; empty when nothing did."""
+    """The error, written for the caller; empty if there was none."""
     context: Context | None = None
-    """Of a request of one choice that began and then stopped, reached its length or was cancelled."""
+    """Set for a request of one sequence that began and then stopped, reached its length or was cancelled."""
     speculation: SpeculationCounts | None = None
     """None: it had no drafts."""
 
@@ -226,13 +226,13 @@ Event = RequestAccepted | PromptLogprobsChunk | SequenceDelta | Embedded | Reque
 
 @dataclass(slots=True, frozen=True)
 class Change:
-    """What the caller of a live request wants otherwise; None leaves it as it is."""
+    """Changes that the caller of a live request makes. None means no change."""
 
     priority: int | None = None
     deadline: float | None = None
-    """By ``time.monotonic()``."""
+    """A time by ``time.monotonic()``."""
     max_tokens: int | None = None
-    """Of each choice; at least 1."""
+    """The limit of each sequence; at least 1."""
 
 
 class Prompt(NamedTuple):
@@ -249,76 +249,76 @@ class Request:
 
     request_id: str
     prompt_token_ids: list[int]
-    """1 to max_model_len - 1 ids; one more where it is pooled."""
+    """1 to max_model_len - 1 ids; one more if it is pooled."""
     block_hashes: list[bytes]
-    """As ``Prompt`` has them."""
+    """The same as ``Prompt.block_hashes``."""
     sampling: SamplingParams
-    """``seed`` is set; choice i of n uses one derived from it."""
+    """``seed`` is set; sequence i of n uses a seed derived from it."""
     max_tokens: int
-    """Output tokens of each choice; prompt and output together fit in max_model_len."""
+    """Output tokens of each sequence. Prompt and output together fit in max_model_len."""
     sink: Callable[[Event], None]
     """Called on the event loop, synchronously, in order; must not raise or block."""
     make_text: Callable[[], TextState]
-    """A new text state; called once for each choice."""
+    """Returns a new text state; called once per sequence."""
     n: int = 1
     tenant: str = "default"
     priority: int = 0
-    """Lower runs first, under the policy ``priority``."""
+    """Under the policy ``priority``, a lower value runs first."""
     deadline: float | None = None
-    """By ``time.monotonic()``."""
+    """A time by ``time.monotonic()``."""
     retain_s: float = 0.0
-    """How long after its end its KV is kept in preference to ordinary cache."""
+    """The time after its end for which its KV is kept in preference to ordinary cache."""
     max_tokens_is_default: bool = False
-    """Nobody asked for so many: its tenant's cap lowers it instead of refusing the request."""
+    """The caller did not set ``max_tokens``: its tenant's cap lowers it instead of refusing the request."""
     client_request_id: str = ""
-    """The caller's own; told to whoever asks what became of the request."""
+    """The caller's own id, which the request's timeline contains."""
     arrival: float = 0.0
-    """By ``time.monotonic()``."""
+    """A time by ``time.monotonic()``."""
     hash_salt: bytes = b""
-    """What the block hashes were salted with: output blocks are hashed on with it."""
+    """The salt of the block hashes, which output blocks need too."""
     pooling: Pooling | None = None
-    """Its prompts are embedded: each is a choice's own and brings one ``Embedded``, and there is no output
+    """If set, its prompts are embedded: each is a sequence and brings one ``Embedded``, and there is no output
     (``max_tokens`` is 0)."""
     max_drafts: int = 0
-    """Tokens that may be drafted for a choice in a step."""
+    """The maximum number of drafts of a sequence in a step."""
     grammar: str = ""
-    """As ``AddedRow.grammar``."""
+    """The same as ``AddedRow.grammar``."""
     grammar_end_ids: frozenset[int] = frozenset()
-    """Tokens that end an output which matches ``grammar``. Before ``min_tokens`` one comes only where the grammar
+    """Tokens that end an output that matches ``grammar``. Before ``min_tokens``, one comes only where the grammar
     allows nothing else, and ends the output there too."""
     more_prompts: Sequence[Prompt] = ()
-    """Those after the first, where it is pooled: ``n`` counts them all."""
+    """The prompts after the first, if it is pooled: ``n`` counts them all."""
     num_prompt_tokens: int = field(init=False)
-    """Of all prompts: counted once, since there may be thousands."""
+    """Tokens of all prompts, counted once because there may be thousands."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids) + sum(len(prompt.token_ids) for prompt in self.more_prompts)
 
     def prompt(self, choice: int) -> Prompt:
-        """What a choice begins with."""
+        """Returns the prompt of a sequence."""
         if choice and self.more_prompts:
             return self.more_prompts[choice - 1]
         return Prompt(self.prompt_token_ids, self.block_hashes)
 
     @property
     def num_prompts(self) -> int:
-        """How many are computed; choices that only sample differently have one together."""
+        """The number of prompts to compute. Sequences that only sample differently share one."""
         return 1 + len(self.more_prompts)
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest one."""
+        """The number of tokens of the longest prompt."""
         return max(len(self.prompt_token_ids), max((len(prompt.token_ids) for prompt in self.more_prompts), default=0))
 
     @property
     def reads_cache(self) -> bool:
-        """Whether what is asked of its prompts can do without computing a prefix that is cached."""
+        """Whether its result can be computed without computing a cached prefix again."""
         if self.pooling is not None:
             return self.pooling.reads_cache
         return self.sampling.prompt_logprobs is None
 
     def changed(self, change: Change) -> "Request":
-        """The same request as its caller wants it now."""
+        """Returns the request with its caller's changes."""
         return replace(
             self,
             priority=self.priority if change.priority is None else change.priority,

@@ -235,7 +235,7 @@ class SequenceState:
         self.length_limit = self.length_bound + max_tokens
         """The length at which output ends at the latest."""
         self.in_flight: deque[int] = deque()
-        """For each plan in flight that computes the sequence: the maximum number of tokens that it adds."""
+        """The maximum number of tokens that each plan in flight adds, for the plans that compute the sequence."""
         self.max_drafts = request.max_drafts
         """The maximum number of drafts in a step."""
 

@@ -1,6 +1,6 @@
-"""One choice's tokens on their way out: stop conditions, and what the text state still holds back.
+"""The output of one sequence: applies stop conditions, and holds tokens back while the text state does.
 
-Knows neither blocks nor plans. A token is delivered at most once, in order, and never after the choice's end.
+It does not know blocks or plans. A token is delivered at most once, in order, and never after the sequence's end.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,7 +12,7 @@ from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMa
 
 @dataclass(slots=True)
 class HeldLogprobs:
-    """Log-probabilities of the tokens that are held back; flat, as they travel."""
+    """Log-probabilities of the tokens that are held back, in flat arrays."""
 
     num_top: int
     chosen: list[float] = field(default_factory=list)
@@ -20,14 +20,14 @@ class HeldLogprobs:
     top: list[float] = field(default_factory=list)
 
     def add_token(self, logprobs: TokenLogprobs, index: int) -> None:
-        """Takes entry ``index`` of an answer."""
+        """Adds entry ``index`` of a result."""
         span = slice(index * self.num_top, (index + 1) * self.num_top)
         self.chosen.append(logprobs.chosen[index])
         self.top_token_ids += logprobs.top_token_ids[span]
         self.top += logprobs.top[span]
 
     def release(self, num_tokens: int) -> TokenLogprobs:
-        """Gives the oldest ``num_tokens`` entries."""
+        """Removes and returns the oldest ``num_tokens`` entries."""
         num_entries = num_tokens * self.num_top
         released = TokenLogprobs(
             self.num_top, self.chosen[:num_tokens], self.top_token_ids[:num_entries], self.top[:num_entries]
@@ -37,7 +37,7 @@ class HeldLogprobs:
 
 
 class OutputBuffer:
-    """Turns accepted tokens into what the caller sees of them."""
+    """Turns accepted tokens into the output that the caller sees."""
 
     __slots__ = (
         "_end_token_ids",
@@ -64,14 +64,14 @@ class OutputBuffer:
         num_top_logprobs: int | None,
         end_token_ids: Collection[int] = (),
     ) -> None:
-        """``end_token_ids`` are stop tokens that end the choice before ``min_tokens`` too. There the output is complete
-        as its grammar has it and no token was chosen, so the token is neither counted nor shown."""
+        """``end_token_ids`` are stop tokens that end the sequence even before ``min_tokens``. There the output is
+        complete by its grammar and no token was chosen, so the token is neither counted nor shown."""
         self.index = index
         self.max_tokens = max_tokens
         self.num_tokens = 0
         """Tokens chosen so far."""
         self.num_in_text = 0
-        """Those of them that were let go with text: not the ones that ended the choice."""
+        """The number of these that were released with text; excludes the tokens that ended the sequence."""
         self.end: StopMatch | None = None
         self._text = text
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -80,10 +80,11 @@ class OutputBuffer:
         self._held: list[int] = []
         self._held_logprobs = None if num_top_logprobs is None else HeldLogprobs(num_top_logprobs)
         self._lengths: list[int] = []
-        """Characters of the text that begin in the oldest tokens of ``_held``, as far as that is known."""
+        """The number of characters of the text that begin in each of the oldest tokens of ``_held``, where known."""
 
     def take_tokens(self, token_ids: Sequence[int], logprobs: TokenLogprobs | None) -> SequenceDelta | None:
-        """What a step's tokens let go, or None. If one of them ends the choice, ``end`` is set; the rest is ignored."""
+        """Returns the output that a step's tokens release, or None. If one of them ends the sequence, sets ``end`` and
+        ignores the rest."""
         assert self.end is None
         num_released = 0
         text = ""
@@ -103,14 +104,14 @@ class OutputBuffer:
                 released = self._end(StopMatch(EngineFinishReason.LENGTH))
                 num_released += released.num_tokens
                 text += released.text
-            if released.stop is not None:  # also one that was complete only at the end
+            if released.stop is not None:  # even if it was complete only at the end
                 self.end = StopMatch(EngineFinishReason.STOP, stop=released.stop)
             if self.end is not None:
                 break
         return self._release(num_released, text)
 
     def cut(self) -> SequenceDelta:
-        """Ends the choice, which has as many tokens as it may have, and lets go what is held back."""
+        """Ends a sequence that has as many tokens as it may have, and releases the tokens that are held back."""
         assert self.end is None
         released = self._end(StopMatch(EngineFinishReason.LENGTH))
         if released.stop is not None:
@@ -123,7 +124,7 @@ class OutputBuffer:
         self.num_tokens += 1
         self._held.append(token_id)
         if self._held_logprobs is not None:
-            assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
+            assert logprobs is not None, "a result lacks the log-probabilities that its row needs"
             self._held_logprobs.add_token(logprobs, index)
 
     def _end(self, end: StopMatch) -> TextDelta:
@@ -140,7 +141,7 @@ class OutputBuffer:
             return None
         held = self._held
         self.num_in_text += num_released
-        if self.end is not None:  # the tokens that ended it count in its usage, and are told with it
+        if self.end is not None:  # the tokens that ended it count in its usage, and are delivered with it
             num_released = len(held)
         if num_released == len(held):
             shown, self._held = held, []

@@ -1,11 +1,11 @@
-"""What each tenant has and was served: the turns of the ``fair`` policy, what is left of its rates, and the counts
-behind caps and statistics.
+"""Each tenant's state: its turn under the ``fair`` policy, what remains of its rates, and the counts for caps and
+statistics.
 
-A turn is the tokens that a tenant was served, divided by its weight (the virtual counter of Sheng et al., "Fairness in
-Serving Large Language Models", OSDI 2024): whoever has the lowest goes next. A tenant with nothing in the queue saves
-up few turns: when a request of it comes, it is lifted to just below the lowest turn of those that wait, or that of the
-last one that began. Work is never held back for a tenant that has none. Knows neither blocks nor rows, but how many
-rows each has.
+A turn is the number of tokens that a tenant was served, divided by its weight (the virtual counter of Sheng et al.,
+"Fairness in Serving Large Language Models", OSDI 2024). The tenant with the lowest turn goes next. A tenant with
+nothing in the queue saves up little: when it sends a request, its turn is raised to just below the lowest turn of those
+that wait, or that of the last one that began. Work is never held back for a tenant that has none. Apart from the number
+of each tenant's rows, this module knows neither blocks nor rows.
 """
 
 import heapq
@@ -16,13 +16,13 @@ from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.planning.allowance import Rated, TenantRateLimit
 
 MAX_REMEMBERED = 4096
-"""Tenants without a live request whose turn is still remembered."""
+"""The number of tenants without a live request whose turns are kept."""
 MAX_SAVED_TOKENS = 2048
-"""What a tenant may save up: a request or two of one that asks for less than its share go first."""
+"""The maximum that a tenant may save up: one or two requests of a tenant that uses less than its share go first."""
 
 
 class TenantUse:
-    """One tenant's."""
+    """The state of one tenant."""
 
     __slots__ = ("limits", "name", "num_live", "num_new", "num_rows", "num_waiting", "rate_limit", "served", "turn")
 
@@ -33,22 +33,22 @@ class TenantUse:
         self.num_live = 0
         """Requests that have not finished."""
         self.num_rows = 0
-        """Of those that run."""
+        """Running rows of its requests."""
         self.num_waiting = 0
-        """Choices in the queue."""
+        """Sequences in the queue."""
         self.served = 0
         """Tokens computed for its prompts and chosen for its outputs."""
         self.turn = 0.0
         self.num_new = 0
-        """Tokens that a step chose for it, until they are charged."""
+        """Tokens that a step chose for it and that are not charged yet."""
 
     def charge(self, num_tokens: int) -> None:
-        """So many tokens were served to it."""
+        """Charges served tokens."""
         self.served += num_tokens
         self.turn += num_tokens / self.limits.weight
 
     def charge_new(self, now: float) -> None:
-        """What was chosen for it lately was served to it."""
+        """Charges the tokens that were chosen for it recently."""
         if self.num_new:
             self.charge(self.num_new)
             self.rate_limit.take_tokens(self.num_new, now)
@@ -56,7 +56,7 @@ class TenantUse:
 
 
 class TenantAccounting:
-    """Those that have live requests, and those whose turn is remembered."""
+    """The tenants with live requests, and those whose turns are kept."""
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -64,26 +64,26 @@ class TenantAccounting:
         self._uses: dict[str, TenantUse] = {}
         self._busy: dict[str, TenantUse] = {}
         self._last: TenantUse | None = None
-        """Whoever began last."""
+        """The tenant that began last."""
         self._total_weight = 0.0
-        """Of the busy ones."""
+        """The sum of the busy tenants' weights."""
 
     def __iter__(self) -> Iterator[TenantUse]:
-        """Those with live requests."""
+        """Iterates over the tenants with live requests."""
         return iter(self._busy.values())
 
     def num_live(self, name: str) -> int:
-        """A tenant's requests that have not finished."""
+        """Returns a tenant's requests that have not finished."""
         use = self._busy.get(name)
         return 0 if use is None else use.num_live
 
     def rate_limit(self, name: str) -> TenantRateLimit:
-        """What is left of a tenant's rates; only to be looked at."""
+        """Returns what remains of a tenant's rates; read-only."""
         use = self._uses.get(name)
         return TenantRateLimit(self._config.tenant(name), self._clock()) if use is None else use.rate_limit
 
     def charge(self, name: str, kind: Rated) -> None:
-        """Counts a request or call against a tenant's rate, whatever becomes of it."""
+        """Counts a request or call against a tenant's rate, whatever its outcome."""
         if self._config.tenant(name).requests_per_second is None:
             return
         now = self._clock()
@@ -91,7 +91,7 @@ class TenantAccounting:
         self._forget_some()
 
     def enter(self, name: str, num_prompt_tokens: int) -> TenantUse:
-        """A request begins to live."""
+        """Records a new request."""
         now = self._clock()
         use = self._use(name, now)
         use.rate_limit.take_tokens(num_prompt_tokens, now)
@@ -107,32 +107,32 @@ class TenantAccounting:
         return use
 
     def began(self, use: TenantUse) -> None:
-        """A choice of it got a row."""
+        """Records that a sequence of the tenant got a row."""
         self._last = use
 
     def leave(self, use: TenantUse) -> None:
-        """A request of it is over."""
+        """Records the end of a request."""
         use.num_live -= 1
         if use.num_live:
             return
         use.charge_new(self._clock())
         del self._busy[use.name]
-        # Anew, so that no rounding error stays.
+        # Summed again, so that no rounding error stays.
         self._total_weight = sum(other.limits.weight for other in self._busy.values())
         self._forget_some()
 
     def charge_new(self) -> None:
-        """A step is answered: what it chose is charged."""
+        """Charges the tokens that the last step chose."""
         now = self._clock()
         for use in self._busy.values():
             use.charge_new(now)
 
     def share(self, use: TenantUse) -> float:
-        """The part of everything that is a busy tenant's, 0 to 1."""
+        """Returns a busy tenant's share of all resources, 0 to 1."""
         return use.limits.weight / self._total_weight
 
     def share_of(self, name: str) -> float:
-        """What the part of a tenant is, or would be if it had a request."""
+        """Returns a tenant's share, or the share that it would have if it had a request."""
         use = self._busy.get(name)
         if use is not None:
             return self.share(use)
@@ -140,16 +140,16 @@ class TenantAccounting:
         return weight / (self._total_weight + weight)
 
     def share_beside(self, use: TenantUse, newcomer: str) -> float:
-        """What the part of a busy tenant is once the newcomer has a request too."""
+        """Returns a busy tenant's share once the newcomer has a request too."""
         return self.share(use) if newcomer in self._busy else self.share(use) * (1 - self.share_of(newcomer))
 
     def num_rows(self, name: str) -> int:
-        """A tenant's choices that run."""
+        """Returns a tenant's running rows."""
         use = self._busy.get(name)
         return 0 if use is None else use.num_rows
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Weights and caps are as ``config`` has them from now on. Where the policy changes nobody has had a turn."""
+        """Applies the weights and caps of ``config`` from now on. If the policy changes, all turns start from zero."""
         is_new_policy = config.policy is not self._config.policy
         self._config = config
         now = self._clock()
@@ -161,7 +161,7 @@ class TenantAccounting:
         self._total_weight = sum(use.limits.weight for use in self._busy.values())
 
     def busiest(self, limit: int) -> list[TenantUse]:
-        """Those with the most live requests."""
+        """Returns the tenants with the most live requests."""
         return heapq.nlargest(limit, self._busy.values(), key=lambda use: use.num_live)
 
     def _use(self, name: str, now: float) -> TenantUse:
@@ -171,7 +171,8 @@ class TenantAccounting:
         return use
 
     def _forget_some(self) -> None:
-        """Those whose rates are untouched and that were served least since they were lifted lose the least by it."""
+        """Drops idle tenants if there are too many: first those with untouched rates, then those with the lowest turns,
+        because these lose the least."""
         if len(self._uses) <= 2 * MAX_REMEMBERED:
             return
         now = self._clock()

@@ -1,11 +1,11 @@
-"""Finds which request kills workers, by running those that may have done it in ever smaller groups. Plain data;
-knows no rows and no plans.
+"""Finds the request that crashes workers, by running the suspects in ever smaller groups. Plain data, without rows or
+plans.
 
-Whoever was in a fatal step is a suspect. At first all of them resume together, since most crashes happen once. If the
-worker dies again, one of those who were in that step did it: they are cut in half, one half goes on trial, the other
-waits for its turn. A group that lives past where its members were when they died is cleared, and the next one goes on
-trial. While a trial goes on nobody else runs, so that each crash can be held against the group alone; it takes about as
-long as to compute the members' histories again.
+Every request in a fatal step is a suspect. At first all of them resume together, because most crashes happen once. If
+the worker dies again, one of the requests in that step is the cause: they are split in two, one half goes on trial, the
+other waits for its turn. A group that gets past the point where the worker died is cleared, and the next one goes on
+trial. During a trial no other request runs, so only the group can be the cause of a crash. A trial takes about as long
+as it takes to recompute the members' histories.
 
     {a b c d}  crash -> {a b} {c d}  crash -> {a} {b} {c d}  lives -> {b} {c d}  crash, crash -> b is convicted
 """
@@ -14,54 +14,55 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 CRASHES_ALONE = 2
-"""That convict a request: one could be chance."""
+"""The number of crashes in which a request ran alone that convict it: a single one could be chance."""
 MAX_PROBATION = 64
-"""Tokens that a suspect must live on for, at most."""
+"""The maximum number of tokens that a suspect must generate to be cleared."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is held against a request."""
+    """A suspect's record."""
 
     must_reach: int = 0
-    """The number of its output tokens at which it is cleared."""
+    """The number of output tokens at which it is cleared."""
     num_cleared: int = 0
     num_alone: int = 0
-    """Fatal steps that it was in alone."""
+    """The number of fatal steps with no other request."""
 
     @property
     def probation(self) -> int:
-        """Tokens to live on for: twice as many each time, for one that kills only now and then."""
+        """The number of tokens to generate: twice as many each time, for a request that crashes the worker only
+        sometimes."""
         return min(1 << self.num_cleared, MAX_PROBATION)
 
 
 class CrashBisector:
-    """Who may run after a crash that a step is to blame for."""
+    """Decides which requests may run after a step has crashed the worker."""
 
     def __init__(self) -> None:
         self.on_trial: frozenset[str] = frozenset()
-        """The only ones that may run; empty where nobody is on trial."""
+        """The only requests that may run; empty without a trial."""
         self._groups: list[list[str]] = []
-        """The first is on trial; no request is in two."""
+        """The first group is on trial. No request is in two groups."""
         self._passed: set[str] = set()
-        """Of the group on trial, those who have lived on for long enough."""
+        """Requests of the group on trial that have generated enough tokens."""
         self._held: set[str] = set()
         """Requests that cannot run now."""
         self._postponed: set[str] = set()
-        """Suspects among them."""
+        """The suspects among the held requests."""
         self._records: dict[str, _Record] = {}
 
     def __bool__(self) -> bool:
-        """Whether anybody is on trial."""
+        """Whether there is a trial."""
         return bool(self._groups)
 
     def may_run(self, request_id: str) -> bool:
-        """Whether a request may be in the next step."""
+        """Returns whether a request may be in the next step."""
         return not self._groups or request_id in self.on_trial
 
     def crashed(self, step: Mapping[str, int]) -> list[str]:
-        """A step killed the worker: ``step`` has the requests in it, and how many tokens each had put out. Returns
-        those who are convicted, and forgets them."""
+        """Records that a step crashed the worker. ``step`` maps the requests in it to their numbers of output tokens.
+        Returns the convicted requests, and drops them."""
         for request_id, num_tokens in step.items():
             record = self._records.setdefault(request_id, _Record())
             record.must_reach = num_tokens + record.probation
@@ -89,13 +90,13 @@ class CrashBisector:
         return True
 
     def answered(self, step: Mapping[str, int]) -> None:
-        """A step went well: ``step`` has the requests in it, those on trial at least, and how many tokens each has put
-        out now."""
+        """Records a step without a crash. ``step`` maps at least those of its requests that are on trial to their
+        numbers of output tokens."""
         ran = self.on_trial.intersection(step)
         self._passed.update(
             request_id for request_id in ran if step[request_id] >= self._records[request_id].must_reach
         )
-        # Members that are in no step cannot run beside the others, for want of blocks or rows: they are next.
+        # Members in no step cannot run beside the others, for lack of blocks or rows: they are next.
         if ran and ran <= self._passed:
             for request_id in self._passed:
                 self._records[request_id].num_cleared += 1
@@ -103,7 +104,8 @@ class CrashBisector:
             self._arrange([[request_id for request_id in group if request_id not in self._passed], *rest])
 
     def hold(self, request_id: str, held: bool) -> None:
-        """A request cannot run, or can again. Nobody waits for the trial of one that cannot: it is tried alone then."""
+        """Records that a request cannot run, or can again. No request waits for the trial of one that cannot run; it is
+        tried alone later."""
         if held:
             self._held.add(request_id)
             if self._remove(request_id):
@@ -115,14 +117,14 @@ class CrashBisector:
                 self._arrange([*self._groups, [request_id]])
 
     def drop_request(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drops a request that has ended."""
         self._held.discard(request_id)
         self._postponed.discard(request_id)
         if self._records.pop(request_id, None) is not None:
             self._remove(request_id)
 
     def _remove(self, request_id: str) -> bool:
-        """Whether it was in a group."""
+        """Returns whether it was in a group."""
         for group in self._groups:
             if request_id in group:
                 group.remove(request_id)

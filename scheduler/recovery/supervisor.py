@@ -1,4 +1,4 @@
-"""An executor's workers, one after the other: starts them, and says when to give up. Knows no request."""
+"""Starts an executor's workers, one after the other, and decides when to give up. It does not know requests."""
 
 import asyncio
 import logging
@@ -13,44 +13,44 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerSupervisor:
-    """Starts a worker, and others in its place."""
+    """Starts a worker, and replaces it."""
 
     def __init__(self, executor: Executor, first_delay_s: float) -> None:
         self._executor = executor
         self._restarts = RestartBudget(first_delay_s)
         self._load_s = 0.0
-        """What the last worker took to start."""
+        """The time that the last worker took to start."""
         self._died_at = 0.0
 
     @property
     def num_replaced(self) -> int:
-        """Since the start."""
+        """Workers replaced since the start."""
         return self._restarts.total
 
     @property
     def retry_ms(self) -> int:
-        """While one is replaced: when another is likely to run."""
+        """The time until a replacement is likely to run."""
         left_s = self._load_s - (time.monotonic() - self._died_at)
         return max(RETRY_AFTER_MS, round(1000 * left_s))
 
     async def start(self) -> WorkerFacts:
-        """Raises ExecutorError."""
+        """Starts a worker. Raises ExecutorError."""
         began = time.monotonic()
         facts = await self._executor.start()
         self._load_s = time.monotonic() - began
         return facts
 
     def answered(self) -> None:
-        """The worker has answered a step."""
+        """Records that the worker has returned a result."""
         self._restarts.answered()
 
     def died(self, error: ExecutorError, *, in_a_step: bool) -> None:
-        """The worker is gone."""
+        """Records that the worker is gone."""
         self._died_at = time.monotonic()
         self._restarts.died(WorkerFailure.IN_A_STEP if in_a_step else _failure(error))
 
     async def replace(self, error: ExecutorError) -> ExecutorError | None:
-        """Starts another one in the place of one that died by ``error``; returns the last error if none can be had."""
+        """Replaces a worker that died with ``error``; returns the last error if no worker can be started."""
         while not self._restarts.is_hopeless:
             await self._executor.stop()
             await asyncio.sleep(self._restarts.delay_s)

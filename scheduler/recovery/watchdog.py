@@ -1,30 +1,30 @@
-"""Finds a step that does not end. Knows no plan and no worker."""
+"""Finds a step that does not end. It does not know plans or workers."""
 
 import asyncio
 from collections.abc import Callable
 
 FACTOR = 10
-"""A step may take so many times what was predicted for it."""
+"""A step may take this many times its predicted time."""
 UNKNOWN_FACTOR = 20
-"""While nothing is known of steps the limit is so many times longer: the first may be the largest of all."""
+"""While nothing is known of steps, the limit is this many times longer: the first step may be the largest of all."""
 TICKS = 32
-"""In a limit."""
+"""The number of ticks in a limit."""
 
 
 class StepWatchdog:
-    """Says when the oldest step has gone on for too long.
+    """Detects that the oldest step has taken too long.
 
-    It counts turns of its own instead of reading a clock: time in which this process did not run itself, since it was
-    stopped or the machine slept, is not held against the worker.
+    It counts its own ticks instead of reading a clock, so time in which this process itself did not run, because it was
+    stopped or the machine slept, does not count.
     """
 
     def __init__(
         self, limit_s: float, predicted_s: Callable[[], float | None], on_expired: Callable[[float], None]
     ) -> None:
-        """A step may take ``limit_s`` in any case. ``predicted_s``: for the oldest step; None while nothing is known.
-        ``on_expired`` is told the limit that a step was over."""
+        """A step may always take ``limit_s``. ``predicted_s`` returns the oldest step's predicted time; None while
+        nothing is known. ``on_expired`` is called with the limit that a step has exceeded."""
         self.num_unanswered = 0
-        """Steps that were submitted and not answered."""
+        """Steps that were submitted and have no result."""
         self._limit_s = limit_s
         self._predicted_s = predicted_s
         self._on_expired = on_expired
@@ -32,25 +32,25 @@ class StepWatchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Watches from here on, until ``stop``."""
+        """Watches until ``stop``."""
         self._timer = asyncio.get_running_loop().call_later(self._limit_s / TICKS, self._tick)
 
     def stop(self) -> None:
-        """No more. Safe to call twice."""
+        """Stops watching. Safe to call twice."""
         if self._timer is not None:
             self._timer.cancel()
 
     def submitted(self) -> None:
-        """One more step is on its way."""
+        """Records a new step."""
         self.num_unanswered += 1
 
     def answered(self) -> None:
-        """The oldest step is answered."""
+        """Records the result of the oldest step."""
         self.num_unanswered -= 1
         self._num_ticks = 0
 
     def restarted(self) -> None:
-        """What was on its way is lost."""
+        """Discards all steps, which are lost."""
         self.num_unanswered = self._num_ticks = 0
 
     def _tick(self) -> None:
