@@ -209,7 +209,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         for each in error.errors():
             if isinstance(
                 raised := each.get("ctx", {}).get("error"), Exception
-            ):  # raised by one of the schemas' validators
+            ):  # raised by a schema's validator
                 release_frames(raised)
         release_frames(error)
         return from_validation(error.errors()).response()

@@ -1,7 +1,7 @@
 """What `penstock bench` itself costs: CPU time a token, by each of its ways to call, and the limit that this sets.
 
 The services are processes of their own: the real one over a fake worker, at 100 steps per second, and a bare HTTP server
-that answers as vLLM does. The limit is the tokens a second at which the client would take 80 % of a core, from where on
+that answers as vLLM does. The limit is the tokens per second at which the client would take 80 % of a core, from where on
 it warns.
 """
 
@@ -87,7 +87,7 @@ async def measure(way: Way, target: str, seconds: float) -> str:
     messages_per_s = sum(len(record.message_s) for record in report.records) / report.seconds
     share = report.client.process_share
     return (
-        f"{tokens_per_s:10,.0f}{messages_per_s:12,.0f}{share:8.1%}{share / tokens_per_s * 1e6:12.2f}"
+        f"{tokens_per_s:10,.0f}{messages_per_s:12,.0f}{share:8.1%}{share / tokens_per_s * 1e6:14.2f}"
         f"{BUSY_SHARE / share * tokens_per_s:17,.0f}"
     )
 
@@ -129,7 +129,7 @@ async def serve_grpc() -> None:
 
 
 async def serve_sse() -> None:
-    """A server that answers every POST with a token a step, in vLLM's form; prints where it is."""
+    """A server that answers every POST with a token per step, in vLLM's form; prints where it is."""
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     print("http://{}:{}".format(*server.sockets[0].getsockname()), flush=True)
     await server.serve_forever()
@@ -149,7 +149,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def events(num_tokens: int) -> AsyncIterator[dict[str, object]]:
-    """One a step."""
+    """One per step."""
     for i in range(num_tokens):
         await asyncio.sleep(STEP_S)
         finish = "length" if i == num_tokens - 1 else None
