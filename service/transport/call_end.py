@@ -1,9 +1,9 @@
 """Ends calls: with a status, without leaving memory behind in gRPC; when a write takes too long; and when the client
 has stopped reading.
 
-grpc.aio cannot cancel a call from the server's side. A call ends when nothing in Python refers to it any longer: then
-it is cancelled, what waited to be sent is dropped, and the client gets CANCELLED. The newest call may last longer,
-since gRPC's loop that accepts calls refers to it until the next one arrives.
+grpc.aio cannot cancel a call on the server. A call ends when nothing in Python refers to it any more: then it is
+cancelled, unsent messages are dropped, and the client gets CANCELLED. The newest call may last longer, since gRPC's
+loop that accepts calls refers to it until the next one arrives.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from penstock.clients.host.error_frames import release_frames
 from penstock.service.errors import Reason, ServiceError
 
 WRITE_PATIENCE_S = 60.0
-"""How long a client may take to read one message of a stream, or a whole answer."""
+"""How long a client may take to read one message of a stream, or a whole response."""
 GATHER_S = 0.05
-"""How long a call waits for others that are to end with it."""
+"""How long a call waits for others to end in the same batch."""
 AT_ONCE = 100
-"""Number of calls that end in one turn of the loop."""
+"""Number of calls that end in one iteration of the event loop."""
 _OUTER_TASK = "rpc_task"
 """gRPC's name for the task that waits for the end of a call, and keeps it alive."""
 
@@ -37,8 +37,8 @@ async def abort(
     try:
         await context.abort(code, message, tuple(trailers))
     except grpc.aio.AbortError as error:
-        # gRPC keeps it in the state of the call, and its traceback has frames that know the call: a circle that would
-        # hold the call's metadata, and all that was read, until the cycle collector runs.
+        # gRPC keeps the error in the call's state, and the frames in its traceback refer to the call. This cycle would
+        # hold the call's metadata, and all messages read, until the garbage collector runs.
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(lambda _, error=error: release_frames(error))  # type: ignore[misc]
@@ -47,9 +47,8 @@ async def abort(
 
 
 async def write(context: "grpc.aio.ServicerContext[Any, Any]", message: Any) -> None:
-    """Writes a message of a stream. Its initial metadata must have been sent: in one operation with a message that is
-    held up, it would keep the status back too. Raises ServiceError READER_TOO_SLOW where the client does not read in
-    time."""
+    """Writes a message of a stream. The initial metadata must have been sent: otherwise a blocked message would block
+    it too, and then the status. Raises ServiceError READER_TOO_SLOW if the client does not read in time."""
     try:
         async with asyncio.timeout(WRITE_PATIENCE_S):
             await context.write(message)
@@ -64,7 +63,7 @@ class CallEnder:
         self._handlers: set[asyncio.Task[Any]] = set()
 
     def end(self, handler: "asyncio.Task[Any]") -> None:
-        """Ends the call that the task ``handler`` answers soon, whatever is still to be sent."""
+        """Ends the call of the task ``handler`` soon, and drops unsent messages."""
         if not self._handlers:
             asyncio.get_running_loop().call_later(GATHER_S, self._end)
         self._handlers.add(handler)
@@ -89,7 +88,7 @@ class CallEnder:
 
 
 def _known_to(task: "asyncio.Task[Any]") -> Sequence[object]:
-    """Returns what the coroutine of gRPC's task has in its variables, which are not in a Python frame."""
+    """Returns the variables of the coroutine of gRPC's task, which has no Python frame."""
     with contextlib.suppress(TypeError):
         return gc.get_referents(*gc.get_referents(task.get_coro()))
     return ()

@@ -1,9 +1,9 @@
 """Closes connections to the service's TCP ports: idle ones, so that there is room for new ones, and those that must
 end.
 
-gRPC limits their number and refuses further ones, but it neither lists connections nor closes one. So they are found
-among the open files of this process and shut down there: to gRPC it looks as if the client had left. Where open files
-cannot be listed, as on systems other than Linux, only gRPC's own limits hold.
+gRPC limits their number and refuses further ones, but cannot list or close connections. So this module finds them among
+the process's open files and shuts them down there: to gRPC, the client seems to have disconnected. If open files cannot
+be listed, as on systems other than Linux, only gRPC's own limits apply.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ from penstock.service.config.addresses import Address
 CONNECTIONS_FLAG = "--max-connections"
 MAX_ADMIN_CONNECTIONS = 64
 RESERVED_FILES = 48
-"""Kept for files other than connections: above all for a new worker in place of one that died, whose pipes and sockets
-must not depend on strangers."""
+"""Open files that are reserved for purposes other than connections, above all for the pipes and sockets of a new worker
+after a crash."""
 LOOK_S = 0.25
 LIST_S = 5.0
-"""How often connections are listed although few files are new. Listing 4,096 of them takes 34 ms."""
+"""Interval between two listings when few files are new. Listing 4,096 connections takes 34 ms."""
 _MOST_FILES = 1 << 16
 _FULL, _ENOUGH = 0.75, 0.625
-"""Shares of the limit: above the first, connections are closed until the second is left."""
+"""Shares of the limit: above the first, connections are closed down to the second."""
 _FILES = "/proc/self/fd"
 
 CALL_BYTES, MESSAGE_BYTES = 1 << 10, 128
-"""Bytes on the connection that a call and a message take, beside the message itself and 1/16 of it for frames and TLS.
-They are rounded up: otherwise a connection would seem to have unfinished messages."""
+"""Bytes on the connection for a call and for a message, besides the message itself and 1/16 of it for frames and TLS.
+Rounded up: otherwise a connection would seem to have unfinished messages."""
 _RECEIVED = struct.Struct("=QQ")
 """``tcpi_bytes_acked`` and ``tcpi_bytes_received`` of ``struct tcp_info``."""
 _RECEIVED_AT = 120
@@ -55,7 +55,7 @@ class ClientConnection(NamedTuple):
 
 
 def max_connections(wanted: int) -> int:
-    """Returns ``wanted``, or as many as the limit of open files leaves beside open and reserved files."""
+    """Returns ``wanted``, or fewer if the limit on open files leaves fewer beside open and reserved files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return wanted
@@ -102,11 +102,11 @@ class _Use:
 
     num_calls: int = 0
     num_known: int = 0
-    """Calls of authenticated callers among them."""
+    """The calls of authenticated callers among ``num_calls``."""
     tenant: str | None = None
     """The tenant of the last authenticated call; None if there was none."""
     last: float = 0.0
-    """When a call began or ended."""
+    """When a call last began or ended."""
     num_bytes: int = 0
     """Bytes of complete messages and of calls."""
     inode: int = 0
@@ -118,24 +118,24 @@ class Connections:
 
     def __init__(self) -> None:
         self._limits: dict[int, int] = {}
-        """The limit of each port."""
+        """The connection limit of each port."""
         self._uses: dict[Peer, _Use] = {}
         self._looking: asyncio.Task[None] | None = None
         self._is_blind = not os.path.isdir(_FILES)
         self._num_files = 0
-        """When connections were last listed."""
+        """Number of open files at the last listing."""
         self._num_connected: dict[int, int] = {}
-        """At each port, then."""
+        """Connections at each port at the last listing."""
         self._seen: dict[ClientConnection, float] = {}
         """When each connection was first listed."""
         self._leaving: set[Peer] = set()
         self._cutting: asyncio.Task[None] | None = None
         self._listing = asyncio.Lock()
         self._spare: int | None = None
-        """A descriptor that is closed while files are listed: listing needs two, and none may be left."""
+        """A descriptor that is closed while files are listed: listing needs two, and there may be none left."""
 
     def add_listener(self, address: Address, limit: int) -> None:
-        """Watches the connections of a listener, of which gRPC accepts ``limit``. Does nothing for a Unix socket, whose
+        """Watches the connections of a listener; gRPC accepts up to ``limit``. Does nothing for a Unix socket, whose
         clients have no addresses."""
         if address.path is None:
             self._limits[address.port] = limit
@@ -185,15 +185,15 @@ class Connections:
             use.num_bytes += num_bytes + num_bytes // 16 + MESSAGE_BYTES
 
     async def unfinished_bytes(self) -> dict[ClientConnection, int]:
-        """Returns, at most, how many bytes of each connection belong to no complete message. Empty if the system does
-        not report it."""
+        """Returns an upper limit of the bytes of each connection that do not belong to a complete message. Empty if the
+        system does not report them."""
         found: dict[ClientConnection, int] = {}
         for connection, num_bytes in (await self._list(_received)).items():
             use = self._uses.get(connection.peer)
             if use is None:
                 continue
             if use.inode not in (0, connection.inode):
-                use.num_bytes = 0  # they were another connection's
+                use.num_bytes = 0  # counted on an earlier connection
             use.inode = connection.inode
             found[connection] = max(0, num_bytes - use.num_bytes)
         return found
@@ -253,7 +253,7 @@ class Connections:
                 del self._uses[peer]
 
     def may_be_full(self, num_files: int) -> bool:
-        """Returns whether a port may have too many connections, assuming that all new files belong to it."""
+        """Returns whether a port may have too many connections if all new files belong to it."""
         num_new = max(0, num_files - self._num_files)
         return any(self._num_connected.get(port, 0) + num_new > limit * _FULL for port, limit in self._limits.items())
 
@@ -262,15 +262,15 @@ class Connections:
         return max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
 
     def by_age(self, listed: Mapping[int, Collection[ClientConnection]], now: float) -> dict[int, list[Peer]]:
-        """Returns the clients of each port, those first that were listed first. A descriptor's number says nothing of
-        a connection's age: a new one takes over that of one that was closed."""
+        """Returns the clients of each port in the order in which they were first listed. Descriptor numbers do not show
+        a connection's age, since numbers of closed connections are reused."""
         self._seen = {found: self._seen.get(found, now) for port in listed for found in listed[port]}
         return {port: [found.peer for found in sorted(listed[port], key=self._seen.__getitem__)] for port in listed}
 
     def giving_way(self, connected: Collection[Peer], limit: int) -> Collection[Peer]:
-        """Returns the clients of a port that have to leave; none while there is room. Clients that never authenticated
-        go first, those without calls before the others; then those that have been idle the longest. If connections
-        with callers' calls leave too little room, the tenant with the most of them loses its newest."""
+        """Returns the clients of a port to disconnect; none while there is room. Clients that never authenticated come
+        first, those without calls before the others; then those that have been idle the longest. If connections with
+        authenticated calls leave too little room, the tenant with the most of them loses its newest."""
         if len(connected) <= limit * _FULL:
             return ()
         unused = _Use()
@@ -303,8 +303,8 @@ def _connected(ports: Collection[int]) -> dict[int, list[ClientConnection]]:
 
 
 def _received(ports: Collection[int]) -> dict[ClientConnection, int]:
-    """Returns the bytes received on each connection, without those that only respond to what was sent: at most half as
-    many as were sent."""
+    """Returns the bytes received on each connection, minus the most that can be HTTP/2 acknowledgements of sent data:
+    half of the bytes sent."""
     found: dict[ClientConnection, int] = {}
     for _, peer, connection in _sockets(ports):
         with contextlib.suppress(OSError, struct.error):  # an older system
@@ -330,8 +330,8 @@ def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> int:
 
 
 def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]]:
-    """Yields the connections of these ports as copies of gRPC's descriptors: a moment later a number may belong to
-    another file, while a copy stays what it is."""
+    """Yields the connections of these ports as copies of gRPC's descriptors: a number may belong to another file a
+    moment later, but a copy stays the same file."""
     try:
         names: Collection[int] = sorted(map(int, os.listdir(_FILES)))
     except OSError:  # the last file is open

@@ -2,8 +2,8 @@
 metadata.
 
 If no method has a call's path, gRPC decodes the path as UTF-8 in the loop that accepts calls. A path that is not UTF-8
-ends that loop, and the service accepts no more calls: any client could end it. gRPC's own bound on metadata holds only
-once the client has acknowledged it. Before that a client may send 16 MiB for each call, which grpc.aio keeps in a
+ends that loop, and the service accepts no more calls: any client could stop it. gRPC's own limit on metadata applies
+only after the client has acknowledged it. Before, a client may send 16 MiB per call, which grpc.aio keeps in a
 reference cycle even if an interceptor refuses the call.
 """
 
@@ -30,11 +30,11 @@ MAX_METADATA_BYTES = 16 << 10
 """Limit on a call's metadata, counted as in HTTP/2, with 32 more bytes for each header."""
 _HEADER_BYTES = 32
 CUT_METADATA_BYTES = 4 * MAX_METADATA_BYTES
-"""A client that sends more loses its connection: its next call could bring as much again, and all others wait while
-that is read."""
+"""A client that sends more is disconnected: its next call could have as much, and all others wait while gRPC reads
+it."""
 
 CALLS_AT_ONCE = 8
-"""How many calls of a method gRPC may hand over at once."""
+"""Number of calls of a method that gRPC may deliver ahead."""
 
 Cut = Callable[[str], None]
 
@@ -43,32 +43,33 @@ def refuse_early(server: grpc.aio.Server, cut: Cut, *arguments: Any) -> None:
     """Makes a new server refuse such calls. ``cut`` takes gRPC's name of a client and closes its connection.
     ``arguments`` are those of gRPC's own server: the loop, a pool, handlers, interceptors, options and a limit."""
     if not hasattr(cygrpc.AioServer, "_request_registered_call"):
-        return  # an older gRPC, which reads paths elsewhere; known calls cannot be told from others there
+        return  # an older gRPC, which reads paths elsewhere and does not separate known calls from others
     try:
         server._server = _Core(cut, *arguments)  # type: ignore[attr-defined]  # noqa: SLF001
     except TypeError:
-        # What could not be made gives back a hold on gRPC's poller that it never took: without this, the server's own.
+        # The failed object will release a reference to gRPC's poller that it never took. This adds one, so that the
+        # server keeps its own.
         cygrpc.init_grpc_aio()
         _log.warning(
-            "grpcio %s makes servers in an unknown way: any client can end the service by a call whose path is "
-            "no UTF-8; use grpcio 1.85",
+            "grpcio %s creates servers in an unknown way: any client can stop the service with a call whose path is "
+            "not UTF-8; use grpcio 1.85",
             grpc.__version__,
         )
 
 
 class _Line:
-    """The next calls of a method, in the order in which they come."""
+    """The next calls of a method, in order of arrival."""
 
     def __init__(self) -> None:
         self.accepting: set[asyncio.Task[Any]] = set()
-        """Each takes one call."""
+        """Tasks that accept one call each."""
         self.accepted: deque[Any] = deque()
-        """Calls that gRPC has not asked for yet."""
+        """Calls that grpc.aio has not requested yet."""
         self.wanted: asyncio.Future[Any] | None = None
-        """For the next call, if gRPC waits for one."""
+        """The future of the next call, if grpc.aio waits for one."""
 
     def hand_over(self, task: "asyncio.Task[Any]") -> None:
-        """Hands over a task's call or error. Drops an error that gRPC does not wait for: the server has stopped."""
+        """Delivers a task's call or error. Drops an error if grpc.aio does not wait: the server has stopped."""
         self.accepting.discard(task)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if self.wanted is None or self.wanted.done():
@@ -83,17 +84,17 @@ class _Line:
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
-    """The core of a ``grpc.aio`` server. All our methods are registered with it by their paths."""
+    """The core of a ``grpc.aio`` server. All served methods are registered with it by their paths."""
 
     def __init__(self, cut: Cut, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._cut = cut
         self._refusals: set[asyncio.Task[None]] = set()
         self._lines: dict[bytes, _Line] = {}
-        """By method."""
+        """The lines by method."""
 
     async def _request_registered_call(self, method: bytes) -> Any:
-        """Returns the next call of a method whose metadata is within the limit. Raises what gRPC raises when the server
+        """Returns a method's next call with metadata within the limit. Raises what gRPC raises when the server
         stops."""
         while True:
             state = await super()._request_registered_call(method)
@@ -104,8 +105,9 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
             del state, context  # or they would last until the next call
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
-        """Returns a future for a method's next call. By itself, gRPC asks for a call only when it has begun the one
-        before, several turns of the event loop later. Bursts wait, and beyond 1,000 waiting calls it refuses some."""
+        """Returns a future for a method's next call. By default, grpc.aio only requests the next call when it has
+        started the previous one, several iterations of the event loop later. Bursts then wait, and gRPC refuses some
+        calls when more than 1,000 wait."""
         if method is None:
             return super()._make_request_call_future(method)
         line = self._lines.setdefault(method, _Line())
@@ -121,7 +123,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         return wanted
 
     async def shutdown(self, grace: float | None) -> None:
-        """Stops the server, and waits until it takes no more calls."""
+        """Stops the server, and waits until it accepts no more calls."""
         await super().shutdown(grace)
         if accepting := [task for line in self._lines.values() for task in line.accepting]:
             await asyncio.wait(accepting, timeout=REFUSE_TIMEOUT_S)
@@ -134,14 +136,14 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
     def _refuse(self, context: Any, num_bytes: int) -> None:
         if num_bytes > CUT_METADATA_BYTES:
             self._cut(context.peer())
-            return  # without references to it, the call ends
+            return  # the call ends, since nothing refers to it
         refusal = asyncio.create_task(_abort(context, num_bytes > MAX_METADATA_BYTES))
         self._refusals.add(refusal)
         refusal.add_done_callback(self._refusals.discard)
 
 
 def _look_at(state: Any) -> tuple[Any, int]:
-    """Returns a call, and how many bytes its metadata has."""
+    """Returns a call and the size of its metadata."""
     context = cygrpc._ServicerContext(state, None, None, asyncio.get_running_loop())  # noqa: SLF001
     metadata: Metadata = context.invocation_metadata()
     return context, sum([len(name) + len(value) + _HEADER_BYTES for name, value in metadata])

@@ -1,8 +1,8 @@
-"""How many parts a message has, and how many entries its maps have, counted before it is parsed.
+"""Counts the parts of a message and the entries of its maps before it is parsed, and stops at the first one too many.
 
-protobuf's parser holds Python's lock, and so the event loop, until it is done, and bounds are looked at after it: 8 MiB
-of empty items are millions of objects, and take it a quarter of a second; a map whose keys collide takes it time in
-proportion to the square of their number. This stops at the first part too many.
+protobuf's parser holds the GIL, and so blocks the event loop, until it is done, and bounds are checked after it. 8 MiB
+of empty items are millions of objects, and take a quarter of a second; a map with colliding keys takes time in
+proportion to the square of their number.
 """
 
 import asyncio
@@ -16,34 +16,35 @@ from penstock.service.config.limits import FIELD_BOUNDS
 from penstock.service.errors import Reason, ServiceError
 
 MAX_PARTS = 40_000
-"""Fields, with those of the messages inside. 4,096 messages of a chat with 4,096 tool calls have 36,868."""
+"""Limit on fields, including those of inner messages. 4,096 chat messages with 4,096 tool calls have 36,868."""
 MAX_MAP_ENTRIES = 2048
-"""Limit on the entries of all maps of a message: more than any map may have, so that a map that is a little too large
-is refused with only its own request. This many entries with colliding keys take 3 ms."""
+"""Limit on the entries of all maps of a message. It is higher than any map's own limit, so that a map that is a little
+too large fails only its own request. This many entries with colliding keys take 3 ms."""
 SHORT_BYTES = 64 << 10
-"""What is shorter, and has no map, is parsed in 2 ms, whatever it holds."""
+"""Any shorter message without maps is parsed in 2 ms."""
 _SLICE_PARTS = 4096
-"""Parts that are counted before the event loop gets a turn, in about 1 ms."""
+"""Parts that are counted before the event loop runs again, in about 1 ms."""
 _MAX_VARINT_BYTES = 10
 _BYTES = 2
 _FIXED = {1: 8, 5: 4, 3: 0, 4: 0}
-"""Kinds of fields on the wire, as their tags tell them, by their size: numbers, and the beginning and end of a group,
-what is inside of which counts as if it were outside. Besides these and _BYTES there are varints, and what stops the
-parser."""
+"""Sizes of fields by wire type: fixed-size numbers, and the start and end of a group, whose fields count as if they
+were outside. The other wire types are _BYTES, varints, and invalid ones, which stop the parser."""
 
 _NO_MESSAGE = (None, False)
 
 
 async def check_parts(raw: bytes, message: Descriptor) -> None:
-    """Raises ServiceError TOO_EXPENSIVE. A part takes 0.4 to 0.7 us; a string or a packed list is one, however long."""
+    """Raises ServiceError TOO_EXPENSIVE for too many parts. A part takes 0.4 to 0.7 us; a string or a packed list of
+    any length is one part."""
     if len(raw) > SHORT_BYTES or _may_have_many_entries(raw, message):
         for _ in _count(raw, message):
             await asyncio.sleep(0)
 
 
 def _may_have_many_entries(raw: bytes, message: Descriptor) -> bool:
-    """Each entry of a map begins with the map's tag, so they are at most as many as the tag's first byte, which is
-    counted in no time. A tag may be longer than it has to be: then that byte has its highest bit set."""
+    """Returns whether the maps may have too many entries. Each entry begins with the map's tag, so the tag's first
+    byte, which is fast to count, occurs at least as often. In a tag that is longer than necessary, that byte has its
+    highest bit set."""
     firsts = {field.number << 3 & 0x7F | _BYTES for field in _maps_in(message)}
     if not firsts or len(raw) <= 2 * MAX_MAP_ENTRIES:
         return False
@@ -64,7 +65,7 @@ def _count(raw: bytes, message: Descriptor) -> Iterator[None]:
                 if num_parts > MAX_PARTS:
                     raise ServiceError(
                         Reason.TOO_EXPENSIVE,
-                        f"a message has at most {MAX_PARTS:,} fields, with those of the messages inside: send fewer "
+                        f"a message has at most {MAX_PARTS:,} fields, including those of inner messages: send fewer "
                         "items at once",
                     )
                 if not num_parts % _SLICE_PARTS:
@@ -91,13 +92,13 @@ def _count(raw: bytes, message: Descriptor) -> Iterator[None]:
                         parts.append((at, min(at + value, end), inner))
                     at += value
         except IndexError:
-            return  # it breaks off: the parser stops there too, and says so
+            return  # it is truncated: the parser stops there too, and reports it
 
 
 def _too_many_entries(root: Descriptor, field: FieldDescriptor) -> ServiceError:
     assert field.containing_type is not None
     path, bound = _maps_in(root)[field], FIELD_BOUNDS[field.containing_type.name][field.name]
-    assert isinstance(bound, Biases), "the one kind of bound that a map has"
+    assert isinstance(bound, Biases), "the only kind of bound on a map"
     return ServiceError(
         Reason.TOO_EXPENSIVE,
         f"{path}: at most {bound.high:,} entries; it has more than {MAX_MAP_ENTRIES:,}",
@@ -107,7 +108,7 @@ def _too_many_entries(root: Descriptor, field: FieldDescriptor) -> ServiceError:
 
 @cache
 def _messages(message: Descriptor) -> Mapping[int, tuple[Descriptor, bool]]:
-    """Those of its fields that are messages, and whether each is an entry of a map."""
+    """Returns the message's fields that are messages, and whether each is an entry of a map."""
     return {
         field.number: (field.message_type, field.message_type.GetOptions().map_entry)
         for field in message.fields
@@ -117,8 +118,8 @@ def _messages(message: Descriptor) -> Mapping[int, tuple[Descriptor, bool]]:
 
 @cache
 def _maps_in(root: Descriptor) -> Mapping[FieldDescriptor, str]:
-    """The maps of a message and of those inside it, with their paths as errors name them: without ``start``, which is
-    all that a request has."""
+    """Returns the maps of a message and its inner messages, with their paths in errors: without ``start``, the only
+    field of a request."""
     found: dict[FieldDescriptor, str] = {}
     seen = {root}
     paths = [(root, "")]
@@ -138,7 +139,7 @@ def _maps_in(root: Descriptor) -> Mapping[FieldDescriptor, str]:
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at ``at``, and where it ends. Raises IndexError where it doesn't."""
+    """Returns the number that begins at ``at``, and its end. Raises IndexError if it has no end."""
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         byte = raw[at + index]

@@ -1,5 +1,5 @@
-"""A limited number of places. When all are taken, the oldest holder gives way to one that waits. Knows nothing of what
-is done in them."""
+"""A limited number of places, such as for messages in flight. When all are taken, the oldest holder gives way to a
+waiter."""
 
 import asyncio
 from collections import deque
@@ -13,8 +13,8 @@ from types import TracebackType
 from penstock.service.errors import ServiceError
 
 _TURNS = 3
-"""Turns of the event loop between the time at which a holder has to leave and the check whether it still holds its
-place: input that arrived while the loop was busy is handled first."""
+"""Iterations of the event loop between the time at which a holder has to leave and the check whether it still holds its
+place, so that input that arrived while the loop was busy is handled first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,15 @@ class Rules:
     each: int
     """Limit on the places of one owner."""
     waiting_each: int
-    """Limit on an owner's waiters. More are refused at once."""
+    """Limit on the waiters of one owner. More are refused immediately."""
     max_waiting: int
     """Limit on all waiters. Beyond it, the newest waiter of the owner with the most is refused."""
     hold_s: float
     """How long a place may be held while others wait."""
     patience_s: float | None
-    """How long a place may be held in any case; None is no limit."""
+    """How long a place may be held in any case; None is unlimited."""
     displaced: Callable[[], ServiceError]
-    """Makes the error for holders that had to give way, and for callers that could not even wait."""
+    """Makes the error for holders that had to give way, and for refused waiters."""
     late: Callable[[], ServiceError] | None = None
     """Makes the error for holders whose ``patience_s`` is over. None: the same as ``displaced``."""
     spare: int = 0
@@ -41,19 +41,19 @@ class Rules:
 
 
 class Places:
-    """Keeps track of holders and of those that wait, by owner. Belongs to the event loop."""
+    """Keeps track of holders and waiters, by owner. Belongs to the event loop."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self._taken: dict[str, dict[HeldPlace, None]] = {}
         self._num_taken = 0
         self._waiting: dict[str, deque[HeldPlace]] = {}
-        """By owner; the first owner is next."""
+        """Waiters by owner; the first owner is next."""
         self._num_waiting = 0
         self._timer: asyncio.TimerHandle | None = None
         """Fires when a holder has to give way."""
         self._late_timer: asyncio.TimerHandle | None = None
-        """Fires when a holder's ``patience_s`` may be over. One for all: a timer for each place would cost more."""
+        """Fires when a holder's ``patience_s`` may be over. One timer for all is cheaper than one per place."""
 
     @property
     def num_taken(self) -> int:
@@ -65,7 +65,7 @@ class Places:
         return HeldPlace(self, owner)
 
     def taken(self, owner: str) -> "list[HeldPlace]":
-        """Returns an owner's places, oldest first, without those that it is about to leave."""
+        """Returns an owner's places, oldest first, except those that it is about to leave."""
         return [place for place in self._taken.get(owner, ()) if not place.has_to_leave]
 
     async def take_place(self, place: "HeldPlace") -> None:
@@ -105,7 +105,8 @@ class Places:
         return self._num_taken < total and num_mine < self.rules.each
 
     def _make_room_to_wait(self, owner: str) -> None:
-        """Raises ServiceError if the owner has too many waiters, or if all have and no other owner has more."""
+        """Refuses another owner's newest waiter if there are too many. Raises ServiceError if this owner has too many,
+        or if no other owner has more."""
         num_mine = len(self._waiting.get(owner, ()))
         if num_mine >= self.rules.waiting_each:
             raise self.rules.displaced()
@@ -136,7 +137,7 @@ class Places:
         self._num_taken += 1
 
     def _admit(self) -> None:
-        """Gives places to waiters, one owner after the other, and sets the timer that makes holders leave."""
+        """Gives places to waiters, in turn by owner, and sets the timer that makes holders leave."""
         given = True
         while given:
             given = False
@@ -206,8 +207,8 @@ class Places:
             else:
                 num_wanted += min(len(waiting), self.rules.each - len(mine))
         if num_wanted:
-            # The oldest of the owner with the most, as often as it takes: a place counts as many as its owner would
-            # have if all older ones had left. First come those that are about to leave by themselves.
+            # Repeatedly the oldest place of the owner with the most: a place's rank is the number of places that its
+            # owner would have if all older ones had left. Holders that are about to leave anyway come first.
             ranked = [
                 (not place.has_to_leave, -(len(mine) - index), place)
                 for mine in self._taken.values()
@@ -218,7 +219,7 @@ class Places:
 
 
 class HeldPlace:
-    """A place, held as long as the block lasts."""
+    """A place that is held inside an ``async with`` block."""
 
     __slots__ = ("_is_late", "_places", "_task", "has_to_leave", "owner", "since", "turn")
 
@@ -229,18 +230,18 @@ class HeldPlace:
         self.has_to_leave = False
         self.owner = owner
         self.since: float | None = None
-        """When it was given; None while it is still waiting."""
+        """When the place was given; None while the holder waits."""
         self.turn: asyncio.Future[None] | None = None
 
     def end(self, *, is_late: bool = False) -> None:
-        """Makes the block that holds it fail soon."""
+        """Makes the block that holds the place fail soon."""
         self.has_to_leave, self._is_late = True, is_late
         if self._task is not None:
             self._task.cancel()
 
     async def __aenter__(self) -> None:
         await self._places.take_place(self)
-        if self.has_to_leave:  # before it knew that it had it
+        if self.has_to_leave:  # ended before the block began
             self._places.leave(self)
             raise self._error()
         self._task = asyncio.current_task()

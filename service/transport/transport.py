@@ -1,4 +1,4 @@
-"""A gRPC server as every listener of the service has it, and how it is bound to its address."""
+"""Creates the gRPC server of a listener, and binds it to its address."""
 
 import asyncio
 import logging
@@ -15,42 +15,42 @@ from penstock.service.transport.call_limits import MAX_MESSAGE_BYTES
 from penstock.service.transport.early_refusals import MAX_METADATA_BYTES, Cut, refuse_early
 
 _STREAM_WINDOW_BYTES = 64 << 10
-"""How much of a message gRPC keeps before the service reads it."""
+"""How much of a message gRPC buffers before the service reads it."""
 _SETTINGS_TIMEOUT_MS = 10_000
-"""A client that has not acknowledged the connection's limits by then is cut off, since they do not hold until it
-has."""
+"""A client that does not acknowledge the connection's limits in this time is disconnected, since they do not apply
+before."""
 _IDLE_CONNECTION_MS = 600_000
-"""Connections without a call are closed after this time; clients connect again by themselves."""
+"""Connections without a call are closed after this time; clients reconnect automatically."""
 
 
 def new_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: int, max_connections: int, cut: Cut
 ) -> grpc.aio.Server:
-    """Not bound yet. ``max_streams``: calls on a connection at a time; one more waits in the client, unseen.
-    ``max_connections``: of each listener. ``cut`` ends a client's connection."""
+    """Returns a server that is not bound yet. ``max_streams``: limit on concurrent calls on a connection; further calls
+    wait in the client. ``max_connections``: limit of each listener. ``cut`` closes a client's connection."""
     options = [
-        # Without these a client that pings a silent stream every 10 s, as most are told to, is cut off after 40 s.
+        # Without these, a client that pings an idle stream every 10 s, a common setting, is disconnected after 40 s.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
-        # A client whose machine is gone says nothing; its requests must not run on for the hours that TCP would wait.
+        # These detect a client whose machine has failed: its requests must not run for the hours that TCP would wait.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_concurrent_streams", max_streams),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        # Between the two, gRPC would refuse at random.
+        # gRPC refuses calls at random between the two limits, so they are equal.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.http2.settings_timeout", _SETTINGS_TIMEOUT_MS),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
-        # By its estimate of a connection's bandwidth gRPC would take 4 MiB of every message before anybody reads it.
-        # What is read has a window as large as the message, up to 1 MiB, in any case.
+        # With its bandwidth estimate, gRPC would buffer 4 MiB of every message before the service reads it. A message
+        # that is being read has a window of its own size, up to 1 MiB, in any case.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _STREAM_WINDOW_BYTES),
-        # Two services on one port would each get half of the calls.
+        # Otherwise two services could share a port, and each would get half of the calls.
         ("grpc.so_reuseport", 0),
     ]
     logger = logging.getLogger("grpc._cython.cygrpc")
@@ -62,7 +62,7 @@ def new_server(
 
 
 def _without_arguments(record: logging.LogRecord) -> bool:
-    # Metadata that is no UTF-8 is logged by gRPC as it came, and that may be a key.
+    # gRPC logs metadata that is not UTF-8 unchanged, and it may contain a key.
     record.args = ()
     return True
 
@@ -71,8 +71,8 @@ _log_rate = LogRate()
 
 
 def bind(server: grpc.aio.Server, address: Address, tls: ServerTls | None = None) -> str:
-    """Binds a server that has not started; returns the address with the port that was bound. A Unix socket has no TLS.
-    Raises ListenError."""
+    """Binds a server before it starts; returns the address with the bound port. A Unix socket has no TLS. Raises
+    ListenError."""
     try:
         if tls is None or address.path is not None:
             port = server.add_insecure_port(str(address))
@@ -85,7 +85,7 @@ def bind(server: grpc.aio.Server, address: Address, tls: ServerTls | None = None
 
 @contextmanager
 def for_this_user_alone() -> Iterator[None]:
-    """A Unix socket that is made inside the block has mode 0600 from its first moment on."""
+    """Gives a Unix socket that is created inside the block mode 0600 from the start."""
     previous = os.umask(0o177)
     try:
         yield

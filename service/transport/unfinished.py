@@ -1,10 +1,10 @@
-"""Limits the memory of unfinished later messages of streams. A time limit would end streams that are merely idle, since
-any time may pass between two messages of a stream.
+"""Limits the memory of unfinished later messages of streams. A time limit would end idle streams, since any time may
+pass between two messages of a stream.
 
-gRPC does not show a message until it is complete. But the kernel knows how many bytes a connection has received, and
-the service knows how many of them were in complete messages: the rest is in unfinished ones. Streams of the connections
-with the most unfinished bytes end, but only when the process has grown and there are many such bytes. The kernel does
-not count the bytes of Unix sockets, so nothing ends there.
+gRPC does not show a message until it is complete. But the kernel counts the bytes that a connection has received, and
+the service counts those in complete messages: the rest is in unfinished ones. Streams of the connections with the most
+unfinished bytes end, but only if the process has grown and there are many such bytes. The kernel does not count the
+bytes of Unix sockets, so no streams end there.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ MAX_UNFINISHED_BYTES = 256 << 20
 CALM_BYTES = 64 << 20
 """Growth of the process below which unfinished messages do not matter."""
 STREAM_BYTES = 8 << 20
-"""The most that an unfinished message of one stream holds, about."""
+"""Approximate limit of an unfinished message of one stream."""
 QUIET_S = 1.0
 """A stream that got a message within this time stays."""
 _MANY = 1 << 30
@@ -43,16 +43,16 @@ class UnfinishedMessages:
                 displaced=_too_much_unfinished,
             )
         )
-        """Owned by connections."""
+        """The owner of a place is a connection."""
         self._connections = connections
         self._resident_bytes = resident_bytes
         self._least_bytes = 0
         self._settled: dict[ClientConnection, int] = {}
-        """Bytes of each connection that belong to no complete message and are no longer held."""
+        """Bytes of each connection that are not in a complete message and no longer held."""
         self._looking: asyncio.Task[None] | None = None
 
     def read(self, name: str) -> HeldPlace:
-        """Returns what to enter while a later message is awaited. ``name`` is gRPC's name of the client."""
+        """Returns the place to hold while waiting for a later message. ``name`` is gRPC's name of the client."""
         peer = peer_of(name)
         return self.reads.place("" if peer is None else _owner(peer))
 

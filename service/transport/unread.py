@@ -1,4 +1,4 @@
-"""Drops whole answers that the client does not read: after a time, or sooner when there are too many."""
+"""Drops whole responses that the client does not read: after a time, or sooner if there are too many."""
 
 import asyncio
 import logging
@@ -10,12 +10,12 @@ from penstock.service.transport.call_end import WRITE_PATIENCE_S, CallEnder
 
 LOOK_S = 1.0
 SOON_S = 5.0
-"""How long an answer may wait for its reader even when there are too many."""
+"""How long a response may stay unread even if there are too many."""
 MAX_BYTES_OF_TENANT = 64 << 20
 MAX_BYTES = 256 << 20
-"""Limits on unread answers older than ``SOON_S``: of one tenant, and in all."""
+"""Limits on unread responses older than ``SOON_S``: per tenant, and in total."""
 CALL_BYTES = 16 << 10
-"""Memory that gRPC keeps for a call, however short its answer is."""
+"""Memory that gRPC keeps for a call, even if its response is short."""
 
 _log = logging.getLogger(__name__)
 _log_rate = LogRate()
@@ -26,23 +26,23 @@ class _Answer:
     tenant: str
     request_id: str
     num_bytes: int
-    """Size of the answer plus ``CALL_BYTES``."""
+    """Size of the response plus ``CALL_BYTES``."""
     since: float
 
 
 class UnreadAnswers:
-    """Keeps track of answers from the moment that gRPC gets them. Belongs to the event loop."""
+    """Keeps track of responses from the moment that gRPC gets them. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._answers: dict[asyncio.Task[object], _Answer] = {}
-        """Oldest first, by the task of the handler, which is done when its answer has been sent. Finished ones are
-        removed at the next look: a callback for each call would cost more."""
+        """Oldest first, by the handler's task, which is done when its response has been sent. Finished ones are removed
+        at the next check: a callback per call would cost more."""
         self._timer: asyncio.TimerHandle | None = None
         self._ender = CallEnder()
         _log.addFilter(_log_rate)
 
     def add_answer(self, tenant: str, request_id: str, num_bytes: int) -> None:
-        """Adds the answer that the current task is about to return to gRPC."""
+        """Adds the response that the current task is about to return to gRPC."""
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
@@ -51,7 +51,7 @@ class UnreadAnswers:
             self._timer = loop.call_later(LOOK_S, self._look)
 
     def end(self, task: asyncio.Task[object]) -> None:
-        """Ends the call that ``task`` answers, with all that it has to send."""
+        """Ends the call of ``task``, and drops everything that it has to send."""
         self._ender.end(task)
 
     def _look(self) -> None:
@@ -64,15 +64,15 @@ class UnreadAnswers:
             answer = self._answers.pop(task)
             self._ender.end(task)
             _log.warning(
-                "call %s: its answer of %d bytes was not read in %.0f s; it is dropped",
+                "call %s: its response of %d bytes was not read in %.0f s; it is dropped",
                 answer.request_id,
                 answer.num_bytes - CALL_BYTES,
                 now - answer.since,
             )
 
     def _too_many(self, now: float) -> list[asyncio.Task[object]]:
-        """Returns the answers to drop: late ones, then the oldest of each tenant over its limit, then the oldest of the
-        tenant with the most while the total is over its limit."""
+        """Returns the responses to drop: late ones, then the oldest of each tenant over its limit, then the oldest of
+        the tenant with the most while the total is over its limit."""
         dropped: list[asyncio.Task[object]] = []
         waiting: dict[str, deque[asyncio.Task[object]]] = {}
         num_bytes = Counter[str]()

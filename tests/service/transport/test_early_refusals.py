@@ -17,7 +17,7 @@ async def test_a_grpc_that_makes_servers_in_another_way_is_told_of(start_service
     refuse = early_refusals.refuse_early
     monkeypatch.setattr(transport, "refuse_early", lambda server, *arguments: refuse(server, *arguments, "new"))
     service = await start_service()
-    assert "no UTF-8" in caplog.text
+    assert "not UTF-8" in caplog.text
     answer = await service.generation.Complete(pb.CompleteRequest(start=pb.Start(text="hi")))
     assert answer.finished.status.code == 0
 
