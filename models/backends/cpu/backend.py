@@ -322,8 +322,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         num_threads=config.num_threads,
         hidden_size=spec.hidden_size,
     )
-    program = model.program(pages)
-    return CpuBackend(model, pages, program, facts, spec.num_parameters, num_logits, config.num_threads)
+    return CpuBackend(model, pages, model.program(pages), facts, spec.num_parameters, num_logits, config.num_threads)
 
 
 def _check_tiers(config: WorkerConfig) -> None:

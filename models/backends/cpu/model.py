@@ -152,20 +152,34 @@ def load_model(
     layers = (DecoderLayer * spec.num_layers)(
         *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
     )
+    model = _without_weights(spec, formats, num_logits, block_size)
+    model.kernels = ctypes.pointer(kernels)
+    model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
+    model.embedding, model.packed_embedding, model.head = table, head.parts[0], head
+    model.norm = packer.vector("model.norm.weight", hidden, spec.norm_offset)
+    model.layers = ctypes.addressof(layers)
+    if isinstance(spec, EagleSpec):
+        model.fc = packer.linear([FC], [hidden], spec.fc_columns, False)
+        layers[0].hidden_norm = packer.vector(HIDDEN_NORM, hidden)
+    tensors.done()
+    used = packer.address - memory.address
+    return CpuModel(model, library, memory, used, packer.error, (layers, rope_array, experts, packer.kept))
+
+
+def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, block_size: int) -> DecoderModel:
+    """Returns a model's sizes and constants, without an address of a weight."""
     clamped = spec.experts.gate if spec.experts else None
     kv = kv_layout(spec, formats.kv)
-    model = DecoderModel(
-        kernels=ctypes.pointer(kernels),
-        vocab_size=vocab,
+    return DecoderModel(
+        vocab_size=spec.vocab_size,
         num_logits=num_logits,
-        hidden_size=hidden,
+        hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         rotary_dim=spec.rotary_dim,
-        num_ropes=len(ropes),
         num_experts=spec.experts.num_experts if spec.experts else 0,
         experts_per_token=spec.experts.per_token if spec.experts else 0,
         expert_size=spec.experts.intermediate_size if spec.experts else 0,
@@ -182,21 +196,9 @@ def load_model(
         attention_soft_cap=spec.attention_soft_cap or 0.0,
         logit_soft_cap=spec.logit_soft_cap or 0.0,
         embedding_format=formats.table,
-        embedding=table,
-        packed_embedding=head.parts[0],
-        head=head,
-        norm=packer.vector("model.norm.weight", hidden, spec.norm_offset),
-        layers=ctypes.addressof(layers),
-        ropes=ctypes.addressof(rope_array),
         kv=kv,
         layer_bytes=kv.kv_heads * kv.head_bytes,
     )
-    if isinstance(spec, EagleSpec):
-        model.fc = packer.linear([FC], [hidden], spec.fc_columns, False)
-        layers[0].hidden_norm = packer.vector(HIDDEN_NORM, hidden)
-    tensors.done()
-    used = packer.address - memory.address
-    return CpuModel(model, library, memory, used, packer.error, (layers, rope_array, experts, packer.kept))
 
 
 def _layer(
