@@ -14,7 +14,7 @@ from penstock.clients.host.loopback import is_loopback, resolves_to_loopback
 from penstock.clients.host.socket_lock import PathTaken, socket_lock
 
 MAX_SOCKET_PATH = 107
-"""In bytes; the limit of Linux."""
+"""Limit of Linux on the length of a socket's path, in bytes."""
 MAX_PORT = 65535
 ADMIN_FLAG = "--admin-listen"
 HTTP_FLAG = "--http-port"

@@ -22,7 +22,7 @@ from penstock.service.telemetry.histogram import Distribution, Histogram
 from penstock.service.telemetry.metrics import Metrics
 
 READ_S = 5.0
-"""How long the event loop may take to answer a thread."""
+"""How long a thread waits for the event loop."""
 PROVIDER = "penstock"
 _ENGINE = "0"
 """The value of vLLM's label ``engine``; there is one engine."""

@@ -76,7 +76,7 @@ class IncrementalDetokenizer:
         self._opens = pieces.opens_differently
         self._num_to_strip = pieces.num_stripped
         self._is_plain = not self._opens and not self._num_to_strip
-        """Whether the next token's text follows from that token alone, if it has one."""
+        """Whether the next token's text depends only on that token, if it has text."""
 
     def feed(self, token_id: int) -> TextDelta:
         """Adds an output token; releases any number of tokens, the oldest first."""

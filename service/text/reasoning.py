@@ -1,4 +1,4 @@
-"""Decides where a constraint begins: the reasoning comes first and is unconstrained, then the answer matches. Works on
+"""Decides where a constraint begins: reasoning comes first and is unconstrained, then the constraint applies. Works on
 texts, token ids and the source of grammars; another process compiles them."""
 
 import json
