@@ -11,6 +11,18 @@ LARGE = {"models/train_demo", "tests/bench", "tests/kernels/cuda", "tests/peers/
 """Folders with more files: scripts that made the demo model or that run as benchmarks, and one test for each of the
 kernels in Triton."""
 
+MOST_LINES, MOST_LINES_OF_FUNCTION = 400, 60
+LONG_FUNCTIONS = {
+    "kernels/cuda/attention/common.py": {"attend"},
+    "kernels/cuda/attention/decode.py": {"decode_kernel"},
+    "kernels/cuda/attention/merge.py": {"join_kernel"},
+    "kernels/cuda/attention/prefill.py": {"prefill_kernel"},
+    "kernels/cuda/moe/routing.py": {"route_kernel"},
+    "kernels/cuda/sampling/logits.py": {"survey"},
+    "scheduler/planning/sequence.py": {"__init__"},
+}
+"""Triton kernels, which have a line for each argument, and the constructor that documents a sequence's attributes."""
+
 
 def sources() -> list[Path]:
     files = (file.relative_to(ROOT) for room in ROOMS for file in (ROOT / room).rglob("*.py"))
@@ -103,3 +115,17 @@ def test_every_class_has_a_name_of_its_own():
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(file.as_posix())
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
+
+
+def test_files_and_functions_are_short():
+    long_files, long_functions = [], defaultdict[str, set[str]](set)
+    for file in sources():
+        source = (ROOT / file).read_text(encoding="utf-8")
+        if source.count("\n") > MOST_LINES:
+            long_files.append(file.as_posix())
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                if node.end_lineno - node.lineno >= MOST_LINES_OF_FUNCTION:
+                    long_functions[file.as_posix()].add(node.name)
+    assert (long_files, long_functions) == ([], LONG_FUNCTIONS)

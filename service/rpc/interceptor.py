@@ -102,8 +102,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         async def run_within_limits(context: Context, peer: str, tenant: str | None) -> Any:
             if not is_open:
                 return await run(context, tenant or "")
-            client = peer_of(peer)
-            host = "" if client is None else client[0]
+            host, _ = peer_of(peer) or ("", 0)
             async with limits.open_calls.place(host):
                 return await run(context, host)
 
