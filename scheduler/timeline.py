@@ -1,7 +1,7 @@
-"""What became of each request: what it waited for, which steps it was in, and why. Decides nothing.
+"""Records each request's timeline: what it waited for, which steps it was in, and why. Decides nothing.
 
-It is told of changes alone: a row that decodes costs nothing in a step, and a choice that waits for what it waited for
-in the step before costs a comparison. No token is kept, and no request: only counts, times and short sentences.
+Only changes are recorded. A decoding row costs nothing in a step, and a sequence that still waits for the same thing
+costs one comparison. No token and no request is kept, only counts, times and short texts.
 """
 
 from collections import deque
@@ -12,15 +12,15 @@ from enum import Enum, auto
 from penstock.scheduler.request import Change, Request
 
 MAX_ENTRIES = 512
-"""Of one timeline; beyond, the middle is left out."""
+"""The maximum number of entries of a timeline. In a longer one the middle is left out."""
 MIN_WAIT_S = 0.001
-"""A wait that was shorter is not told: it is the ordinary time until the next plan."""
+"""A shorter wait is not recorded: it is the ordinary time until the next plan."""
 INTERLUDE_S = 0.1
-"""Nor is what was waited for between two waits for one and the same thing, if it was shorter than this."""
+"""A wait shorter than this between two waits for the same thing is not recorded either."""
 
 
 class EntryKind(Enum):
-    """What an entry tells."""
+    """The kind of an entry."""
 
     ACCEPTED = auto()
     WAITED = auto()
@@ -35,7 +35,7 @@ class EntryKind(Enum):
 
 
 class Cause(Enum):
-    """What a choice waits for, or why it is held: words whose gaps are the numbers that ``Timeline.waits`` is given."""
+    """What a sequence waits for, or why it is held. The numbers passed to ``Timeline.waits`` fill the gaps."""
 
     TURN = "its turn: {} ahead of it"
     NEXT_PLAN = "the next step"
@@ -43,30 +43,30 @@ class Cause(Enum):
     BLOCKS = "blocks: {} are free, {} needed"
     BUDGET = "its turn: the step's {} tokens go to others"
     PREFIX = "its prefix, which another request computes"
-    LAST_ANSWER = "the answer of the step that it was last in"
+    LAST_ANSWER = "the result of its last step"
     WORKER = "the new worker"
-    SUSPECT = "few run at a time, to find out which request ended the worker"
-    UNREAD = "nobody reads its stream"
+    SUSPECT = "few requests run at a time, to find out which one ended the worker"
+    UNREAD = "its stream is not read"
 
 
 @dataclass(slots=True, eq=False)
 class TimelineEntry:
-    """What happened, or went on for a while. Times are by the register's clock."""
+    """An event, or a state with a duration. Times are by the timeline's clock."""
 
     kind: EntryKind
     at: float
     until: float | None
-    """None: it goes on."""
+    """None: it has not ended."""
     choice: int = 0
     first_step: int | None = None
     last_step: int | None = None
     num_tokens: int = 0
-    """Of all steps from the first to the last; chunks of one entry are equally long, one in each step."""
+    """Tokens of all steps from the first to the last. The chunks of one entry have equal lengths, one in each step."""
     detail: str = ""
 
 
 class _Track:
-    """Where one choice is: what it waits for, or which stretch of steps it is in."""
+    """The state of one sequence: what it waits for, or which stretch of steps it is in."""
 
     __slots__ = (
         "cause",
@@ -83,29 +83,29 @@ class _Track:
     def __init__(self) -> None:
         self.cause: Cause | None = None
         self.entry: TimelineEntry | None = None
-        """The one that goes on."""
+        """The current entry."""
         self.cause_before: Cause | None = None
         self.wait_before: TimelineEntry | None = None
-        """What was waited for until ``entry`` began: it may go on yet."""
+        """The wait until ``entry`` began, which may still continue."""
         self.num_output_tokens = 0
-        """Of the stretches of decoding that are over."""
+        """Tokens of the past stretches of decoding."""
         self.decoded: TimelineEntry | None = None
-        """The last of them."""
+        """The last stretch of decoding."""
         self.decodes_from: int | None = None
-        """The step with the last chunk of its history, while that is not answered."""
+        """The step with the last chunk of its history, until that step's result."""
         self.num_drafted = 0
-        """Tokens, in the last stretch of decoding."""
+        """Drafts in the last stretch of decoding."""
         self.num_accepted = 0
-        """Of these."""
+        """The number of these that were accepted."""
 
     def tell_drafts(self, entry: TimelineEntry) -> None:
-        """Says in an entry of decoding what became of its drafts."""
+        """Adds the counts of drafts to an entry of decoding."""
         if self.num_drafted:
             entry.detail = f"{self.num_accepted} of {self.num_drafted} drafts accepted"
 
 
 class Timeline:
-    """One request's. Every method is called by the scheduler, in order of time."""
+    """The timeline of one request. The scheduler calls every method in order of time."""
 
     __slots__ = (
         "_clock",
@@ -136,7 +136,7 @@ class Timeline:
         self.max_tokens = request.max_tokens
         self.num_choices = request.n
         self.predicted_ttft_s: float | None = None
-        """From its arrival on, as its caller was told."""
+        """The time from its arrival to the first token, as its caller received it."""
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
         self.ended_by = ""
@@ -146,18 +146,18 @@ class Timeline:
         self._hold: TimelineEntry | None = None
         self._start: list[TimelineEntry] = []
         self._last: deque[TimelineEntry] | None = None
-        """Once ``_start`` has its half of ``MAX_ENTRIES``."""
+        """Created once ``_start`` has its half of ``MAX_ENTRIES``."""
         self._num_entries = 0
 
-    # What the reader gets -----------------------------------------------------------------------------------------
+    # Reading ------------------------------------------------------------------------------------------------------
 
     @property
     def num_omitted(self) -> int:
-        """Entries that are no longer known: between entry ``MAX_ENTRIES // 2 - 1`` and the next one."""
+        """The number of dropped entries, between entry ``MAX_ENTRIES // 2 - 1`` and the next one."""
         return self._num_entries - len(self._start) - len(self._last or ())
 
     def entries(self) -> list[TimelineEntry]:
-        """In order of time, those that go on included."""
+        """Returns the entries in order of time, including current ones."""
         pending = [entry for track in self._tracks for entry in (track.wait_before, track.entry) if entry is not None]
         if self._hold is not None:
             pending.append(self._hold)
@@ -166,8 +166,8 @@ class Timeline:
         return sorted(self._start, key=_beginning) + sorted([*self._last, *pending], key=_beginning)
 
     def so_far(self, choice: int, step: int, num_output_tokens: int) -> None:
-        """Before somebody reads: ``step`` is the first one that the choice is not in, and it has so many output tokens
-        in all."""
+        """Updates the current entry before it is read: ``step`` is the first one without the sequence, which has
+        ``num_output_tokens`` in total."""
         track = self._tracks[choice]
         if track.entry is not None and track.entry.kind is EntryKind.DECODED:
             track.entry.last_step = step - 1
@@ -177,7 +177,8 @@ class Timeline:
     # The queue ----------------------------------------------------------------------------------------------------
 
     def accepted(self, position: int, predicted_ttft_s: float | None) -> None:
-        """It entered the queue, behind ``position`` others; its first token is predicted so long from now."""
+        """Records that it entered the queue after ``position`` others, with the first token predicted in this time from
+        now."""
         if predicted_ttft_s is not None:
             self.predicted_ttft_s = self._clock() - self.arrival + predicted_ttft_s
         self._tell(EntryKind.ACCEPTED, detail=f"position {position} in the queue")
@@ -187,8 +188,8 @@ class Timeline:
             self.waits(0, Cause.NEXT_PLAN)
 
     def waits(self, choice: int, cause: Cause, *numbers: int) -> None:
-        """A plan passed the waiting choice over. While the cause stays the same nothing is noted: the numbers that are
-        told are the first ones."""
+        """Records that a plan did not include the waiting sequence. While the cause stays the same, nothing is
+        recorded: the numbers shown are the first ones."""
         track = self._tracks[choice]
         if track.cause is cause or self._hold is not None:
             return
@@ -207,7 +208,8 @@ class Timeline:
         track.cause = cause
 
     def held(self) -> None:
-        """The whole request is held back: nobody reads its stream. Its choices wait for nothing else meanwhile."""
+        """Records that the whole request is held back because its stream is not read. Its sequences wait for nothing
+        else meanwhile."""
         if self._hold is None:
             for track in self._tracks:
                 if track.cause is not None:
@@ -215,7 +217,7 @@ class Timeline:
             self._hold = self._open(EntryKind.HELD, 0, detail=Cause.UNREAD.value)
 
     def released(self) -> None:
-        """It is held back no longer."""
+        """Records that it is no longer held back."""
         if self._hold is not None:
             self._close(self._hold, self._clock())
             self._hold = None
@@ -223,12 +225,12 @@ class Timeline:
     # Rows ---------------------------------------------------------------------------------------------------------
 
     def began(self, choice: int, step: int, num_cached_tokens: int) -> None:
-        """It got a row, with so many tokens of its history from the prefix cache."""
+        """Records that a sequence got a row, with this many tokens of its history from the prefix cache."""
         self._go_on(self._tracks[choice], None)
         self._tell(EntryKind.BEGAN, choice, step, num_cached_tokens)
 
     def prefilled(self, choice: int, step: int, num_tokens: int) -> None:
-        """So many tokens of its history are computed in this step."""
+        """Records that this many tokens of its history are computed in this step."""
         track = self._tracks[choice]
         entry = track.entry
         if entry is not None and entry.kind is EntryKind.PREFILLED and entry.last_step == step - 1:
@@ -240,53 +242,53 @@ class Timeline:
         self._go_on(track, self._open(EntryKind.PREFILLED, choice, step, num_tokens))
 
     def will_decode(self, choice: int, step: int) -> None:
-        """This step has the last chunk of its history, and chooses a token; after it the row goes on by itself."""
+        """Records that this step has the last chunk of its history, and chooses a token; then the row decodes."""
         self._tracks[choice].decodes_from = step
 
     def decodes(self, choice: int, step: int) -> None:
-        """This step has chosen a token, and the row goes on by itself."""
+        """Records that this step has chosen a token, and that the row decodes."""
         track = self._tracks[choice]
         track.decodes_from = None
         track.num_drafted = track.num_accepted = 0
         self._go_on(track, self._open(EntryKind.DECODED, choice, step))
 
     def drafted(self, choice: int, num_drafted: int, num_accepted: int) -> None:
-        """In a step that was answered, so many drafts were computed and accepted."""
+        """Records the computed and accepted drafts of a step that has its result."""
         track = self._tracks[choice]
         track.num_drafted += num_drafted
         track.num_accepted += num_accepted
 
     def first_token(self, at: float) -> None:
-        """Its first output token is there."""
+        """Records its first output token."""
         self.first_token_at = at
 
     def left(self, choice: int, step: int, num_output_tokens: int) -> None:
-        """It is in no step from this one on, for whatever reason, and has so many output tokens in all."""
+        """Records that it is in no step from this one on, for any reason, and has ``num_output_tokens`` in total."""
         track = self._tracks[choice]
         if track.decodes_from is not None:
             self.decodes(choice, track.decodes_from)
         if track.entry is not None and track.entry.kind is EntryKind.DECODED:
             self.so_far(choice, step, num_output_tokens)
             track.decoded = track.entry
-        elif track.decoded is not None:  # tokens of steps that were answered after it had left
+        elif track.decoded is not None:  # tokens of steps whose results came after it had left
             track.decoded.num_tokens += num_output_tokens - track.num_output_tokens
             track.tell_drafts(track.decoded)
         track.num_output_tokens = num_output_tokens
         self._go_on(track, None)
 
     def preempted(self, choice: int, step: int, why: str) -> None:
-        """Its row was ended for another's sake, when this step was planned; it waits again."""
+        """Records that its row was preempted when this step was planned; it waits again."""
         self._tell(EntryKind.PREEMPTED, choice, step, detail=why)
         self.waits(choice, Cause.NEXT_PLAN)
 
     def restarted(self, step: int) -> None:
-        """The worker died before this step was planned, and with it all that was computed of the request."""
+        """Records that the worker died before this step was planned, with everything computed for the request."""
         self._tell(EntryKind.RESTARTED, 0, step, detail="the worker died: all is computed again")
 
     # The request --------------------------------------------------------------------------------------------------
 
     def updated(self, change: Change) -> None:
-        """Its caller changed it."""
+        """Records a change by its caller."""
         changes = []
         if change.priority is not None:
             changes.append(f"priority {change.priority}")
@@ -297,10 +299,10 @@ class Timeline:
         self._tell(EntryKind.UPDATED, detail=", ".join(changes))
 
     def ended(self, reason: str) -> None:
-        """Nothing follows."""
+        """Records its end."""
         for track in self._tracks:
             self._go_on(track, None)
-        self._tracks = []  # those of a request with thousands of choices are not to be kept
+        self._tracks = []  # frees those of a request with thousands of sequences
         self.released()
         self.ended_by = reason
         self.ended_at = self._clock()
@@ -309,7 +311,7 @@ class Timeline:
     # Entries ------------------------------------------------------------------------------------------------------
 
     def _go_on(self, track: _Track, entry: TimelineEntry | None) -> None:
-        """What the choice was in is over; it is in ``entry`` now."""
+        """Ends the sequence's current entry, and continues with ``entry``."""
         self._settle(track)
         if track.entry is not None:
             self._close(track.entry, self._clock() if entry is None else entry.at)
@@ -317,7 +319,7 @@ class Timeline:
         track.cause = None
 
     def _settle(self, track: _Track) -> None:
-        """What was waited for before does not go on."""
+        """Closes the wait before the current entry."""
         if track.wait_before is not None and track.wait_before.until is not None:
             self._close(track.wait_before, track.wait_before.until)
         track.wait_before = None
@@ -349,32 +351,32 @@ class Timeline:
 
 
 class Timelines:
-    """Those of the requests that live, and of the last ``max_ended`` that ended."""
+    """The timelines of live requests, and of the last ``max_ended`` that ended."""
 
     def __init__(self, max_ended: int, clock: Callable[[], float]) -> None:
         self._max_ended = max_ended
         self._clock = clock
         self._live: dict[str, Timeline] = {}
         self._ended: dict[str, Timeline] = {}
-        """The oldest first."""
+        """Oldest first."""
 
     def open(self, request: Request) -> Timeline:
-        """A new request's."""
+        """Returns a new request's timeline."""
         timeline = self._live[request.request_id] = Timeline(request, self._clock)
         return timeline
 
     def close(self, timeline: Timeline) -> None:
-        """The request ended."""
+        """Records that the request has ended."""
         del self._live[timeline.request_id]
         self._ended[timeline.request_id] = timeline
         self._trim()
 
     def find(self, request_id: str) -> Timeline | None:
-        """What is known of a request."""
+        """Returns the timeline of a request, if it is still known."""
         return self._live.get(request_id) or self._ended.get(request_id)
 
     def resize(self, max_ended: int) -> None:
-        """From now on so many are kept."""
+        """Changes how many ended timelines are kept."""
         self._max_ended = max_ended
         self._trim()
 
@@ -384,12 +386,12 @@ class Timelines:
 
 
 def lacked_blocks(needy: str, num_blocks: int) -> str:
-    """Why a row was preempted: ``needy``, another request or "it", had to have so many more blocks to go on."""
+    """Returns why a row was preempted: ``needy``, another request or "it", needed this many more blocks to continue."""
     return f"no block was free, and {needy} needed {num_blocks}"
 
 
 def made_room(request_id: str) -> str:
-    """Why a row was preempted: a request that comes before it, by the policy, found no room."""
+    """Returns why a row was preempted: a request that comes before it by the policy found no room."""
     return f"there was no room for {request_id}, which goes first"
 
 

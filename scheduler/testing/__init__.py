@@ -1,1 +1,1 @@
-"""Stand-ins for workers, and the simulation. Not in the wheel."""
+"""A fake executor, a fake worker and a simulation, for tests. Not in the wheel."""

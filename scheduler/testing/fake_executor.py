@@ -1,4 +1,4 @@
-"""An Executor without a worker process or a model, for tests and benchmarks of all that stands above one."""
+"""An executor without a worker process or a model, for tests and benchmarks of the layers above it."""
 
 import asyncio
 from collections import deque
@@ -18,14 +18,14 @@ from penstock.scheduler.testing.fake_worker import (
 
 
 class FakeExecutor:
-    """Answers each plan only when the next one is there, or when none comes: so two plans are in flight, unless steps
-    take so long that the engine puts the next one off.
+    """Returns the result of each plan only when the next plan has arrived, or when none comes. So two plans are in
+    flight, unless steps take so long that the engine delays the next one.
 
-    ``next_token`` chooses a row's next token; by default it is a function of the history alone. ``slots`` checks what
-    the plans do to the KV cache. ``seconds_per_step`` is how long a step takes.
+    ``next_token`` chooses a row's next token; by default it is a function of the history. ``slots`` checks what the
+    plans do to the KV cache. ``seconds_per_step`` is the time of a step.
 
-    Its worker dies when it is told to, and in each step with a row that ``kills`` says does it; ``start`` after
-    ``stop`` brings another one, once ``may_start`` is set.
+    Its worker dies through ``die``, and in each step with a row for which ``kills`` returns true. ``start`` after
+    ``stop`` starts another one, once ``may_start`` is set.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class FakeExecutor:
             num_host_blocks=num_host_blocks,
         )
         self.plans: deque[StepPlan] = deque()
-        """Plans that are not answered."""
+        """Plans without a result."""
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.num_starts = 0
         self.fails_to_start: deque[ExecutorError] = deque()
-        """One for each of the next starts."""
+        """One error for each of the next starts."""
         self._next_token = next_token or token_of_history(vocab_size)
         self._new_slots = slots or (lambda: CheckedSlots(num_blocks, block_size, num_host_blocks))
         self._kills = kills
@@ -80,7 +80,7 @@ class FakeExecutor:
         self._stopped = False
 
     async def start(self) -> WorkerFacts:
-        """At once, unless it was told otherwise."""
+        """Starts at once, unless ``may_start`` or ``fails_to_start`` prevents it."""
         self.num_starts += 1
         await self.may_start.wait()
         if self.fails_to_start:
@@ -96,7 +96,7 @@ class FakeExecutor:
         return FakeWorker(self.facts, self._next_token, self._new_slots(), self._kills)
 
     def submit(self, plan: StepPlan) -> None:
-        """Takes a plan."""
+        """Adds a plan."""
         if self._death is not None:
             raise self._death
         assert len(self.plans) < MAX_PLANS_IN_FLIGHT, "too many plans are unanswered"
@@ -104,7 +104,7 @@ class FakeExecutor:
         self._changed.set()
 
     async def results(self) -> AsyncIterator[StepResult]:
-        """Answers, each a plan late."""
+        """Yields results, each one plan late."""
         while True:
             await self._wait_for_plan()
             if self._seconds_per_step:
@@ -127,19 +127,19 @@ class FakeExecutor:
         while not self.plans and not self._stopped and self._death is None:
             self._changed.clear()
             await self._changed.wait()
-        # A few turns of the loop, in which the engine would have submitted the next one if it had one.
+        # A few iterations of the loop, in which the engine would have submitted the next plan if it had one.
         for _ in range(4):
             if len(self.plans) > self._delay_plans:
                 return
             await asyncio.sleep(0)
 
     def die(self, message: str = "the worker was killed", blames_step: bool = False) -> None:
-        """What a crash of the worker looks like from here: plans on their way are lost."""
+        """Simulates a crash of the worker: plans in flight are lost."""
         self._death = ExecutorError(message, blames_step)
         self._changed.set()
 
     def kill(self, why: str) -> None:
-        """It dies of it."""
+        """Kills the worker."""
         self.die(why, blames_step=True)
 
     async def stop(self) -> None:

@@ -1,7 +1,7 @@
-"""What a worker does, without a model: row state, KV slots, tokens that are a function of the history.
+"""A worker without a model: row state, KV slots, and tokens that are a function of the history.
 
-It trusts no plan. Every slot bears a tag of the history that its KV was computed from; a read of anything else, a write
-to what another row holds, or a row number in its wrong life raises ``BrokenPlan``.
+It validates every plan. Each slot has a tag of the history that its KV was computed from. Reading anything else,
+writing to a block that another row holds, or using a row number twice raises ``BrokenPlan``.
 """
 
 from array import array
@@ -24,20 +24,20 @@ from penstock.scheduler.plan import (
 )
 
 NextToken = Callable[[Sequence[int], SamplingParams], int]
-"""The token that follows a history."""
+"""Returns the token that follows a history."""
 
 
 class BrokenPlan(AssertionError):
-    """A plan that would make a real worker compute nonsense."""
+    """A plan that would make a real worker compute wrong results."""
 
 
 class WorkerKilled(Exception):
-    """What a step did to the worker."""
+    """Raised when a step kills the worker."""
 
 
 def token_of_history(vocab_size: int) -> NextToken:
-    """A token that depends on the history's length, its last eight tokens and the seed: one token lost, repeated or
-    changed changes all that follow."""
+    """Returns a function whose token depends on the history's length, its last eight tokens and the seed: one lost,
+    repeated or changed token changes all that follow."""
 
     def next_token(history: Sequence[int], sampling: SamplingParams) -> int:
         return hash((len(history), sampling.seed, *history[-8:])) % vocab_size
@@ -46,14 +46,15 @@ def token_of_history(vocab_size: int) -> NextToken:
 
 
 def vector_of(token_ids: Sequence[int], hidden_size: int) -> bytes:
-    """The vector of a row whose pooled positions have these ids: their number, their sum, and powers of a half."""
+    """Returns the vector of a row whose pooled positions have these ids: their number, their sum, and powers of a
+    half."""
     values = [float(len(token_ids)), float(sum(token_ids)), *(0.5**index for index in range(hidden_size))]
     return array("f", values[:hidden_size]).tobytes()
 
 
 @dataclass(slots=True)
 class FakeRow:
-    """A row as the worker knows it."""
+    """A row's state in the worker."""
 
     number: int
     epoch: int
@@ -65,57 +66,57 @@ class FakeRow:
     pooling: Pooling | None = None
     max_drafts: int = 0
     pooled_ids: list[int] = field(default_factory=list)
-    """Those of the positions computed so far that its vector is of."""
+    """The ids of the pooled positions that are computed so far."""
     tags: list[int] = field(default_factory=list)
-    """Of the KV of each position, as ``Slots`` made them."""
+    """The tags of the KV of each position, as ``Slots`` made them."""
     late_steps: str = ""
-    """Its grammar: a character for each step that could bring a token, a blank where the row sits out."""
+    """Its grammar: one character per step that could bring a token, a blank where its mask is late."""
 
     def sits_out(self) -> bool:
-        """Whether its mask is late in this step."""
+        """Returns whether its mask is late in this step."""
         is_late = self.late_steps.startswith(" ")
         self.late_steps = self.late_steps[1:]
         return is_late
 
 
 class Slots(Protocol):
-    """What is known of the KV cache's content."""
+    """Tracks the KV cache's content."""
 
     def start_row(self, row: FakeRow) -> None:
-        """A row begins, with blocks of which the first are shared."""
+        """Begins a row, whose first blocks are shared."""
         ...
 
     def grow(self, row: FakeRow, block_ids: Sequence[int]) -> None:
-        """A row gets new blocks."""
+        """Gives new blocks to a row."""
         ...
 
     def end(self, row: FakeRow) -> None:
-        """A row gives up its blocks."""
+        """Releases a row's blocks."""
         ...
 
     def read(self, row: FakeRow, stop: int) -> None:
-        """A row attends to positions below ``stop``."""
+        """Reads a row's positions below ``stop``."""
         ...
 
     def write(self, row: FakeRow, start: int, stop: int) -> None:
-        """A row's KV of these positions is stored."""
+        """Stores a row's KV of these positions."""
         ...
 
     def spoil(self, row: FakeRow, start: int, stop: int) -> None:
-        """At these positions is stored the KV of tokens that were not accepted."""
+        """Stores the KV of rejected tokens at these positions."""
         ...
 
     def copy_out(self, block: int, slot: int) -> None:
-        """A block goes to the host tier."""
+        """Copies a block to the host tier."""
         ...
 
     def copy_in(self, slot: int, block: int) -> None:
-        """A block comes back from there."""
+        """Copies a block back from the host tier."""
         ...
 
 
 class CheckedSlots:
-    """Knows whose KV each slot holds: a chained hash of the history up to its position, or None for poison."""
+    """Tracks each slot's KV: a chained hash of the history up to its position, or None for invalid content."""
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
@@ -138,7 +139,7 @@ class CheckedSlots:
         self.read(row, row.num_computed)
 
     def grow(self, row: FakeRow, block_ids: Sequence[int]) -> None:
-        """They are new."""
+        """The blocks are new."""
         self._grant(row, block_ids)
 
     def _grant(self, row: FakeRow, block_ids: Sequence[int]) -> None:
@@ -150,12 +151,12 @@ class CheckedSlots:
             self._tags[block] = [None] * self._block_size
 
     def end(self, row: FakeRow) -> None:
-        """Its published blocks may be shared later; their content stays."""
+        """The blocks' content stays, because published blocks may be shared later."""
         for block in row.block_ids:
             self._num_holders[block] -= 1
 
     def read(self, row: FakeRow, stop: int) -> None:
-        """Each slot must hold the KV of the row's own history."""
+        """Checks that each slot holds the KV of the row's own history."""
         size = self._block_size
         if stop > len(row.block_ids) * size:
             raise BrokenPlan(f"row {row.number} reads beyond its blocks")
@@ -168,12 +169,12 @@ class CheckedSlots:
                 raise BrokenPlan(f"row {row.number} reads foreign or stale KV in block {block}")
 
     def write(self, row: FakeRow, start: int, stop: int) -> None:
-        """Only to blocks that were given to the row as new."""
+        """Checks that the blocks were given to the row as new."""
         self._tag(row)
         self._store(row, start, row.tags[start:stop])
 
     def spoil(self, row: FakeRow, start: int, stop: int) -> None:
-        """Poison."""
+        """Marks the content as invalid."""
         self._store(row, start, [None] * (stop - start))
 
     def _store(self, row: FakeRow, start: int, tags: Sequence[int | None]) -> None:
@@ -187,13 +188,13 @@ class CheckedSlots:
             self._tags[block][position % size] = tag
 
     def copy_out(self, block: int, slot: int) -> None:
-        """Only what somebody may look for there: a whole block."""
+        """Checks that the block is complete: only such blocks can be found in the host tier."""
         if None in self._tags[block]:
             raise BrokenPlan(f"block {block} is copied out, and is not whole")
         self._host_tags[slot] = self._tags[block].copy()
 
     def copy_in(self, slot: int, block: int) -> None:
-        """Only to a block that nobody holds."""
+        """Checks that no row holds the block."""
         if self._num_holders[block]:
             raise BrokenPlan(f"slot {slot} is copied to block {block}, which a row holds")
         self._tags[block] = self._host_tags[slot].copy()
@@ -208,7 +209,7 @@ class CheckedSlots:
 
 
 class UncheckedSlots:
-    """Knows nothing: for benchmarks, whose contexts are long."""
+    """Tracks nothing, for benchmarks with long contexts."""
 
     def start_row(self, row: FakeRow) -> None:
         """Ignored."""
@@ -245,17 +246,17 @@ class FakeWorker:
         slots: Slots,
         kills: Callable[[FakeRow], bool] = lambda row: False,
     ) -> None:
-        """``kills``: whether a row ends the worker when it is computed from where it stands."""
+        """``kills``: whether a row kills the worker when it is computed in its current state."""
         self._facts = facts
         self._next_token = next_token
         self._slots = slots
         self._kills = kills
         self._rows: dict[int, FakeRow] = {}
         self._step: int | None = None
-        """The next one; the first may have any number, since a worker may follow another."""
+        """The next step. The first may have any number, because a worker may replace another."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """The answer to the next plan. Raises BrokenPlan and WorkerKilled."""
+        """Returns the result of the next plan. Raises BrokenPlan and WorkerKilled."""
         if self._step not in (None, plan.step):
             raise BrokenPlan(f"step {plan.step} comes, but {self._step} is next")
         self._step = plan.step + 1
@@ -266,7 +267,7 @@ class FakeWorker:
             self._slots.copy_out(block, slot)
         for number in plan.dropped:
             self._slots.end(self._rows.pop(number))
-        # A block that is given to a row as a new one after that loses what was copied to it.
+        # A block that is then given to a row as a new one loses the content that was copied to it.
         for slot, block in plan.copies_in:
             self._slots.copy_in(slot, block)
         for added in plan.added:
@@ -330,7 +331,7 @@ class FakeWorker:
             raise BrokenPlan(f"row {number} cannot compute {start} to {end}")
         is_late = end == len(row.history) and row.sits_out()
         if is_late and end % self._facts.block_size:
-            end -= 1  # else others may read the block as soon as it is planned
+            end -= 1  # otherwise others may read the block as soon as it is planned
         self._slots.write(row, start, end)
         row.num_computed = end
         if is_late:
@@ -368,7 +369,7 @@ class FakeWorker:
         if row.sits_out():
             self._slots.write(row, start, start + 1)
             return self._result(row, [])
-        # As if a drafter had proposed all that it may, some of it right: all is computed, some accepted.
+        # As if a drafter had proposed as many drafts as allowed: all are computed, some accepted.
         num_drafted = min(max_tokens - 1, room)
         stop = start + 1 + start % (num_drafted + 1)
         token_ids = [self._sample(row) for _ in range(start, stop)]
@@ -393,7 +394,7 @@ class FakeWorker:
 
 
 def _logprobs(token_ids: Sequence[int], num_top: int, start: int) -> TokenLogprobs:
-    """Numbers that name the position and the token that they belong to."""
+    """Returns numbers that encode the position and the token that they belong to."""
     chosen = [-float(start + offset) - token_id / 1e6 for offset, token_id in enumerate(token_ids)]
     top_token_ids = [token_id + rank for token_id in token_ids for rank in range(num_top)]
     top = [value - rank for value in chosen for rank in range(num_top)]

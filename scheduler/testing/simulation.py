@@ -1,7 +1,7 @@
-"""A scheduler under load in virtual time: minutes of it in seconds, the same every time.
+"""Simulates a scheduler under load in virtual time: minutes in seconds, deterministically.
 
-All is real but the worker, whose steps take the time that a function of their work says, and the clock. For tests of
-policies, deadlines and predictions. Knows no event loop.
+Only the clock and the worker are simulated; a step takes the time that a function of its work returns. For tests of
+policies, deadlines and predictions. It needs no event loop.
 """
 
 import heapq
@@ -29,11 +29,11 @@ from penstock.scheduler.testing.fake_worker import FakeWorker, Slots, UncheckedS
 from penstock.scheduler.timing.step_time import StepWork
 
 StepSeconds = Callable[[StepWork], float]
-"""How long a step takes."""
+"""Returns the time of a step."""
 
 
 def cpu_step_s(work: StepWork) -> float:
-    """About what the demo model takes on one core."""
+    """Returns about the time of the demo model on one core."""
     return 1e-3 * (
         2.6
         + 0.033 * work.prefill_tokens
@@ -47,7 +47,7 @@ def cpu_step_s(work: StepWork) -> float:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times are virtual seconds."""
+    """The outcome of one request. Times are virtual seconds."""
 
     request: Request
     refused: Refused | None = None
@@ -61,7 +61,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether it was answered whole, and in time if it had a deadline."""
+        """Whether it ended normally, and in time if it had a deadline."""
         if self.finished is None or self.finished.reason not in (EngineFinishReason.STOP, EngineFinishReason.LENGTH):
             return False
         assert self.ended_at is not None
@@ -69,12 +69,12 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float | None:
-        """From arrival to the first token."""
+        """The time from arrival to the first token."""
         return None if self.first_token_at is None else self.first_token_at - self.request.arrival
 
 
 class Simulation:
-    """Time stands still but in ``run``."""
+    """A simulation, whose time passes only in ``run``."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Simulation:
         self._block_size = facts.block_size
         self._caches_prefixes = config.enable_prefix_caching
         self.outcomes: list[Outcome] = []
-        """In the order in which they were asked for."""
+        """The requests in the order of the calls of ``ask``."""
         self.scheduler = Scheduler(facts, config, clock=lambda: self.now)
         self._worker = _TimedWorker(facts, step_s, slots or UncheckedSlots())
         self._plans: deque[StepPlan] = deque()
@@ -96,7 +96,7 @@ class Simulation:
         self._order = itertools.count()
 
     def at(self, when: float, action: Callable[[], object]) -> None:
-        """``action`` is called when it is that late."""
+        """Calls ``action`` at the given time."""
         heapq.heappush(self._events, (max(when, self.now), next(self._order), action))
 
     def ask(
@@ -113,9 +113,11 @@ class Simulation:
         n: int = 1,
         history: Sequence[int] = (),
     ) -> Outcome:
-        """A request arrives ``when``, to be done ``within_s``; its output ends by itself at ``stops_after`` tokens.
+        """Adds a request that arrives ``when`` and has to end ``within_s``; its output ends by itself at
+        ``stops_after`` tokens.
 
-        Its prompt is ``history``, which other requests may share, and ``num_prompt_tokens`` more of its own."""
+        Its prompt is ``history``, which other requests may share, followed by ``num_prompt_tokens`` of its own.
+        """
         number = len(self.outcomes)
         prompt = [*history, *[number] * num_prompt_tokens]
         request = Request(
@@ -139,7 +141,7 @@ class Simulation:
         return outcome
 
     def run(self, until: float = float("inf")) -> None:
-        """Goes on until it is that late, or nothing is left to happen."""
+        """Runs until the given time, or until no events are left."""
         while self._events and self._events[0][0] <= until:
             self.now, _, action = heapq.heappop(self._events)
             action()
@@ -158,7 +160,7 @@ class Simulation:
             self.at(request.deadline, lambda: self.scheduler.abort(request.request_id, EngineFinishReason.DEADLINE))
 
     def _pump(self) -> None:
-        """Plans as soon as there may be more, which the engine puts off; and one is always computed."""
+        """Plans as soon as another plan may be in flight, without the engine's delay, and starts the next step."""
         while (plan := self.scheduler.schedule()) is not None:
             self._plans.append(plan)
             assert len(self._plans) <= MAX_PLANS_IN_FLIGHT
@@ -187,7 +189,7 @@ class Simulation:
 
 
 class _StopAfter:
-    """Ends the output after so many tokens, as a stop string does."""
+    """Ends the output after this many tokens, as a stop string does."""
 
     def __init__(self, stops_after: int | None) -> None:
         self._left = stops_after
@@ -202,7 +204,8 @@ class _StopAfter:
 
 
 class _TimedWorker(FakeWorker):
-    """Says how long its steps take. The last token of a prompt is the number of its request, and so is all output."""
+    """A worker whose results contain simulated times. The last token of a prompt is the number of its request, and so
+    is all output."""
 
     def __init__(self, facts: WorkerFacts, step_s: StepSeconds, slots: Slots) -> None:
         super().__init__(facts, _same_again, slots)
@@ -210,7 +213,7 @@ class _TimedWorker(FakeWorker):
         self._computed: list[tuple[int, int]] = []
 
     def run(self, plan: StepPlan) -> StepResult:
-        """The answer, with the time that the step took."""
+        """Returns the result, with the time of the step."""
         result = super().run(plan)
         self._computed += [(self._number(chunk.row), chunk.end - chunk.start) for chunk in plan.chunks]
         self._computed += [(self._number(decode.row), 1) for decode in plan.decodes]
@@ -222,7 +225,7 @@ class _TimedWorker(FakeWorker):
         return self._rows[row].history[self._rows[row].num_prompt_tokens - 1]
 
     def take_computed(self) -> list[tuple[int, int]]:
-        """Requests' numbers and positions computed for them, since the last time."""
+        """Returns requests' numbers and the positions computed for them since the last call."""
         computed, self._computed = self._computed, []
         return computed
 

@@ -35,7 +35,7 @@ TIMELINE = [
     entry(1_500_100, 20_000, "PREFILLED", (820, 820), 120),
     entry(1_520_100, 980_000, "DECODED", (820, 868), 50),
     entry(2_500_100, 0, "PREEMPTED", (870, 870), detail=f"no block was free, and {OTHER} needed 1"),
-    entry(2_500_100, 500_000, "HELD", detail="nobody reads its stream"),
+    entry(2_500_100, 500_000, "HELD", detail="its stream is not read"),
     entry(3_000_100, 0, "RESTARTED", (880, 880), detail="the worker died: all is computed again"),
     entry(3_000_100, 0, "BEGAN", (881, 881)),
     entry(3_200_000, 0, "UPDATED", detail="priority 2"),
@@ -58,7 +58,7 @@ time         25 % waiting, 12 % held back, 13 % computing its prompt, 24 % decod
     1.500     0.020              #                     computed 120 tokens (step 820)
     1.520     0.980              ========              put out 50 tokens, 50 a second (steps 820 to 868)
     2.500                                +             preempted: no block was free, and {OTHER} needed 1 (step 870)
-    2.500     0.500                      ~~~~          was held: nobody reads its stream
+    2.500     0.500                      ~~~~          was held: its stream is not read
     3.000                                    +         restarted: the worker died: all is computed again (step 880)
     3.000                                    +         began: nothing from the cache (step 881)
     3.200                                     +        changed by its caller: priority 2

@@ -103,7 +103,7 @@ def test_its_own_last_answer(new_world, new_request):
         *(EntryKind.WAITED, EntryKind.WAITED),
         *(EntryKind.BEGAN, EntryKind.PREFILLED, EntryKind.DECODED, EntryKind.ENDED),
     ]
-    assert after[0].detail == "the answer of the step that it was last in"
+    assert after[0].detail == "the result of its last step"
     assert after[1].detail == "blocks: 1 are free, 3 needed"
 
 
@@ -135,7 +135,7 @@ def test_the_new_worker_then_a_trial(new_world, new_request):
     held = [name for name in world.received if told(world, name, EntryKind.HELD)]
     assert 0 < len(held) < 3
     for name in held:
-        assert waits(world, name)[-1] == "few run at a time, to find out which request ended the worker"
+        assert waits(world, name)[-1] == "few requests run at a time, to find out which one ended the worker"
     finish(world)
     for name in ("a", "b", "later"):
         assert told(world, name, EntryKind.RESTARTED)
@@ -148,7 +148,7 @@ def test_what_waits_while_nobody_reads(new_world, new_request):
     steps(world, 2)
     world.scheduler.hold("runs", True)
     steps(world, 4)
-    assert waits(world, "runs") == ["nobody reads its stream"]
+    assert waits(world, "runs") == ["its stream is not read"]
     world.scheduler.hold("runs", False)
     finish(world)
     decoded = told(world, "runs", EntryKind.DECODED)

@@ -220,7 +220,7 @@ def test_held_and_released(register: Timelines) -> None:
     timeline.waits(0, Cause.ROWS, 256)
     assert [(entry.kind, entry.detail) for entry in timeline.entries()[1:]] == [
         (EntryKind.WAITED, "its turn: 3 ahead of it"),
-        (EntryKind.HELD, "nobody reads its stream"),
+        (EntryKind.HELD, "its stream is not read"),
         (EntryKind.WAITED, "a row: all 256 run"),
     ]
     assert [entry.until is None for entry in timeline.entries()[1:]] == [False, False, True]

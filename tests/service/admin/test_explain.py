@@ -231,7 +231,7 @@ async def test_held_and_released(explain, new_reading):
     service.engine.hold(request_id, True)
     told = await ask(request_id)
     (held,) = of_kind(told, "HELD")
-    assert held.detail == "nobody reads its stream"
+    assert held.detail == "its stream is not read"
     service.engine.hold(request_id, False)
     await reading.read(call)
     told = await ask(request_id)
