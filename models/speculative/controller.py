@@ -14,7 +14,7 @@ from penstock.models.speculative.ask_costs import DraftCost
 from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.draft_lengths import choose_lengths, choose_rounds
 from penstock.models.speculative.draft_rows import TRIAL, DraftedRows, RowRecord
-from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
+from penstock.models.speculative.drafter import Drafter, Proposal, Wanted, valid_part
 from penstock.scheduler.plan import RowResult, StepPlan
 
 PROBE_SHARE = 0.01
@@ -205,7 +205,7 @@ class SpeculationController:
         backlog = sum(self._drafter.backlog(row) for row, _ in wanted)
         records = [self._rows[row] for row, _ in wanted]
         num_others = sum(record.worth_s < 0.0 for record in records)
-        proposals = [_valid(one, proposal) for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True)]
+        proposals = [valid_part(one, proposal) for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True)]
         acceptance = [
             record.acceptance.estimate(proposal.confidences[:most])
             for record, proposal, (_, most) in zip(records, proposals, wanted, strict=True)
@@ -387,15 +387,6 @@ class _Took(NamedTuple):
     reading_s: float
     is_fenced: bool
     has_chunks: bool
-
-
-def _valid(wanted: Wanted, proposal: Proposal) -> Proposal:
-    """As much of a proposal as the row's grammar allows."""
-    row, most = wanted
-    if row.matcher is None or not proposal.token_ids:
-        return proposal
-    count = row.matcher.num_valid(row.history, proposal.token_ids[:most])
-    return Proposal(proposal.token_ids[:count], proposal.confidences[:count])
 
 
 def _num_tokens(plan: StepPlan) -> int:

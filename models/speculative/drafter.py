@@ -68,3 +68,12 @@ class Drafter(ABC):
     @abstractmethod
     def drop_row(self, row: Row) -> None:
         """The row is dropped; what it output may help others of its tenant. Its last tokens may be ``UNKNOWN``."""
+
+
+def valid_part(wanted: Wanted, proposal: Proposal) -> Proposal:
+    """Returns the part of a proposal that the row's grammar allows."""
+    row, most = wanted
+    if row.matcher is None or not proposal.token_ids:
+        return proposal
+    count = row.matcher.num_valid(row.history, proposal.token_ids[:most])
+    return Proposal(proposal.token_ids[:count], proposal.confidences[:count])
