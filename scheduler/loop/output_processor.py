@@ -46,9 +46,9 @@ class OutputProcessor:
             return
         token_ids = row.token_ids
         num_tokens = len(token_ids)
-        assert num_tokens <= max_tokens, f"row {row.row} is answered with {num_tokens} tokens"
+        assert num_tokens <= max_tokens, f"the result of row {row.row} has {num_tokens} tokens"
         has_token = num_tokens or not max_tokens or row.failure or sequence.live.request.grammar
-        assert has_token, f"row {row.row} is answered with no token"
+        assert has_token, f"the result of row {row.row} has no token"
         if num_tokens < max_tokens:
             sequence.fall_short(max_tokens - num_tokens)
         sequence.token_ids += token_ids

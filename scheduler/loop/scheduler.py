@@ -282,9 +282,9 @@ class Scheduler:
     def update(self, result: StepResult) -> None:
         """Applies the result of the oldest plan in flight."""
         plan = self._in_flight.popleft()
-        assert result.step == plan.step, f"step {result.step} is answered, but {plan.step} is next"
+        assert result.step == plan.step, f"the result is for step {result.step}, but {plan.step} is next"
         num_rows = len(plan.chunks) + len(plan.decodes)
-        assert len(result.rows) == num_rows, f"step {plan.step} has {num_rows} rows; {len(result.rows)} are answered"
+        assert len(result.rows) == num_rows, f"step {plan.step} has {num_rows} rows; its result has {len(result.rows)}"
         self.predictor.answered(result)
         for part in result.prompt_logprobs:
             self._apply_prompt_logprobs(part)

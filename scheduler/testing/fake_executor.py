@@ -99,7 +99,7 @@ class FakeExecutor:
         """Adds a plan."""
         if self._death is not None:
             raise self._death
-        assert len(self.plans) < MAX_PLANS_IN_FLIGHT, "too many plans are unanswered"
+        assert len(self.plans) < MAX_PLANS_IN_FLIGHT, "too many plans are in flight"
         self.plans.append(plan)
         self._changed.set()
 

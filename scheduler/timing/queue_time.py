@@ -20,16 +20,17 @@ from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 _PRUDENCE = 0.05
 """A request's own output is assumed to be longer than all but this share of the known outputs."""
 _NUM_RATIOS = 64
-"""The latest requests to end; their times are compared with the predictions."""
+"""The number of recently ended requests whose times are compared with the predictions."""
 _NUM_LATER = 4
-"""The latest that is predicted is by the second worst of these."""
+"""The latest predicted time uses the ratio with this rank among these, the worst being 1."""
 _USUAL_LATENESS, _MAX_LATENESS = 1.3, 3.0
 _MAX_KNOWN = 512
-"""After this many outputs the known ones count half, so that new ones have an effect."""
+"""After this many outputs the weights of the known ones are halved, so that new ones have an effect."""
 _PRIOR = 0.1
 """The weight of a prior for each length: this many outputs, half of which ended by themselves."""
 _RECENT_OUTPUTS = 64
-"""The mean output is over about this many: rows that end now are like those that began lately."""
+"""The mean output length is over about this many outputs, because rows that end now resemble those that began
+recently."""
 _BIAS_RATE = 0.1
 """The share of an error in the time to the first token that one observation corrects."""
 _MAX_BIAS_STEP = 0.7
@@ -45,7 +46,7 @@ _LEAST_S = 1e-6
 
 @dataclass(slots=True)
 class QueueLoad:
-    """What there is to do when a request arrives."""
+    """The load when a request arrives."""
 
     in_flight_s: float
     """The predicted time until the plans in flight are answered."""
@@ -74,13 +75,13 @@ class Prediction(NamedTuple):
     """Seconds from now."""
 
     ttft_s: float
-    """To the first token."""
+    """The time to the first token."""
     total_s: float
-    """To the last."""
+    """The time to the last token."""
     latest_s: float
-    """To the last, exceeded only in a few cases."""
+    """The time to the last token, exceeded only in a few cases."""
     modelled_ttft_s: float
-    """To the first token, before the correction by earlier predictions' errors."""
+    """The time to the first token, before the correction by earlier predictions' errors."""
 
 
 class QueueTimeModel:
@@ -151,8 +152,8 @@ class QueueTimeModel:
     def predict(
         self, load: QueueLoad, own: QueuedWork, max_tokens: int, forks: QueuedWork = NO_WORK
     ) -> Prediction | None:
-        """For a request that arrives now, with so much work of its own, and ``forks`` after its first token; None while
-        too little is known."""
+        """Predicts the times of a request that arrives now, with its own work, and with ``forks`` after its first
+        token; None while too little is known."""
         ahead, num_rows = load.ahead, len(load.remaining)
         rows = min(load.max_rows, num_rows + ahead.rows)
         kv_each = (load.decode_kv + load.prefill_context + ahead.context + own.context) / (
@@ -270,8 +271,8 @@ class QueueTimeModel:
         return ends[index] + cycles * self._mean_output
 
     def _decoding_s(self, rows: float, kv: float, length: float, prompt_s: float) -> float:
-        """What follows a first token: as many steps as the output needs, prolonged by others' prompts, each of which
-        takes ``prompt_s``."""
+        """Returns the time after a first token: the steps that the output needs, prolonged by other requests' prompts,
+        each of which takes ``prompt_s``."""
         steps = max(0.0, length - 1) / self._model.tokens_each
         seconds = self._model.predict(StepWork(0, 0, rows * steps, kv * steps), steps)
         if seconds is None:
@@ -284,10 +285,10 @@ class QueueTimeModel:
 
 
 class OutputLengths:
-    """How long outputs would be if nothing limited them, in octaves: [1, 1], [2, 3], [4, 7] and so on.
+    """The lengths that outputs would have without limits, in octaves: [1, 1], [2, 3], [4, 7] and so on.
 
-    For each octave is counted how many outputs got there, and how many of these ended there by themselves. So an output
-    that was cut short still tells of the lengths before.
+    For each octave it counts the outputs that reached it, and those of them that ended in it by themselves. So an
+    output that was cut short still counts for the shorter lengths.
     """
 
     _NUM_OCTAVES = 32
@@ -314,7 +315,7 @@ class OutputLengths:
                 break
             tokens = min(begin, limit - begin + 1)
             ending = ended / entered
-            # Whoever got here has the octave's first token; of those that end in it, as many at each.
+            # Outputs that get here have the octave's first token; those that end in it are spread evenly.
             mean += alive * (tokens - ending * tokens * (tokens - 1) / (2 * begin))
             alive *= 1 - ending
             begin *= 2
@@ -335,8 +336,8 @@ class OutputLengths:
 
 
 def _kind(own: QueuedWork, predicted_s: float) -> tuple[int, bool]:
-    """Requests of one kind: predictions that differ by a fifth at most, and prompts that are mostly
-    cached, or mostly not."""
+    """Returns the kind of a request: requests of one kind have predictions that differ by at most a fifth, and prompts
+    that are mostly cached, or mostly not."""
     return math.floor(4 * math.log2(max(predicted_s, _LEAST_S))), _is_cached(own)
 
 
@@ -360,7 +361,7 @@ class _Lateness:
 
 
 class _Prefill(NamedTuple):
-    """How prompts are computed."""
+    """The steps that compute prompts."""
 
     steps: int
     decodes: float
@@ -376,7 +377,7 @@ def _lengths(work: QueuedWork) -> float:
 
 
 def _own_work(own: QueuedWork, steps: int, decodes: float, decode_kv: float) -> StepWork:
-    """That of one request, which is computed in so many steps, beside these decodes."""
+    """Returns the work of one request, computed in ``steps`` steps, beside these decodes."""
     num_splits = max(0, steps - 1)
     chunk_kv = _lengths(own) + num_splits * own.length / 2
     return StepWork(own.tokens, own.kv, decodes, decode_kv, own.chunks + num_splits, chunk_kv, own.evicted_blocks)

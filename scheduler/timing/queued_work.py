@@ -1,4 +1,4 @@
-"""How much work waits before a request: sums over sequences that are queued."""
+"""The amount of work before a request: sums over queued sequences."""
 
 from collections.abc import Iterable
 from operator import add
@@ -6,28 +6,28 @@ from typing import NamedTuple
 
 
 class QueuedWork(NamedTuple):
-    """What waiting sequences need before they can decode; sums, where there are several."""
+    """The work of waiting sequences before they can decode; sums, if there are several."""
 
     rows: float = 0
-    """Those that will decode, forks that do not exist yet included."""
+    """Sequences that will decode, including forks that do not exist yet."""
     pooled: float = 0
-    """Those that are embedded: they need a row only until their prompt is computed."""
+    """Sequences that are embedded: they need a row only until their prompt is computed."""
     tokens: float = 0
-    """To be computed: tokens of histories that are neither cached nor computed for a sequence before this one."""
+    """Tokens of histories that are neither cached nor computed for an earlier sequence."""
     kv: float = 0
-    """How many tokens each of these attends to, summed."""
+    """The number of tokens that each of these attends to, summed."""
     context: float = 0
-    """Lengths of the histories of the ``rows``."""
+    """The lengths of the histories of the ``rows``, summed."""
     pooled_context: float = 0
-    """Lengths of the histories of the ``pooled``."""
+    """The lengths of the histories of the ``pooled``, summed."""
     evicted_blocks: float = 0
-    """To be copied back from the host tier."""
+    """Blocks to copy back from the host tier."""
     new_blocks: float = 0
-    """Blocks of histories, those that are shared with a running sequence or one before this one left out."""
+    """Blocks of histories, except those that are shared with a running or an earlier sequence."""
 
     @property
     def chunks(self) -> float:
-        """Chunks of histories, if none is split."""
+        """The number of chunks of histories, if none is split."""
         return self.rows + self.pooled
 
     @property
@@ -36,11 +36,11 @@ class QueuedWork(NamedTuple):
         return (self.context + self.pooled_context) / max(1, self.chunks)
 
     def plus(self, other: "QueuedWork") -> "QueuedWork":
-        """The sum of both."""
+        """Returns the sum of both."""
         return QueuedWork(*map(add, self, other))
 
     def minus(self, other: "QueuedWork") -> "QueuedWork":
-        """The rest without the other."""
+        """Returns the difference."""
         return QueuedWork(*[mine - its for mine, its in zip(self, other, strict=True)])
 
 
@@ -48,7 +48,7 @@ NO_WORK = QueuedWork()
 
 
 def total_work(works: Iterable[QueuedWork]) -> QueuedWork:
-    """The sum of all."""
+    """Returns the sum."""
     columns = list(zip(*works, strict=True))
     return QueuedWork(*map(sum, columns)) if columns else NO_WORK
 
@@ -63,8 +63,8 @@ def sequence_work(
     num_evicted: int = 0,
     num_shared: int = 0,
 ) -> QueuedWork:
-    """The work of one sequence of ``num_tokens``, of which the last ``num_new_tokens`` have to be computed, and of its
-    forks. ``num_shared`` of its blocks take no room of their own."""
+    """Returns the work of one sequence of ``num_tokens``, of which the last ``num_new_tokens`` must be computed, and of
+    its forks. ``num_shared`` of its blocks need no space of their own."""
     # The last token is always computed.
     num_new_tokens = max(1, num_new_tokens)
     work = QueuedWork(
@@ -81,8 +81,8 @@ def sequence_work(
 
 
 def fork_work(num_tokens: int, num_forks: int, block_size: int) -> QueuedWork:
-    """The work of the other choices of a request whose prompt has ``num_tokens``: they share its full blocks, and each
-    computes the last one again."""
+    """Returns the work of the other sequences of a request whose prompt has ``num_tokens``: they share its full blocks,
+    and each computes the last one again."""
     tokens = num_forks * (1 + (num_tokens - 1) % block_size)
     return QueuedWork(
         rows=num_forks, tokens=tokens, kv=tokens * num_tokens, context=num_forks * num_tokens, new_blocks=num_forks

@@ -1,16 +1,16 @@
-"""How long a step takes, learned while the service runs. Knows work and seconds; no rows and no requests.
+"""Predicts the time of a step, and learns while the service runs. It sees work and seconds, not rows or requests.
 
-The time of a step is taken to be
+The model of a step's time is
 
     constant + a * prefill_tokens + b * prefill_kv + c * decodes + d * decode_kv + e * chunks + f * chunk_kv
     + g * drafts
 
-with no coefficient below zero, times a pace. The coefficients have the least squares of the relative errors, and older
-steps count less and less; the pace is that of the last few steps, since a machine may be busy with other things too.
-Blocks that are copied between the tiers of the KV cache come on top, at the time that the worker measured for one.
+with no coefficient below zero, times a pace. The coefficients minimize the squares of the relative errors, and older
+steps count less and less. The pace is that of the last few steps, because a machine may be busy with other things too.
+Blocks that are copied between the tiers of the KV cache are added, at the time that the worker measured for one.
 
-How much a step drafts is the worker's to choose, and is known once it is answered. Until then each row that is
-continued is taken to have as many drafts as such rows had lately, and to gain as many tokens.
+The worker decides how much a step drafts, which is known only from its result. Until then the model assumes that each
+decoding row has as many drafts, and gains as many tokens, as such rows did recently.
 """
 
 import math
@@ -23,57 +23,57 @@ from typing import NamedTuple
 from penstock.scheduler.plan import MeasuredStep, StepPlan
 
 MIN_CHUNK = 16
-"""Prompt tokens that a step takes at least, whatever its target: a prompt always goes on."""
+"""The minimum number of prompt tokens in a step, whatever its target: a prompt always makes progress."""
 
 COMFORT_S = 0.12
-"""Between a row's tokens, where nobody has said how long it may be: streamed text still reads as fluent."""
+"""The time between a row's tokens if no target is set: streamed text still reads as fluent."""
 MIN_SHARE = 2
-"""How many times as long as its decodes alone a step with chunks may always take, where nobody has said: on a slow
-machine prompts would else hardly go on."""
+"""Without a target, a step with chunks may always take this many times as long as only its decodes. Otherwise prompts
+would hardly make progress on a slow machine."""
 
 _MIN_STEPS = 4
-"""Steps seen before anything is said: the first are not like the others."""
+"""The number of steps before the first prediction: the first steps are not like the others."""
 _FIT_EVERY = 8
-"""Steps from one fit to the next, unless one was a surprise."""
+"""The number of steps between fits, unless one was a surprise."""
 _SURPRISE = 0.25
-"""The relative error of a prediction that is learned from at once."""
+"""A prediction with a larger relative error causes a fit at once."""
 _MEMORY = 256
-"""Steps of a kind, after which one counts 1/e."""
+"""The number of steps of a kind after which one counts 1/e."""
 _PACED_BY = 16
-"""Steps that the pace is taken from."""
+"""The number of steps that determine the pace."""
 _MAX_PACE = 4.0
 _SLOWED_BY = 128
-"""Steps after which one counts 1/e for how much chunks slow decoding down."""
+"""The number of steps after which one counts 1/e for how much chunks slow decoding down."""
 _DRAFTED_BY = 32
-"""Steps after which one counts 1/e for how much is drafted and accepted."""
+"""The number of steps after which one counts 1/e for how much is drafted and accepted."""
 _SWEEPS = 8
-"""Over the coefficients, each fit: they start from where they were, so they need not arrive."""
+"""The number of sweeps over the coefficients in a fit. They start from the last values, so they need not converge."""
 _DAMPING = 1e-3
 """A coefficient that was hardly ever needed moves slowly, so that noise cannot drive it far."""
 _SCALES = (1.0, 1e-2, 1e-5, 1e-1, 1e-4, 1.0, 1e-4, 1e-1)
-"""Of the terms above, in their order: they are all about 1 then."""
+"""Scales of the terms above, in their order, which bring them all to about 1."""
 
 
 class StepWork(NamedTuple):
-    """What a step, or several together, have to compute. Whole numbers, but for estimates."""
+    """The work of one or several steps. Whole numbers, except in estimates."""
 
     prefill_tokens: float
     """Tokens in chunks of histories."""
     prefill_kv: float
-    """How many tokens each of these sees, summed."""
+    """The number of tokens that each of these attends to, summed."""
     decodes: float
-    """Rows that are continued."""
+    """Decoding rows."""
     decode_kv: float
     """Their lengths, summed."""
     chunks: float = 0
     chunk_kv: float = 0
-    """The chunks' ends, summed: what is read for them, however few tokens they have."""
+    """The chunks' ends, summed: the KV that is read for them, however few tokens they have."""
     copied_blocks: float = 0
-    """Between the tiers of the KV cache, either way."""
+    """Blocks copied between the tiers of the KV cache, in either direction."""
 
     @classmethod
     def of(cls, plan: StepPlan, decode_kv: int) -> "StepWork":
-        """That of a plan whose decoding rows have ``decode_kv`` tokens together."""
+        """Returns the work of a plan whose decoding rows have ``decode_kv`` tokens in total."""
         tokens = kv = end = 0
         for chunk in plan.chunks:
             num = chunk.end - chunk.start
@@ -85,7 +85,7 @@ class StepWork(NamedTuple):
 
     @classmethod
     def measured(cls, step: MeasuredStep) -> "StepWork":
-        """That of a step at a worker's start."""
+        """Returns the work of a step that a worker measured at its start."""
         tokens = step.chunks * (step.end - step.start)
         kv = tokens * (step.start + step.end) // 2
         chunks = step.chunks if tokens else 0
@@ -93,14 +93,14 @@ class StepWork(NamedTuple):
 
 
 class _Moments:
-    """Sums over steps, the older the lighter: of the terms' products with each other, and with the time."""
+    """Sums over steps, weighted by age: the products of the terms with each other, and with the time."""
 
     def __init__(self) -> None:
         self.products = [[0.0] * len(_SCALES) for _ in _SCALES]
         self.sums = [0.0] * len(_SCALES)
 
     def add_steps(self, steps: Sequence[tuple[Sequence[float], float]]) -> None:
-        """``steps``: the terms and the time of each, weighted."""
+        """Adds ``steps``: the terms and the time of each, weighted."""
         keep = math.exp(-len(steps) / _MEMORY)
         self.sums = [keep * value for value in self.sums]
         self.products = [[keep * value for value in row] for row in self.products]
@@ -115,35 +115,36 @@ class _Moments:
 class StepTimeModel:
     """Predicts the time of a step from those of earlier ones.
 
-    Errors are relative, so a step that took far too long for once hardly counts, the first one included.
+    Errors are relative, so a single step that took far too long hardly counts, even the first one.
     """
 
     def __init__(self, copy_s: float = 0.0) -> None:
-        """``copy_s``: what copying one block takes."""
+        """``copy_s``: the time to copy one block."""
         self._copy_s = copy_s
         self._coefficients = [0.0] * len(_SCALES)
         self._num_steps = 0
-        # Apart, so that a long time of decoding does not wipe out what is known of chunks.
+        # Separate, so that a long time of decoding does not erase the knowledge of chunks.
         self._decoding, self._chunked = _Moments(), _Moments()
         self._new_decoding: list[tuple[Sequence[float], float]] = []
         self._new_chunked: list[tuple[Sequence[float], float]] = []
         self._last: deque[tuple[Sequence[float], float]] = deque(maxlen=_PACED_BY)
         self._pace = 1.0
-        # Means over the steps with decoding rows: predicted for the whole of each, and for these rows alone.
+        # Means over the steps with decoding rows: predictions for the whole step, and for only these rows.
         self._whole_s = self._decoding_s = 0.0
         self._drafts_each = 0.0
         self.tokens_each = 1.0
-        """What a row gained lately in a step that continued it: more than one where drafts were accepted."""
+        """The mean number of tokens that a row recently gained per step that continued it: more than one if drafts were
+        accepted."""
 
     @property
     def slowdown(self) -> float:
-        """By what factor chunks have prolonged the steps of decoding rows lately."""
+        """The factor by which chunks have recently prolonged the steps of decoding rows."""
         return self._whole_s / self._decoding_s if self._decoding_s > 0 else 1.0
 
     def observe(self, work: StepWork, seconds: float, num_drafted: int = 0, num_accepted: int = 0) -> None:
-        """A step of so much work, and with so many drafts beside it, took so long; about 10 us."""
+        """Learns from a step with this work and these drafts, which took ``seconds``; takes about 10 us."""
         terms = _terms(work, 1, num_drafted)
-        # What is known of copies is less sure than the step's own time, so they are taken to be half of it at most.
+        # The time of copies is less certain than the step's own time, so they count as at most half of it.
         seconds = max(seconds - work.copied_blocks * self._copy_s, seconds / 2, 1e-6)
         predicted = _dot(self._coefficients, terms)
         self._last.append((terms, seconds))
@@ -158,7 +159,7 @@ class StepTimeModel:
             self._drafts_each += (num_drafted / work.decodes - self._drafts_each) / _DRAFTED_BY
             self.tokens_each += (1 + num_accepted / work.decodes - self.tokens_each) / _DRAFTED_BY
         new = self._new_chunked if work.chunks else self._new_decoding
-        # Errors are relative to what was expected, for a mean without bias; but what is far off counts by itself.
+        # Errors are relative to the prediction, for a mean without bias, which is limited to half or twice the time.
         about = min(max(predicted, seconds / 2), seconds * 2)
         new.append(([term / about for term in terms], seconds / about))
         self._num_steps += 1
@@ -166,11 +167,11 @@ class StepTimeModel:
             self._fit()
 
     def predict(self, work: StepWork, steps: float = 1) -> float | None:
-        """Seconds that so much work takes, in so many steps together; None while too little is known."""
+        """Returns the seconds for this work in ``steps`` steps together; None while too little is known."""
         return self._predict(work, steps, self._drafts_each * work.decodes)
 
     def least(self, work: StepWork) -> float | None:
-        """Seconds that a step of so much work takes if nothing is drafted; None while too little is known."""
+        """Returns the seconds for a step with this work if nothing is drafted; None while too little is known."""
         return self._predict(work, 1, 0)
 
     def _predict(self, work: StepWork, steps: float, drafts: float) -> float | None:
@@ -179,9 +180,10 @@ class StepTimeModel:
         return self._pace * _dot(self._coefficients, _terms(work, steps, drafts)) + work.copied_blocks * self._copy_s
 
     def max_prefill(self, decodes: int, decode_kv: int, context: int, target_s: float | None, at_most: int) -> int:
-        """The most tokens of a history, of which ``context`` are computed, that a step beside these decodes can take
-        within ``target_s``: ``MIN_CHUNK`` to ``at_most``, and ``at_most`` while too little is known. None: within
-        ``COMFORT_S``, or ``MIN_SHARE`` times what the decodes take."""
+        """Returns the maximum number of tokens of a history, of which ``context`` are computed, that a step can compute
+        beside these decodes within ``target_s``: ``MIN_CHUNK`` to ``at_most``, and ``at_most`` while too little is
+        known. If ``target_s`` is None, the target is ``COMFORT_S``, or ``MIN_SHARE`` times the time of the decodes if
+        that is longer."""
         rest = self.predict(StepWork(0, 0, decodes, decode_kv, 1, context))
         if rest is None:
             return at_most
@@ -196,7 +198,7 @@ class StepTimeModel:
         elif linear <= 0 and square <= 0:
             tokens = at_most
         else:
-            # The root in the form that loses nothing where the square hardly counts.
+            # This form of the root loses no precision where the square hardly counts.
             tokens = 2 * left / (linear + math.sqrt(linear * linear + 4 * square * left))
         return max(min(MIN_CHUNK, at_most), min(at_most, int(tokens)))
 
@@ -213,7 +215,7 @@ class StepTimeModel:
             for row, others in zip(self._decoding.products, self._chunked.products, strict=True)
         ]
         damping = [_DAMPING * products[index][index] for index in range(len(_SCALES))]
-        # Coordinate descent, each time from where the last fit came to.
+        # Coordinate descent, starting from the last fit.
         coefficients = self._coefficients
         for _ in range(_SWEEPS):
             for index, row in enumerate(products):
