@@ -1,6 +1,6 @@
-"""Which of an answer's tokens are its content: those of reasoning, calls and the marks around them are not.
+"""Finds the tokens of an answer's content, without those of reasoning, calls and their markers.
 
-Knows no formats: the parsers tell where in the text that the model wrote the content stands.
+Independent of formats: the parsers report the position of the content in the model's text.
 """
 
 import codecs
@@ -12,12 +12,12 @@ from penstock.clients.gateway.parsers.base import Spans
 from penstock.clients.gateway.responses.logprobs import TokenNames
 
 PlacedEntry = tuple[int, Json]
-"""Log-probabilities of a token, and where it begins in the content of its part, in characters."""
+"""The log-probabilities of a token, and its position in the content of its part, in characters."""
 
 
 class ContentTokens:
-    """Of one choice: the tokens that came, until the content that they belong to is told. A token belongs to content if
-    any character of it does."""
+    """Holds the tokens of one choice until the position of their content is known. A token belongs to content if any of
+    its characters does."""
 
     def __init__(self, *, specials: bool) -> None:
         """``specials``: whether special tokens are in the text."""
@@ -26,7 +26,7 @@ class ContentTokens:
         self._waiting: deque[tuple[int, int, Json]] = deque()
 
     def add_tokens(self, text: str, token_ids: Sequence[int], entries: Sequence[Json], names: TokenNames) -> None:
-        """More text with its tokens: whole characters, of which a stop string may have cut the last ones."""
+        """Adds text with its tokens: whole characters, the last of which a stop string may have cut off."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         at, self._num_read = self._num_read, self._num_read + len(text)
         for token_id, entry in zip(token_ids, entries, strict=True):
@@ -39,7 +39,7 @@ class ContentTokens:
                 self._waiting.append((begin, end, entry))
 
     def take_entries(self, spans: Spans) -> list[PlacedEntry]:
-        """The entries of content that stands there; of what is before it, none will be taken any more."""
+        """Returns the entries of content at these positions, and drops those of earlier text."""
         taken: list[PlacedEntry] = []
         told = 0
         for begin, end in spans:

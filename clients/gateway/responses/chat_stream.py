@@ -1,6 +1,6 @@
-"""Reads the answer to a chat as it comes: text becomes content, reasoning and calls; tokens become log-probabilities.
+"""Reads the answer to a chat as it arrives: text becomes content, reasoning and calls; tokens become log-probabilities.
 
-Both chat endpoints stand on it. Knows no chunks.
+Both chat endpoints use it. Independent of the format of chunks.
 """
 
 import asyncio
@@ -22,22 +22,22 @@ from penstock.v1.tokenizer_pb2 import TokenDescription, TokenizeRequest
 
 @dataclass(slots=True)
 class Part:
-    """What came of one choice."""
+    """New output of one choice."""
 
     choice: int
     piece: ParsedDelta
     logprobs: list[Json] = field(default_factory=list)
-    """Chat's entries, of all tokens since the last part."""
+    """The entries in chat's format for all tokens since the last part."""
     content_logprobs: list[PlacedEntry] = field(default_factory=list)
-    """Those of the piece's content alone."""
+    """Only the entries of the content's tokens."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    """Of a choice's last part alone."""
+    """Only in a choice's last part."""
     stop_reason: int | str | None = None
 
 
 class _ChatChoice:
-    """How far one choice has come."""
+    """The state of one choice."""
 
     def __init__(self, parser: AnswerParser, *, specials: bool) -> None:
         self.parser = parser
@@ -47,11 +47,12 @@ class _ChatChoice:
         self.logprobs: list[Json] = []
         self.token_ids: list[int] = []
         self.reasoning: list[str] = []
-        """Also where it is not shown."""
+        """Recorded even if it is not shown."""
 
 
 class ChatReader:
-    """Of one request. While a parser holds text back, so are the tokens and log-probabilities that belong to it."""
+    """Reads the answer to one request. While a parser holds text back, its tokens and log-probabilities are held back
+    too."""
 
     def __init__(
         self,
@@ -71,15 +72,15 @@ class ChatReader:
         self._with_reasoning = with_reasoning
 
     async def read(self, arrivals: Sequence[Arrival]) -> list[Part]:
-        """What events add to the answer. Raises RequestFailed."""
+        """Returns the parts that events add to the answer. Raises RequestFailed."""
         deltas = [event for _, event in arrivals if isinstance(event, Delta)]
         names = TokenNames(await self._describe(deltas), as_ids=bool(self._body.return_tokens_as_token_ids))
         parts = (self._read(delta, names) for delta in deltas)
         return [part for part in parts if part is not None]
 
     async def count_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning of all choices so far. They are those of its text, as the tokenizer has it: the
-        service reports the tokens of an answer as a whole."""
+        """Counts the tokens in the reasoning of all choices so far, with the tokenizer: the service reports only the
+        tokens of a whole answer."""
         texts = filter(None, ("".join(choice.reasoning) for choice in self._choices))
         return sum(await asyncio.gather(*map(self._count_tokens, texts)))
 
@@ -88,7 +89,7 @@ class ChatReader:
         try:
             return len((await self._caller.call(self._caller.stubs.tokenizer.Tokenize, request)).token_ids)
         except RequestFailed:
-            return 0  # the answer stands without this figure
+            return 0  # the answer is valid without this figure
 
     async def _describe(self, deltas: Sequence[Delta]) -> Mapping[int, TokenDescription]:
         ids: set[int] = set()
@@ -129,5 +130,5 @@ class ChatReader:
     @staticmethod
     def _finish_reason(choice: _ChatChoice, end: ChoiceEnd) -> str | None:
         reason = finish_reason(end)
-        # It tells callers to run the calls: not one of them may be half.
+        # This makes callers run the calls, so every call must be complete.
         return "tool_calls" if reason == "stop" and choice.has_calls and not choice.has_half_call else reason

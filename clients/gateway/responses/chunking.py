@@ -1,4 +1,4 @@
-"""Large answers in portions, so that who makes one holds the event loop for milliseconds only, and no stream waits."""
+"""Divides large answers into portions, so that each blocks the event loop only for milliseconds."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -10,18 +10,18 @@ from penstock.clients.events import Delta, Logprobs, PromptLogprobs
 from penstock.clients.gateway.upstream.upstream_request import Arrival
 
 _MAX_ENTRIES = 2048
-"""Tokens and alternatives of a portion: some milliseconds' work."""
+"""The limit of tokens and alternatives in a portion: some milliseconds of work."""
 _CHARS_PER_ENTRY = 16
-"""Text that costs a parser as much as an entry costs."""
+"""How many characters cost a parser as much as one entry."""
 _MAX_MEMBERS = 64
-"""Of a list of tokens, each with its alternatives, that are encoded at once."""
+"""How many members of a list of tokens, each with its alternatives, are encoded at once."""
 _MAX_BYTES = 1 << 18
 _encode = msgspec.json.encode
 
 
 def portions(arrivals: Sequence[Arrival]) -> Iterator[Sequence[Arrival]]:
-    """The same events in order, at least one portion of them; who handles them is to let others run in between.
-    Log-probabilities of a prompt are cut where they are too many."""
+    """Divides events into portions, at least one, in order; the caller lets other tasks run in between. Large
+    log-probabilities of a prompt are split."""
     portion: list[Arrival] = []
     num_entries = 0
     for index, event in arrivals:
@@ -37,7 +37,7 @@ def portions(arrivals: Sequence[Arrival]) -> Iterator[Sequence[Arrival]]:
 
 
 async def encoded(answer: dict[str, Any]) -> bytes:
-    """As JSON; others run in between."""
+    """Encodes an answer as JSON; other tasks run in between."""
     parts: list[bytes] = []
     num_bytes = 0
     for part in _parts(answer):
@@ -66,7 +66,7 @@ def _cut(event: PromptLogprobs) -> Iterator[PromptLogprobs]:
 
 
 def _parts(value: object, name: str = "") -> Iterator[bytes]:
-    """Choices are few and large; what other lists there are has many small members."""
+    """Yields the parts of a value. Choices are few and large; other lists have many small members."""
     if isinstance(value, dict) and value:
         mark = b"{"
         for key, member in value.items():

@@ -1,6 +1,6 @@
-"""Answers an HTTP request by an exchange with the service, streamed or whole: one path for both.
+"""Responds to an HTTP request with the output of the service, streamed or whole, by one path.
 
-What is sent whole is folded from exactly the chunks that would have been streamed. A caller who goes away cancels.
+A whole answer is combined from exactly the chunks of a streamed one. A caller that disconnects cancels the request.
 """
 
 import asyncio
@@ -22,58 +22,59 @@ from penstock.clients.host.error_frames import release_frames
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx passes each part on as it comes
+    (b"x-accel-buffering", b"no"),  # nginx passes each part on immediately
 )
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b"\n\n"
-"""Dispatches nothing. Nor does a comment, but programs that strip what they read join a comment to the next event."""
+"""An empty event, which dispatches nothing. Not a comment: programs that strip lines join a comment to the next
+event."""
 _LINE_ENDS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
-"""What JSON may hold as it is, and some clients take for the end of a line: U+2028, U+2029 and U+0085."""
+"""Characters that JSON allows unescaped and that some clients treat as line ends: U+2028, U+2029 and U+0085."""
 _encode = msgspec.json.encode
 
 
 class Whole(Protocol):
-    """Folds chunks into one answer."""
+    """Combines chunks into one answer."""
 
     def add_chunk(self, chunk: Json) -> None:
-        """The next chunk, which is taken over."""
+        """Adds the next chunk and takes ownership of it."""
         ...
 
     def result(self) -> Json:
-        """The answer."""
+        """Returns the answer."""
         ...
 
 
 class AnswerWriter(Protocol):
-    """Turns what comes from the service into the chunks of an answer."""
+    """Converts the service's events to the chunks of an answer."""
 
     num_kept_bytes: int
-    """Of the request's body, as far as the answer shows it again."""
+    """How many bytes of the request's body the answer still needs."""
 
     def begin_response(self, request_id: str) -> list[Json]:
-        """Before any output, when the service has taken the request."""
+        """Returns the chunks before any output, once the service has accepted the request."""
         ...
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
-        """What events add. Raises RequestFailed."""
+        """Returns the chunks of new events. Raises RequestFailed."""
         ...
 
     def end(self) -> list[Json]:
-        """After the last event of a request that succeeded."""
+        """Returns the chunks after the last event of a successful request."""
         ...
 
     def failed(self, error: GatewayError) -> list[Json]:
-        """Instead of ``end``, when a streamed answer breaks off."""
+        """Returns the chunks that replace ``end`` if a streamed answer fails."""
         ...
 
     def whole(self) -> Whole:
-        """For an answer that is not streamed."""
+        """Returns the combiner for an answer that is not streamed."""
         ...
 
 
 class StreamingOrWholeResponse(Response):
-    """The response of a route. The status line waits until the service has taken the request, so that a refusal has its
-    own."""
+    """The response of a route. Sends the status line only after the service has accepted the request, so that a refusal
+    has its own status."""
 
     def __init__(
         self,
@@ -85,8 +86,8 @@ class StreamingOrWholeResponse(Response):
         caller_name: Callable[[int, str], str],
         ends_with_done: bool = True,
     ) -> None:
-        """``caller_name``: the caller's name of a field of one of the exchange's requests. A chunk with a key ``type``
-        is sent as the event of that name, as the Responses API has it."""
+        """``caller_name``: returns the caller's name of a field of one of the upstream requests. A chunk with a key
+        ``type`` is sent as an event of that name, as in the Responses API."""
         super().__init__()
         self._upstream_request = upstream_request
         self._writer = writer
@@ -96,7 +97,7 @@ class StreamingOrWholeResponse(Response):
         self._ends_with_done = ends_with_done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers. A caller who is gone is told nothing, and costs nothing any more."""
+        """Sends the response. A disconnected caller's request is cancelled."""
         watcher = asyncio.create_task(until_gone(receive), name="penstock-gateway-watch")
         watcher.add_done_callback(lambda _: self._upstream_request.abandon())
         has_begun = False
@@ -112,7 +113,7 @@ class StreamingOrWholeResponse(Response):
         except Abandoned:
             pass
         except (GatewayError, RequestFailed) as failure:
-            release_frames(failure)  # the exchange keeps it
+            release_frames(failure)  # the upstream request keeps it
             error = as_gateway_error(failure, partial(self._caller_name, self._upstream_request.failed_index))
             if has_begun:
                 last = _events(self._writer.failed(error)) + (_DONE if self._ends_with_done else b"")
@@ -165,7 +166,7 @@ class StreamingOrWholeResponse(Response):
 
 
 class _Ticks:
-    """Calls ``tick`` after so many seconds in which nobody postponed it, again and again; after 0 never."""
+    """Calls ``tick`` whenever it has not been postponed for a number of seconds; 0: never."""
 
     def __init__(self, seconds: float, tick: Callable[[], None]) -> None:
         self._seconds = seconds
@@ -185,7 +186,7 @@ class _Ticks:
             self._timer.cancel()
 
     def postpone(self) -> None:
-        """The time begins anew. Sets no timer: it is called for each token."""
+        """Restarts the time. Sets no timer, since it is called for each token."""
         self._due = self._loop.time() + self._seconds
 
     def _look(self) -> None:
@@ -196,7 +197,7 @@ class _Ticks:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Returns when the caller has gone away, after the request's body was read."""
+    """Returns when the caller has disconnected, after the request's body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -206,7 +207,7 @@ async def _send_part(send: Send, data: bytes, *, more: bool = True) -> None:
 
 
 def _events(chunks: Sequence[Json]) -> bytes:
-    """Server-sent events, as HTML's living standard has them in 9.2."""
+    """Formats chunks as server-sent events (HTML living standard, 9.2)."""
     return b"".join([_event(chunk) for chunk in chunks])
 
 

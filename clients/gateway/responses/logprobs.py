@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the two endpoints, and of vLLM for prompts."""
+"""Log-probabilities in the formats of the two endpoints, and of vLLM for prompts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -9,25 +9,26 @@ from penstock.clients.gateway.requests.prompts import ParsedPrompt
 from penstock.v1.tokenizer_pb2 import TokenDescription
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON has no number for; so does vLLM."""
+"""Represents minus infinity, for which JSON has no number; the same as in vLLM."""
 _REPLACEMENT = "\ufffd"
 
 
 class TokenNames:
-    """What tokens are called in an answer."""
+    """The names of tokens in an answer."""
 
     def __init__(self, known: Mapping[int, TokenDescription], *, as_ids: bool) -> None:
-        """``known`` has every token that is asked for. ``as_ids``: named "token_id:N"."""
+        """``known`` has every token that will be named. ``as_ids``: names have the form "token_id:N"."""
         self._known = known
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
-        """As chats have it: bytes that are no character become U+FFFD."""
+        """Returns the text for chats: incomplete characters become U+FFFD."""
         return f"token_id:{token_id}" if self._as_ids else self.bytes(token_id).decode(errors="replace")
 
     def key(self, token_id: int, shown: str = "") -> str:
-        """As completions have it: bytes that are no character are written out, so that they stay apart. ``shown``: what
-        begins in the token of the text; next to broken bytes a byte that is a character by itself may be U+FFFD."""
+        """Returns the name for completions: bytes of incomplete characters are written out, so that names are distinct.
+        ``shown``: the part of the text that begins in the token; next to invalid bytes, a byte that is a character may
+        be shown as U+FFFD."""
         if self._as_ids:
             return f"token_id:{token_id}"
         data = self.bytes(token_id)
@@ -39,22 +40,22 @@ class TokenNames:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data) if data and is_broken else name
 
     def bytes(self, token_id: int) -> bytes:
-        """What it adds to a text."""
+        """Returns the bytes that the token adds to a text."""
         return self._known[token_id].text
 
     def shown(self, token_id: int, *, specials: bool) -> str:
-        """What it adds to a text with or without special tokens."""
+        """Returns what the token adds to a text with or without special tokens."""
         hidden = self._known[token_id].is_special and not specials
         return "" if hidden else self.bytes(token_id).decode(errors="replace")
 
 
 def named_ids(token_ids: Sequence[int], logprobs: Logprobs) -> set[int]:
-    """The tokens that a shape of these will name."""
+    """Returns the tokens to be named."""
     return {*token_ids, *logprobs.top_token_ids}
 
 
 def cut(logprobs: Logprobs, num_top: int) -> Logprobs:
-    """The same with at most so many alternatives."""
+    """Returns log-probabilities with at most ``num_top`` alternatives."""
     if logprobs.num_top <= num_top:
         return logprobs
     ids: list[int] = []
@@ -66,7 +67,7 @@ def cut(logprobs: Logprobs, num_top: int) -> Logprobs:
 
 
 def chat_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames) -> list[Json]:
-    """One entry a token, as chats have it."""
+    """Returns one entry per token, in chat's format."""
 
     def entry(token_id: int, logprob: float) -> Json:
         return {"token": names.text(token_id), "logprob": _finite(logprob), "bytes": list(names.bytes(token_id))}
@@ -78,7 +79,7 @@ def chat_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames
 
 
 class CompletionEntries:
-    """The parallel lists of a choice of completions; remembers where in the text the next token begins."""
+    """Builds the parallel lists of a completion's choice; tracks the offset of the next token in the text."""
 
     def __init__(self) -> None:
         self._offset = 0
@@ -86,7 +87,8 @@ class CompletionEntries:
 
     @staticmethod
     def add_prompt(prompt: ParsedPrompt, start: int, logprobs: Logprobs | None, names: TokenNames) -> Json:
-        """The lists of a prompt's tokens from ``start`` on. Only the first token has no log-probabilities: None."""
+        """Returns the lists of a prompt's tokens from ``start`` on. Only the first token has no log-probabilities:
+        None."""
         assert prompt.text is not None
         assert prompt.token_ids is not None
         end = start + (1 if logprobs is None else len(logprobs.chosen))
@@ -99,14 +101,14 @@ class CompletionEntries:
         return {"text_offset": list(offsets), "token_logprobs": [None], "tokens": tokens, "top_logprobs": [None]}
 
     def after(self, text: str) -> None:
-        """The output comes after this text."""
+        """Advances the offset by a text that precedes the output."""
         self._offset = self._text_length = len(text)
 
     def add_tokens(
         self, token_ids: Sequence[int], logprobs: Logprobs, text: str, names: TokenNames, *, is_last: bool
     ) -> Json:
-        """What more tokens, and the text that comes with them, add to the lists. What ended the output may be the last
-        tokens, and not in the text: they stand at its end."""
+        """Returns the lists of more tokens and their text. The last tokens may be a stop that is not in the text: their
+        offset is its end."""
         base, self._text_length = self._text_length, self._text_length + len(text)
         offsets = list(accumulate(logprobs.text_lengths, initial=self._offset))
         shown = [text[begin - base : end - base] for begin, end in pairwise(offsets)]
@@ -127,7 +129,7 @@ def _lists(
     tokens, top_logprobs = [], []
     for text, (token_id, chosen, top) in zip(shown, _by_token(token_ids, logprobs), strict=True):
         tokens.append(names.key(token_id, text))
-        # The chosen token is there whether it is among the likeliest or not.
+        # The chosen token is included even if it is not among the likeliest.
         alternatives: dict[str, float] = {}
         for each, logprob in (*top, (token_id, chosen)):
             name = tokens[-1] if each == token_id else names.key(each)
@@ -142,7 +144,7 @@ def _lists(
 
 
 def prompt_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames) -> list[Json]:
-    """vLLM's form: by token id, with the rank where it is known."""
+    """Returns entries in vLLM's format: by token id, with the rank if known."""
     entries = []
     for token_id, chosen, top in _by_token(token_ids, logprobs):
         entry: Json = {}
@@ -159,7 +161,7 @@ def _prompt_entry(token_id: int, logprob: float, rank: int | None, names: TokenN
 
 
 def _by_token(token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
-    """Each token, its log-probability, and its alternatives with theirs."""
+    """Yields each token, its log-probability, and its alternatives with theirs."""
     k = logprobs.num_top
     for at, (token_id, chosen) in enumerate(zip(token_ids, logprobs.chosen, strict=True)):
         span = slice(at * k, at * k + k)

@@ -1,7 +1,7 @@
-"""An answer as the Responses API has it: items of output, and the typed events that tell how they grow.
+"""Writes an answer in the format of the Responses API: items of output, and typed events for their growth.
 
-One writer serves both forms: what is sent whole is the response that the last event of a stream would carry. Knows
-neither HTTP nor the service.
+One writer serves both forms: a whole answer is the response in the last event of a stream. Independent of HTTP and the
+service.
 """
 
 import time
@@ -17,10 +17,10 @@ from penstock.clients.gateway.responses.chat_places import PlacedEntry
 
 
 class ResponseEvents:
-    """Of one response: takes the parts of its answer, and gives the events that follow from them."""
+    """Converts the parts of one answer to the events of a response."""
 
     def __init__(self, response: Json, tool_named: Callable[[str], CallerTool] = CallerTool) -> None:
-        """``response`` has the fields that the request settles; output, status and usage are filled in here.
+        """``response`` has the fields that the request determines; output, status and usage are filled in here.
         ``tool_named`` finds the caller's tool by the name in a call."""
         self.response = response | {
             "status": "in_progress",
@@ -33,14 +33,14 @@ class ResponseEvents:
         self._tool_named = tool_named
         self._num_events = 0
         self._open: _Item | None = None
-        """The item that grows; those before it are whole."""
+        """The last item, if it is incomplete."""
 
     def begin_response(self) -> list[Json]:
-        """Before any output."""
+        """Returns the events before any output."""
         return [self._of_response("response.created"), self._of_response("response.in_progress")]
 
     def add_delta(self, piece: ParsedDelta, logprobs: Sequence[PlacedEntry]) -> list[Json]:
-        """More of the answer; ``logprobs`` are of its content's tokens."""
+        """Adds a part of the answer; ``logprobs`` are those of its content's tokens."""
         events: list[Json] = []
         calls = list(piece.calls)
         while calls and not calls[0].id:  # the rest of the open call comes before content that follows it
@@ -55,7 +55,7 @@ class ResponseEvents:
         return events + self._say(piece, told, len(piece.content), logprobs)
 
     def end(self, usage: Json, *, is_cut: bool) -> list[Json]:
-        """The end of the answer; ``is_cut`` says that it reached its limit of tokens."""
+        """Ends the answer; ``is_cut``: whether it reached its limit of tokens."""
         events = [] if self._open or self.response["output"] else self._turn_to(_Message)
         events += self._close("incomplete" if is_cut else "completed")
         self.response |= {
@@ -67,13 +67,13 @@ class ResponseEvents:
         return [*events, self._of_response(f"response.{self.response['status']}")]
 
     def fail(self, code: str, message: str) -> list[Json]:
-        """The end of an answer that broke off; what came of it stays."""
+        """Ends an answer that failed; the output so far stays."""
         events = self._close("incomplete")
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return [*events, self._of_response("response.failed")]
 
     def _say(self, piece: ParsedDelta, begin: int, end: int, logprobs: Sequence[PlacedEntry]) -> list[Json]:
-        """More of a message: a part of the piece's content."""
+        """Adds a range of a part's content to a message."""
         if begin == end:
             return []
         events = self._turn_to(_Message)
@@ -98,7 +98,7 @@ class ResponseEvents:
         return events
 
     def _turn_to(self, kind: "type[_Message | _Reasoning]") -> list[Json]:
-        """Has the open item be one of this kind."""
+        """Opens an item of this kind, unless the open one is."""
         if isinstance(self._open, kind):
             return []
         return [*self._close("completed"), *self._start(kind(self._next_id(kind.prefix)))]
@@ -152,18 +152,18 @@ class ResponseEvents:
 
 
 class _Item:
-    """An item of output that grows; its kinds differ in names."""
+    """An item of output under construction; its kinds differ in names."""
 
     prefix: str
     event: str
-    """What its own events are called, before ``.delta`` and ``.done``."""
+    """The name of its events, before ``.delta`` and ``.done``."""
     has_part = True
     """Whether its text is in a content part."""
 
     def __init__(self, item_id: str) -> None:
         self.id = item_id
         self.breaks_off = False
-        """Whether it is a call whose arguments are not whole."""
+        """Whether it is a call with incomplete arguments."""
         self.texts: list[str] = []
 
     @property
@@ -171,19 +171,19 @@ class _Item:
         return "".join(self.texts)
 
     def rest(self) -> str:
-        """The last of its text, which is known only when it is over."""
+        """Returns the rest of its text, which is known only at the end."""
         return ""
 
     def part(self) -> Json:
-        """Its only content part, so far."""
+        """Returns its only content part, so far."""
         raise NotImplementedError
 
     def whole(self) -> Json:
-        """What its ``.done`` event tells."""
+        """Returns the fields of its ``.done`` event."""
         return {"text": self.text}
 
     def as_json(self, status: str) -> Json:
-        """The item; while it is in progress its content is left to the events."""
+        """Returns the item; while it is in progress, only the events have its content."""
         raise NotImplementedError
 
     def _content(self, status: str) -> list[Json]:
@@ -226,7 +226,7 @@ class _Call(_Item):
     event = "response.function_call_arguments"
     kind = "function_call"
     key = "arguments"
-    """The item's name of the text."""
+    """The key of the item's text."""
     has_part = False
 
     def __init__(self, item_id: str, call_id: str, tool: CallerTool) -> None:
@@ -235,7 +235,7 @@ class _Call(_Item):
         self._tool = tool
 
     def read(self, arguments: str) -> str:
-        """What more arguments of the model's add to the text."""
+        """Reads more of the model's arguments; returns the new part of the text."""
         return arguments
 
     def whole(self) -> Json:

@@ -1,4 +1,4 @@
-"""What ended a choice: its reason in OpenAI's terms, and its text for those who want it in the output."""
+"""The end of a choice: its reason in OpenAI's terms, and the stop's text for callers that want it in the output."""
 
 from penstock.clients.events import ChoiceEnd, Delta, FinishReason
 from penstock.clients.gateway.responses.logprobs import TokenNames
@@ -8,26 +8,27 @@ _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 def finish_reason(end: ChoiceEnd) -> str | None:
-    """As OpenAI has it; None where the request failed, which an error tells."""
+    """Returns OpenAI's finish reason; None if the request failed, which an error reports."""
     return _REASONS.get(end.reason)
 
 
 def stop_reason(end: ChoiceEnd, eos_token_ids: frozenset[int]) -> int | str | None:
-    """vLLM's: which of the request's stop strings or stop tokens it was; None at the model's own end."""
+    """Returns vLLM's stop reason: the request's stop string or stop token that matched; None at the model's end of
+    sequence."""
     if end.stop_token_id is not None and end.stop_token_id not in eos_token_ids:
         return end.stop_token_id
     return end.stop
 
 
 def stop_token(delta: Delta, body: GenerationBody) -> set[int]:
-    """The token whose text ``with_stop`` will want to know."""
+    """Returns the token whose text ``with_stop`` needs."""
     if not body.include_stop_str_in_output or delta.end is None or delta.end.stop_token_id is None:
         return set()
     return {delta.end.stop_token_id}
 
 
 def with_stop(delta: Delta, body: GenerationBody, names: TokenNames) -> str:
-    """The delta's text, with what ended the output where it is to be kept."""
+    """Returns the delta's text, with the stop that ended the output if the request keeps it."""
     end = delta.end
     if not body.include_stop_str_in_output or end is None:
         return delta.text

@@ -1,4 +1,4 @@
-"""What OpenAI's API has for stored responses: nothing is stored here, and each path says so."""
+"""OpenAI's paths for stored responses. Nothing is stored here; each path returns an error."""
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -7,7 +7,7 @@ from penstock.clients.gateway.errors import GatewayError
 
 
 def make_router() -> APIRouter:
-    """The routes."""
+    """Makes the routes."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/v1/responses/{response_id}")

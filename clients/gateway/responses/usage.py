@@ -1,4 +1,4 @@
-"""What every chunk of an answer carries, and the tokens that it has used so far."""
+"""The common fields of an answer's chunks, and the tokens used so far."""
 
 import time
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 
 
 class UsageTracker:
-    """Of one HTTP request."""
+    """Tracks one HTTP request."""
 
     def __init__(self, body: GenerationBody, caller: UpstreamCaller, kind: str, id_prefix: str) -> None:
-        """``kind``: of the chunks, OpenAI's ``object``."""
+        """``kind``: OpenAI's ``object`` of the chunks."""
         self._is_streamed = bool(body.stream)
         self._in_each_chunk = self._is_streamed and body.includes_usage_so_far
         self._in_last_chunk = self._is_streamed and body.includes_usage
@@ -31,11 +31,11 @@ class UsageTracker:
         self._finished: list[Finished] = []
 
     def set_request_id(self, request_id: str) -> None:
-        """The service has taken the request."""
+        """Sets the id, once the service has accepted the request."""
         self._common["id"] = self._id_prefix + request_id
 
     def count(self, event: Event) -> None:
-        """Notes what an event says of tokens."""
+        """Counts the tokens of an event."""
         match event:
             case Accepted():
                 self._prompt_tokens += event.prompt_tokens
@@ -46,7 +46,7 @@ class UsageTracker:
                 self._finished.append(event)
 
     def chunk(self, choices: Sequence[Json]) -> Json:
-        """A chunk with these choices."""
+        """Returns a chunk with these choices."""
         chunk = {**self._common, "choices": choices}
         if self._in_each_chunk:
             chunk["usage"] = _usage(self._prompt_tokens, self._cached_tokens, self._output_tokens)
@@ -55,8 +55,8 @@ class UsageTracker:
         return chunk
 
     def last_chunk(self, *, without_output: bool = False, reasoning_tokens: int | None = None) -> list[Json]:
-        """The one that has the usage, where it is wanted; ``without_output``: none was asked for. ``reasoning_tokens``:
-        those of the output; None where there is no such thing."""
+        """Returns the chunk with the usage, if requested. ``without_output``: no output was requested.
+        ``reasoning_tokens``: their number in the output; None if it does not apply."""
         if self._is_streamed and not self._in_last_chunk:
             return []
         of = [finished.usage for finished in self._finished]

@@ -1,1 +1,1 @@
-"""One file for each HTTP route, and what all routes have in common."""
+"""One file for each HTTP route, and the base of all routes."""

@@ -1,5 +1,4 @@
-"""``/docs``: the API's description as one page of HTML, for people. It needs no script, and so no other server that has
-one."""
+"""``/docs``: the API's description as one page of HTML, for people. Needs no scripts, and so no other server."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ _Shape = Mapping[str, Any]
 
 
 def make_router() -> APIRouter:
-    """The page."""
+    """Makes the route of the page."""
     router = APIRouter()
 
     @router.get("/docs", include_in_schema=False)
@@ -36,7 +35,7 @@ def make_router() -> APIRouter:
 
 
 def as_html(described: _Shape) -> str:
-    """The whole of an OpenAPI description."""
+    """Formats an OpenAPI description."""
     info = described["info"]
     parts = [
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(info["title"])}: the API</title>',
@@ -73,7 +72,7 @@ def _operation(name: str, operation: _Shape) -> Iterator[str]:
 
 
 def _table(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-    """Of names, what they are as HTML, and what that means."""
+    """Formats rows of a name, its type as HTML, and its description."""
     if lines := [f"<tr><td><code>{escape(name)}</code><td>{kind}<td>{_text(text)}" for name, kind, text in rows]:
         yield from ("<table>", *lines, "</table>")
 
@@ -83,7 +82,7 @@ def _content(of: _Shape) -> str:
 
 
 def _type(shape: _Shape) -> str:
-    """What a value may be, in a few words."""
+    """Describes the type of a value in a few words."""
     if ref := shape.get("$ref"):
         name = escape(ref.rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'
@@ -97,6 +96,6 @@ def _type(shape: _Shape) -> str:
 
 
 def _text(written: str) -> str:
-    """A description, as HTML: of Markdown it knows paragraphs and code."""
+    """Formats a description as HTML; of Markdown, supports paragraphs and code."""
     paragraphs = (re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(each)) for each in written.split("\n\n"))
     return "".join(f"<p>{each}</p>" for each in paragraphs)

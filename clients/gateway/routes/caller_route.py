@@ -1,4 +1,4 @@
-"""Routes that speak for a caller: the key is checked and the body bounded before anything is parsed."""
+"""Routes for identified callers: check the key and limit the body before parsing it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -29,7 +29,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 _TURN_BYTES = 8 << 10
 """Bodies above this size wait for their turn to be parsed."""
 _REFUSED = frozenset({400, 404, 408, 413, 415})
-"""Faults of a request, which count against its tenant's rate."""
+"""Errors of a request that count against its tenant's rate."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": description}
@@ -38,18 +38,18 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         401: "No valid key.",
         404: "There is no such model.",
         413: "The body is too large.",
-        429: "Too much is asked at the moment; see Retry-After.",
+        429: "The service is overloaded, or the tenant exceeds its limits; see Retry-After.",
         503: "The service takes no requests at the moment; see Retry-After.",
     }.items()
 }
-"""For ``responses=`` of a route: what may go wrong."""
+"""The errors of a route, for its ``responses=``."""
 
 
 class CallerRoute(APIRoute):
-    """A route for callers that the service knows: a bad key is answered before a bad body."""
+    """A route for callers that the service has accepted: a bad key is reported before a bad body."""
 
     def get_route_handler(self) -> Handler:
-        """FastAPI's own handler, after the checks."""
+        """Returns FastAPI's handler, preceded by the checks."""
         handle = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
@@ -65,8 +65,8 @@ class CallerRoute(APIRoute):
         return checked
 
     async def _handle(self, handle: Handler, request: Request, only_body: list[bytearray]) -> Response:
-        """Has a body parsed and validated and the request begun, in the turn of its caller. Takes the body out of its
-        list: it may be large, and no frame is to keep it until the answer's end."""
+        """Parses and validates a body and starts the request, in its caller's turn. Takes the body out of its list: it
+        may be large, and no frame should keep it until the end of the answer."""
         turns: ParseTurns = request.app.state.parse_turns
         caller: UpstreamCaller = request.state.caller
         body = only_body.pop()
@@ -87,7 +87,7 @@ class CallerRoute(APIRoute):
         return await rest_of(handling, awaited)
 
     def _known_part(self, parsed: Any, request: Request) -> Any:
-        """The body as it is to be validated."""
+        """Returns the body to validate."""
         link: ServiceLink = request.app.state.link
         if not link.settings.ignores_unknown_fields or self.body_field is None:
             return parsed
@@ -107,16 +107,16 @@ class _ParsedRequest(Request):
         self._parsed = parsed
 
     async def body(self) -> bytes:
-        """Returns what FastAPI takes for a body that is there."""
+        """Returns a placeholder, which FastAPI treats as a body."""
         return b"parsed"
 
     async def json(self) -> Any:
-        """Returns the body; not a second time."""
+        """Returns the body, only once."""
         parsed, self._parsed = self._parsed, None
         return parsed
 
 
-async def _of_request(request: Request) -> UpstreamCaller:  # FastAPI would run a plain function on a thread
+async def _of_request(request: Request) -> UpstreamCaller:  # FastAPI would run a plain function in a thread
     caller: UpstreamCaller = request.state.caller
     return caller
 
@@ -127,7 +127,8 @@ CallerDep = Annotated[UpstreamCaller, Depends(_of_request)]
 
 @contextmanager
 def _counting_refusals(caller: UpstreamCaller) -> Iterator[None]:
-    """What is refused here never reaches the service, which counts requests against its tenant's rate."""
+    """Counts requests that the gateway refuses against the tenant's rate: they never reach the service, which counts
+    the others."""
     try:
         yield
     except (GatewayError, RequestValidationError, InvalidOption) as error:
@@ -137,7 +138,7 @@ def _counting_refusals(caller: UpstreamCaller) -> Iterator[None]:
 
 
 async def _receive_body(request: Request, caller: UpstreamCaller) -> bytearray:
-    """Returns the body when it is whole. ``Guard`` bounds its size, and it is counted until the request ends, or until
+    """Receives the whole body. The outer middleware limits its size. It is counted until the request ends, or until
     less of it is needed."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -169,7 +170,7 @@ async def _receive_body(request: Request, caller: UpstreamCaller) -> bytearray:
 
 
 def _end_soon(limit: asyncio.Timeout) -> None:
-    if not limit.expired():  # else it ends by itself, and cannot be changed
+    if not limit.expired():  # an expired limit cannot be changed
         limit.reschedule(0.0)
 
 

@@ -45,7 +45,7 @@ _OK: dict[int | str, dict[str, Any]] = {
 
 
 def make_router() -> APIRouter:
-    """The route."""
+    """Makes the route."""
     router = APIRouter(route_class=CallerRoute, tags=["generation"])
 
     @router.post(
@@ -69,7 +69,9 @@ def make_router() -> APIRouter:
         prompt_token_ids: Sequence[int] | None = None
         if body.return_token_ids or body.prompt_logprobs is not None:
             prompt_token_ids = truncated(await _token_ids(body, caller, names), body, caller)
-            start.token_ids.ids.extend(prompt_token_ids)  # instead of the chat: the answer speaks of these very tokens
+            start.token_ids.ids.extend(
+                prompt_token_ids
+            )  # not the chat: the answer refers to these tokens
         specials = start.output.include_special_tokens
         with_reasoning = body.include_reasoning is not False
         reader = ChatReader(body, caller, new_parser, specials=specials, with_reasoning=with_reasoning)
@@ -93,7 +95,7 @@ async def _token_ids(body: ChatRequest, caller: UpstreamCaller, names: Names) ->
 
 
 class ChatWriter:
-    """The chunks of a chat's answer."""
+    """Writes the chunks of a chat's answer."""
 
     def __init__(
         self, body: ChatRequest, caller: UpstreamCaller, reader: ChatReader, prompt_token_ids: Sequence[int] | None
@@ -110,7 +112,7 @@ class ChatWriter:
         self._num_reasoning_tokens = 0
 
     def begin_response(self, request_id: str) -> list[Json]:
-        """Whose turn it is, in a chunk for each choice."""
+        """Returns a chunk with the role for each choice."""
         self._usage_tracker.set_request_id(request_id)
         chunks = [
             self._usage_tracker.chunk([self._choice(index, {"role": "assistant", "content": self._echoed})])
@@ -123,7 +125,7 @@ class ChatWriter:
         return chunks
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
-        """What is new."""
+        """Returns the chunks of new events."""
         chunks: list[Json] = []
         for _, event in arrivals:
             self._usage_tracker.count(event)
@@ -135,15 +137,15 @@ class ChatWriter:
         return chunks
 
     def end(self) -> list[Json]:
-        """The usage."""
+        """Returns the chunk with the usage."""
         return self._usage_tracker.last_chunk(reasoning_tokens=self._num_reasoning_tokens)
 
     def failed(self, error: GatewayError) -> list[Json]:
-        """As OpenAI's clients understand it."""
+        """Returns the error in the form that OpenAI's clients understand."""
         return [error.body()]
 
     def whole(self) -> "WholeChat":
-        """For an answer in one piece."""
+        """Returns the combiner for a whole answer."""
         return WholeChat()
 
     async def _prompt_part(self, part: PromptLogprobs) -> Json:
@@ -190,7 +192,7 @@ def _call(piece: ToolCallDelta) -> Json:
 
 
 class _WholeChoice:
-    """One choice's chunks put together."""
+    """Combines the chunks of one choice."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -242,7 +244,7 @@ class _WholeChoice:
 
 
 class WholeChat:
-    """Chunks put together."""
+    """Combines chunks into one answer."""
 
     def __init__(self) -> None:
         self._answer: Json = {}
@@ -250,7 +252,7 @@ class WholeChat:
         self._choices: dict[int, _WholeChoice] = {}
 
     def add_chunk(self, chunk: Json) -> None:
-        """The next chunk."""
+        """Adds the next chunk."""
         self._answer = chunk
         for name in ("prompt_token_ids", "prompt_logprobs"):
             if name in chunk:
@@ -259,6 +261,6 @@ class WholeChat:
             self._choices.setdefault(part["index"], _WholeChoice()).add_part(part)
 
     def result(self) -> Json:
-        """The answer; the last chunk has all that belongs to none of the choices."""
+        """Returns the answer; the last chunk has all fields outside the choices."""
         choices = [choice.result(index) for index, choice in sorted(self._choices.items())]
         return {**self._answer, "object": "chat.completion", "choices": choices, **self._of_prompt}

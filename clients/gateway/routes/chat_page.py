@@ -1,4 +1,4 @@
-"""The chat page: one HTML file, served as it is, under a policy that lets it run its own script and nothing else."""
+"""The chat page: one HTML file, served unchanged, under a policy that allows only its own script."""
 
 import base64
 import hashlib
@@ -12,7 +12,7 @@ _INLINE = {kind: re.compile(rf"<{kind}>(.*?)</{kind}>", re.DOTALL) for kind in (
 
 
 def make_router() -> APIRouter:
-    """The page at ``/``."""
+    """Makes the route of the page at ``/``."""
     html, headers = _page()
     router = APIRouter()
 
@@ -24,11 +24,11 @@ def make_router() -> APIRouter:
 
 
 def _page() -> tuple[str, dict[str, str]]:
-    """The file and the headers that it is served with."""
+    """Returns the file and its headers."""
     html = files("penstock.clients.gateway").joinpath("page.html").read_text(encoding="utf-8")
     return html, {
         "Content-Security-Policy": content_security_policy(html),
-        "Cache-Control": "no-cache",  # a new version of the gateway is seen at once
+        "Cache-Control": "no-cache",  # browsers see a new version of the gateway immediately
         "Cross-Origin-Opener-Policy": "same-origin",
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
@@ -36,8 +36,8 @@ def _page() -> tuple[str, dict[str, str]]:
 
 
 def content_security_policy(html: str) -> str:
-    """What the page may do: run and wear exactly what stands in it, and ask the server that it came from. Text never
-    becomes markup: `trusted-types` makes browsers that know it refuse innerHTML and its like."""
+    """Returns the page's policy: only its own scripts and styles, and requests only to its server. Text never becomes
+    markup: `trusted-types` makes browsers that support it refuse innerHTML and similar properties."""
     own = {kind: " ".join(map(_hash, pattern.findall(html))) for kind, pattern in _INLINE.items()}
     return "; ".join(
         (
@@ -45,7 +45,7 @@ def content_security_policy(html: str) -> str:
             f"script-src {own['script']}",
             f"style-src {own['style']}",
             "connect-src 'self'",
-            "img-src data:",  # the empty icon, so that no browser asks for one
+            "img-src data:",  # the empty icon, so that browsers request none
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",
@@ -56,5 +56,5 @@ def content_security_policy(html: str) -> str:
 
 
 def _hash(inline: str) -> str:
-    """An inline element's source expression (Content Security Policy level 3, section 6.7.3)."""
+    """Returns an inline element's source expression (Content Security Policy level 3, section 6.7.3)."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"

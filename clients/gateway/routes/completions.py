@@ -33,11 +33,11 @@ from penstock.v1 import generation_pb2 as pb
 from penstock.v1.tokenizer_pb2 import TokenDescription
 
 _MAX_STARTS_BYTES = 64 << 20
-"""Of all that one HTTP request asks of the service."""
+"""The limit for all requests to the service from one HTTP request."""
 
 
 def make_router() -> APIRouter:
-    """The route."""
+    """Makes the route."""
     router = APIRouter(route_class=CallerRoute, tags=["generation"])
 
     @router.post(
@@ -66,7 +66,8 @@ def make_router() -> APIRouter:
 
 
 def _namer(body: CompletionRequest) -> Callable[[int, str], str]:
-    """What names the fields of a caller's request. It lives as long as the answer, so the request does not in it."""
+    """Returns a function that names the fields of a caller's request. It lives as long as the answer, so it does not
+    hold the request."""
     is_alone, others = has_one_prompt(body), (*constraint_names(body), *sampling_names(body))
     return lambda index, field: caller_name(field, (*prompt_names(is_alone, index), *others))
 
@@ -78,13 +79,14 @@ def _check(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != body.num_choices:
         raise invalid("best_of", "must be n or absent: every choice that is made is returned")
     if body.max_tokens == 0 and not body.echo:
-        raise invalid("max_tokens", "must be at least 1; 0 is for echo alone")
+        raise invalid("max_tokens", "must be at least 1; 0 needs echo: true")
 
 
 def _starts(
     prompts: Sequence[ParsedPrompt], body: CompletionRequest, headers: Mapping[str, str], caller: UpstreamCaller
 ) -> list[pb.Start]:
-    """One for each prompt. Each has all of the options: together they may be many times the body."""
+    """Returns one request for each prompt. Each has all options, so together they may be many times the size of the
+    body."""
     starts: list[pb.Start] = []
     num_bytes = 0
     for prompt in prompts:
@@ -101,7 +103,7 @@ def _start(
 ) -> pb.Start:
     start = new_start(body, headers, caller.settings)
     prompt.put_into(start)
-    # What is only scored costs a token all the same, which is not shown.
+    # A prompt that is only scored still generates a token, which is not shown.
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     fill_sampling(start.sampling, body, max_tokens)
     wanted = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
@@ -111,7 +113,7 @@ def _start(
 
 
 class _CompletionChoice:
-    """How far one choice has come."""
+    """The state of one choice."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -119,7 +121,7 @@ class _CompletionChoice:
 
 
 class CompletionWriter:
-    """The chunks of a completion's answer."""
+    """Writes the chunks of a completion's answer."""
 
     def __init__(self, body: CompletionRequest, prompts: Sequence[ParsedPrompt], caller: UpstreamCaller) -> None:
         self._body = without_texts(body)
@@ -139,12 +141,12 @@ class CompletionWriter:
         self._begun = False
 
     def begin_response(self, request_id: str) -> list[Json]:
-        """Nothing is known yet that a caller would see."""
+        """Returns no chunks."""
         self._usage_tracker.set_request_id(request_id)
         return []
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
-        """The prompts, if they are shown, and what is new."""
+        """Returns chunks of the prompts, if they are shown, and of new events."""
         known = await self._describe(arrivals) if self._names_tokens else {}
         names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
         chunks: list[Json] = []
@@ -160,19 +162,19 @@ class CompletionWriter:
         return chunks
 
     def end(self) -> list[Json]:
-        """The usage."""
+        """Returns the chunk with the usage."""
         return self._usage_tracker.last_chunk(without_output=self._scores_alone)
 
     def failed(self, error: GatewayError) -> list[Json]:
-        """As OpenAI's clients understand it."""
+        """Returns the error in the form that OpenAI's clients understand."""
         return [error.body()]
 
     def whole(self) -> "WholeCompletion":
-        """For an answer in one piece."""
+        """Returns the combiner for a whole answer."""
         return WholeCompletion()
 
     async def _describe(self, arrivals: Sequence[Arrival]) -> Mapping[int, TokenDescription]:
-        """The tokens that will be named; none, if nothing of the answer names any."""
+        """Describes the tokens that the answer names, if any."""
         ids: set[int] = set()
         if not self._begun and self._names_prompts:
             ids.update(*(prompt.token_ids or () for prompt in self._prompts))
@@ -183,7 +185,7 @@ class CompletionWriter:
                     ids |= named_ids(event.token_ids, event.logprobs)
             elif isinstance(event, PromptLogprobs):
                 ids |= named_ids((), event.logprobs)
-        wanted = ids or self._names_prompts  # those of the prompts are known since the first call
+        wanted = ids or self._names_prompts  # those of the prompts are known from the first call
         return await self._caller.describe(ids) if wanted else {}
 
     def _show_prompts(self, names: TokenNames) -> list[Json]:
@@ -207,7 +209,7 @@ class CompletionWriter:
 
     def _prompt_part(self, at: int, part: PromptLogprobs, names: TokenNames) -> list[Json]:
         token_ids = self._prompts[at].token_ids
-        assert token_ids is not None, "read_prompts has the ids of prompts whose log-probabilities are asked for"
+        assert token_ids is not None, "read_prompts returns the ids of prompts whose log-probabilities are requested"
         ids = token_ids[part.start : part.start + len(part.logprobs.chosen)]
         chunks = []
         for choice in self._choices[at]:
@@ -243,7 +245,7 @@ class CompletionWriter:
 
 
 class WholeCompletion:
-    """Chunks put together."""
+    """Combines chunks into one answer."""
 
     def __init__(self) -> None:
         self._answer: Json = {}
@@ -251,7 +253,7 @@ class WholeCompletion:
         self._texts: dict[int, list[str]] = {}
 
     def add_chunk(self, chunk: Json) -> None:
-        """The next chunk."""
+        """Adds the next chunk."""
         self._answer = chunk
         for part in chunk["choices"]:
             index = part["index"]
@@ -259,7 +261,7 @@ class WholeCompletion:
             _fold(self._choices.setdefault(index, {}), part)
 
     def result(self) -> Json:
-        """The answer; the last chunk has all that belongs to none of the choices."""
+        """Returns the answer; the last chunk has all fields outside the choices."""
         choices = [
             {"index": index, "text": "".join(self._texts[index])} | choice
             for index, choice in sorted(self._choices.items())
@@ -268,7 +270,7 @@ class WholeCompletion:
 
 
 def _fold(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Adds a part to what it continues: lists grow, those of an object too, and the last word on all else holds."""
+    """Merges a part into the whole: lists are appended, also in objects; for everything else, the last value counts."""
     for name, value in part.items():
         before = whole.get(name)
         if isinstance(before, list) and isinstance(value, list):

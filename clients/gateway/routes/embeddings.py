@@ -31,18 +31,18 @@ T = TypeVar("T")
 _RENAMED = {"inputs": "input", "client_request_id": "request_id"}
 """The callers' names of the contract's fields."""
 _ONE_INPUT = re.compile(r"inputs(\[\d+\])(?:\.[a-z_.]+)?")
-"""Where the contract has an input: what follows is a place in its ids."""
+"""The path of an input in the contract; the rest is a position in its ids."""
 _VECTORS_AT_ONCE = 16
-"""Encoded before others run: a millisecond's work or two."""
+"""How many vectors are encoded before other tasks run: one or two milliseconds of work."""
 
 
 def make_router() -> APIRouter:
-    """The endpoint."""
+    """Makes the route."""
     router = APIRouter(route_class=CallerRoute, tags=["embeddings"], responses=ERRORS)
 
     @router.post("/v1/embeddings", response_model=EmbeddingResponse)
     async def embed(body: EmbeddingsRequest, caller: CallerDep, request: Request) -> Response:
-        """Tells a vector for each text."""
+        """Returns a vector for each text."""
         check_model(body.model, caller)
         message = embed_request(body, request.headers, caller.tenant)
         try:
@@ -58,7 +58,7 @@ def make_router() -> APIRouter:
 
 
 def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: str) -> pb.EmbedRequest:
-    """The contract's form of a request."""
+    """Converts a request to the contract's form."""
     given = body.input
     is_one = isinstance(given, str) or isinstance(given[0], int)  # a text, or the ids of one
     inputs = [_embed_input(each) for each in ([given] if is_one else given)]
@@ -82,8 +82,8 @@ def _embed_input(given: Any) -> pb.EmbedInput:
 
 
 def caller_field(body: EmbeddingsRequest, field: str) -> str:
-    """The caller's path of a field of the contract's: ``input[3][5]`` for an id, ``input[5]`` where the caller's input
-    is one list of them."""
+    """Returns the caller's path of a field of the contract: ``input[3][5]`` for an id, ``input[5]`` if the caller's
+    input is one list of ids."""
     found = _ONE_INPUT.match(field)
     if found is None:
         return _RENAMED.get(field, field)
@@ -92,7 +92,7 @@ def caller_field(body: EmbeddingsRequest, field: str) -> str:
 
 
 async def answer_of(response: pb.EmbedResponse, model: str, in_base64: bool) -> Json:
-    """OpenAI's form of an answer; others run in between."""
+    """Converts a response to OpenAI's form; other tasks run in between."""
     encode: Callable[[Sequence[float]], object] = as_base64 if in_base64 else as_numbers
     data: list[Json] = []
     for index, embedding in enumerate(response.embeddings):
@@ -111,17 +111,17 @@ async def answer_of(response: pb.EmbedResponse, model: str, in_base64: bool) -> 
 
 
 def as_numbers(values: Sequence[float]) -> msgspec.Raw:
-    """A list, as JSON already: few long vectors would be too much to encode together."""
+    """Encodes a list as JSON: a few long vectors would take too long to encode together."""
     return msgspec.Raw(msgspec.json.encode(list(values)))
 
 
 def as_base64(values: Sequence[float]) -> str:
-    """32-bit floats, little-endian, as OpenAI's clients expect them."""
+    """Encodes 32-bit floats, little-endian, as OpenAI's clients expect."""
     return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """What ``work`` gives; it is cancelled when the caller goes away."""
+    """Returns the result of ``work``, which is cancelled if the caller disconnects."""
     working = asyncio.ensure_future(work)
     watching = asyncio.create_task(until_gone(request.receive), name="penstock-gateway-watch")
     try:

@@ -1,6 +1,6 @@
-"""The gateway's metrics and the service's, where what scrapes OpenAI-compatible servers looks for them.
+"""The gateway's metrics and the service's, at the path where scrapers of OpenAI-compatible servers look for them.
 
-Whoever may call the gateway may read them, so tenants' names are left out. Knows nothing of what the numbers mean.
+Every client of the gateway may read them, so tenants' names are left out. Independent of the metrics' meaning.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ from penstock.clients.gateway.upstream.service_link import ServiceLink
 
 TIMEOUT_S = 10.0
 _KEPT_S = 1.0
-"""How long a page is shown again: it needs no key, and each new one costs the service and the gateway some work."""
+"""How long a page is cached: it needs no key, and each new one costs the service and the gateway some work."""
 _TEXT, _OPENMETRICS = "text/plain; version=0.0.4", "application/openmetrics-text; version=1.0.0"
-"""The two forms, as they are asked for. The caller's own words would make a page of each."""
+"""The two formats, as requested from the service. Forwarding callers' headers would need a cached page for each."""
 _OF_TENANTS = re.compile(rb"^(?:# [A-Z]+ )?penstock_tenant_.*\n", re.MULTILINE)
 _END = b"# EOF\n"
 """The last line of OpenMetrics."""
 
 
 def make_router() -> APIRouter:
-    """``/metrics``, without a key, as vLLM has it."""
+    """Makes the route ``/metrics``, without a key, as in vLLM."""
     router = APIRouter(tags=["probes"])
     pages: dict[str, Recent[_Page]] = {}
 
     @router.get("/metrics", response_class=Response)
     async def metrics(request: Request) -> Response:
-        """The gateway's metrics and the service's in Prometheus' text format, or in OpenMetrics for who accepts it."""
+        """The gateway's metrics and the service's in Prometheus' text format, or in OpenMetrics if the client accepts it."""
         _, form = choose_encoder(request.headers.get("accept", ""))
         accepted = _OPENMETRICS if form.startswith("application/openmetrics-text") else _TEXT
         if accepted not in pages:
@@ -47,7 +47,7 @@ def make_router() -> APIRouter:
 
 
 async def _both(app: FastAPI, accepted: str) -> "_Page":
-    """The service's metrics and the gateway's, or those alone."""
+    """Returns the service's metrics and the gateway's, or only the gateway's."""
     link: ServiceLink = app.state.link
     gateway_metrics: GatewayMetrics = app.state.gateway_metrics
     theirs = await _service_page(link.settings.metrics_target, accepted)
@@ -55,7 +55,7 @@ async def _both(app: FastAPI, accepted: str) -> "_Page":
     if theirs is None:
         encode, form = choose_encoder(accepted)
         return _Page(encode(gateway_metrics.registry), form)
-    # Two pages are one where both are in the form that the service chose.
+    # Both pages must be in the format that the service chose.
     ours = choose_encoder(theirs.form)[0](gateway_metrics.registry)
     return _Page(theirs.text.removesuffix(_END) + ours, theirs.form)
 
@@ -64,11 +64,11 @@ async def _both(app: FastAPI, accepted: str) -> "_Page":
 class _Page:
     text: bytes
     form: str
-    """Its content type."""
+    """The content type."""
 
 
 async def _service_page(target: str, accepted: str) -> _Page | None:
-    """The service's metrics; None where it tells none."""
+    """Returns the service's metrics; None if it returns none."""
     if not target:
         return None
     try:
@@ -80,7 +80,7 @@ async def _service_page(target: str, accepted: str) -> _Page | None:
 def _fetch(target: str, accepted: str) -> _Page | None:
     connection = HTTPConnection(target, timeout=TIMEOUT_S)
     try:
-        # Its own name may be one that the service does not serve there: that is checked to keep browsers out.
+        # The service may refuse its own name in Host, which it checks to keep browsers out.
         connection.request("GET", "/metrics", headers={"Accept": accepted, "Host": "localhost"})
         answer = connection.getresponse()
         if answer.status != HTTPStatus.OK:

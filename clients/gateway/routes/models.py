@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served, and the longest context, which OpenAI's own list lacks and vLLM's has."""
+"""GET /v1/models: the served model, with the longest context as in vLLM."""
 
 import time
 
@@ -23,25 +23,25 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All models; there is one."""
+    """The list of models, which has one."""
 
     object: str = "list"
     data: list[ModelCard]
 
 
 def make_router() -> APIRouter:
-    """The list, and each of its members."""
+    """Makes the routes of the list and of each model."""
     created = int(time.time())
     router = APIRouter(route_class=CallerRoute, tags=["models"], responses=ERRORS)
 
     @router.get("/v1/models")
     async def list_models(caller: CallerDep) -> ModelList:
-        """Lists what is served."""
+        """Lists the served model."""
         return ModelList(data=[_card(caller.model, created)])
 
-    @router.get("/v1/models/{name:path}")  # a hub's name has a slash
+    @router.get("/v1/models/{name:path}")  # names on the hub have a slash
     async def retrieve_model(name: str, caller: CallerDep) -> ModelCard:
-        """Tells of a model."""
+        """Returns a model."""
         if name != caller.model.name:
             raise model_not_found(name, caller.model.name)
         return _card(caller.model, created)

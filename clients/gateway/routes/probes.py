@@ -1,4 +1,4 @@
-"""What load balancers, routers and people ask first, without a key: does it serve, and what version is it."""
+"""Probes without a key: whether the service accepts requests, and the version."""
 
 from importlib.metadata import version
 
@@ -10,13 +10,13 @@ from penstock.clients.gateway.upstream.service_link import ServiceLink
 
 
 class Version(BaseModel):
-    """What runs."""
+    """The version of penstock."""
 
     version: str
 
 
 def make_router() -> APIRouter:
-    """``/health``, ``/ping``, which is the same under the name that SageMaker asks for, and ``/version``."""
+    """``/health``, ``/ping``, which is the same under SageMaker's name, and ``/version``."""
     this_version = Version(version=version("penstock"))
     router = APIRouter(tags=["probes"], responses={503: {"description": "The service takes no requests."}})
 

@@ -1,4 +1,5 @@
-"""POST /v1/responses: answers conversations as OpenAI's newer API has it, by the same path as chat completions."""
+"""POST /v1/responses: answers conversations in the format of OpenAI's newer API, by the same path as chat
+completions."""
 
 import logging
 import time
@@ -32,11 +33,11 @@ from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
 _log = logging.getLogger(__name__)
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""What OpenAI's API calls a failure in a response, by its HTTP code; all else is server_error."""
+"""OpenAI's names of failures in a response, by HTTP code; all others are server_error."""
 
 
 def make_router() -> APIRouter:
-    """The routes."""
+    """Makes the routes."""
     report = _HostedTools()
     router = APIRouter(route_class=CallerRoute, tags=["generation"])
 
@@ -103,7 +104,7 @@ class _HostedTools:
 
 
 class ResponseWriter:
-    """The events of a response."""
+    """Writes the events of a response."""
 
     def __init__(
         self, body: ResponsesRequest, caller: UpstreamCaller, reader: ChatReader, tools: ResponseTools
@@ -111,19 +112,19 @@ class ResponseWriter:
         self._settled = _settled(body, caller.model)
         self.num_kept_bytes = len(msgspec.json.encode(self._settled))
         self._reader = reader
-        self._tools = replace(tools, functions=[], places=[], choice=None)  # the others name what is called
+        self._tools = replace(tools, functions=[], places=[], choice=None)  # the others identify the called tools
         self._events = ResponseEvents(self._settled, self._tools.named)
         self._usage = Usage()
         self._is_cut = False
         self._num_reasoning_tokens = 0
 
     def begin_response(self, request_id: str) -> list[Json]:
-        """The response, before any output."""
+        """Returns the events before any output."""
         self._events = ResponseEvents({"id": f"resp_{request_id}"} | self._settled, self._tools.named)
         return self._events.begin_response()
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
-        """What is new."""
+        """Returns the events of new output."""
         for _, event in arrivals:
             if isinstance(event, Finished):
                 self._usage = event.usage
@@ -136,15 +137,15 @@ class ResponseWriter:
         return events
 
     def end(self) -> list[Json]:
-        """The whole response."""
+        """Returns the last events, with the whole response."""
         return self._events.end(self._usage_json(), is_cut=self._is_cut)
 
     def failed(self, error: GatewayError) -> list[Json]:
-        """The response as far as it came, and why no further."""
+        """Returns the last events of a failed response, with the output so far and the error."""
         return self._events.fail(_CODES.get(error.status, "server_error"), error.message)
 
     def whole(self) -> "WholeResponse":
-        """For an answer in one piece."""
+        """Returns the combiner for a whole answer."""
         return WholeResponse()
 
     def _usage_json(self) -> Json:
@@ -159,13 +160,13 @@ class ResponseWriter:
 
 
 class WholeResponse:
-    """The response that the last event has."""
+    """Returns the response of the last event."""
 
     def __init__(self) -> None:
         self._response: Json = {}
 
     def add_chunk(self, chunk: Json) -> None:
-        """The next event."""
+        """Adds the next event."""
         self._response = chunk.get("response", self._response)
 
     def result(self) -> Json:
@@ -202,7 +203,7 @@ def _settled(body: ResponsesRequest, model: GetModelResponse) -> Json:
 
 
 def _default(model: GetModelResponse, name: Literal["temperature", "top_p"]) -> float:
-    """What a field of sampling is where the request does not set it: the model's, in the digits of its file, else 1."""
+    """Returns the default of a sampling field: the model's, in the digits of its file, else 1."""
     defaults = model.sampling_defaults
     return float(f"{getattr(defaults, name):.6g}") if defaults.HasField(name) else 1.0
 
@@ -221,4 +222,4 @@ _RETURNED = {
     "top_p",
     "user",
 }
-"""Fields of a request that its response shows again."""
+"""Fields of a request that its response repeats."""

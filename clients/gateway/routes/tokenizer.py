@@ -21,19 +21,19 @@ from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import tokenizer_pb2 as pb
 
 _OF_A_CHAT = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
-"""Fields that mean something with messages alone."""
+"""Fields that apply only to messages."""
 _OF_TEXT: Names = ((r"text", "prompt"),)
 _OF_TOKENS: Names = ((r"token_ids", "tokens"),)
 """The callers' names of the contract's fields."""
 
 
 def make_router() -> APIRouter:
-    """Both endpoints."""
+    """Makes both routes."""
     router = APIRouter(route_class=CallerRoute, tags=["tokenizer"], responses=ERRORS)
 
     @router.post("/tokenize")
     async def tokenize(request: TokenizeRequest, caller: CallerDep) -> TokenizeResponse:
-        """Tells the tokens of a text or of a conversation, exactly as a request would have them."""
+        """Returns the tokens of a text or of a conversation, exactly as in a request."""
         check_model(request.model, caller)
         token_ids = await (_of_prompt(request, caller) if request.messages is None else _of_chat(request, caller))
         return TokenizeResponse(
@@ -45,7 +45,7 @@ def make_router() -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(request: DetokenizeRequest, caller: CallerDep) -> DetokenizeResponse:
-        """Tells the text of tokens, special ones included."""
+        """Returns the text of tokens, special ones included."""
         check_model(request.model, caller)
         message = pb.DetokenizeRequest(token_ids=request.tokens, include_special_tokens=True)
         try:
@@ -84,6 +84,6 @@ async def _of_chat(request: TokenizeRequest, caller: UpstreamCaller) -> list[int
 
 
 async def _texts(token_ids: list[int], caller: UpstreamCaller) -> list[str]:
-    """What each token adds to a text."""
+    """Returns what each token adds to a text."""
     known = await caller.describe(set(token_ids))
     return [known[token_id].text.decode(errors="replace") for token_id in token_ids]

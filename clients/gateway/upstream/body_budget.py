@@ -14,7 +14,7 @@ TENANT_SHARE = 0.5
 
 
 class NoRoomForBody(Exception):
-    """The budget is used up, and no other body that could give way is slower than this one."""
+    """The budget is used up, and no slower body can be evicted."""
 
     def __init__(self, *, is_tenants: bool) -> None:
         """``is_tenants``: whether the tenant has used up its own part."""
@@ -60,7 +60,7 @@ class BodyBudget:
         self._bytes_of: Counter[str] = Counter()
         self._interval_s = interval_s
         self._next_eviction: dict[str, float] = {}
-        """By tenant; only of those that have bodies."""
+        """The time of each tenant's next eviction, for tenants that have bodies."""
         self._room_of: dict[str | None, asyncio.Future[None]] = {}
         """Completed when there may be room again: by tenant, and under None for the whole budget."""
 
@@ -82,7 +82,7 @@ class BodyBudget:
     async def take_bytes(self, body: BodyInMemory, num_bytes: int) -> None:
         """Counts bytes of a body. Raises NoRoomForBody."""
         if body not in self._bodies:
-            return  # it was evicted, and what waits for it ends
+            return  # it was evicted, and its request ends
         body.num_bytes += num_bytes
         self._bytes_of[body.tenant] += num_bytes
         while body in self._bodies and (tenant := self._tenant_that_yields(body)) is not None:
@@ -99,14 +99,14 @@ class BodyBudget:
             evict()
 
     def give_back(self, body: BodyInMemory, num_bytes: int) -> None:
-        """Counts these bytes of a body no more."""
+        """Releases bytes of a body."""
         if body in self._bodies and num_bytes > 0:
             body.num_bytes -= num_bytes
             self._bytes_of[body.tenant] -= num_bytes
             self._wake(body.tenant)
 
     async def _wait(self, tenant: str | None, seconds: float) -> None:
-        """Waits until there may be room, for some time at most."""
+        """Waits until there may be room, for at most ``seconds``."""
         room = self._room_of.setdefault(tenant, asyncio.get_running_loop().create_future())
         await asyncio.wait([room], timeout=seconds)
 

@@ -1,5 +1,5 @@
-"""Reads from a request's headers who calls: the key and the tenant. Each header may be there only once, since a proxy
-may have added its own to one that the caller sent."""
+"""Reads the caller's key and tenant from a request's headers. Each header may occur only once, since a proxy may have
+added its own to the caller's."""
 
 import re
 
@@ -14,7 +14,7 @@ _MAX_KEY_BYTES = 8192
 
 
 def bearer_key(headers: Headers) -> str | None:
-    """Returns the key of the header Authorization; None if it shows none. Raises GatewayError."""
+    """Returns the key of the header Authorization; None if there is none. Raises GatewayError."""
     given = headers.getlist("authorization")
     if len(given) > 1:
         message = f"send the header Authorization once; there are {len(given)}"

@@ -1,4 +1,4 @@
-"""Coroutines that are run at once, as far as they go without waiting."""
+"""Runs coroutines immediately up to the first wait."""
 
 import asyncio
 import types
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Runs it in the caller's turn of the event loop; returns the task that has the rest, if it has to wait. Where that
-    is rare it saves a task and a turn, as Python 3.12's ``eager_start`` does. The coroutine must not ask which task it
-    runs in, as ``asyncio.timeout`` does."""
+    """Runs it in the caller's turn of the event loop; if it has to wait, returns a task for the rest. If waiting is
+    rare, this saves a task and a turn, like ``eager_start`` in Python 3.12. The coroutine must not use the current
+    task, as ``asyncio.timeout`` does."""
     try:
         awaited = coroutine.send(None)
     except StopIteration:
@@ -28,7 +28,7 @@ def rest_of(coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[obj
 def _rest(coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[object, Any, T]:
     try:
         yield awaited
-    except BaseException as error:  # such as a cancellation, which the coroutine may want to clean up after
+    except BaseException as error:  # such as a cancellation, after which the coroutine may clean up
         try:
             awaited = coroutine.throw(error)
         except StopIteration as done:

@@ -14,7 +14,7 @@ from penstock.v1 import generation_pb2 as pb
 from penstock.v1.model_pb2 import GetModelResponse
 
 MAX_KEYS_OF_TENANT = 256
-"""Keys of one tenant that are remembered. One that is not is asked about again with its next request."""
+"""The limit of remembered keys per tenant. Other keys are checked again with their next request."""
 
 Metadata = tuple[tuple[str, str], ...]
 PlaceName = tuple[str, bool]
@@ -29,11 +29,11 @@ class Running(Protocol):
 
 
 class Identity:
-    """A key, the tenant that requests under it name, and what the service answered for the two. Only the metadata has
-    the key itself."""
+    """A key, the tenant that its requests name, and the service's response for the two. Only the metadata has the key
+    itself."""
 
     def __init__(self, name: bytes, key: str | None, tenant: str) -> None:
-        """``name`` is a hash of the two; ``tenant`` is empty where none is named."""
+        """``name`` is a hash of the two; ``tenant`` is empty if none is named."""
         self.name = name
         self.tenant = tenant
         self.metadata = call_metadata(key)
@@ -46,17 +46,17 @@ class Identity:
         self._check: asyncio.Task[None] | None = None
 
     async def check(self, ask: Callable[["Identity"], Awaitable[GetModelResponse]]) -> None:
-        """Asks the service for its model under this key, once for all who wait. Raises RequestFailed."""
+        """Requests the service's model under this key, once for all waiting callers. Raises RequestFailed."""
         if self._check is None:
             self._check = asyncio.create_task(self._ask(ask), name="penstock-gateway-check")
             self._check.add_done_callback(_see)
         try:
             await asyncio.shield(self._check)
         except RequestFailed as failure:
-            raise copy.copy(failure) from None  # each is raised in a task of its own
+            raise copy.copy(failure) from None  # each is raised in a different task
 
     def withdraw(self, failure: RequestFailed) -> None:
-        """Ends what runs under the key: the service does not take it any more."""
+        """Ends the requests under the key, since the service no longer accepts it."""
         for running in list(self.running):
             running.fail(failure)
 
@@ -69,7 +69,7 @@ class Identity:
 
 
 class SharedStream:
-    """One stream, which the keys of one tenant share: what the service says of a caller is the same for all of them."""
+    """One stream, which the keys of one tenant share: the service treats all of them alike."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SharedStream:
         self.of = of
         self._on_end = on_end
         self.identities: OrderedDict[bytes, Identity] = OrderedDict()
-        """Those that are remembered; the one that was used last is last."""
+        """The remembered identities; the most recently used one is last."""
         self.num_live = 0
         self.is_left = False
         """Whether it accepts no new requests. Requests whose bodies are still arriving may yet use it."""
@@ -92,16 +92,16 @@ class SharedStream:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the stream was open and is no more."""
+        """Whether the stream was open and has broken."""
         return self._stream is not None and not self._stream.is_open
 
     def was_opened_with(self, identity: Identity) -> bool:
-        """Whether the stream is under this key; so is one that will be opened."""
+        """Whether the stream was opened with this key, or is not open yet."""
         return self._opened_with in (None, identity.metadata)
 
     def carry(self, identity: Identity, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
-        """Sends a request on the stream, or on a new one in place of a broken one; what is returned cancels it. Each
-        ``carry`` needs one ``done``."""
+        """Sends a request on the stream, or on a new one in place of a broken one; returns a function that cancels it.
+        Each ``carry`` needs one ``done``."""
         if self._stream is None or not self._stream.is_open:
             self._stream, self._opened_with = self._open_stream(identity.metadata), identity.metadata
         stream, ref = self._stream, self._stream.carry(start, receiver)
@@ -109,18 +109,18 @@ class SharedStream:
         return lambda: stream.cancel(ref)
 
     def done(self) -> None:
-        """A request that was carried has ended."""
+        """Notes that a carried request has ended."""
         self.num_live -= 1
         self.last_used = time.monotonic()
         self._on_end(self)
 
     def take_stream(self) -> GenerateStream | None:
-        """Returns the stream, which has no part in requests from now on."""
+        """Removes and returns the stream."""
         stream, self._stream = self._stream, None
         return stream
 
     def remember(self, identity: Identity) -> Identity | None:
-        """Has a key come here; returns one that is forgotten for it."""
+        """Remembers a key; returns one that is dropped for it, if any."""
         if identity.place is not None and identity.place is not self:  # its rights have changed
             identity.place.identities.pop(identity.name, None)
         self.identities[identity.name] = identity

@@ -1,4 +1,4 @@
-"""Shares an answer that many callers want and that is costly to get."""
+"""Shares a costly response among many callers."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """Gets an answer once at a time, and keeps it for a moment. For the event loop's thread."""
+    """Fetches a response, at most once at a time, and keeps it briefly. For the event loop's thread."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]], kept_s: float) -> None:
         self._ask = ask
@@ -18,7 +18,7 @@ class Recent(Generic[T]):
         self._expires_at = 0.0
 
     async def get(self) -> T:
-        """Returns the answer. Raises what asking raised; failures are not kept."""
+        """Returns the response. Raises the exception of the fetch; failures are not kept."""
         asking = self._asking
         if asking is None or (asking.done() and time.monotonic() >= self._expires_at):
             asking = self._asking = asyncio.create_task(self._ask_once(), name="penstock-gateway-recent")

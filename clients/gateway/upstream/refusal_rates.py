@@ -6,12 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 MAX_TENANTS = 4096
-"""The least recently used one is forgotten."""
+"""The limit of tenants; the least recently used one is dropped."""
 _MIN_BURST = 1.0
 
 
 class _Bucket:
-    """A token bucket that holds the requests of one second, and at least one, as the service's does."""
+    """A token bucket that holds the requests of one second, and at least one, like the service's."""
 
     def __init__(self, per_s: float, now: float) -> None:
         self.per_s = per_s

@@ -1,9 +1,9 @@
-"""Connects to the gRPC service by one multiplexed stream for each tenant, which all HTTP requests under its keys share.
+"""Connects to the gRPC service by one multiplexed stream per tenant, shared by all HTTP requests under its keys.
 
-A Generate stream belongs to the tenant that opened it. The service says which tenant a key is, so all its keys share
-one, however many they are: tokens of an identity provider change by the hour. A tenant gets its stream with its first
-request and loses it after a minute without one, and a bounded number are open at once. Where the gateway has a key of
-its own, all requests travel on one stream, and each may name its tenant.
+A Generate stream belongs to the tenant that opened it. The service returns the tenant of a key, so all keys of a tenant
+share one stream, however many there are: tokens of an identity provider change by the hour. A tenant gets its stream
+with its first request and loses it after a minute without one, and a bounded number are open at once. If the gateway
+has its own key, all requests use one stream, and each may name its tenant.
 """
 
 import asyncio
@@ -42,9 +42,10 @@ _MAX_DESCRIBED = 1 << 16
 _MAX_TEXTS = 64
 _MAX_TEXT_LENGTH = 1 << 16
 _RENDERED_S = 60.0
-"""How long a rendered text is believed: a service that restarts may have another template under the same name."""
+"""How long a rendered text is cached: a restarted service may have another template under the same name."""
 _MAX_REQUEST_BYTES = 8 << 20
-"""Of one call: more is refused by the service's transport, in words and with a code that are not for callers."""
+"""The limit for one call: larger ones are refused by the service's transport, with an error that is not meant for
+callers."""
 
 
 class _Stubs:
@@ -58,18 +59,18 @@ class _Stubs:
 
 
 class _Memory:
-    """What is known of a model, so that it need not be asked again."""
+    """A cache of a model's properties."""
 
     def __init__(self, of: tuple[str, str, int]) -> None:
         self.of = of
         self.tokens: dict[int, TokenDescription] = {}
-        """Grows to the vocabulary at most."""
+        """At most the size of the vocabulary."""
         self.rendered = LatestPrompts()
         self.rendered_since = time.monotonic()
 
 
 class LatestPrompts(OrderedDict[bytes, RenderChatResponse]):
-    """The last few that were put in, but for long ones."""
+    """The latest few prompts, except long ones."""
 
     def __setitem__(self, key: bytes, prompt: RenderChatResponse) -> None:
         if len(prompt.text) <= _MAX_TEXT_LENGTH:
@@ -79,7 +80,7 @@ class LatestPrompts(OrderedDict[bytes, RenderChatResponse]):
 
 
 class UpstreamCaller:
-    """Who made an HTTP request, as the service knows it. Made by ``ServiceLink.caller``."""
+    """The caller of an HTTP request, as identified by the service. Created by ``ServiceLink.caller``."""
 
     def __init__(self, link: "ServiceLink", identity: Identity, place: SharedStream) -> None:
         self._link = link
@@ -89,11 +90,11 @@ class UpstreamCaller:
         """All requests, each with the function that cancels it."""
         self._num_live = 0
         self.body: BodyInMemory | None = None
-        """Of the request, as far as it is counted."""
+        """The request's body, if it is counted."""
 
     @property
     def tenant(self) -> str:
-        """What the header named; empty: the key's own."""
+        """The tenant that the header names; empty: the key's own."""
         return self._identity.tenant
 
     @property
@@ -103,17 +104,17 @@ class UpstreamCaller:
 
     @property
     def model(self) -> GetModelResponse:
-        """What is served, as of at most half a minute ago."""
+        """The served model, at most half a minute old."""
         return self._identity.model
 
     @property
     def rendered(self) -> LatestPrompts:
-        """What the chat template made of conversations that tell of the template, by a hash of theirs."""
+        """Rendered conversations that reveal the template's format, by a hash of the conversation."""
         return self._link.rendered_of(self.model)
 
     @property
     def settings(self) -> GatewaySettings:
-        """The gateway's."""
+        """The gateway's settings."""
         return self._link.settings
 
     @property
@@ -122,16 +123,17 @@ class UpstreamCaller:
         return self._link.stubs
 
     async def call(self, method: Callable[..., Awaitable[T]], request: Message, *, is_short: bool = True) -> T:
-        """One call in the caller's name, such as ``call(caller.stubs.tokenizer.Tokenize, request)``; one that is not
-        short has the deadline of a generation. Raises RequestFailed, and GatewayError for one that is too large."""
+        """Calls the service for the caller, such as ``call(caller.stubs.tokenizer.Tokenize, request)``. Without
+        ``is_short`` the deadline is that of a generation. Raises RequestFailed, and GatewayError for a request that is
+        too large."""
         return await self._link.call(method, request, self._identity.metadata, is_short=is_short)
 
     def carry(self, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
-        """Sends a request on the stream of the caller's tenant; what is returned cancels it. Each ``carry`` needs one
-        ``done``."""
+        """Sends a request on the stream of the caller's tenant; returns a function that cancels it. Each ``carry``
+        needs one ``done``."""
         if self.tenant:
             start.tenant = self.tenant
-        if start.ByteSize() > MAX_START_BYTES:  # the transport's refusal would end the stream that others share
+        if start.ByteSize() > MAX_START_BYTES:  # a refusal by the transport would end the shared stream
             raise GatewayError(413, "the prompt is too long for one request", code="request_too_large")
         cancel = self._place.carry(self._identity, start, receiver)
         self._carried.append((cancel, receiver))
@@ -140,7 +142,7 @@ class UpstreamCaller:
         return cancel
 
     def done(self) -> None:
-        """A request that was carried has ended."""
+        """Notes that a carried request has ended."""
         self._num_live -= 1
         if not self._num_live:
             self._carried.clear()
@@ -170,7 +172,7 @@ class UpstreamCaller:
         self._link.refusals.count(self.counted_as)
 
     async def describe(self, token_ids: set[int]) -> Mapping[int, TokenDescription]:
-        """What tokens stand for, at least these. Raises RequestFailed."""
+        """Returns descriptions of at least these tokens. Raises RequestFailed."""
         known = self._link.memory_of(self.model).tokens
         if unknown := sorted(token_ids - known.keys()):
             for begin in range(0, len(unknown), _MAX_DESCRIBED):
@@ -190,12 +192,12 @@ class ServiceLink:
         self._identities: dict[bytes, Identity] = {}
         """The identities that places remember: only those that the service has accepted."""
         self._leaving: set[SharedStream] = set()
-        """Places that take no further requests, but on which some still run."""
+        """Places that accept no further requests but still have running ones."""
         self._closing: set[asyncio.Task[None]] = set()
         self._memory = _Memory(("", "", 0))
 
     async def __aenter__(self) -> "ServiceLink":
-        # The channel is made here, since it belongs to the loop that runs.
+        # The channel is created here, since it belongs to the running loop.
         self._channel = open_channel(self.settings.service.target, self.settings.service.tls)
         self.stubs = _Stubs(self._channel)
         self._state = ServiceState(self._channel, self.settings, lambda: service_needs_key(self))
@@ -212,12 +214,12 @@ class ServiceLink:
 
     @property
     def num_callers(self) -> int:
-        """Tenants that have a stream."""
+        """The number of tenants with a stream."""
         return len(self._places)
 
     async def caller(self, given: Mapping[str, str]) -> UpstreamCaller:
-        """Who made a request with these headers; the service has taken the key. Raises RequestFailed, and
-        GatewayError."""
+        """Returns the caller of a request with these headers, once the service has accepted the key. Raises
+        RequestFailed and GatewayError."""
         headers = given if isinstance(given, Headers) else Headers(given)
         shown = bearer_key(headers)
         key = self.settings.service.api_key or shown
@@ -226,24 +228,24 @@ class ServiceLink:
         identity = self._identities.get(name) or Identity(name, key, tenant)
         if not self._is_fresh(identity):
             await self._check(identity)
-            identity = self._identities.get(name, identity)  # another request may have brought it just now
+            identity = self._identities.get(name, identity)  # another request may have just added it
         place = self._place_of(identity)
         place.last_used = time.monotonic()
         return UpstreamCaller(self, identity, place)
 
     async def is_serving(self) -> bool:
-        """Whether the service takes requests; not if it does not answer."""
+        """Whether the service accepts requests; False if it does not respond."""
         return await self._state.is_serving()
 
     async def needs_key(self) -> bool:
-        """Whether callers must show a key. Raises RequestFailed where the service never said."""
+        """Whether callers need a key. Raises RequestFailed if the service has never responded."""
         return self.settings.service.api_key is None and await self._state.needs_key()
 
     async def call(
         self, method: Callable[..., Awaitable[T]], request: Message, metadata: object, *, is_short: bool = True
     ) -> T:
-        """One call; what is not short has the deadline of a generation. Raises RequestFailed, and GatewayError for one
-        that is too large."""
+        """Makes one call; without ``is_short``, with the deadline of a generation. Raises RequestFailed, and
+        GatewayError for a request that is too large."""
         if request.ByteSize() > _MAX_REQUEST_BYTES:
             raise GatewayError(413, "the request is too large; send less at once", code="request_too_large")
         timeout_s = self.settings.call_timeout_s if is_short else self.settings.request_timeout_s
@@ -253,14 +255,14 @@ class ServiceLink:
             raise failure_from_call(error, self.settings.service.target) from None
 
     def memory_of(self, model: GetModelResponse) -> "_Memory":
-        """What is remembered of a model."""
+        """Returns the cache of a model."""
         of = (model.name, model.architecture, model.vocab_size)
         if self._memory.of != of:
             self._memory = _Memory(of)
         return self._memory
 
     def rendered_of(self, model: GetModelResponse) -> LatestPrompts:
-        """What its template made of conversations in the last minute."""
+        """Returns the conversations that its template rendered in the last minute."""
         memory = self.memory_of(model)
         if time.monotonic() - memory.rendered_since >= _RENDERED_S:
             memory.rendered, memory.rendered_since = LatestPrompts(), time.monotonic()
@@ -281,7 +283,7 @@ class ServiceLink:
             if self.settings.service.api_key is not None:
                 failure = _own_key_refused()
             ended = copy.copy(failure)
-            ended.request_id = ""  # the check's; what ends has its own
+            ended.request_id = ""  # the check's id; the ended requests have their own
             self._withdraw(identity, ended)
             raise failure from None
 
@@ -294,7 +296,7 @@ class ServiceLink:
 
     def _place_of(self, identity: Identity) -> SharedStream:
         """Returns the tenant's place, a new one if its own has gone to another tenant."""
-        # A service that names no tenant is an older one: then keys share nothing.
+        # An older service returns no tenant: then keys share nothing.
         of = identity.model.tenant or identity.name.hex(), identity.model.may_act_for_others
         place = self._places.get(of)
         if place is not None and self.settings.service.api_key is not None and not place.was_opened_with(identity):
@@ -326,8 +328,7 @@ class ServiceLink:
         self._drop(min(idle, key=lambda place: place.last_used))
 
     def _withdraw(self, identity: Identity, failure: RequestFailed) -> None:
-        """Ends what runs under a key that the service no longer accepts, and uses no stream any more that was opened
-        with it."""
+        """Ends the requests under a key that the service no longer accepts, and stops using streams opened with it."""
         if (place := identity.place) is not None and self._identities.get(identity.name) is identity:
             place.identities.pop(identity.name)
             del self._identities[identity.name]
@@ -336,7 +337,7 @@ class ServiceLink:
         identity.withdraw(failure)
 
     def _drop(self, place: SharedStream) -> None:
-        """Sends further requests elsewhere; those that run on the place end on it."""
+        """Stops using a place for new requests; running ones end on it."""
         del self._places[place.of]
         for name in place.identities:
             del self._identities[name]
@@ -346,12 +347,12 @@ class ServiceLink:
         self._close_if_left(place)
 
     def _close_if_left(self, place: SharedStream) -> None:
-        """Closes the stream of a place that takes no further requests, when the last one has ended."""
+        """Closes the stream of a dropped place when its last request has ended."""
         if place.is_left and not place.num_live:
             self._close(place)
 
     def _close(self, place: SharedStream) -> None:
-        """Takes the stream away at once: a request that arrives before it is closed gets another."""
+        """Removes the stream immediately, so that a request that arrives before it is closed gets another one."""
         self._leaving.discard(place)
         if (stream := place.take_stream()) is None:
             return
@@ -360,7 +361,7 @@ class ServiceLink:
         closing.add_done_callback(self._closing.discard)
 
     async def _sweep(self) -> None:
-        """Closes streams that nobody uses."""
+        """Closes unused streams."""
         idle_s = self.settings.idle_caller_s
         while True:
             await asyncio.sleep(idle_s / 4)
@@ -371,7 +372,7 @@ class ServiceLink:
 
 
 async def service_needs_key(link: ServiceLink) -> bool:
-    """Whether the service refuses a call without a key. Raises RequestFailed where it says neither."""
+    """Whether the service refuses a call without a key. Raises RequestFailed if that is unclear."""
     try:
         await link.call(link.stubs.model.GetModel, GetModelRequest(), call_metadata(None))
     except RequestFailed as failure:
@@ -382,7 +383,7 @@ async def service_needs_key(link: ServiceLink) -> bool:
 
 
 def _own_key_refused() -> RequestFailed:
-    """No fault of the callers', and none that passes by itself."""
+    """Returns the error: not the callers' mistake, and not temporary."""
     message = "the service does not take the key of this gateway; tell its operator"
     failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, message)
     failure.reason, failure.is_final = "GATEWAY_KEY_REFUSED", True

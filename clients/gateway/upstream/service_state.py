@@ -1,4 +1,4 @@
-"""Caches what the gateway asks the service for callers without a key, so that they cannot make it ask often."""
+"""Caches queries to the service for callers without a key, so that they cannot cause many."""
 
 import copy
 from collections.abc import Awaitable, Callable
@@ -11,7 +11,7 @@ from penstock.clients.gateway.upstream.recent import Recent
 from penstock.clients.health import is_serving
 
 _HEALTH_S = 0.5
-"""How long an answer about the service's health is used. The service limits how many health checks run at a time."""
+"""How long the service's health is cached. The service limits concurrent health checks."""
 
 
 class ServiceState:
@@ -20,22 +20,22 @@ class ServiceState:
     def __init__(
         self, channel: grpc.aio.Channel, settings: GatewaySettings, ask_for_keys: Callable[[], Awaitable[bool]]
     ) -> None:
-        """``ask_for_keys`` raises RequestFailed if the service does not answer."""
+        """``ask_for_keys`` raises RequestFailed if the service does not respond."""
         self._channel = channel
         self._timeout_s = settings.call_timeout_s
         self._health = Recent(self._ask_for_health, _HEALTH_S)
         self._was_serving = False
         self._keys = Recent(ask_for_keys, settings.recheck_caller_s)
         self._needed_key: bool | None = None
-        """The service's last answer."""
+        """The service's last response."""
 
     async def is_serving(self) -> bool:
-        """Returns whether the service accepts requests, as of half a second ago. False if it does not answer."""
+        """Returns whether the service accepts requests, as of half a second ago. False if it does not respond."""
         return await self._health.get()
 
     async def needs_key(self) -> bool:
-        """Returns whether callers must show a key. The service is asked again after a while; if it does not answer, its
-        last answer holds. Raises RequestFailed if it has never answered."""
+        """Returns whether callers need a key. Queries the service again after a while; if it does not respond, its last
+        response counts. Raises RequestFailed if it has never responded."""
         try:
             needs_key = self._needed_key = await self._keys.get()
         except RequestFailed as failure:
@@ -48,6 +48,6 @@ class ServiceState:
         try:
             self._was_serving = await is_serving(self._channel, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
-            # The service had too many health checks at once, which says nothing about its health.
+            # The service had too many concurrent health checks, which does not mean that it is unhealthy.
             self._was_serving = self._was_serving and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         return self._was_serving
