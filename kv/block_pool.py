@@ -145,7 +145,7 @@ class BlockPool:
         lease = self._leases[block]
         if lease.until > self._now:
             self._retention.put(block, lease)
-        else:  # used until now, so it is young
+        else:  # was in use until now, so it counts as recent
             del self._leases[block]
             self._cached[block] = None
 

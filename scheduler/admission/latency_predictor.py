@@ -112,7 +112,7 @@ class LatencyPredictor:
                 self._learn_total(live, live.expected_s, self._clock() - live.entered_at)
         elif reason is EngineFinishReason.DEADLINE and live.expected_s is not None:
             deadline = live.request.deadline
-            # It is unknown when it would have ended, only that it was too late: news if it was predicted to be in time.
+            # Its end is unknown, but was too late. This counts only if it was predicted to be in time.
             if deadline is not None and live.entered_at + live.expected_s <= deadline:
                 self._learn_total(live, live.expected_s, math.inf)
 

@@ -105,8 +105,8 @@ class PreemptionPolicy:
             return [sequence for sequence in self._running if sequence.rank[0] > waiting.rank[0]]
         if self._policy is not Policy.FAIR:
             return []
-        # A tenant with less than its share takes from a tenant with more than its own, and no more than its share, so
-        # no row goes back and forth.
+        # A tenant below its share takes from a tenant above its share, and only up to its share, so no row goes back
+        # and forth.
         num_rows = min(max_rows, len(self._running) + 1)
         poor, share = waiting.live.tenant, self._tenants.share
         rich: set[TenantUse] = set()

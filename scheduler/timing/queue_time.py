@@ -164,7 +164,7 @@ class QueueTimeModel:
         own_chunks = math.ceil(own.tokens / prefill.chunk)
         num_turns = math.ceil((ahead.pooled + own.pooled) / load.max_rows)
         steps = max(prefill.steps, num_turns, self._steps_to_row(load, own) + own_chunks)
-        # The running rows continue until one is free for it.
+        # The running rows continue until one ends.
         decodes = prefill.decodes + (steps - prefill.steps) * rows
         num_splits = max(0, prefill.steps - 1)
         work = StepWork(
@@ -263,7 +263,7 @@ class QueueTimeModel:
         num_rows = len(remaining)
         mean = sum(remaining) / num_rows
         shorter = self._lengths.expected(round(mean)) / mean if mean >= 1 else 1.0
-        # In the steady state, as many rows end in the time of a whole output as there are.
+        # In the steady state, each row ends once in the time of a whole output.
         cycles = max(0, (num_ends - 1) // num_rows - 1)
         index = num_ends - 1 - cycles * num_rows
         successors = range(2 + index // num_rows)
