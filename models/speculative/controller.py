@@ -205,7 +205,8 @@ class SpeculationController:
         backlog = sum(self._drafter.backlog(row) for row, _ in wanted)
         records = [self._rows[row] for row, _ in wanted]
         num_others = sum(record.worth_s < 0.0 for record in records)
-        proposals = [valid_part(one, proposal) for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True)]
+        proposed = self._drafter.propose(wanted)
+        proposals = [valid_part(one, proposal) for one, proposal in zip(wanted, proposed, strict=True)]
         acceptance = [
             record.acceptance.estimate(proposal.confidences[:most])
             for record, proposal, (_, most) in zip(records, proposals, wanted, strict=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.backends.base import Backend, load_backend
-from penstock.models.speculative.controller import Drafted, SpeculationController, _valid
+from penstock.models.speculative.controller import Drafted, SpeculationController
 from penstock.models.speculative.cost_model import StepCost
-from penstock.models.speculative.drafter import Drafter, Wanted
+from penstock.models.speculative.drafter import Drafter, Wanted, valid_part
 from penstock.models.structured_output.manager import grammars_of
 from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller, make_drafter
@@ -41,7 +41,7 @@ class Eager(SpeculationController):
     def draft(self, wanted: list[Wanted], plan: StepPlan) -> Drafted:
         drafts, room = {}, plan.max_drafts
         for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True):
-            token_ids = _valid(one, proposal).token_ids[: min(one.max_drafts, room)]
+            token_ids = valid_part(one, proposal).token_ids[: min(one.max_drafts, room)]
             if token_ids:
                 drafts[one.row.number] = token_ids
                 room -= len(token_ids)
