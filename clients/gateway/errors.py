@@ -207,9 +207,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     async def of_validation(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         for each in error.errors():
-            if isinstance(
-                raised := each.get("ctx", {}).get("error"), Exception
-            ):  # raised by a schema's validator
+            if isinstance(raised := each.get("ctx", {}).get("error"), Exception):  # raised by a schema's validator
                 release_frames(raised)
         release_frames(error)
         return from_validation(error.errors()).response()

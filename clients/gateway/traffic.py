@@ -1,6 +1,6 @@
-"""What passes through the gateway: counted for ``/metrics``, and bounded.
+"""Counts the gateway's requests and connections for ``/metrics``, and limits connections.
 
-Knows HTTP alone; what the service does with a request it counts itself.
+Only HTTP; the service has its own metrics.
 """
 
 import time
@@ -11,31 +11,31 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from starlette.types import Scope
 
 CALLER = "caller"
-"""Of a request's state: who made it, once that is known."""
+"""Key in a request's state for its caller, once known."""
 HELD_UNTIL_END = "penstock.held"
 """Key in a request's scope. Its value, an ``ExitStack``, is closed when the request has ended in any way."""
 GONE = 499
-"""What nginx logs of a caller that went away; nobody is sent it."""
+"""nginx's status for a caller that disconnected; only for metrics and logs."""
 _NO_ROUTE = "other"
 _BOUNDS_S = tuple(0.01 * 2**i for i in range(17))
-"""From a probe's 10 ms to a long answer's 655 s."""
+"""Bucket bounds, from 10 ms (probes) to 655 s (long answers)."""
 
 
 class RequestRecord:
-    """One request, as far as it is counted."""
+    """The counted properties of one request."""
 
     status = GONE
-    """Of the answer, as soon as that begins."""
+    """The response's status, once it has begun."""
 
 
 class GatewayMetrics:
     """Requests and connections. For the event loop's thread."""
 
     def __init__(self) -> None:
-        # Half as many series again, and the service's page has none.
+        # They would add half as many series, and the service has none.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
-        """All that is counted, for a page of metrics."""
+        """The registry of all metrics."""
         self._connections: Sized = ()
         self._max_connections: float = float("inf")
         self._requests = Counter(
@@ -56,24 +56,24 @@ class GatewayMetrics:
         )
 
     def bound(self, connections: Sized, most: int) -> None:
-        """``connections`` are those that are open, now and later; more than ``most`` are too many."""
+        """Sets the live collection of open connections and their limit ``most``."""
         self._connections = connections
         self._max_connections = most
 
     @property
     def is_full(self) -> bool:
-        """Whether there are more connections than there may be."""
+        """Whether there are too many connections."""
         return len(self._connections) > self._max_connections
 
     @contextmanager
     def request(self, scope: Scope) -> Iterator[RequestRecord]:
-        """Counts a request, for as long as the block takes."""
+        """Counts a request for the duration of the block."""
         record, began = RequestRecord(), time.monotonic()
         with self._live.track_inprogress():
             try:
                 yield record
             finally:
-                # A template, so that no caller can make new series; a request that was refused early has none.
+                # A template, so that callers cannot create new series; a request that was refused early has none.
                 route = getattr(scope.get("route"), "path", _NO_ROUTE)
                 self._requests.labels(route, str(record.status)).inc()
                 self._durations.labels(route).observe(time.monotonic() - began)

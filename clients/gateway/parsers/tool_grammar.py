@@ -169,7 +169,9 @@ def _python_call(lark: _Lark, rule: str, tool: CallableTool) -> str:
     unknown = set(schema) - _HELD_KEYS
     if unknown or not isinstance(schema.get("properties", {}), Mapping):
         told = " and ".join(sorted(unknown)) or "properties"
-        raise CannotBeHeld(f"the parameters of {tool.name} have {told}, which cannot be held to in this model's format")
+        raise CannotBeHeld(
+            f"the parameters of {tool.name} have {told}, which cannot be enforced in this model's format"
+        )
     known = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = set(schema.get("required") or ())
     properties = dict(schema.get("properties") or {}) | {
@@ -178,7 +180,7 @@ def _python_call(lark: _Lark, rule: str, tool: CallableTool) -> str:
     after, first = '""', '""'  # what may follow after an argument, and at the beginning
     for index, (name, value) in reversed(list(enumerate(properties.items()))):
         if not is_argument_name(name):
-            raise CannotBeHeld(f"{name!r} of {tool.name} is no name of an argument in this model's format")
+            raise CannotBeHeld(f"{name!r} of {tool.name} is not a valid argument name in this model's format")
         argument = f"{rule}_{index}"
         held = {**known, **(value if isinstance(value, Mapping) else {"allOf": [value]})}
         is_optional = name not in required
@@ -198,7 +200,7 @@ _HELD_KEYS = frozenset(
 
 def _check_name(tool: CallableTool) -> None:
     if re.fullmatch(r"[\w.:-]+", tool.name) is None:
-        raise CannotBeHeld(f"{tool.name!r} is no name of a function in this model's format")
+        raise CannotBeHeld(f"{tool.name!r} is not a valid function name in this model's format")
 
 
 def _escaped(text: str) -> str:

@@ -91,7 +91,7 @@ def _schema(field: str, schema: str | Mapping[str, Any]) -> constraint_pb2.Const
         text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
         return constraint_pb2.Constraint(json_schema=text)
     except (ValueError, RecursionError):
-        raise invalid(field, "is no JSON schema") from None
+        raise invalid(field, "is not a JSON schema") from None
 
 
 def _grammar(text: str) -> constraint_pb2.Constraint:

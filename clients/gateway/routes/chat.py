@@ -69,9 +69,7 @@ def make_router() -> APIRouter:
         prompt_token_ids: Sequence[int] | None = None
         if body.return_token_ids or body.prompt_logprobs is not None:
             prompt_token_ids = truncated(await _token_ids(body, caller, names), body, caller)
-            start.token_ids.ids.extend(
-                prompt_token_ids
-            )  # not the chat: the answer refers to these tokens
+            start.token_ids.ids.extend(prompt_token_ids)  # not the chat: the answer refers to these tokens
         specials = start.output.include_special_tokens
         with_reasoning = body.include_reasoning is not False
         reader = ChatReader(body, caller, new_parser, specials=specials, with_reasoning=with_reasoning)

@@ -1,1 +1,1 @@
-"""The shapes of requests and answers, as OpenAI documents them. No behaviour."""
+"""The schemas of requests and responses, as OpenAI documents them. No behaviour."""

@@ -17,7 +17,7 @@ _LENIENT = ConfigDict(strict=True, extra="ignore")
 
 
 class ChatTextPart(BaseModel):
-    """A part of a message's content; there is text alone."""
+    """A part of a message's content; only text is supported."""
 
     model_config = _LENIENT
 
@@ -88,7 +88,7 @@ class Tool(BaseModel):
 
 Messages = Annotated[list[ChatRequestMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
 Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
-"""At most as many as the contract takes: each is an object here, many times its size in a body."""
+"""At most the contract's limit: each is a Python object, many times its size in a body."""
 
 
 class JsonSchema(BaseModel):
@@ -121,12 +121,12 @@ class ChatRequest(GenerationBody):
         None, description="The most tokens of each choice; more than the context leaves is cut. Default: all of that."
     )
     logprobs: bool | None = Field(None, description="Whether each token comes with its log-probability.")
-    top_logprobs: UInt32 | None = Field(None, description="And with so many alternatives, to 20.")
+    top_logprobs: UInt32 | None = Field(None, description="The number of alternatives for each token, at most 20.")
     tools: Tools | None = Field(None, description="What the model may call.")
     tool_choice: str | dict[str, Any] | None = Field(
         None, description='"auto", "none", "required" or a function. Default: "auto" with tools.'
     )
-    parallel_tool_calls: bool | None = Field(None, description="False keeps an answer's first call alone.")
+    parallel_tool_calls: bool | None = Field(None, description="False keeps only an answer's first call.")
     response_format: ResponseFormat | None = Field(None, description="What form the answer must have.")
     reasoning_effort: str | None = Field(None, description="A variable of the chat template, where it has one.")
     verbosity: Literal["low", "medium", "high"] | None = Field(
@@ -153,7 +153,7 @@ class FunctionPiece(BaseModel):
 class ToolCallPiece(BaseModel):
     """A call, or what is new of it."""
 
-    index: int | None = Field(None, description="Which call; in chunks alone.")
+    index: int | None = Field(None, description="The call's index; only in chunks.")
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionPiece
@@ -164,14 +164,14 @@ class AnswerMessage(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
-    reasoning_content: str | None = Field(None, description="What the model wrote before its answer, where it does.")
-    reasoning: str | None = Field(None, description="The same, under vLLM's newer name.")
+    reasoning_content: str | None = Field(None, description="The model's reasoning before its answer, if any.")
+    reasoning: str | None = Field(None, description="The same under vLLM's newer name.")
     tool_calls: list[ToolCallPiece] | None = None
     refusal: str | None = None
 
 
 class TopLogprob(BaseModel):
-    """A token that might have been."""
+    """An alternative token."""
 
     token: str
     logprob: float
@@ -185,7 +185,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Of all tokens of the answer, those of reasoning and calls included."""
+    """The log-probabilities of all tokens in the answer, including reasoning and calls."""
 
     content: list[TokenLogprob] | None
     refusal: None = None

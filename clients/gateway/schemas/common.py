@@ -1,4 +1,4 @@
-"""What requests for completions and for chats share, and the parts of their answers."""
+"""The common fields of completions and chats, and the parts of their responses."""
 
 from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Literal, TypeVar
@@ -10,22 +10,22 @@ from penstock.clients.gateway.schemas.unsupported import IGNORED, UNSUPPORTED, w
 T = TypeVar("T")
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 TokenLimit = Annotated[int, Field(ge=0)]
-"""More than the context leaves is cut to that, however much it is."""
+"""Any value; more than the context leaves is reduced to that."""
 NumKept = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 TRUNCATE = "Keeps this many tokens of a prompt, -1 as many as the context takes. Default: too long a prompt is refused."
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list that is another thing says so with its first item: an error for each of millions would fill the memory."""
+"""A list that stops at its first invalid item: an error for each of millions would fill the memory."""
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[UInt32], Field(fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]
 
 _MAX_CHOICES = 64
-"""The contract's. More are refused here already, since what reads an answer is made for each choice beforehand."""
+"""The contract's limit, checked here since the reader of each choice is created before the request is sent."""
 _MAX_ENTRIES = 1024
 
 
 def _not_too_many(given: Any) -> Any:
-    """The contract's bound on entries of a map, before each of them may be an error."""
+    """Checks the contract's limit on entries of a map, before each of them may cause an error."""
     if isinstance(given, dict) and len(given) > _MAX_ENTRIES:
         raise ValueError(f"at most {_MAX_ENTRIES:,} entries; there are {len(given):,}")
     return given
@@ -35,7 +35,7 @@ FEW_ENTRIES = BeforeValidator(_not_too_many)
 
 
 def few(most: int, what: str) -> BeforeValidator:
-    """Bounds a list of texts or of lists, before each of millions is looked at; of ids there may be any number."""
+    """Limits a list of texts or of lists, before each of millions is validated; the number of ids is not limited."""
 
     def check(given: Any) -> Any:
         if isinstance(given, list) and len(given) > most and not isinstance(given[0], int):
@@ -65,13 +65,13 @@ Prompts = Annotated[
         custom_error_message="must be a text, a list of token ids, or a list of either",
     ),
 ]
-"""Texts or tokens. The first item settles what the others must be, so that an error is about the item that differs."""
+"""Texts or tokens. The first item determines the type of the others, so that the error names the item that differs."""
 FewTexts = Annotated[list[str], Field(max_length=_MAX_ENTRIES, fail_fast=True)]
-"""At most as many as the contract takes: each is an object here."""
+"""At most the contract's limit, since each is a Python object."""
 
 
 class StreamOptions(BaseModel):
-    """What a streamed answer tells besides."""
+    """Options of a streamed answer."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -81,22 +81,22 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(
         None, description="With include_usage: whether every chunk has the usage so far. An extension of vLLM's."
     )
-    include_obfuscation: bool | None = Field(None, description="Passed over: there is no padding to be left out.")
+    include_obfuscation: bool | None = Field(None, description="Ignored: there is no padding.")
 
 
 G = TypeVar("G", bound="GenerationBody")
 
 
 class Body(BaseModel):
-    """Of any request: a field is known, or it is named in the answer."""
+    """The body of any request. An unknown field is an error that names it."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    model: str | None = Field(None, description="The served model's name, as GET /v1/models has it. Default: that one.")
+    model: str | None = Field(None, description="The served model's name, as in GET /v1/models. Default: that one.")
 
     @classmethod
     def other_fields(cls) -> AbstractSet[str]:
-        """Returns names that are no fields here, and that requests are refused for, or that change nothing."""
+        """Returns names outside the schema that are refused or ignored."""
         return UNSUPPORTED.keys() | IGNORED
 
     @model_validator(mode="before")
@@ -106,7 +106,7 @@ class Body(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """What the output must match: one of these."""
+    """A constraint on the output: one of these."""
 
     model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
 
@@ -128,7 +128,7 @@ class SamplingBody(Body):
     )
     stop: str | Items[str] | None = Field(None, description="Output ends before any of these strings; at most 64.")
     seed: int | None = Field(
-        None, ge=-(2**63), le=2**64 - 1, description="Makes sampling repeatable, as far as the backend is."
+        None, ge=-(2**63), le=2**64 - 1, description="Makes sampling repeatable, if the backend is."
     )
     presence_penalty: float | None = Field(None, description="Of each token in the output, once: -2 to 2.")
     frequency_penalty: float | None = Field(None, description="For each time a token is in the output: -2 to 2.")
@@ -138,7 +138,7 @@ class SamplingBody(Body):
     top_k: int | None = Field(None, ge=-1, le=2**32 - 1, description="Only the k most likely tokens; 0 or -1: all.")
     min_p: float | None = Field(None, description="Only tokens at least this likely, as a share of the likeliest.")
     repetition_penalty: float | None = Field(None, description="Of tokens in prompt or output.")
-    min_tokens: UInt32 | None = Field(None, description="No end of sequence before so many tokens.")
+    min_tokens: UInt32 | None = Field(None, description="No end of sequence before this many tokens.")
     stop_token_ids: Items[UInt32] | None = Field(None, description="Output ends at any of these tokens too.")
     ignore_eos: bool | None = Field(None, description="Goes on past the model's own end of sequence.")
     bad_words: Items[str] | None = Field(None, description="Strings that the output does not complete.")
@@ -173,7 +173,7 @@ class GenerationBody(SamplingBody):
     stream: bool | None = Field(None, description="Whether the answer comes as server-sent events.")
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        None, description="Log-probabilities of the prompt's tokens and of so many alternatives. Not with stream."
+        None, description="Log-probabilities of the prompt's tokens and of this many alternatives. Not with stream."
     )
     truncate_prompt_tokens: NumKept | None = Field(None, description=TRUNCATE)
     truncation_side: Literal["left", "right"] | None = Field(
@@ -189,44 +189,45 @@ class GenerationBody(SamplingBody):
 
     @property
     def includes_usage_so_far(self) -> bool:
-        """Whether each chunk of a stream has the usage until then."""
+        """Whether each chunk of a stream has the usage so far."""
         options = self.stream_options
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     @property
     def num_choices(self) -> int:
-        """Of each prompt."""
+        """The number of choices for each prompt."""
         return 1 if self.n is None else self.n
 
 
 def without_texts(body: G) -> G:
-    """A copy with a request's numbers and switches, for as long as the answer takes: texts and lists may be large."""
+    """Returns a copy with only a request's numbers and switches, to keep during the response: texts and lists may be
+    large."""
     kept = (bool, int, float)
     return body.model_copy(update={name: None for name, value in body if not isinstance(value, kept)})
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
-    cached_tokens: int = Field(description="Those that came from the prefix cache.")
+    cached_tokens: int = Field(description="Tokens from the prefix cache.")
 
 
 class CompletionTokensDetails(BaseModel):
-    """Of the output's tokens."""
+    """Details of the output's tokens."""
 
-    reasoning_tokens: int = Field(description="Those of the reasoning, by its text.")
+    reasoning_tokens: int = Field(description="Tokens of the reasoning, counted from its text.")
 
 
 class UsageInfo(BaseModel):
     """Tokens used."""
 
     prompt_tokens: int
-    completion_tokens: int = Field(description="Of all choices; stopping tokens count.")
+    completion_tokens: int = Field(description="For all choices, including stop tokens.")
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = Field(None, description="Of a chat.")
 
 
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
-"""vLLM's form: for each token of the prompt (the first has none) the token and alternatives by id, with ``logprob``,
-``rank`` and ``decoded_token``."""
+"""vLLM's format: for each token of the prompt (the first has none), the token and its alternatives by id, with
+``logprob``, ``rank`` and ``decoded_token``."""

@@ -16,7 +16,7 @@ from penstock.clients.gateway.schemas.common import (
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
-"""In one HTTP request: each is a request of its own to the service."""
+"""The limit of prompts in one HTTP request: each is a separate request to the service."""
 
 
 class CompletionRequest(GenerationBody):
@@ -30,7 +30,9 @@ class CompletionRequest(GenerationBody):
         description="The most tokens of each choice; more than the context leaves is cut. 0 only with echo: then "
         f"nothing is generated. Default: {DEFAULT_MAX_TOKENS}.",
     )
-    logprobs: UInt32 | None = Field(None, description="Log-probabilities of tokens and of so many alternatives, to 20.")
+    logprobs: UInt32 | None = Field(
+        None, description="Log-probabilities of tokens and of this many alternatives, at most 20."
+    )
     echo: bool | None = Field(None, description="Puts the prompt before the output; with logprobs, its own too.")
     best_of: UInt32 | None = Field(None, description="Only as many as n: all that is made is returned.")
     suffix: str | None = Field(None, description="Not supported: models here write on, not in between.")

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 from penstock.clients.gateway.schemas.common import TRUNCATE, Body, NumKept, Prompts, UInt32, few
 
 _MAX_INPUTS = 2048
-"""The contract's."""
+"""The contract's limit."""
 
 
 class EmbeddingsRequest(Body):

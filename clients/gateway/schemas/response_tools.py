@@ -26,7 +26,7 @@ class FunctionTool(BaseModel):
 
 
 class CustomFormat(BaseModel):
-    """What the input of a custom tool looks like."""
+    """The format of a custom tool's input."""
 
     model_config = _LENIENT
 
@@ -47,7 +47,7 @@ class CustomTool(BaseModel):
 
 
 def _kind(tool: Any) -> str:
-    """The tag of a tool. Tags are not names of fields, so that the path of an error leaves them out."""
+    """Returns the tag of a tool. Tags are not names of fields, so that error paths leave them out."""
     kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
     kind = str(kind)
     if kind in ("function", "custom", "namespace"):
@@ -62,7 +62,7 @@ _HOSTED = re.compile(
 
 
 class UnknownTool(BaseModel):
-    """A tool of a type that does not exist: its type is what an error names."""
+    """A tool of an unknown type, which the error names."""
 
     model_config = _LENIENT
 

@@ -1,4 +1,4 @@
-"""POST /v1/responses: what it takes, as far as that needs no memory of earlier responses."""
+"""POST /v1/responses: the part that needs no stored responses."""
 
 from collections.abc import Mapping, Set as AbstractSet
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ _KNOWN = ConfigDict(strict=True, extra="forbid")
 
 
 class TextPart(BaseModel):
-    """Text of a message, of either side."""
+    """Text of a message, of either role."""
 
     model_config = _LENIENT
 
@@ -41,7 +41,7 @@ def _part_kind(part: Any) -> str:
 
 
 ContentPart = Annotated[
-    # The tags are no names of fields, so that an error's path leaves them out.
+    # Tags are not names of fields, so that error paths leave them out.
     Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")],
     Discriminator(
         _part_kind,
@@ -52,7 +52,7 @@ ContentPart = Annotated[
 
 
 class MessageItem(BaseModel):
-    """Something said."""
+    """A message."""
 
     model_config = _LENIENT
 
@@ -86,7 +86,7 @@ class CustomCallItem(BaseModel):
 
 
 class CallOutputItem(BaseModel):
-    """What a call of either kind gave."""
+    """The output of a call of either kind."""
 
     model_config = _LENIENT
 
@@ -96,7 +96,7 @@ class CallOutputItem(BaseModel):
 
 
 class AdditionalToolsItem(BaseModel):
-    """Tools that were made available during the conversation: the model is offered them with the others."""
+    """Tools that were added during the conversation: the model gets them with the others."""
 
     model_config = _LENIENT
 
@@ -136,7 +136,7 @@ class ItemReference(BaseModel):
 
 
 def _kind(item: Any) -> str:
-    """Of an item: a message may leave it out."""
+    """Returns the type of an item; a message may leave it out."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     kind = str(kind or "message").title()
     return "Function_Call_Output" if kind == "Custom_Tool_Call_Output" else kind
@@ -160,7 +160,7 @@ InputItem = Annotated[
 
 
 InputItems = Annotated[list[InputItem], Field(max_length=4096, fail_fast=True)]
-"""At most as many as the contract takes messages: a parsed item takes many times its size in a body."""
+"""At most the contract's limit of messages: a parsed item takes many times its size in a body."""
 
 
 class TextFormat(BaseModel):
@@ -202,15 +202,15 @@ class ReasoningConfig(BaseModel):
 
 
 class ResponseStreamOptions(BaseModel):
-    """What a streamed answer tells besides."""
+    """Options of a streamed answer."""
 
     model_config = _KNOWN
 
-    include_obfuscation: bool | None = Field(None, description="Passed over: there is no padding to be left out.")
+    include_obfuscation: bool | None = Field(None, description="Ignored: there is no padding.")
 
 
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "background": ((None, False), f"{_NO_STORE} to be asked for later; stream the answer instead"),
+    "background": ((None, False), f"{_NO_STORE} to be fetched later; stream the answer instead"),
     "context_management": ((None, []), "is not supported; send the input that the model is to see"),
     "conversation": ((None,), f"{_NO_STORE}; send the whole conversation as input"),
     "moderation": ((None,), "is not supported"),
@@ -218,7 +218,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "prompt": ((None,), f"{_NO_STORE}; send instructions and input"),
     "truncation": ((None, "disabled"), "input that is too long is refused; shorten it, and leave this out"),
 }
-"""Fields that need a memory, or more than a model: the values that ask for nothing, and what to do instead."""
+"""Fields that need stored responses, or more than a model: the values without effect, and the remedy."""
 _IGNORED = frozenset({"client_metadata", "max_tool_calls", "prompt_cache_options"})
 """Fields that change nothing here, besides those of every endpoint: they concern OpenAI's own tools, bills and logs."""
 Includable = Literal[
@@ -251,7 +251,7 @@ class ResponsesRequest(SamplingBody):
         None,
         description='"auto", "none", "required", one tool, or allowed_tools. Default: "auto" with tools.',
     )
-    parallel_tool_calls: bool | None = Field(None, description="False keeps an answer's first call alone.")
+    parallel_tool_calls: bool | None = Field(None, description="False keeps only an answer's first call.")
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: Items[Includable] | None = Field(
@@ -259,14 +259,14 @@ class ResponsesRequest(SamplingBody):
         description="message.output_text.logprobs adds log-probabilities of the text. OpenAI's other values are "
         "accepted and add nothing: no hosted tool runs, and reasoning is returned unencrypted.",
     )
-    top_logprobs: UInt32 | None = Field(None, description="Log-probabilities with so many alternatives, to 20.")
+    top_logprobs: UInt32 | None = Field(None, description="Log-probabilities with this many alternatives, at most 20.")
     metadata: Annotated[dict[str, str], FEW_ENTRIES] | None = Field(None, description="Returned as it is.")
     user: str | None = Field(None, description="Returned as it is.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
 
     @classmethod
     def other_fields(cls) -> AbstractSet[str]:
-        """Returns those of every endpoint, and of this one."""
+        """Returns the names of every endpoint, and of this one."""
         return super().other_fields() | _REFUSED.keys() | _IGNORED
 
     @model_validator(mode="before")

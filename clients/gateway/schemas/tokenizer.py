@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""POST /tokenize and /detokenize, as in vLLM."""
 
 from typing import Any, Self
 
@@ -9,7 +9,7 @@ from penstock.clients.gateway.schemas.common import Body, Ids
 
 
 class TokenizeRequest(Body):
-    """Tell the tokens of a text, or of a conversation."""
+    """Tokenize a text or a conversation."""
 
     prompt: str | None = Field(None, description="The text. This or messages.")
     messages: Messages | None = Field(None, description="The conversation. This or prompt.")
@@ -18,7 +18,7 @@ class TokenizeRequest(Body):
         description="Whether the tokenizer puts its own tokens around a prompt. Default: true. A conversation's "
         "template has them all: there only false is possible.",
     )
-    return_token_strs: bool | None = Field(None, description="Whether each token's text is told, too.")
+    return_token_strs: bool | None = Field(None, description="Whether to return each token's text too.")
     add_generation_prompt: bool | None = Field(
         None, description="Whether the assistant's turn is opened. Default: true."
     )
@@ -47,7 +47,7 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeRequest(Body):
-    """Tell the text of tokens."""
+    """Convert tokens to text."""
 
     tokens: Ids
 

@@ -1,4 +1,4 @@
-"""``--unknown-fields ignore``: what a body has that its schema does not know is removed before it is validated."""
+"""``--unknown-fields ignore``: fields that are not in a body's schema are removed before it is validated."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ from penstock.clients.gateway.schemas.unsupported import shown
 
 _LOG_EVERY_S = 60.0
 _MAX_NAMES = 20
-"""In a line of the log."""
+"""The limit of names in one line of the log."""
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _Models = tuple[type[BaseModel], ...]
 
 
 class IgnoredFields:
-    """Counts and logs what is ignored. Names are logged, values never."""
+    """Counts and logs ignored fields. Logs only names, never values."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._fields = Counter(
@@ -31,7 +31,7 @@ class IgnoredFields:
         self._next_log = 0.0
 
     def note(self, route: str, names: Sequence[str]) -> None:
-        """Fields of one request; the log has a line each minute at most."""
+        """Counts fields of one request; logs at most one line per minute."""
         if not names:
             return
         self._fields.labels(route).inc(len(names))
@@ -77,7 +77,7 @@ def _prune(value: Any, models: _Models, path: str, names: list[str]) -> Any:
 
 @cache
 def _fields(model: type[BaseModel]) -> Mapping[str, _Models]:
-    """By each name that a body may have: the models of its value."""
+    """Returns the models of each field's value, by the names in a body."""
     fields: dict[str, _Models] = {}
     for name, field in model.model_fields.items():
         inner = tuple(_models_of(field.annotation))

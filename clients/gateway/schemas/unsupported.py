@@ -1,8 +1,8 @@
-"""The one list of what OpenAI's and vLLM's requests may say that this service cannot do, or need not.
+"""The list of OpenAI's and vLLM's fields that this service does not support or does not need.
 
-A field that would change the answer is refused by name, unless it has a value that asks for nothing. One that changes
-nothing is passed over. What is in neither list and in no schema is refused as unknown: a typing error that is passed
-over costs more than one that is told.
+A field that would change the answer is refused by name, unless its value has no effect. A field that changes nothing is
+ignored. A field in neither list and in no schema is refused as unknown: a typo that is ignored costs more than one that
+is reported.
 """
 
 import difflib
@@ -25,7 +25,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **_GRAMMARS,
     "audio": (None,),
     "cache_salt": (None,),
-    "chat_template": (None,),  # a template of a caller's would be a program of a caller's
+    "chat_template": (None,),  # a caller's template would be a program
     "function_call": (None, "none"),
     "functions": (None, []),
     "kv_transfer_params": (None,),
@@ -42,7 +42,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": (None, {}),
     "web_search_options": (None,),
 }
-"""By field, the values that ask for nothing."""
+"""The values without effect, by field."""
 
 IGNORED = frozenset(
     {
@@ -57,11 +57,12 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Fields that change nothing of the answer."""
+"""Fields that do not change the answer."""
 
 
 def without_foreign_fields(body: Any, known: Collection[str]) -> Any:
-    """A request's body with the fields of its schema alone. Raises GatewayError for others that ask for something."""
+    """Returns a body with only the fields of its schema. Raises GatewayError for other fields, unless they have no
+    effect."""
     if not isinstance(body, dict):
         return body
     kept = {}
@@ -79,12 +80,12 @@ def without_foreign_fields(body: Any, known: Collection[str]) -> Any:
 
 
 def shown(name: str) -> str:
-    """A name out of a request, short, and text that can be sent."""
+    """Returns a name from a request, shortened and safe to send."""
     name = name.encode(errors="replace").decode()
     return name if len(name) <= 60 else name[:57] + "..."
 
 
 def model_not_found(name: str, served: str) -> GatewayError:
-    """The caller asked for another model."""
+    """Returns the error for a model that is not served."""
     message = f"model: {shown(name)} is not served here; there is {served}"
     return GatewayError(404, message, param="model", code="model_not_found")

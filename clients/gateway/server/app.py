@@ -1,4 +1,4 @@
-"""The ASGI app, put together."""
+"""Assembles the ASGI app."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,15 +41,15 @@ _PARTS = (
 _DESCRIPTION = """\
 Completions, chats, embeddings and models as OpenAI's clients expect them, with vLLM's additional fields.
 
-Send the service's key as `Authorization: Bearer KEY`, if it wants one. An error is `{"error": {"message", "type",
-"param", "code"}}`; with 429 and 503 the header `Retry-After` says when to try again. Every answer has an
-`x-request-id`, which is the service's own where the request got so far. `traceparent` is passed on.
+Send the service's key as `Authorization: Bearer KEY`, if it requires one. An error is `{"error": {"message", "type",
+"param", "code"}}`; with 429 and 503 the header `Retry-After` has the time to wait. Every response has an
+`x-request-id`, which is the service's own if the request reached it. `traceparent` is passed on.
 """
 
 
 @asynccontextmanager
 async def _key_watch(link: ServiceLink) -> AsyncIterator[None]:
-    """Has the link send requests under a new key, when its file has one. Those that run end under the old one."""
+    """Uses a new key for further requests when its file changes. Running requests end under the old one."""
     settings = link.settings
     if settings.api_key_file is None:
         yield
@@ -67,10 +67,11 @@ async def _key_watch(link: ServiceLink) -> AsyncIterator[None]:
 
 
 class GatewayApp(FastAPI):
-    """Describes what it streams, too: no route returns a chunk, so that nothing else brings its schema in."""
+    """Adds the chunks of streams to the description: no route returns one, so FastAPI does not include their
+    schemas."""
 
     def openapi(self) -> dict[str, Any]:
-        """The description, made when it is first asked for."""
+        """Returns the description, created on first use."""
         if self.openapi_schema is None:
             described = super().openapi()
             chunk = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
@@ -81,9 +82,9 @@ class GatewayApp(FastAPI):
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The app. Its link to the service (``app.state.link``) opens with the app's lifespan; whoever serves it tells
-    ``app.state.gateway_metrics`` of the connections. Routes that speak for a caller are on routers of
-    ``route_class=CallerRoute``, and get theirs by ``CallerDep`` (see ``route``)."""
+    """Creates the app. Its link to the service (``app.state.link``) opens with the app's lifespan; the HTTP server
+    reports connections to ``app.state.gateway_metrics``. Routes for identified callers are on routers with
+    ``route_class=CallerRoute``, and get the caller by ``CallerDep`` (see ``routes/caller_route.py``)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -97,7 +98,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         description=_DESCRIPTION,
         version=version("penstock"),
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's pages have their scripts from a public network
+        docs_url=None,  # FastAPI's pages load scripts from a public network
         redoc_url=None,
         redirect_slashes=False,  # it would send callers to http, and to the Host that they named
     )

@@ -14,7 +14,7 @@ class Certificate:
     """A chain and its private key, as PEM, in an SSL context."""
 
     def __init__(self, context: ssl.SSLContext, chain: Path, key: Path) -> None:
-        """``context`` has what is in the files now."""
+        """``context`` has loaded the files already."""
         self._context = context
         self._chain = chain
         self._key = key
@@ -22,22 +22,21 @@ class Certificate:
         self._last_look = self._seen
 
     async def watch(self, interval_s: float = _LOOK_S) -> None:
-        """Looks at the files for as long as it runs."""
+        """Checks the files periodically."""
         while True:
             await asyncio.sleep(interval_s)
             self.look()
 
     def look(self) -> None:
-        """Takes changed files into use, for connections from now on, when two looks in a row have found the same: half
-        of a chain that is being written can be used too. A pair that cannot be used is logged once, and the last good
-        one stays."""
+        """Uses changed files for new connections when two checks in a row have found the same: a partly written chain
+        can be valid too. An unusable pair is logged once, and the last good one stays."""
         versions = self._versions()
         before, self._last_look = self._last_look, versions
         if versions == self._seen or versions != before:
             return
         self._seen = versions
         try:
-            # First into a context that nobody uses: a key of another certificate would leave half of both.
+            # First into an unused context: a key of another certificate would leave half of both.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._chain, self._key)
             self._context.load_cert_chain(self._chain, self._key)
         except (OSError, ssl.SSLError):

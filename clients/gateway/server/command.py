@@ -31,7 +31,7 @@ examples:
   penstock gateway                                 the service on this machine, on http://127.0.0.1:8000/v1
   penstock gateway --target 10.0.0.7:50051 --host 0.0.0.0 --port 80
   penstock gateway --tls-ca ca.pem --target llm.internal:443
-  penstock gateway --api-key-file key --tenant-header x-tenant    behind a proxy that knows who calls
+  penstock gateway --api-key-file key --tenant-header x-tenant    behind a proxy that authenticates callers
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
        -d '{"messages": [{"role": "user", "content": "Hi!"}]}'
 
@@ -41,7 +41,7 @@ _HEADER = re.compile(r"[a-z0-9-]{1,64}")
 
 
 def main(argv: list[str]) -> int:
-    """Serves until it is told to stop; returns the exit status. Raises PenstockError."""
+    """Serves until a signal; returns the exit status. Raises PenstockError."""
     arguments = make_parser().parse_args(argv)
     raise_open_files_limit()
     settings, http = gateway_settings(arguments), http_settings(arguments)
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _set_up_logging() -> None:
-    """Writes the log on a thread of its own, and limits how often a message is repeated."""
+    """Writes the log in a separate thread, and limits how often a message is repeated."""
     handler = LogThread()
     handler.addFilter(LogRate())
     logging.basicConfig(
@@ -59,13 +59,13 @@ def _set_up_logging() -> None:
 
 
 def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
-    """What the flags say of the app. Raises PenstockError."""
+    """Reads the app's settings from the flags. Raises PenstockError."""
     target = arguments.target or default_target()
     service = connection(arguments, target)
     if arguments.require_tenant_header and not arguments.tenant_header:
         raise PenstockError("--require-tenant-header: needs --tenant-header as well: name the header")
     if arguments.api_key_file is None:
-        # A key in the environment is a person's: whoever reaches the gateway would call under it.
+        # A key in the environment is a person's: every client of the gateway would use it.
         service = replace(service, api_key=None)
     else:
         service = replace(service, api_key=read_key(arguments.api_key_file))
@@ -90,7 +90,7 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
 
 
 def _max_bodies_mib(arguments: argparse.Namespace) -> int:
-    """Returns a size of which a tenant's half has room for one body. Raises PenstockError."""
+    """Returns the memory for bodies; a tenant's half must have room for one body. Raises PenstockError."""
     given: int | None = arguments.max_bodies_mib
     least = math.ceil(arguments.max_body_mib / TENANT_SHARE)
     if given is not None and given < least:
@@ -107,15 +107,15 @@ def _allowed_hosts(arguments: argparse.Namespace) -> AllowedHosts | None:
 
 
 def _exposed_address(arguments: argparse.Namespace) -> str:
-    """Where other machines can reach the listener; empty if they cannot. A socket that was opened already is for what
-    opened it to know."""
+    """Returns the address at which other machines can reach the listener; empty if they cannot, or if the socket was
+    opened by another program."""
     if arguments.fd is not None or arguments.unix_socket is not None or resolves_to_loopback(arguments.host):
         return ""
     return f"{f'[{arguments.host}]' if ':' in arguments.host else arguments.host}:{arguments.port}"
 
 
 def http_settings(arguments: argparse.Namespace) -> HttpSettings:
-    """What the flags say of the listener. Raises PenstockError."""
+    """Reads the listener's settings from the flags. Raises PenstockError."""
     certificate, key = arguments.http_tls_cert, arguments.http_tls_key
     if (certificate is None) != (key is None):
         missing, given = ("cert", "key") if certificate is None else ("key", "cert")
@@ -144,7 +144,7 @@ def http_settings(arguments: argparse.Namespace) -> HttpSettings:
 
 
 def make_parser() -> CommandParser:
-    """The flags."""
+    """Defines the flags."""
     parser = CommandParser(
         "gateway",
         "OpenAI's HTTP API in front of a running service: completions, chats, models, a chat page.",
@@ -154,8 +154,8 @@ def make_parser() -> CommandParser:
         parser,
         f"where the service is, or unix:PATH; otherwise ${TARGET_VARIABLE} (default: {default_target()})",
         of_key="file with a key of the gateway's own, for all requests, read again when it changes: "
-        "whoever reaches the gateway then calls under "
-        "it, so put it behind what knows the callers (default: each caller's own key is passed on)",
+        "all clients of the gateway then call under "
+        "it, so put it behind a proxy that authenticates them (default: each caller's own key is passed on)",
     )
     flags = parser.add_argument_group("HTTP")
     _add_listener_flags(flags)
@@ -173,7 +173,7 @@ def _add_listener_flags(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument("--fd", type=_number(0, 2**20), metavar="N", help="listen on a socket that was opened already")
     flags.add_argument(
         "--heartbeat-fd", type=_number(0, 2**20), metavar="N",
-        help="write a byte there every second while it serves, for what supervises it",
+        help="write a byte to it every second while serving, for a supervisor",
     )  # fmt: skip
     flags.add_argument("--http-tls-cert", type=Path, metavar="FILE", help="serve HTTPS with this chain, as PEM")
     flags.add_argument("--http-tls-key", type=Path, metavar="FILE", help="its private key")
@@ -190,7 +190,7 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
     )
     flags.add_argument(
         "--write-timeout", type=_number(1, 86_400), default=60, metavar="SECONDS",
-        help="close a connection whose other side has taken nothing of an answer for so long, and cancel the request "
+        help="close a connection whose client has read nothing of a response for this long, and cancel the request "
         "(default: %(default)s)",
     )  # fmt: skip
     flags.add_argument(
@@ -203,7 +203,7 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
     )  # fmt: skip
     flags.add_argument(
         "--shutdown-grace", type=_number(0, 86_400), default=10, metavar="SECONDS",
-        help="what answers have to finish after a signal to stop (default: %(default)s)",
+        help="time for running responses to finish after a signal to stop (default: %(default)s)",
     )  # fmt: skip
     flags.add_argument(
         "--sse-keep-alive", type=_number(0, 3600), default=15, metavar="SECONDS",
@@ -226,14 +226,14 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
         type=_host_and_port,
         metavar="HOST:PORT",
         help="the service's --metrics-listen: its metrics are shown at /metrics, without the names of tenants, to "
-        "whoever reaches the gateway (default: none)",
+        "all clients of the gateway (default: none)",
     )
 
 
 def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument(
         "--unknown-fields", choices=("refuse", "ignore"), default="refuse",
-        help="what to do with fields of a request that no list knows; ignored ones are logged and counted "
+        help="what to do with unknown fields of a request; ignored ones are logged and counted "
         "(default: %(default)s)",
     )  # fmt: skip
     flags.add_argument(
@@ -248,13 +248,13 @@ def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
     )  # fmt: skip
     flags.add_argument(
         "--max-callers", type=_number(1, 10_000), default=64, metavar="N",
-        help="tenants that may have a stream to the service at a time (default: %(default)s)",
+        help="limit of tenants with a stream to the service (default: %(default)s)",
     )  # fmt: skip
     flags.add_argument(
         "--request-timeout",
         type=_number(1, 86_400),
         metavar="SECONDS",
-        help="end every generation after so long (default: when its caller gives up)",
+        help="deadline of every generation (default: none; it ends when its caller disconnects)",
     )
     for flag, known, of_what in (
         ("--tool-call-parser", TOOL_FORMATS, "tool calls"),
@@ -264,7 +264,7 @@ def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
             flag,
             choices=(AUTO, NONE, *known),
             default=AUTO,
-            help=f"how the model writes {of_what}; auto asks the chat template (default: %(default)s)",
+            help=f"how the model writes {of_what}; auto detects it from the chat template (default: %(default)s)",
         )
 
 

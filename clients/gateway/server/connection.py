@@ -1,5 +1,4 @@
-"""One connection of the gateway's: what it may send that is no request, how long that may take, and that it is one
-request at a time."""
+"""One connection of the gateway: limits incomplete requests in size and time, and serves one request at a time."""
 
 import asyncio
 import re
@@ -14,22 +13,23 @@ from penstock.clients.gateway.server.http_parser import RequestParser
 from penstock.clients.gateway.traffic import CALLER
 
 _MAX_HEAD_BYTES = 64 << 10
-"""Of a head, of one chunk's extension, or of trailers. What arrives whole with one read may be larger."""
+"""The limit of a head, of one chunk's extension, or of trailers. Data that arrives complete in one read may be
+larger."""
 _ABSOLUTE = re.compile(rb"[a-zA-Z][a-zA-Z0-9+.-]*://([^/?#]*)")
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class TimeoutHttpProtocol(HttpToolsProtocol):
-    """uvicorn's, but for connections that send no whole head of a request, or take nothing of an answer: each holds a
-    place, and uvicorn waits for ever. And but for pipelining: uvicorn would read no further then, and not see the
-    caller leave, so the request under way becomes the connection's last."""
+    """uvicorn's protocol with limits for connections that send no complete head or do not read the response: each holds
+    a place, and uvicorn waits forever. Without pipelining: uvicorn would stop reading and not notice that the caller
+    disconnects, so the running request becomes the connection's last."""
 
     _due: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _num_head = 0
-    """Bytes since the last ones that brought a head's end or a piece of a body."""
+    """Bytes since the end of a head or the last part of a body."""
     _is_last = False
-    """Whether nothing is taken that follows the request under way: it was pipelined, and its client sends it again."""
+    """Whether data after the running request is discarded: it was pipelined, and the client sends it again."""
 
     def __init__(self, *, places: ConnectionPlaces, head_s: float, write_timeout_s: float, **given: Any) -> None:
         super().__init__(**given)
@@ -39,21 +39,21 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._write_timeout_s = write_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """From here on a head is awaited."""
+        """Starts to wait for a head."""
         super().connection_made(transport)
         self._places.enter(self)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
+        """Stops all timers."""
         self._have_head()
         self._have_reader()
         self._places.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bounds what becomes no request. What follows the last one is read all the same, so that the connection's end
-        is seen."""
+        """Limits data outside requests. Data after the last request is still read, so that the connection's end is
+        noticed."""
         if self._is_last:
             return
         self._num_head += len(data)
@@ -63,15 +63,15 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         if self._num_head > _MAX_HEAD_BYTES:
             self._refuse()
         elif not self._is_answering() and self.timeout_keep_alive_task is None:
-            self._await_head()  # the rest of a body that was answered before it came has no route that awaits it
+            self._await_head()  # no route awaits the rest of a body after an early response
 
     def send_400_response(self, msg: str) -> None:
-        """Not into the answer of a request that was whole."""
+        """Sends the error, unless a response to a complete request has begun."""
         if not self._is_last:
             super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """The first byte of a head."""
+        """Handles the first byte of a head."""
         if self._is_answering():
             self._is_last = True
             self.cycle.keep_alive = False
@@ -80,17 +80,17 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             self._await_head()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of it."""
+        """Handles a part of the target."""
         if not self._is_last:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Of a head, or of trailers."""
+        """Handles a header or a trailer."""
         if not self._is_last:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The last byte of a head; a body's time is its route's business."""
+        """Handles the end of a head; the route limits the body's time."""
         if not self._is_last:
             self._num_head = 0
             self._have_head()
@@ -99,51 +99,51 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of it; its size is the app's business."""
+        """Handles a part of a body; the app limits its size."""
         if not self._is_last:
             self._num_head = 0
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The last byte of a request."""
+        """Handles the end of a request."""
         if not self._is_last:
             self._num_head = 0
             super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """Much waits to be read by the other side. Of TCP the kernel knows when it takes too long, as ``http_server``
-        has it; of a Unix socket nobody does."""
+        """Handles a full write buffer. On TCP the kernel limits the time (see ``http_server.py``); on a Unix socket a
+        timer does."""
         super().pause_writing()
         self._places.fall_behind(self)
         if self.transport.get_extra_info("socket").family == socket.AF_UNIX:
             self._await_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Most of it was."""
+        """Handles a drained write buffer."""
         self._have_reader()
         self._places.catch_up(self)
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        """Marks the connection as idle: all of an answer was written, though perhaps not sent."""
+        """Marks the connection as idle: the whole response was written, although perhaps not sent."""
         super().on_response_complete()
         if not self.transport.is_closing():
             self._places.end(self)
 
     @property
     def tenant(self) -> str:
-        """The caller's of the request under way, as far as it is known."""
+        """The tenant of the running request, if known."""
         caller = None if self.cycle is None else self.cycle.scope["state"].get(CALLER)
         return "" if caller is None else str(caller.counted_as)
 
     @property
     def num_unread(self) -> int:
-        """Bytes of answers that neither the client nor the kernel has taken."""
+        """The number of response bytes that neither the client nor the kernel has taken."""
         return self.transport.get_write_buffer_size()
 
     def cut(self) -> None:
-        """Closes the connection, and cancels its request."""
-        self.connections.discard(self)  # so that it counts no more
+        """Closes the connection and cancels its request."""
+        self.connections.discard(self)  # so that it is no longer counted
         self.transport.abort()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
@@ -151,14 +151,14 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _without_chunks(app, cycle) if is_old else app)  # type: ignore[arg-type]
 
     def _read_absolute_target(self) -> None:
-        """A target with a host of its own, as proxies get them, counts for more than the header (RFC 9112, 3.2.2)."""
+        """A target with a host, as sent to proxies, takes precedence over the header (RFC 9112, 3.2.2)."""
         if (found := _ABSOLUTE.match(self.url)) is None:
             return
         self.url = self.url[found.end() :]
         if not self.url.startswith(b"/"):
             self.url = b"/" + self.url
         names = [name for name, _ in self.headers]
-        if names.count(b"host") == 1:  # another number is refused
+        if names.count(b"host") == 1:  # any other number is refused
             self.headers[names.index(b"host")] = (b"host", found[1])
 
     def _is_answering(self) -> bool:
@@ -196,7 +196,8 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
 
 def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """The app for a client of HTTP/1.0, which knows no chunks: an answer without a length ends with its connection."""
+    """Wraps the app for a client of HTTP/1.0, which does not support chunks: a response without a length ends with its
+    connection."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         has_length = False

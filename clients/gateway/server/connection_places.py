@@ -1,12 +1,12 @@
-"""Decides which connections are closed: idle ones when there are too many, and slow readers when too much output waits
-for them. Knows no HTTP."""
+"""Decides which connections to close: idle ones when there are too many, and slow readers when too much output is
+buffered for them. Independent of HTTP."""
 
 import resource
 from collections import Counter
 from typing import Protocol
 
 _RESERVED_FILES = 64
-"""Open files that connections leave free: for the service, logs and listeners."""
+"""Open files reserved for the service, logs and listeners."""
 
 
 class HttpConnection(Protocol):
@@ -14,16 +14,16 @@ class HttpConnection(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Whose answer is written to it; empty where no tenant asked for it."""
+        """The tenant of the current response; empty if there is none."""
         ...
 
     @property
     def num_unread(self) -> int:
-        """Bytes that were written to it and that the client has not taken."""
+        """The number of written bytes that the client has not read."""
         ...
 
     def cut(self) -> None:
-        """Closes it now, and ends its request."""
+        """Closes it immediately and ends its request."""
         ...
 
 
@@ -37,21 +37,21 @@ class ConnectionPlaces:
         self.max_connections = max_connections
         self._max_unread_bytes = max_unread_bytes
         self._idle: dict[HttpConnection, None] = {}
-        """Those without a request; the one that has been so for the longest time is first."""
+        """Connections without a request; the one that has been idle longest is first."""
         self._unread: dict[HttpConnection, int] = {}
         """Connections that are read more slowly than they are written, with the number of bytes that waited when they
         were last checked. Since then it can only have fallen."""
         self._num_unread = 0
-        """The sum of these."""
+        """The sum of these numbers."""
         self._num = 0
 
     def enter(self, connection: HttpConnection) -> None:
-        """Adds a new connection. If it is one too many, closes the one that has been idle for the longest time."""
+        """Adds a new connection. If there are too many, closes the one that has been idle longest."""
         self._num += 1
         if self._num > self.max_connections:
             longest_idle = next((each for each in self._idle if not each.num_unread), None)
             if longest_idle is not None:
-                del self._idle[longest_idle]  # it ends a moment later: until then another would cut the same one
+                del self._idle[longest_idle]  # it ends slightly later; until then another call would close the same one
                 longest_idle.cut()
         self._idle[connection] = None
 
@@ -62,7 +62,7 @@ class ConnectionPlaces:
         self.catch_up(connection)
 
     def mark_busy(self, connection: HttpConnection) -> None:
-        """Marks a connection as busy, since the head of a request has arrived: it does not give way."""
+        """Marks a connection as busy, since the head of a request has arrived: it is not closed for others."""
         self._idle.pop(connection, None)
 
     def end(self, connection: HttpConnection) -> None:
@@ -70,19 +70,19 @@ class ConnectionPlaces:
         self._idle[connection] = None
 
     def fall_behind(self, connection: HttpConnection) -> None:
-        """Notes that much output waits on a connection. If all connections together have too much, the tenant with the
-        most of it loses its largest connection."""
+        """Notes that much output is buffered for a connection. If all connections together exceed the limit, the tenant
+        with the most loses its largest connection."""
         self._note(connection)
         if self._num_unread > self._max_unread_bytes:
             for each in list(self._unread):
                 self._note(each)
         while self._num_unread > self._max_unread_bytes:
             largest = self._largest_unread()
-            self.catch_up(largest)  # it counts no more
+            self.catch_up(largest)  # no longer counted
             largest.cut()
 
     def catch_up(self, connection: HttpConnection) -> None:
-        """Notes that most of the output was read."""
+        """Notes that most of the output has been read."""
         self._num_unread -= self._unread.pop(connection, 0)
 
     def _note(self, connection: HttpConnection) -> None:

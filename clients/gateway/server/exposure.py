@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def exposure_warning(link: ServiceLink) -> AsyncIterator[None]:
-    """Logs the warning where it is due; the service says whether it asks for keys."""
+    """Logs the warning if it applies; queries the service whether it requires keys."""
     if not link.settings.exposed_address:
         yield
         return
@@ -35,7 +35,7 @@ async def _warn(link: ServiceLink) -> None:
                 return
             what = "without a key"
         except RequestFailed:
-            what = "unless that asks for keys"
+            what = "unless it requires keys"
         remedy = "start penstock serve with --api-keys-file"
     _log.warning(
         "--host %s: anyone who can reach this address can use the service at %s, %s; %s, or listen on 127.0.0.1",

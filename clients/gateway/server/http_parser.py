@@ -11,30 +11,30 @@ class RequestHandler(Protocol):
     """Receives the parts of requests, in order."""
 
     def on_message_begin(self) -> None:
-        """The first byte of a head."""
+        """Receives the first byte of a head."""
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the request's target."""
+        """Receives a part of the request's target."""
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer."""
+        """Receives a header or a trailer."""
 
     def on_headers_complete(self) -> None:
-        """The end of a head."""
+        """Receives the end of a head."""
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body."""
+        """Receives a part of a body."""
 
     def on_message_complete(self) -> None:
-        """The end of a request."""
+        """Receives the end of a request."""
 
 
 class RequestParser:
-    """Serves a request that offers an upgrade as an ordinary one, body included, as RFC 9110 (7.8) wants it.
+    """Serves a request that offers an upgrade as an ordinary one, body included, as RFC 9110 (7.8) requires.
 
-    httptools skips the body of such a request and then takes it for the next one. So after the head a second parser,
-    which sees only the headers that delimit the body, reads on from where the first one stopped. Has those methods of
-    ``httptools.HttpRequestParser`` that uvicorn calls.
+    httptools skips the body of such a request and then parses it as the next request. So after the head a second
+    parser, which sees only the headers that delimit the body, reads on from where the first one stopped. Has those
+    methods of ``httptools.HttpRequestParser`` that uvicorn calls.
     """
 
     def __init__(self, handler: RequestHandler) -> None:
@@ -105,7 +105,7 @@ class RequestParser:
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        # As uvicorn has it: what follows a request with "Connection: close" is no error of that request.
+        # Like uvicorn: data after a request with "Connection: close" is not an error.
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 

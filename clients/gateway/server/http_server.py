@@ -1,4 +1,4 @@
-"""Where and how the gateway listens: the socket, the ASGI server, its beginning and its end."""
+"""The gateway's listener: the socket, the ASGI server, its start and its shutdown."""
 
 import asyncio
 import contextlib
@@ -28,40 +28,40 @@ from penstock.clients.host.socket_lock import PathTaken, socket_lock
 _BACKLOG = 2048
 _BEAT_S = 1.0
 _HEAD_S = 30.0
-"""How long the head of a request may take to arrive, the first one of a connection from when that is made."""
+"""How long the head of a request may take to arrive; for the first one, from the start of the connection."""
 
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """Where and how to listen."""
+    """The settings of the listener."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes a free one."""
+    """0 selects a free port."""
     unix_path: Path | None = None
     """A Unix socket instead of host and port."""
     descriptor: int | None = None
-    """A socket that listens already, instead of either."""
+    """An open listening socket, instead of either."""
     heartbeat: int | None = None
-    """A descriptor where a byte is written every second, while requests are taken."""
+    """A descriptor to which a byte is written every second while requests are accepted."""
     certificate: Path | None = None
     """TLS: the chain, as PEM; ``private_key`` belongs to it."""
     private_key: Path | None = None
     keep_alive_s: int = 75
-    """How long an idle connection is kept: longer than proxies keep theirs, so that it is they who close."""
+    """How long an idle connection is kept: longer than proxies keep theirs, so that proxies close connections first."""
     max_connections: int = 4096
-    """Idle ones give way to new ones. While none is idle, requests get 503, except for probes."""
+    """The limit of connections. Idle ones are closed for new ones. While none is idle, requests get 503, except for
+    probes."""
     max_unread_bytes: int = 64 << 20
-    """Of answers that wait in memory for their readers. With more, the tenant that has the most of them loses its
-    largest."""
+    """The limit of buffered responses in memory. Above it, the tenant with the most loses its largest connection."""
     write_timeout_s: int = 60
-    """How long who is sent something may take none of it; then the connection is closed, and its request cancelled."""
+    """How long a client may read nothing of a response; then its connection is closed and its request cancelled."""
     shutdown_s: int = 10
-    """How long answers may go on after a signal to stop."""
+    """How long running responses may continue after a signal to stop."""
 
 
 def serve(app: FastAPI, http: HttpSettings, what: str) -> int:
-    """Serves until a signal; returns the exit status. ``what`` is served is told when it is. Raises PenstockError."""
+    """Serves until a signal; returns the exit status. The greeting contains ``what``. Raises PenstockError."""
     with _listening(http) as (listener, address):
         server = HttpServer(app, http, f"penstock gateway: {address}/v1 {what}. Ctrl-C ends it.")
         calm_collector()
@@ -73,7 +73,8 @@ def serve(app: FastAPI, http: HttpSettings, what: str) -> int:
 
 @contextlib.contextmanager
 def _listening(http: HttpSettings) -> Iterator[tuple[socket.socket, str]]:
-    """The socket and its address, bound before anything else so that a port in use is told in one line."""
+    """Opens the socket, before anything else so that a port in use is reported in one line; returns it with its
+    address."""
     scheme = "http" if http.certificate is None else "https"
     lock = contextlib.ExitStack()
     try:
@@ -103,7 +104,7 @@ def _listening(http: HttpSettings) -> Iterator[tuple[socket.socket, str]]:
 
 
 def _listen_problem(http: HttpSettings, error: OSError) -> str:
-    # A name that is not found has a number of its own, and Python adds the address to the words of others.
+    # An unknown name has a different kind of number, and Python adds the address to the text of other errors.
     why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
     if http.descriptor is not None:
         return f"cannot listen on --fd {http.descriptor}: {why}; give the number of an open socket"
@@ -118,7 +119,7 @@ def _listen_problem(http: HttpSettings, error: OSError) -> str:
 
 
 def _unix_socket(path: Path) -> socket.socket:
-    """Replaces what a gateway left behind that was killed."""
+    """Opens a Unix socket, replacing one that a killed gateway left behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         if path.is_socket() and probe.connect_ex(str(path)) != 0:
             path.unlink()
@@ -137,7 +138,8 @@ def _host(host: str) -> str:
 
 
 class HttpServer(uvicorn.Server):
-    """Ends at the first signal when its answers have ended, and at the second at once; says when it serves."""
+    """Ends at the first signal after running responses have ended, and at the second immediately. Prints a greeting
+    when it serves."""
 
     def __init__(self, app: FastAPI, http: HttpSettings, greeting: str = "") -> None:
         self._places = places = ConnectionPlaces(http.max_connections, http.max_unread_bytes)
@@ -151,8 +153,8 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """On the loop; uvicorn's own would raise the signal again at the end, which makes an orderly end look like
-        another."""
+        """Handles signals on the loop; uvicorn would raise the signal again at the end, which makes an orderly exit
+        look like a failure."""
         loop = asyncio.get_running_loop()
         for each in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(each, self._stop)
@@ -163,14 +165,14 @@ class HttpServer(uvicorn.Server):
                 loop.remove_signal_handler(each)
 
     async def _beat(self, heartbeat: int) -> None:
-        """Writes a byte each second, by the clock: a busy loop turns less often, but is still alive."""
+        """Writes a byte per second of the clock: a busy loop runs this less often, but is still alive."""
         while True:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # nobody listens, which is their business
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the supervisor does not read
                 os.write(heartbeat, b".")
             await asyncio.sleep(_BEAT_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Says where it serves, when it does."""
+        """Prints the greeting once it serves."""
         for listener in sockets or ():
             _bound_writes(listener, self._write_timeout_s)
         if self._heartbeat is not None:
@@ -186,7 +188,7 @@ class HttpServer(uvicorn.Server):
                 self._watching = asyncio.create_task(Certificate(context, Path(chain), Path(key)).watch())
 
     def _take_over_tls(self) -> ssl.SSLContext | None:
-        """Has connections counted from when they are made, and not when TLS is agreed on."""
+        """Counts connections from their start, not from the end of the TLS handshake."""
         context, new_protocol = self.config.ssl, self.config.http_protocol_class
         if context is None:
             return None
@@ -199,7 +201,7 @@ class HttpServer(uvicorn.Server):
         return context
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes nothing new, and lets answers end."""
+        """Stops accepting requests and waits for running responses."""
         for each in (self._watching, self._beating):
             if each is not None:
                 each.cancel()
@@ -211,8 +213,8 @@ class HttpServer(uvicorn.Server):
 
 
 def _bound_writes(listener: socket.socket, seconds: int) -> None:
-    """Has the kernel end connections whose other side takes nothing for so long, gone or merely slow. They inherit it
-    from the listener. The kernel alone knows what was taken, with TLS too."""
+    """Makes the kernel end connections whose client, gone or slow, reads nothing for ``seconds``. Connections inherit
+    it from the listener. Only the kernel knows what was read, with TLS too."""
     if listener.family != socket.AF_UNIX:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 

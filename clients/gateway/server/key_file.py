@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_key(path: Path) -> str:
-    """The key in a file. Raises PenstockError, in words that do not hold it."""
+    """Reads the key in a file. Raises PenstockError, whose text does not contain the key."""
     try:
         key = path.read_text().strip()
     except OSError as error:
@@ -38,14 +38,14 @@ class KeyFile:
         self._problem = ""
 
     async def watch(self, interval_s: float = _LOOK_S) -> None:
-        """Looks at the file for as long as it runs."""
+        """Checks the file periodically."""
         while True:
             await asyncio.sleep(interval_s)
             self.look()
 
     def look(self) -> None:
-        """Passes a new key on when two looks in a row have read it: half of one that is being written is a key too.
-        What is no key is logged once, and the last good one stays."""
+        """Passes on a new key when two checks in a row have read it: a partly written key looks valid too. An invalid
+        key is logged once, and the last good one stays."""
         try:
             key = read_key(self._path)
         except PenstockError as error:

@@ -1,5 +1,5 @@
-"""The outermost layer: an id for every answer, a bound on every body and on all connections, and an end for every error
-of our own."""
+"""The outermost layer: an id for every response, limits on bodies and connections, and a handler for every internal
+error."""
 
 import logging
 import secrets
@@ -21,16 +21,16 @@ from penstock.clients.host.log_rate import LOG_KIND
 
 _METRICS = "/metrics"
 _PROBES = frozenset({"/health", "/ping", "/version", _METRICS})
-"""Answered at any load: a balancer that is refused takes the gateway out when it is needed most."""
+"""Paths served at any load: if a load balancer's probe is refused, it removes the gateway when it is needed most."""
 _SAY_NOTHING = _PROBES - {_METRICS}
-"""Balancers ask these under any name."""
+"""Paths that load balancers request with any Host."""
 _FULL = "the gateway has as many connections as it may have; try again"
 
 _log = logging.getLogger(__name__)
 
 
 class OuterMiddleware:
-    """ASGI middleware. An exception's text may hold what a caller wrote, so neither logs nor callers get it."""
+    """ASGI middleware. An exception's text may contain a caller's data, so neither logs nor callers get it."""
 
     def __init__(self, app: ASGIApp, settings: GatewaySettings, gateway_metrics: GatewayMetrics) -> None:
         self._app = app
@@ -84,16 +84,17 @@ class OuterMiddleware:
             if not isinstance(error, GatewayError | RequestFailed):
                 _log_without_text(error)
             release_frames(error)
-            if has_begun:  # the server cuts the connection, which tells the caller that the answer is not whole
+            if (
+                has_begun
+            ):  # the server closes the connection, so that the caller notices that the response is incomplete
                 raise _Cut from None
             response = as_gateway_error(error).response()
             if is_refused:
-                response.headers["connection"] = "close"  # which makes room
+                response.headers["connection"] = "close"  # makes room for others
             await response(scope, receive, send_with_id)
 
     async def _check_host_is_ours(self, host: str | None, scope: Scope) -> None:
-        """Where callers need no key, the name that a browser was given is all that keeps other pages out. Metrics never
-        need one."""
+        """If callers need no key, only the name in Host keeps other web pages out. Metrics never need a key."""
         hosts = self._allowed_hosts
         if hosts is None or host is None or hosts.allows(host) or scope["path"] in _SAY_NOTHING:
             return
@@ -111,14 +112,14 @@ class OuterMiddleware:
 
 
 def _check_host(headers: Headers, http_version: str) -> None:
-    """RFC 9112, 3.2: a request of HTTP/1.1 names its host, and none names two."""
+    """RFC 9112, 3.2: a request of HTTP/1.1 has exactly one host, and no request has two."""
     num_hosts = len(headers.getlist("host"))
     if num_hosts > 1 or (num_hosts == 0 and http_version != "1.0"):
         raise GatewayError(400, f"send the header Host once; there are {num_hosts}", code="invalid_host")
 
 
 def _without_bodies(send: Send) -> Send:
-    """What HEAD gets of an answer."""
+    """Removes bodies, for HEAD."""
 
     async def send_head(message: Message) -> None:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
@@ -127,7 +128,7 @@ def _without_bodies(send: Send) -> Send:
 
 
 class _Cut(Exception):
-    """Ends an answer that has begun; the cause was logged."""
+    """Ends a response that has begun; the cause was logged."""
 
 
 def _log_without_text(error: Exception) -> None:

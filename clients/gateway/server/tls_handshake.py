@@ -1,4 +1,4 @@
-"""Handles the TLS handshake of a connection, which meanwhile counts and gives way like any other. asyncio's own
+"""Handles the TLS handshake of a connection, which is counted and may be closed like any other meanwhile. asyncio's own
 listener reports a connection only after the handshake, and keeps a silent one for a minute."""
 
 import asyncio

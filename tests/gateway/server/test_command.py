@@ -124,7 +124,7 @@ class FakeLink:
     ("settings", "code", "said"),
     [
         ({}, None, "127.0.0.1:50051, without a key; start penstock serve with --api-keys-file, or listen on 127.0.0.1"),
-        ({}, grpc.StatusCode.UNAVAILABLE, "unless that asks for keys; start penstock serve with --api-keys-file"),
+        ({}, grpc.StatusCode.UNAVAILABLE, "unless it requires keys; start penstock serve with --api-keys-file"),
         ({}, grpc.StatusCode.UNAUTHENTICATED, None),
         (
             {"service": ConnectionOptions("x", "key")},
