@@ -1,8 +1,8 @@
 """Measures what `penstock bench` itself costs: the CPU time per token for each way to call a service, and the limit.
 
 The services are separate processes: the real one over a fake worker, at 100 steps per second, and a bare HTTP
-server that responds like vLLM. The limit is the number of tokens per second at which the client would use 80 % of a core;
-above that it prints a warning.
+server that responds like vLLM. The limit is the number of tokens per second at which the client would use 80 % of a
+core; above that it prints a warning.
 """
 
 import argparse

@@ -90,7 +90,7 @@ def _greeted(process: "subprocess.Popen[str]", log: Path) -> Served:
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
-        if "Ctrl-C ends it." in line:
+        if "Ctrl-C" in line:
             break
     else:
         process.wait()

@@ -35,7 +35,7 @@ def make_router() -> APIRouter:
 
     @router.get("/metrics", response_class=Response)
     async def metrics(request: Request) -> Response:
-        """The gateway's metrics and the service's, in Prometheus' text format, or OpenMetrics if the client accepts it."""
+        """The gateway's metrics and the service's in Prometheus' text format, or in OpenMetrics on request."""
         _, form = choose_encoder(request.headers.get("accept", ""))
         accepted = _OPENMETRICS if form.startswith("application/openmetrics-text") else _TEXT
         if accepted not in pages:

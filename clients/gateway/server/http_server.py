@@ -63,7 +63,7 @@ class HttpSettings:
 def serve(app: FastAPI, http: HttpSettings, what: str) -> int:
     """Serves until a signal; returns the exit status. The greeting contains ``what``. Raises PenstockError."""
     with _listening(http) as (listener, address):
-        server = HttpServer(app, http, f"penstock gateway: {address}/v1 {what}. Ctrl-C ends it.")
+        server = HttpServer(app, http, f"penstock gateway: {address}/v1 {what}. Ctrl-C stops it.")
         calm_collector()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             MemoryWatch().start(runner.get_loop())
