@@ -156,8 +156,8 @@ def test_half_a_character_is_no_text():
         ("{{ " + "[" * 2000 + "]" * 2000 + " }}", "nested too deeply"),
         ("{{ 1" + " + 1" * 20_000 + " }}", "nested too deeply"),
         ("{% if x %}" * 200 + "{% endif %}" * 200, "cannot be compiled"),
-        ("{% if x %}", "no valid Jinja, line 1"),
-        ("{{ messages | nothing }}", "no valid Jinja, line 1"),
+        ("{% if x %}", "not valid Jinja, line 1"),
+        ("{{ messages | nothing }}", "not valid Jinja, line 1"),
     ],
 )
 def test_what_cannot_be_compiled_is_said(source, problem):
