@@ -43,11 +43,11 @@ class BuildCpu(Command):
         return [str(path.relative_to(Path(__file__).parent)) for path in builder["source_files"]()]
 
     def get_outputs(self) -> list[str]:
-        """The library, as it stands in the folder of the wheel."""
+        """Returns the library's path in the folder of the wheel."""
         return [str(self._installed())]
 
     def get_output_mapping(self) -> dict[str, str]:
-        """Where an editable install has it instead."""
+        """Maps the library to its path in the source tree, for an editable install."""
         return {str(self._installed()): str(Path(PACKAGE) / builder["LIBRARY"])} if self.editable_mode else {}
 
     def _installed(self) -> Path:
@@ -55,13 +55,13 @@ class BuildCpu(Command):
 
 
 class Build(build):
-    """With the library."""
+    """A build that includes the library."""
 
     sub_commands: ClassVar = [*build.sub_commands, ("build_cpu", None)]
 
 
 class PlatformDistribution(Distribution):
-    """One that does not suit every platform; setuptools asks in these words."""
+    """A distribution for one platform only. setuptools calls the method by this name."""
 
     def has_ext_modules(self) -> bool:
         """Though none is an extension module."""
