@@ -85,7 +85,7 @@ def test_the_first_block_with_a_hash_keeps_it():
 
 def test_only_held_blocks_are_published():
     pool = new_pool(1)
-    with pytest.raises(AssertionError, match="nobody holds"):
+    with pytest.raises(AssertionError, match="is not held"):
         pool.publish(0, b"hash")
 
 
@@ -93,7 +93,7 @@ def test_retained_blocks_are_evicted_last_and_by_nearest_expiry():
     pool = new_pool(8)
     late, soon, plain = published(pool, b"l0", b"l1"), published(pool, b"s0", b"s1"), published(pool, b"p0", b"p1")
     pool.release(late)
-    pool.retain([b"l0", b"l1"], until=20.0, owner="a")  # when nobody holds it
+    pool.retain([b"l0", b"l1"], until=20.0, owner="a")  # once it is not held
     pool.retain([b"s0", b"s1"], until=10.0, owner="b")  # or while somebody does
     pool.release(soon)
     pool.release(plain)
