@@ -1,6 +1,6 @@
 """Finds a model's files and checks them before anything is loaded: config, shards, headers, names, shapes, dtypes.
 
-Needs no torch, so that the service can refuse a model in milliseconds. Knows nothing of tokenizers and devices.
+Does not import torch, so that the service can refuse a model in milliseconds. Knows nothing of tokenizers and devices.
 """
 
 import fnmatch
@@ -35,7 +35,7 @@ from penstock.models.errors import ModelError
 DEMO = "demo"
 """The name of the built-in model."""
 DEMO_DRAFTERS = ("demo_draft", "demo_eagle3")
-"""Built in too: a draft model and a head for it."""
+"""The built-in drafters: a draft model and an EAGLE-3 head for the built-in model."""
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -49,21 +49,21 @@ OTHER_WEIGHTS = {
     f"{CONFIG} and {SINGLE}",
     "*.bin": _NO_PICKLES,
 }
-"""Names of weights that cannot be loaded, and what to do."""
+"""File names of weights that cannot be loaded, each with a remedy."""
 
 FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtypes of tensors that can be loaded, with torch's names for them."""
 
 _BASE, _TABLE = "model.", "embed_tokens.weight"
-"""What names begin with, except in checkpoints of the base model alone; and a tensor that both have."""
+"""The prefix of names, which checkpoints of only the base model lack; and a tensor that is in both kinds."""
 _EMBEDDING, _HEAD = f"{_BASE}{_TABLE}", "lm_head.weight"
 _COMPARED_BYTES = 1 << 24
-"""How much of two tensors is compared at a time."""
+"""The number of bytes of two tensors that are compared at a time."""
 _MAX_COMPARED_BYTES = 1 << 34
-"""Larger ones count as different: no model's is as large, and a file may have holes that take no room on a disk."""
+"""Larger tensors count as different. No model has one this large, but a sparse file can claim it."""
 
 HUB_WEIGHTS = (SINGLE, "model-?????-of-?????.safetensors")
-"""What the weights are usually called; else the index names them."""
+"""The usual file names of weights. If a repository has others, the index names them."""
 HUB_FILES = (
     CONFIG,
     INDEX,
@@ -79,11 +79,12 @@ HUB_FILES = (
     "modules.json",
     "[0-9]_*/config.json",
 )
-"""What is fetched of a repository on the hub: what is read, and tokenizer.model, from which transformers makes a
-tokenizer.json. The last ones are those of sentence-transformers."""
+"""The files that are fetched from a repository on the hub. penstock reads all of them but tokenizer.model, from which
+transformers makes a tokenizer.json. The last two patterns are those of sentence-transformers.
+"""
 
 DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
-"""Endings of tensors that old checkpoints hold although they follow from the config."""
+"""Endings of tensors that old checkpoints contain although they follow from the config."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +95,17 @@ class CheckpointInfo:
     config: Mapping[str, Any]
     spec: ModelSpec
     tensors: Mapping[str, TensorEntry]
-    """Exactly those of ``spec.tensors()``, less the weights in ``quantized``; empty if weights were not asked for."""
+    """Exactly those of ``spec.tensors()``, less the weights in ``quantized``; empty if the weights were not checked."""
     quantization: Quantization | None
-    """What config.json says; None: all weights are floats, or were not asked for."""
+    """The scheme in config.json. None: all weights are floats, or were not checked."""
     quantized: Mapping[str, QuantizedLinear]
-    """The linears that are stored quantised, by their names; empty if weights were not asked for."""
+    """The linears that are stored quantised, by name; empty if the weights were not checked."""
     warnings: tuple[str, ...] = ()
-    """What the files say that is ignored, or that contradicts itself: for the log."""
+    """What config.json contains that is ignored or contradictory, for the log."""
 
     @property
     def dtype(self) -> str:
-        """The dtype of the weights, in torch's name; from the config where there are no weights."""
+        """The dtype of the weights, as torch names it. Without weights it comes from the config."""
         entry = self.tensors.get(_EMBEDDING)
         if entry is not None:
             return FLOAT_DTYPES[entry.dtype]
@@ -112,8 +113,9 @@ class CheckpointInfo:
         return named if named in FLOAT_DTYPES.values() else "float32"
 
     def choose_quantization(self, requested: str) -> str:
-        """What the model runs with where --quantization says ``requested``: none, one of AT_LOAD, or the
-        checkpoint's own method. Raises ModelError where the flag contradicts the checkpoint."""
+        """The quantisation that the model runs with: none, one of AT_LOAD, or the checkpoint's own method.
+        ``requested`` is the value of --quantization. Raises ModelError if it contradicts the checkpoint.
+        """
         if requested in METHODS and requested not in AT_LOAD and not self.tensors:
             raise ModelError(
                 f"--quantization {requested}: with --load-format dummy no checkpoint is read, and what is made up are "
@@ -122,16 +124,18 @@ class CheckpointInfo:
         return choose_quantization(requested, self.quantization)
 
     def at_load(self, requested: str) -> str | None:
-        """Which of AT_LOAD is made of float weights where --quantization says ``requested``; None: none is."""
+        """The member of AT_LOAD that float weights are quantised to, or None. ``requested`` is the value of
+        --quantization.
+        """
         return requested if self.quantization is None and requested in AT_LOAD else None
 
 
 def resolve_model(name: str, weights: bool = True, revision: str | None = None) -> Path:
-    """The directory of a model: a path, ``demo`` or one of its drafters, or the id of a repository on the Hugging Face
-    hub.
+    """Returns a model's directory. ``name`` is a path, ``demo`` or one of its drafters, or a repository id of the
+    Hugging Face hub.
 
-    An id is fetched into huggingface_hub's cache unless it is there, if ``weights`` with its weights; HF_HUB_OFFLINE=1
-    asks the cache alone. ``revision`` is a branch, a tag or a commit of its repository. Raises ModelError.
+    A repository is fetched into huggingface_hub's cache unless it is there, with its weights if ``weights`` is set.
+    HF_HUB_OFFLINE=1 uses only the cache. ``revision`` is a branch, tag or commit of the repository. Raises ModelError.
     """
     is_local = name in (DEMO, *DEMO_DRAFTERS) or Path(name).expanduser().exists()
     if is_local and revision is not None:
@@ -152,7 +156,9 @@ def resolve_model(name: str, weights: bool = True, revision: str | None = None) 
 
 
 def _refuse_other(where: object, names: Iterable[str]) -> None:
-    """Raises ModelError if one of the files is of a kind that cannot be loaded. ``where`` they are, or the file."""
+    """Raises ModelError if one of the files has a kind that cannot be loaded. ``where`` is their directory, or the
+    file.
+    """
     names = sorted(names)
     for pattern, remedy in OTHER_WEIGHTS.items():
         if found := fnmatch.filter(names, pattern):
@@ -161,7 +167,7 @@ def _refuse_other(where: object, names: Iterable[str]) -> None:
 
 
 def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
-    # The library costs half a second to import, and a local directory needs nothing of it.
+    # The library takes half a second to import, and a local directory does not need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -197,21 +203,23 @@ def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
 
 
 def _refuse_other_repository(name: str, at_revision: Mapping[str, str]) -> None:
-    """Raises ModelError for a repository that has only weights that cannot be loaded, unless the hub is out of
-    reach."""
+    """Raises ModelError if a repository has only weights that cannot be loaded. Does nothing if the hub is out of
+    reach.
+    """
     from huggingface_hub import HfApi
 
     try:
         files = HfApi().list_repo_files(name, **at_revision)
-    except Exception:  # whatever keeps the hub from answering: the missing file is named later
+    except Exception:  # the hub cannot be reached: a later check names the missing file
         return
     _refuse_other(name, [Path(file).name for file in files])
 
 
 def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
-    """Checks config.json and, if ``weights``, every header of the safetensors files against the file's length and the
-    model that the config describes. Reads no tensor, except an output head that should equal the embedding. Raises
-    ModelError."""
+    """Checks config.json and, if ``weights`` is set, every header of the safetensors files against the file's length
+    and the model that the config describes. Reads no tensor, except an output head that should equal the embedding.
+    Raises ModelError.
+    """
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory: give a model's directory")
     if not (path / CONFIG).exists():
@@ -228,7 +236,8 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
         return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
     entries = read_entries(path)
     if _EMBEDDING not in entries and _TABLE in entries:
-        # Models for embeddings are saved so, without a head. What takes its place here is never asked for a vector.
+        # Embedding models are saved like this, without a head. The embedding stands in for it; its logits are never
+        # used.
         spec = replace(spec, tied_embeddings=True)
         entries = {f"{_BASE}{name}": entry for name, entry in entries.items()}
     elif spec.tied_embeddings and _EMBEDDING not in entries and _HEAD in entries:
@@ -246,7 +255,7 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
 
 
 def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:
-    """Whether a checkpoint has an output head that is not the embedding, be it stored quantised."""
+    """Whether a checkpoint has an output head that differs from the embedding, quantised or not."""
     parts = {name for name in entries if name.startswith(_HEAD.removesuffix("weight"))}
     if parts != {_HEAD} or _EMBEDDING not in entries:
         return bool(parts)
@@ -259,7 +268,7 @@ def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:
 
 
 def _differ(one: TensorEntry, other: TensorEntry) -> bool:
-    """Whether two tensors of the same size hold different bytes. Raises ModelError."""
+    """Whether two tensors of the same size contain different bytes. Raises ModelError."""
     try:
         with open(open_model_file(one.file), "rb") as first, open(open_model_file(other.file), "rb") as second:
             for begin in range(0, one.num_bytes, _COMPARED_BYTES):
@@ -274,7 +283,7 @@ def _differ(one: TensorEntry, other: TensorEntry) -> bool:
 
 
 def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """A file that holds an object. Raises ModelError."""
+    """Returns the JSON object in a file. Raises ModelError."""
     try:
         value = json.loads(read_model_file(file, max_bytes))
     except FileNotFoundError as error:
@@ -282,14 +291,14 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({os.strerror(error.errno or 0)}): check its rights") from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: is no valid JSON ({error}): download it again") from error
+        raise ModelError(f"{file}: is not valid JSON ({error}): download it again") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{file}: is no JSON object: download it again")
+        raise ModelError(f"{file}: is not a JSON object: download it again")
     return value
 
 
 def read_entries(path: Path) -> dict[str, TensorEntry]:
-    """All tensors of all shards, by name. Raises ModelError."""
+    """Returns all tensors of all shards by name. Raises ModelError."""
     if (path / INDEX).exists():
         return _indexed_entries(path)
     if (path / SINGLE).exists():
@@ -299,7 +308,7 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor, beside the index. Raises ModelError."""
+    """Returns the file name of each tensor, from the index. Raises ModelError."""
     index = path / INDEX
     weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -323,7 +332,7 @@ def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
     for name, shard in weight_map.items():
         if name not in shards[shard]:
             raise ModelError(
-                f"{path / shard}: tensor {name} is missing, and {INDEX} says it is here: download the shard again"
+                f"{path / shard}: tensor {name} is missing, but {INDEX} lists it here: download the shard again"
             )
     return {name: shards[shard][name] for name, shard in weight_map.items()}
 
@@ -331,7 +340,7 @@ def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
 def _match(
     spec: ModelSpec, entries: Mapping[str, TensorEntry], quantized: Mapping[str, QuantizedLinear], path: Path
 ) -> dict[str, TensorEntry]:
-    """The tensors that the spec needs besides quantised ones; raises where one is missing, wrong, or too many."""
+    """Returns the tensors that the spec needs besides quantised ones. Raises if one is missing, wrong or unexpected."""
     matched = {}
     for name, shape in spec.tensors():
         if name.removesuffix(".weight") in quantized:
@@ -342,7 +351,7 @@ def _match(
         if entry.shape != shape:
             raise ModelError(
                 f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and {CONFIG} calls for {list(shape)}: "
-                "config and weights are of different models"
+                "config and weights belong to different models"
             )
         if entry.dtype not in FLOAT_DTYPES:
             raise ModelError(
@@ -352,10 +361,10 @@ def _match(
         matched[name] = entry
     parts = {f"{linear.name}.{part}" for linear in quantized.values() for part in linear.parts}
     for name in entries.keys() - matched.keys() - parts:
-        # A tensor that nobody reads means that the model would compute something else than was trained.
+        # An unused tensor means that the model would compute something other than what was trained.
         if not name.endswith(DERIVED_TENSORS) and not (name == _HEAD and spec.tied_embeddings):
             raise ModelError(
                 f"{entries[name].file}: tensor {name} has no place in {spec.architecture} as {CONFIG} describes it: "
-                "config and weights are of different models"
+                "config and weights belong to different models"
             )
     return matched

@@ -19,7 +19,7 @@ from penstock.models.errors import ModelError
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 NUM_FEATURES = 3
-"""Layers of the model before which its hidden states are what the head is told."""
+"""The number of the model's layers whose input hidden states the head gets."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 EMBEDDING, FC, HIDDEN_NORM = "model.embed_tokens.weight", "fc", "model.layers.0.hidden_norm.weight"
@@ -31,36 +31,37 @@ UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output
 
 @dataclass(frozen=True)
 class EagleSpec(ModelSpec):
-    """``x = fc(features)``, then a layer whose queries, keys and values are made of the next token's embedding and x
-    side by side, each after its norm. Logits are of a vocabulary of its own. Tensors have the names that they have in
-    a model."""
+    """The shape of an EAGLE-3 head: ``x = fc(features)``, then one layer. Its queries, keys and values are computed
+    from the next token's embedding and x side by side, each after its norm. Logits cover a vocabulary of its own.
+    Tensors have the same names as in a model.
+    """
 
     draft_vocab_size: int
     has_embedding: bool
-    """If not, the model's is used."""
+    """False: the head uses the model's embedding."""
 
     @property
     def has_table(self) -> bool:
-        """Whether there are embeddings."""
+        """Whether the head has embeddings of its own."""
         return self.has_embedding
 
     @property
     def qkv_columns(self) -> int:
-        """Of an embedding and x side by side."""
+        """The columns of an embedding and x side by side."""
         return 2 * self.hidden_size
 
     @property
     def head_rows(self) -> int:
-        """One for each token that can be drafted."""
+        """One row for each token that can be drafted."""
         return self.draft_vocab_size
 
     @property
     def fc_columns(self) -> int:
-        """Of a position's features."""
+        """The columns of a position's features."""
         return NUM_FEATURES * self.hidden_size
 
     def tensors(self) -> Iterator[NamedShape]:
-        """Those of a model of one layer, with what a head has besides."""
+        """The tensors of a model with one layer, and those that only a head has."""
         for name, shape in super().tensors():
             if name == "lm_head.weight":
                 yield name, (self.draft_vocab_size, self.hidden_size)
@@ -72,18 +73,18 @@ class EagleSpec(ModelSpec):
 
 @dataclass(frozen=True)
 class EagleCheckpoint:
-    """The directory of a head that passed every check."""
+    """The directory of an EAGLE-3 head that passed every check."""
 
     info: CheckpointInfo
     spec: EagleSpec
     feature_layers: tuple[int, ...]
-    """Of the model, ascending: what the head is told of a position are the hidden states before them."""
+    """Layers of the model, ascending. The hidden states before them are the head's features."""
     target_ids: NDArray[np.int64]
     """(draft vocabulary,): the model's id of each token that can be drafted."""
 
 
 def check_head(path: Path, target: ModelSpec) -> EagleCheckpoint:
-    """Checks a head for a model. Reads no tensor but the map of ids. Raises ModelError."""
+    """Checks a head for a model. Reads no tensor except the map of ids. Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"--speculative-config: {path}: no such directory: give the directory of an EAGLE-3 head")
     config = read_json(path / CONFIG)
@@ -102,14 +103,14 @@ def check_head(path: Path, target: ModelSpec) -> EagleCheckpoint:
     for name in entries.keys() - expected.keys() - {DRAFT_TO_TARGET, IS_DRAFTED}:
         raise ModelError(
             f"{entries[name].file}: tensor {name} has no place in an EAGLE-3 head as {CONFIG} describes it: config and "
-            "weights are of different heads"
+            "weights belong to different heads"
         )
     info = CheckpointInfo(path, config, spec, tensors, None, {})
     return EagleCheckpoint(info, spec, layers, _target_ids(entries, spec, path))
 
 
 def _published(name: str) -> str:
-    """How heads call the tensor that a model calls so."""
+    """The name in published heads of a tensor that has this name in a model."""
     return name.replace("model.layers.0.", "midlayer.").removeprefix("model.")
 
 
@@ -120,7 +121,7 @@ def _spec(config: Mapping[str, Any], target: ModelSpec, has_embedding: bool) -> 
     for name in UNSUPPORTED:
         if described.flag(name, False):
             raise described.wrong(name, "must be false: heads of this kind are not supported; give another one")
-    # A head has an output matrix of its own; layer_types may be a copy of its model's, which has more layers.
+    # A head has an output matrix of its own. Its layer_types may be a copy of the model's, which has more layers.
     changes = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "layer_types": None}
     spec = spec_from_config({**config, **changes})
     if spec.num_layers != 1:
@@ -134,7 +135,7 @@ def _spec(config: Mapping[str, Any], target: ModelSpec, has_embedding: bool) -> 
 
 
 def _feature_layers(config: Mapping[str, Any], target: ModelSpec) -> tuple[int, ...]:
-    """Those that the config names, or else those that all heads take."""
+    """The layers in the config, or else the default ones for all heads."""
     described, last = HfConfigReader(config), target.num_layers - 1
     if LAYER_IDS not in described:
         described = described.part("eagle_config")
@@ -154,7 +155,7 @@ def _checked(
     if entry.shape != shape:
         raise ModelError(
             f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and {CONFIG} calls for {list(shape)}: "
-            "config and weights are of different heads"
+            "config and weights belong to different heads"
         )
     if entry.dtype not in dtypes:
         raise ModelError(

@@ -1,6 +1,6 @@
-"""One function per model family: from its Hugging Face config to a ``ModelSpec``. A new family is a function and a line
-in ``FAMILIES``. Defaults are those of transformers' config classes, which leave defaults out of the files they
-write."""
+"""Turns the Hugging Face config of each model family into a ``ModelSpec``. A new family is a function and an entry in
+``FAMILIES``. Defaults are those of transformers' config classes, which leave them out of the files they write.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -37,16 +37,18 @@ ACTIVATIONS = {
 }
 
 _OLD_FULL = "attention"
-"""What older configs call a layer of full attention."""
+"""The name of full attention in older configs."""
 
 Windows = tuple[int | None, ...]
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The decoder that a config.json describes. Raises ModelError naming the field, also for what is not supported."""
+    """Returns the decoder that a config.json describes. Raises ModelError, naming the field, also for unsupported
+    models.
+    """
     fields = HfConfigReader(config)
     for name in fields.texts("architectures"):
-        # A base model without its head, as models for embeddings are.
+        # A base model without its head, such as an embedding model.
         architecture = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
         if architecture in FAMILIES:
             break
@@ -57,14 +59,15 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _llama(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """Llama 1 to 3, and what calls itself Llama."""
+    """Llama 1 to 3, and models that declare themselves as Llama."""
     spec = _decoder(fields, architecture, _same_windows(fields, None), Defaults(max_positions=2048))
     return replace(_with_biases(spec, fields), mlp_bias=fields.flag("mlp_bias", False))
 
 
 def _mistral(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """Mistral and Ministral: the layers that ``layer_types`` names have the window; without that field all of them
-    have it, unless ``sliding_window`` is null."""
+    """Mistral and Ministral. Layers have the window if ``layer_types`` lists them. Without that field all have it,
+    unless ``sliding_window`` is null.
+    """
     window = _window(fields, 4096)
     windows = _windows_by_type(fields, window, lambda layer: window is not None)
     return _decoder(fields, architecture, windows, Defaults(max_positions=4096 * 32, kv_heads=8))
@@ -82,7 +85,7 @@ def _mixtral(fields: HfConfigReader, architecture: str) -> ModelSpec:
 
 
 def _qwen2(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """Qwen2 and 2.5: biased queries, keys and values; windows only where ``use_sliding_window`` says so."""
+    """Qwen2 and 2.5: biased queries, keys and values; windows only if ``use_sliding_window`` is set."""
     spec = _decoder(fields, architecture, _qwen_windows(fields), Defaults(max_positions=32768))
     return replace(spec, qkv_bias=True)
 
@@ -94,7 +97,7 @@ def _qwen3(fields: HfConfigReader, architecture: str) -> ModelSpec:
 
 
 def _qwen3_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """Qwen3-MoE: every ``decoder_sparse_step``-th layer has experts, but not those of ``mlp_only_layers``."""
+    """Qwen3-MoE: every ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``."""
     window = _window(fields, 4096) if fields.flag("use_sliding_window", False) else None
     windows = _same_windows(fields, window)
     spec = _decoder(fields, architecture, windows, Defaults(max_positions=32768, kv_heads=4))
@@ -123,7 +126,7 @@ def _gemma2(fields: HfConfigReader, architecture: str) -> ModelSpec:
 
 
 def _gemma3(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """Gemma 3's text model: Gemma 2 with norms on queries and keys in the place of the cap of scores."""
+    """Gemma 3's text model: Gemma 2 with norms on queries and keys instead of the cap on scores."""
     if "attn_logit_softcapping" in fields:
         raise fields.wrong("attn_logit_softcapping", "must be null: scores have no cap in Gemma 3")
     pattern = fields.integer("sliding_window_pattern", 1, MAX_LAYERS, 6)
@@ -137,13 +140,13 @@ def _gemma3(fields: HfConfigReader, architecture: str) -> ModelSpec:
 
 
 def _olmo2(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """OLMo-2: norms after attention and MLP alone, and over all queries and all keys."""
+    """OLMo-2: norms only after attention and MLP, and over all queries and all keys."""
     spec = _decoder(fields, architecture, _same_windows(fields, None), Defaults(max_positions=2048, norm_eps=1e-5))
     return replace(_with_biases(spec, fields), norm_placement=NormPlacement.POST, qk_norm=QkNorm.ALL)
 
 
 def _phi3(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """Phi-3 to Phi-4: a part of each head is rotated."""
+    """Phi-3 to Phi-4: only part of each head is rotated."""
     windows = _same_windows(fields, _window(fields, None))
     return _decoder(
         fields, architecture, windows, Defaults(max_positions=4096, norm_eps=1e-5, read_rope=read_partial_rope)
@@ -180,11 +183,11 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
 
 @dataclass(frozen=True)
 class Defaults:
-    """What an absent field means in a family."""
+    """Values of absent fields in a family."""
 
     max_positions: int
     kv_heads: int | None = None
-    """None: as many as query heads."""
+    """None: the number of query heads."""
     head_dim: int | None = None
     """None: the hidden size divided by the heads."""
     norm_eps: float = 1e-6
@@ -205,7 +208,7 @@ GEMMA = Defaults(
 
 
 def _decoder(fields: HfConfigReader, architecture: str, windows: Windows, defaults: Defaults) -> ModelSpec:
-    """What all families share; what only some have is absent."""
+    """Reads the fields that all families share. Features that only some families have are off."""
     hidden_size = fields.integer("hidden_size", 1, MAX_SIZE)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     num_kv_heads = fields.integer("num_key_value_heads", 1, num_heads, min(defaults.kv_heads or num_heads, num_heads))
@@ -258,13 +261,13 @@ def _head_dim(fields: HfConfigReader, hidden_size: int, num_heads: int, defaults
 
 
 def _with_biases(spec: ModelSpec, fields: HfConfigReader, default: bool = False) -> ModelSpec:
-    """``attention_bias`` covers the output projection too."""
+    """Applies ``attention_bias``, which covers the output projection too."""
     biased = fields.flag("attention_bias", default)
     return replace(spec, qkv_bias=biased, output_bias=biased)
 
 
 def _with_gemmas_parts(spec: ModelSpec, fields: HfConfigReader) -> ModelSpec:
-    """What Gemma 2 and 3 share."""
+    """Applies what Gemma 2 and 3 share."""
     if fields.flag("use_bidirectional_attention", False):
         raise fields.wrong("use_bidirectional_attention", "is not supported: only causal models generate text")
     return replace(
@@ -279,7 +282,7 @@ def _with_gemmas_parts(spec: ModelSpec, fields: HfConfigReader) -> ModelSpec:
 def _experts(
     fields: HfConfigReader, name: str, default: int, default_per_token: int, intermediate_size: int
 ) -> Experts:
-    """Experts in every layer whose number is the field ``name``."""
+    """Experts in every layer. ``name`` is the field that holds their number."""
     num_experts = fields.integer(name, 1, MAX_EXPERTS, default)
     return Experts(
         num_experts=num_experts,
@@ -293,7 +296,7 @@ def _experts(
 
 
 def _soft_cap(fields: HfConfigReader, name: str, default: float | None) -> float | None:
-    """A cap, unless the field is null."""
+    """The value of the field, or None if it is null."""
     if fields.is_null(name) or (name not in fields and default is None):
         return None
     return fields.number(name, 1e-3, 1e6, default)
@@ -304,28 +307,29 @@ def _num_layers(fields: HfConfigReader) -> int:
 
 
 def _same_windows(fields: HfConfigReader, window: int | None) -> Windows:
-    """The same for all layers. ``layer_types`` must be valid, but has no effect, as in transformers' classes of these
-    families (see ``ignored_layer_types``)."""
+    """The same window in all layers. ``layer_types`` must be valid, but has no effect, as in transformers' classes of
+    these families (see ``ignored_layer_types``).
+    """
     _layer_types(fields)
     return (window,) * _num_layers(fields)
 
 
 def _window(fields: HfConfigReader, default: int | None) -> int | None:
-    """``sliding_window``, unless it is null."""
+    """The value of ``sliding_window``, or None if it is null."""
     if fields.is_null("sliding_window") or ("sliding_window" not in fields and default is None):
         return None
     return fields.integer("sliding_window", 1, MAX_POSITIONS, default)
 
 
 def _qwen_windows(fields: HfConfigReader) -> Windows:
-    """Without ``layer_types``, layers from ``max_window_layers`` on have the window."""
+    """Without ``layer_types``, the layers from ``max_window_layers`` on have the window."""
     window = _window(fields, 4096) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28)
     return _windows_by_type(fields, window, lambda layer: window is not None and layer >= first)
 
 
 def _windows_by_type(fields: HfConfigReader, window: int | None, default: Callable[[int], bool]) -> Windows:
-    """``layer_types`` decides where it is given; else ``default`` does, which says whether a layer has the window."""
+    """Uses ``layer_types`` if the config has it, else ``default``, which returns whether a layer has the window."""
     kinds = _layer_types(fields) or [SLIDING if default(layer) else FULL for layer in range(_num_layers(fields))]
     if window is None and SLIDING in kinds:
         raise fields.wrong("layer_types", f"needs sliding_window (and use_sliding_window) for its {SLIDING} layers")
@@ -333,7 +337,7 @@ def _windows_by_type(fields: HfConfigReader, window: int | None, default: Callab
 
 
 def _layer_types(fields: HfConfigReader) -> list[str] | None:
-    """The kinds of attention that ``layer_types`` names, one for each layer; None where it is absent."""
+    """The kind of attention of each layer in ``layer_types``; None if the field is absent."""
     if "layer_types" not in fields:
         return None
     num_layers = _num_layers(fields)
@@ -346,8 +350,7 @@ def _layer_types(fields: HfConfigReader) -> list[str] | None:
 
 
 def ignored_layer_types(config: Mapping[str, Any], spec: ModelSpec) -> str | None:
-    """A warning where ``layer_types`` contradicts what the family computes, which then ignores it; None where it does
-    not."""
+    """A warning if ``layer_types`` contradicts what the family computes, which then ignores it; else None."""
     kinds = _layer_types(HfConfigReader(config))
     if kinds is None or kinds == [FULL if window is None else SLIDING for window in spec.windows]:
         return None

@@ -1,5 +1,4 @@
-"""Regular expressions of a config.json, which come from strangers: matching one may practically never end. Knows no
-config."""
+"""Matches the regular expressions of a config.json. They are untrusted: a match could take practically forever."""
 
 import re
 import time
@@ -8,16 +7,16 @@ from penstock.models.errors import ModelError
 
 MAX_CHARS = 1024
 MAX_COST = 10_000_000
-"""Of the ways in which an expression may be tried on a name: repeats of parts, options and alternatives multiply."""
+"""The most ways to try an expression on a name: repeats of parts, options and alternatives multiply."""
 MAX_TOTAL_S = 5.0
-"""Processor time for matching all expressions of a model with all of its modules."""
+"""The limit of processor time for matching all expressions of a model with all of its modules."""
 _NAME_CHARS = 64
-"""How often a part may repeat in a module's name."""
+"""The assumed number of times that a part repeats in a module's name."""
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[P<:=!]?|[()|]|(?:[*+?]|\{[0-9,]+\})[?+]?|.", re.DOTALL)
 
 
 class Patterns:
-    """Expressions that are tried one after the other."""
+    """Regular expressions that are tried one after the other."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         """Raises ``re.error``."""
@@ -25,7 +24,7 @@ class Patterns:
         self._spent_s = 0.0
 
     def match(self, name: str) -> bool:
-        """Whether one of them matches the beginning of a module's name. Raises ModelError where this takes too long."""
+        """Whether one of them matches the beginning of a module's name. Raises ModelError if this takes too long."""
         if not self._patterns:
             return False
         for pattern in self._patterns:
@@ -53,7 +52,7 @@ def _compiled(text: str) -> "re.Pattern[str]":
 
 
 def _cost(text: str) -> int:
-    """How many ways there are to try an expression, at most; a group that repeats counts as too many."""
+    """An upper bound for the number of ways to try an expression. A group that repeats counts as too many."""
     cost, alternatives = 1, [1]
     tokens = _TOKEN.findall(text)
     for token, following in zip(tokens, [*tokens[1:], ""], strict=True):

@@ -1,5 +1,6 @@
-"""How a model's texts are embedded: what the sentence-transformers files beside its weights say, or the operator. Needs
-no torch."""
+"""Reads how a model turns text into a vector, from sentence-transformers' files beside its weights or the operator's
+setting. Does not import torch.
+"""
 
 import json
 from dataclasses import dataclass
@@ -30,14 +31,15 @@ class PoolingConfig:
 
     pooling: Pooling = Pooling.LAST
     normalize: bool = True
-    """Whether a vector is scaled to a length of 1 where a request doesn't say."""
+    """Whether a vector is scaled to a length of 1 if the request does not set it."""
 
 
 def read_embedding(path: Path, pooling: Pooling | None = None) -> PoolingConfig:
-    """Of a model's directory; ``pooling`` goes before what its files say, and without either it is the last token's.
-    Raises ModelError for files that ask for what cannot be done."""
+    """Reads the pooling of the model in a directory. ``pooling`` takes precedence over its files; the default is the
+    last token. Raises ModelError if the files specify something unsupported.
+    """
     modules = _modules(path)
-    # Without a list of modules nobody said that vectors are to keep their lengths.
+    # Without a list of modules, nothing specifies that vectors keep their lengths.
     normalize = not modules or _NORMALIZE in modules
     if pooling is not None:
         return PoolingConfig(pooling, normalize)
@@ -49,7 +51,7 @@ def read_embedding(path: Path, pooling: Pooling | None = None) -> PoolingConfig:
 
 
 def _modules(path: Path) -> dict[str, str]:
-    """The folders of the model's modules, by the last part of their types' names; none where there is no list."""
+    """The folders of the model's modules, by the last part of their type names; empty without a list."""
     file = path / MODULES
     if not file.exists():
         return {}
@@ -67,7 +69,7 @@ def _modules(path: Path) -> dict[str, str]:
 def _pooling(file: Path) -> Pooling:
     config = _read(file)
     if not isinstance(config, dict):
-        raise ModelError(f"{file}: is no JSON object: {REMEDY}")
+        raise ModelError(f"{file}: is not a JSON object: {REMEDY}")
     mode = config.get("pooling_mode")
     if mode is not None:
         if isinstance(mode, str) and mode in _MODES:
@@ -87,4 +89,4 @@ def _read(file: Path) -> Any:
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror}); check its rights, or {REMEDY}") from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: is no valid JSON ({error}); download it again, or {REMEDY}") from error
+        raise ModelError(f"{file}: is not valid JSON ({error}); download it again, or {REMEDY}") from error

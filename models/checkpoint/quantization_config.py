@@ -1,5 +1,6 @@
-"""What a checkpoint's ``quantization_config`` says: from config.json to a typed description of GPTQ, AWQ,
-compressed-tensors and fp8. Knows no files and no tensors."""
+"""Reads a checkpoint's ``quantization_config``: from config.json to a typed description of GPTQ, AWQ,
+compressed-tensors and fp8. Knows no files and no tensors.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -18,8 +19,9 @@ GROUP_STEP = 32
 MAX_GROUP = 1 << 20
 
 AT_LOAD = ("int8", "int4", "fp8")
-"""Kinds of quantisation that are made from a float checkpoint; fp8 on the CUDA backend alone, and checkpoints may be so
-too."""
+"""Quantisation that can be applied to a float checkpoint. fp8 needs the CUDA backend; checkpoints may also be stored in
+it.
+"""
 
 ANOTHER = "use another quantised checkpoint, or the unquantised one with --quantization int8 or int4"
 
@@ -28,17 +30,17 @@ class QuantLayout(Enum):
     """How a quantised matrix is stored."""
 
     GPTQ = auto()
-    """Four bits, packed along the columns; zero points are stored less one."""
+    """Four bits, packed along the columns; zero points are stored minus one."""
     GPTQ_V2 = auto()
-    """The same with zero points as they are."""
+    """The same, with zero points as they are."""
     AWQ = auto()
     """Four bits, packed along the rows, interleaved."""
     PACKED = auto()
     """compressed-tensors' four bits, packed along the columns."""
     INT8 = auto()
-    """compressed-tensors' signed bytes; activations are quantised as they come."""
+    """compressed-tensors' signed bytes; activations are quantised at run time."""
     FP8 = auto()
-    """float8_e4m3fn, of compressed-tensors and of the method fp8."""
+    """float8_e4m3fn, from compressed-tensors or the method fp8."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,19 @@ class QuantScheme:
 
     layout: QuantLayout
     group: int
-    """Columns that share a scale and a zero point; 0: all of a row."""
+    """Columns that share a scale and a zero point; 0: all columns of a row."""
     has_zeros: bool
-    """Whether zero points are stored; where not, they are the middle of the codes."""
+    """Whether zero points are stored. If not, they are the middle of the codes."""
     is_ordered: bool
-    """Whether each column says which group it is of."""
+    """Whether a stored index assigns each column to a group."""
     rows: int = 1
-    """That share scales, of FP8; 0: all."""
+    """Rows that share scales, for FP8; 0: all."""
     narrows_inputs: bool = False
-    """Whether inputs are quantised too, as they come: by token, and by group of columns where weights are."""
+    """Whether inputs are quantised too, at run time: per token, and per group of columns if weights have groups."""
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 8 if self.layout in (QuantLayout.INT8, QuantLayout.FP8) else 4
 
     @property
@@ -68,7 +70,7 @@ class QuantScheme:
         return self.layout is QuantLayout.FP8
 
     def num_row_groups(self, rows: int) -> int:
-        """Of a column; the last one may be short."""
+        """Groups of a column; the last one may be short."""
         return -(-rows // self.rows) if self.rows else 1
 
     def num_groups(self, columns: int) -> int:
@@ -77,8 +79,7 @@ class QuantScheme:
 
 
 class ModulePatterns:
-    """Names of modules as compressed-tensors writes them: whole names, classes, and regular expressions after
-    ``re:``."""
+    """Names of modules in compressed-tensors' notation: whole names, classes, and regular expressions after ``re:``."""
 
     def __init__(self, names: Iterable[str]) -> None:
         """Raises ``re.error``."""
@@ -87,12 +88,13 @@ class ModulePatterns:
         self._patterns = Patterns(tuple(name[3:] for name in names if name.startswith("re:")))
 
     def __contains__(self, module: str) -> bool:
-        """Whether the linear of this name is meant."""
+        """Whether the linear of this name is matched."""
         return self.precision(module) is not None
 
     def precision(self, module: str) -> int | None:
-        """How precisely the linear of this name is meant: 0 by its whole name, 1 by an expression, 2 by its class, as
-        compressed-tensors ranks them; None: not at all."""
+        """How precisely the linear of this name is matched, in compressed-tensors' order: 0 by its whole name, 1 by an
+        expression, 2 by its class; None: not matched.
+        """
         if module in self._exact:
             return 0
         if self._patterns.match(module):
@@ -102,28 +104,30 @@ class ModulePatterns:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a quantised checkpoint says of itself."""
+    """The quantisation of a checkpoint."""
 
     method: str
     """gptq, awq, compressed-tensors or fp8."""
     schemes: tuple[tuple[ModulePatterns, QuantScheme], ...]
-    """Of those whose names have a linear, the one that names it most precisely is that linear's."""
+    """A linear has the scheme whose names match it most precisely."""
     ignored: ModulePatterns
-    """These stay float."""
+    """Linears that stay float."""
 
     def scheme_of(self, module: str) -> QuantScheme | None:
-        """How the linear of this name is quantised, unless the quantiser skipped it, which it need not say; None: it
-        stays float."""
+        """The scheme of the linear of this name, or None if it stays float. The quantiser may have skipped it without
+        listing it.
+        """
         if module in self.ignored:
             return None
-        # Of two that name it alike, the first.
+        # Of two that match equally precisely, the first counts.
         by_precision = {names.precision(module): scheme for names, scheme in reversed(self.schemes)}
         return next((by_precision[at] for at in range(3) if at in by_precision), None)
 
 
 def quantization_from_config(config: Mapping[str, Any]) -> Quantization | None:
-    """What a config.json says; None where the checkpoint is not quantised. Raises ModelError naming the field, also for
-    what is not supported."""
+    """Returns the quantisation in a config.json, or None if there is none. Raises ModelError, naming the field, also
+    for unsupported ones.
+    """
     fields = HfConfigReader(config)
     if CONFIG_FIELD not in fields:
         return None
@@ -135,9 +139,9 @@ def quantization_from_config(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def choose_quantization(requested: str, stored: Quantization | None) -> str:
-    """What a model runs with: ``none``, one of AT_LOAD, or the checkpoint's own method.
+    """The quantisation that a model runs with: ``none``, one of AT_LOAD, or the checkpoint's own method.
 
-    ``requested`` is what --quantization says. Raises ModelError where the two contradict.
+    ``requested`` is the value of --quantization. Raises ModelError if it contradicts the checkpoint.
     """
     known = tuple(dict.fromkeys(("none", *AT_LOAD, *METHODS)))
     if requested not in known:
@@ -155,14 +159,14 @@ def choose_quantization(requested: str, stored: Quantization | None) -> str:
         )
     if requested not in ("none", stored.method):
         raise ModelError(
-            f"--quantization {requested}: config.json says that the checkpoint is quantised by {stored.method}: leave "
+            f"--quantization {requested}: the checkpoint is quantised by {stored.method}, by its config.json: leave "
             f"the flag out, or give {stored.method}"
         )
     return stored.method
 
 
 def _gptq(fields: HfConfigReader) -> Quantization:
-    """AutoGPTQ's and GPTQModel's. ``checkpoint_format`` was later called ``format``."""
+    """Reads AutoGPTQ's and GPTQModel's config. ``format`` is the later name of ``checkpoint_format``."""
     _check_bits(fields, "bits", 4)
     name = "checkpoint_format" if "checkpoint_format" in fields else "format"
     layouts = {"gptq": QuantLayout.GPTQ, "gptq_v2": QuantLayout.GPTQ_V2}
@@ -173,7 +177,7 @@ def _gptq(fields: HfConfigReader) -> Quantization:
         raise fields.wrong("pack_dtype", f"must be int32: {ANOTHER}")
     overrides = fields.part("dynamic")
     for pattern in overrides.names():
-        # Those with a minus name what stays float; all others change bits or groups of some modules.
+        # Patterns with a minus name modules that stay float; all others change bits or groups of some modules.
         if not pattern.startswith("-:"):
             raise fields.wrong("dynamic", f"must not quantise some modules otherwise than the rest: {ANOTHER}")
     fields.flag("sym", True)  # zero points are stored either way
@@ -182,7 +186,7 @@ def _gptq(fields: HfConfigReader) -> Quantization:
 
 
 def _awq(fields: HfConfigReader) -> Quantization:
-    """AutoAWQ's. ``version`` is also called ``format``."""
+    """Reads AutoAWQ's config. ``version`` is also called ``format``."""
     _check_bits(fields, "bits", 4)
     name = "version" if "version" in fields else "format"
     if fields.text(name, "gemm").lower() != "gemm":
@@ -193,7 +197,9 @@ def _awq(fields: HfConfigReader) -> Quantization:
 
 
 def _fp8(fields: HfConfigReader) -> Quantization:
-    """DeepSeek's, by blocks, and AutoFP8's, by tensors. Static scales of activations are not used."""
+    """Reads DeepSeek's config, with blocks, and AutoFP8's, with one scale per tensor. Static activation scales are
+    ignored.
+    """
     for name, right in (("fmt", "e4m3"), ("scale_fmt", "float")):
         if fields.text(name, right) != right:
             raise fields.wrong(name, f"must be {right}: {ANOTHER}")
@@ -203,14 +209,15 @@ def _fp8(fields: HfConfigReader) -> Quantization:
         raise fields.wrong("kv_cache_scheme", f"must be null: {ANOTHER}")
     rows, columns = _block(fields, "weight_block_size") if "weight_block_size" in fields else (0, 0)
     scheme = QuantScheme(QuantLayout.FP8, columns, has_zeros=False, is_ordered=False, rows=rows, narrows_inputs=True)
-    # Before transformers had the method, this was what it was called.
+    # The name before transformers had the method.
     skipped = "ignored_layers" if "ignored_layers" in fields else "modules_to_not_convert"
     return Quantization("fp8", ((ModulePatterns(("Linear",)), scheme),), _not_converted(fields, skipped))
 
 
 def _compressed_tensors(fields: HfConfigReader) -> Quantization:
-    """llm-compressor's. Each of ``config_groups`` has targets and a scheme. ``quantization_status`` does not count: in
-    published checkpoints it may be of any stage."""
+    """Reads llm-compressor's config. Each of ``config_groups`` has targets and a scheme. ``quantization_status`` is
+    ignored: published checkpoints have any stage.
+    """
     for name in ("kv_cache_scheme", "moe_sparsity_config", "transform_config"):
         if fields.part(name).names():
             raise fields.wrong(name, f"must be null: {ANOTHER}")
@@ -256,14 +263,14 @@ def _packed_scheme(group: HfConfigReader, weights: HfConfigReader) -> QuantSchem
 
 
 def _default_strategy(weights: HfConfigReader) -> str:
-    """What an absent ``strategy`` means."""
+    """The meaning of an absent ``strategy``."""
     if "group_size" not in weights:
         return "tensor"
     return "group" if _group(weights) else "channel"
 
 
 def _is_ordered(weights: HfConfigReader) -> bool:
-    """Whether ``actorder`` means that the columns say their groups; only the calibration knows of the other kind."""
+    """Whether columns have an index of groups. The other kinds of ``actorder`` matter only during calibration."""
     if weights.is_bool("actorder"):
         return weights.flag("actorder", False)
     order = weights.text("actorder", "weight").lower()
@@ -307,8 +314,8 @@ def _fp8_scheme(group: HfConfigReader, weights: HfConfigReader) -> QuantScheme:
         case _:
             raise weights.wrong("strategy", f"must be tensor, channel or block for floats of 8 bits: {ANOTHER}")
     if "input_activations" in group:
-        # Whether they have one scale, or one of each token, and whether it is in the file, does not matter: here they
-        # get those that fit them best.
+        # The number of scales, one or one per token, and whether they are in the file do not matter: activations get
+        # the scales that fit them best.
         activations = group.part("input_activations")
         _check_bits(activations, "num_bits", 8)
         if activations.text("type", "int") != "float":
@@ -329,7 +336,7 @@ FORMATS: dict[str, dict[str, Callable[[HfConfigReader, HfConfigReader], QuantSch
     "int": {"pack-quantized": _packed_scheme, "int-quantized": _int8_scheme, "naive-quantized": _int8_scheme},
     "float": {"float-quantized": _fp8_scheme, "naive-quantized": _fp8_scheme},
 }
-"""compressed-tensors' types of weights, in which formats each is stored, and who reads what the group says."""
+"""The reader of a group's scheme, for each type of weights and each of its formats in compressed-tensors."""
 
 
 def _check_bits(fields: HfConfigReader, name: str, bits: int) -> None:
@@ -338,7 +345,7 @@ def _check_bits(fields: HfConfigReader, name: str, bits: int) -> None:
 
 
 def _group(fields: HfConfigReader, default: int | None = None) -> int:
-    """``group_size``, which is -1 where all of a row share a scale, as 0."""
+    """The value of ``group_size``, with 0 for -1: all columns of a row share a scale."""
     size = fields.integer("group_size", -1, MAX_GROUP, default)
     if size != -1 and (size <= 0 or size % GROUP_STEP):
         raise fields.wrong("group_size", f"must be -1 or a multiple of {GROUP_STEP}: {ANOTHER}")
@@ -354,7 +361,7 @@ def _block(fields: HfConfigReader, name: str) -> tuple[int, int]:
 
 
 def _not_converted(fields: HfConfigReader, name: str = "modules_to_not_convert") -> ModulePatterns:
-    """Names of modules, each of which is a part of dotted names."""
+    """Names of modules, each of which is part of a dotted name."""
     parts = fields.texts(name) if name in fields else []
     if any(len(part) > MAX_CHARS // 4 for part in parts):
         raise fields.wrong(name, f"must name modules in at most {MAX_CHARS // 4} characters each")
@@ -374,7 +381,7 @@ METHODS: dict[str, Callable[[HfConfigReader], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
 }
-"""Values of ``quant_method``, and who reads what stands beside it."""
+"""The reader of each ``quant_method``."""
 
 __all__ = [
     "AT_LOAD",

@@ -1,16 +1,16 @@
-"""What quantising weights at load costs, as a backend's log tells it."""
+"""The error of quantising weights at load, for a backend's log."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class QuantizationError:
-    """What quantising at load cost, over all matrices."""
+    """The error of quantising at load, over all matrices."""
 
     squared_error: float = 0.0
     squared_weights: float = 0.0
 
     @property
     def relative(self) -> float:
-        """The root of the mean squared error, of the root of the mean squared weight."""
+        """The root mean squared error divided by the root mean squared weight."""
         return (self.squared_error / self.squared_weights) ** 0.5 if self.squared_weights else 0.0

@@ -1,4 +1,4 @@
-"""Which tensors make up a quantised linear, and whether a checkpoint has them as they must be. Reads no tensor."""
+"""Finds the tensors that make up each quantised linear and checks their shapes and dtypes. Reads no tensor."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 
 CODES_PER_WORD = 8
-"""Codes of four bits in an int32."""
+"""Four-bit codes in an int32."""
 
 FLOATS = ("F32", "F16", "BF16")
 INT32 = ("I32",)
@@ -23,17 +23,17 @@ EMBEDDING = "model.embed_tokens"
 
 @dataclass(frozen=True)
 class QuantizedLinear:
-    """A linear whose weight is stored quantised; every part has the shape and the dtype that the scheme calls for."""
+    """A linear whose weight is stored quantised. Every part has the shape and the dtype of the scheme."""
 
     name: str
-    """Of the module, such as ``model.layers.0.self_attn.q_proj``."""
+    """The module's name, such as ``model.layers.0.self_attn.q_proj``."""
     scheme: QuantScheme
     rows: int
-    """Its outputs."""
+    """The number of outputs."""
     columns: int
-    """Its inputs."""
+    """The number of inputs."""
     parts: Mapping[str, TensorEntry]
-    """By the part's own name, such as ``qweight``."""
+    """The stored tensors by part name, such as ``qweight``."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class _StoredTensor:
 def find_quantized(
     quantization: Quantization, spec: ModelSpec, entries: Mapping[str, TensorEntry], path: Path
 ) -> dict[str, QuantizedLinear]:
-    """The linears of the model that the checkpoint in ``path`` holds quantised, by their names. Raises ModelError where
-    a part is missing or wrong."""
+    """Returns the linears of the model that the checkpoint in ``path`` stores quantised, by name. Raises ModelError if
+    a part is missing or wrong.
+    """
     shapes = dict(spec.tensors())
     found = {}
     for weight, shape in shapes.items():
@@ -61,7 +62,7 @@ def find_quantized(
         rows, columns = shape
         wanted = _wanted_parts(scheme, rows, columns)
         if scheme.layout is QuantLayout.FP8 and f"{name}.weight_scale" not in entries:
-            wanted["weight_scale_inv"] = wanted.pop("weight_scale")  # as transformers calls it
+            wanted["weight_scale_inv"] = wanted.pop("weight_scale")  # transformers' name
         if f"{name}.bias" in shapes:
             wanted.pop("bias", None)
         parts = {part: _match(f"{name}.{part}", want, entries, path) for part, want in wanted.items()}
@@ -107,7 +108,7 @@ def _wanted_parts(scheme: QuantScheme, rows: int, columns: int) -> dict[str, _St
             return {
                 "weight": _StoredTensor((rows, columns), FP8),
                 "weight_scale": _StoredTensor((scheme.num_row_groups(rows), groups), FLOATS),
-                # Of activations, which here have scales of their own.
+                # Scales of activations. They are ignored: scales are computed at run time.
                 "input_scale": _StoredTensor((1, 1), FLOATS, False),
                 "activation_scale": _StoredTensor((1, 1), FLOATS, False),
             }
@@ -122,15 +123,15 @@ def _match(name: str, want: _StoredTensor, entries: Mapping[str, TensorEntry], p
                 "weights again"
             )
         return None
-    is_single = math.prod(want.shape) == math.prod(entry.shape) == 1  # of whatever shape
+    is_single = math.prod(want.shape) == math.prod(entry.shape) == 1  # of any shape
     if entry.shape != want.shape and not is_single:
         raise ModelError(
             f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and quantization_config in config.json "
-            f"calls for {list(want.shape)}: config and weights are of different models"
+            f"calls for {list(want.shape)}: config and weights belong to different models"
         )
     if entry.dtype not in want.dtypes:
         raise ModelError(
             f"{entry.file}: tensor {name} has dtype {entry.dtype}, and quantization_config in config.json calls for "
-            f"{' or '.join(want.dtypes)}: config and weights are of different models"
+            f"{' or '.join(want.dtypes)}: config and weights belong to different models"
         )
     return entry

@@ -1,4 +1,4 @@
-"""Reads a quantised linear into codes, scales and zero points, or into float32. numpy alone; one matrix at a time."""
+"""Reads a quantised linear into codes, scales and zero points, or into float32. Uses only numpy; one matrix at once."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +16,15 @@ Words = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 
 NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "I8": "u1", "F8_E4M3": "u1"}
-"""What the bytes of a dtype are read as; bfloat16, which numpy lacks, as its bits."""
+"""The numpy type that represents each dtype. numpy has no bfloat16, so its bits are read."""
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which four bits of a word hold its first row, its second, and so on: from the lowest bits on, a word holds the rows
-0, 2, 4, 6, 1, 3, 5, 7."""
+"""The nibble of a word that holds its first row, its second, and so on: from the lowest bits on, a word holds the rows
+0, 2, 4, 6, 1, 3, 5, 7.
+"""
 
 ONE_EACH = np.uint32(0x11111111)
-"""One in every four bits."""
+"""A one in each nibble."""
 
 
 def _e4m3_values() -> Floats:
@@ -36,32 +37,32 @@ def _e4m3_values() -> Floats:
 
 
 E4M3_VALUES = _e4m3_values()
-"""Of each float8_e4m3fn: a sign, four bits of exponent and three of significand; no infinities."""
+"""The value of each float8_e4m3fn: one sign bit, four bits of exponent and three of significand; no infinities."""
 
 MIDDLE = 8
-"""The zero point of codes of four bits that are quantised symmetrically."""
+"""The zero point of four-bit codes that are quantised symmetrically."""
 
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A weight of (rows, columns): ``W = (code - zero) * scale``, group by group."""
+    """A weight of (rows, columns): ``W = (code - zero) * scale`` in each group."""
 
     bits: int
     is_float: bool
     """Whether codes are float8_e4m3fn."""
     group: int
-    """Columns that share a scale; the last group may be short; 0: all of a row."""
+    """Columns that share a scale. The last group may be short. 0: all columns of a row."""
     codes: Bytes
-    """(rows, columns), contiguous; four bits as 0 to 15, eight bits as signed bytes or floats."""
+    """(rows, columns), contiguous; four-bit codes as 0 to 15, eight-bit codes as signed bytes or floats."""
     scales: Floats
     """(rows, groups)."""
     zeros: Floats
     """(rows, groups), in the units of the codes."""
     order: NDArray[np.int32] | None
-    """(columns,): column c of the codes is column ``order[c]`` of W; None: as they stand."""
+    """(columns,): column c of the codes is column ``order[c]`` of W; None: the order is the same."""
 
     def dequantized(self) -> Floats:
-        """W in float32, its columns as they stand."""
+        """W in float32, with its columns in their original order."""
         columns = self.codes.shape[1]
         if self.is_float:
             out = E4M3_VALUES[self.codes]
@@ -76,8 +77,9 @@ class QuantizedMatrix:
 
 
 def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
-    """The weight of a linear of a checked checkpoint. Raises ModelError if the file cannot be read, or says what cannot
-    be."""
+    """Returns the weight of a linear in a checked checkpoint. Raises ModelError if the file cannot be read or its
+    content is invalid.
+    """
     scheme, parts = linear.scheme, linear.parts
     match scheme.layout:
         case QuantLayout.GPTQ | QuantLayout.GPTQ_V2:
@@ -118,18 +120,18 @@ def _read_gptq(linear: QuantizedLinear) -> tuple[Bytes, Floats, Floats]:
     if bias is not None and _read_floats(bias).any():
         raise ModelError(
             f"{bias.file}: tensor {linear.name}.bias is not zero, and the model that config.json describes has no such "
-            "bias: config and weights are of different models"
+            "bias: config and weights belong to different models"
         )
     zero_words = _read_words(linear.parts["qzeros"])
     if linear.scheme.layout is QuantLayout.GPTQ:
-        # Stored less one. Whoever subtracted it did so from whole words, borrowing, so it is added to whole words.
+        # Stored minus one. The quantiser subtracts it from whole words, with borrows, so it is added to whole words.
         zero_words = zero_words + ONE_EACH
     codes = _unpack(_read_words(linear.parts["qweight"]).T)
     return codes, _read_floats(linear.parts["scales"]).T, _floats(_unpack(zero_words).T)
 
 
 def _read_fp8_scales(linear: QuantizedLinear) -> Floats:
-    """(rows, groups): those of a block of rows, for each of them."""
+    """Returns (rows, groups). Rows of the same block share their scales."""
     scheme, parts = linear.scheme, linear.parts
     stored = _read_floats(parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"])
     shared = stored.reshape(-1, scheme.num_groups(linear.columns))
@@ -137,7 +139,7 @@ def _read_fp8_scales(linear: QuantizedLinear) -> Floats:
 
 
 def _unpack(words: Words) -> Bytes:
-    """(n, w) -> (n, 8 w): the four bits of each word, from the lowest on."""
+    """(n, w) -> (n, 8 w): the nibbles of each word, from the lowest on."""
     pairs = np.ascontiguousarray(words).view(np.uint8).astype(np.uint16)
     pairs |= pairs << np.uint16(4)
     pairs &= np.uint16(0x0F0F)
@@ -154,7 +156,7 @@ def _unpack_awq(words: Words) -> Bytes:
 
 
 def _order(linear: QuantizedLinear) -> NDArray[np.int32] | None:
-    """The columns group by group, from the group of each column; None where they stand so."""
+    """The columns in the order of their groups; None if they already are in that order."""
     name = "weight_g_idx" if linear.scheme.layout is QuantLayout.PACKED else "g_idx"
     entry = linear.parts.get(name)
     if entry is None or not linear.scheme.group:
@@ -187,7 +189,7 @@ def _floats(values: NDArray[Any]) -> Floats:
 
 
 def _read(entry: TensorEntry) -> NDArray[Any]:
-    """The tensor as its file has it."""
+    """Returns a tensor with the shape that it has in its file."""
     dtype = np.dtype(NUMPY_DTYPES[entry.dtype])
     count = entry.num_bytes // dtype.itemsize
     try:

@@ -1,8 +1,8 @@
-"""Frequencies of rotary embedding, in numpy, so that a worker without torch can have them.
+"""Frequencies of rotary embedding, in numpy, so that a worker without torch can compute them.
 
 Formulas and the order of float32 operations are transformers'. Powers are computed in float64 and rounded: torch's
-float32 power is that value in all but one case of a hundred, where it is off by the last bit, and on which it errs
-depends on the CPU's instruction set.
+float32 power equals that value except in about one case of a hundred, where it is off by the last bit. Which cases
+differ depends on the CPU's instruction set.
 """
 
 import math
@@ -16,12 +16,12 @@ Floats = NDArray[np.float32]
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cosines and sines are multiplied by."""
+    """The factor of cosines and sines."""
     return rope.attention_factor if isinstance(rope, YarnRope | LongRope) else 1.0
 
 
 def inverse_frequencies(rope: Rope, rotary_dim: int) -> Floats:
-    """Angle per position of each pair, (rotary_dim / 2,) in float32."""
+    """The angle per position of each pair, (rotary_dim / 2,) in float32."""
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
     match rope:
@@ -53,7 +53,7 @@ def _llama3(rope: Llama3Rope, frequencies: Floats) -> Floats:
 
 def _yarn(rope: YarnRope, powers: Floats, rotary_dim: int) -> Floats:
     def pair_of(cos_sin_tables: float) -> float:
-        """The pair that turns so many times over the original context."""
+        """The pair that makes this many turns over the original context."""
         turns = rope.original_max_positions / (cos_sin_tables * 2 * math.pi)
         return rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
 

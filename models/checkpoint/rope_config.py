@@ -1,4 +1,4 @@
-"""Reads rotary embedding out of a Hugging Face config. Knows no model family but by what its functions are given."""
+"""Reads rotary embedding from a Hugging Face config. Knows no model family; its callers pass what differs."""
 
 import math
 from collections.abc import Callable
@@ -12,23 +12,23 @@ MAX_POSITIONS = 1 << 27
 MAX_THETA = 1e12
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""What configs call layers without a window and with one."""
+"""The names of layers without a window and with one."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """What a config says of rotary embedding."""
+    """The rotary embedding of a model."""
 
     full: Rope
-    """Of layers without a window."""
+    """The rope of layers without a window."""
     windowed: Rope
     max_positions: int
-    """That the model was made for."""
+    """The number of positions that the model was made for."""
     rotary_dim: int
 
 
 RopeReader = Callable[[HfConfigReader, int, int], RopeConfig]
-"""Of a family: reads a config, given its head size and its max_position_embeddings."""
+"""A family's reader of configs. Its arguments are the config, the head size and max_position_embeddings."""
 
 
 def read_rope(fields: HfConfigReader, head_dim: int, max_positions: int, default_theta: float = 10_000.0) -> RopeConfig:
@@ -42,8 +42,9 @@ def read_rope(fields: HfConfigReader, head_dim: int, max_positions: int, default
 
 
 def read_rope_by_layer_type(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
-    """Gemma 3's: layers with a window have a rope of their own, and only the others' was ever scaled.
-    ``max_position_embeddings`` has the scaling in it."""
+    """Gemma 3's: layers with a window have a rope of their own, and only the other layers' rope was scaled.
+    ``max_position_embeddings`` includes the scaling.
+    """
     scaling = _scaling(fields)
     nested = FULL in scaling or SLIDING in scaling
     full = scaling.part(FULL) if nested else scaling
@@ -57,10 +58,10 @@ def read_rope_by_layer_type(fields: HfConfigReader, head_dim: int, max_positions
 
 
 def read_partial_rope(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
-    """Phi-3's: a part of each head is rotated, and ropes are plain or LongRoPE.
+    """Phi-3's: part of each head is rotated, and ropes are plain or LongRoPE.
 
-    LongRoPE has two sets of factors, and changes to the other as a sequence outgrows the original context. What was
-    cached until then would be wrong, so a model serves its original context.
+    LongRoPE has two sets of factors, and switches to the other set once a sequence outgrows the original context. The
+    keys cached until then would be wrong, so a model serves only its original context.
     """
     scaling = _scaling(fields)
     theta = _theta(fields, scaling, "rope_theta", 1e4)
@@ -85,7 +86,7 @@ def read_partial_rope(fields: HfConfigReader, head_dim: int, max_positions: int)
 
 
 def read_yarn_by_default(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
-    """gpt-oss's: an absent ``rope_parameters`` means the published models' YaRN."""
+    """gpt-oss's: without ``rope_parameters``, the rope is the YaRN of the published models."""
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
         default = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
         scaling = HfConfigReader(default)
@@ -97,14 +98,14 @@ def read_yarn_by_default(fields: HfConfigReader, head_dim: int, max_positions: i
 def _scaling(fields: HfConfigReader) -> HfConfigReader:
     """The part that describes scaling.
 
-    transformers 5 writes everything into ``rope_parameters``; older checkpoints have ``rope_scaling`` beside
-    ``rope_theta``, and the oldest of them call the type ``type``.
+    transformers 5 writes everything into ``rope_parameters``. Older checkpoints have ``rope_scaling`` beside
+    ``rope_theta``; in the oldest the type is called ``type``.
     """
     return fields.part("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
 
 
 def _scaled(scaling: HfConfigReader, theta: float, max_positions: int) -> tuple[Rope, int]:
-    """The rope of a part that describes scaling, and the positions that it makes usable."""
+    """Returns the rope that a part describes, and the number of positions that its scaling makes usable."""
     match _kind(scaling):
         case "default":
             return DefaultRope(theta), max_positions
@@ -164,8 +165,9 @@ def _yarn_rope(scaling: HfConfigReader, theta: float, max_positions: int) -> Yar
 
 
 def _yarn_attention_factor(scaling: HfConfigReader, factor: float) -> float:
-    """``attention_factor`` where it is given; else 0.1 ln(factor) + 1, as the paper has it, or the quotient that
-    ``mscale`` and ``mscale_all_dim`` ask for."""
+    """The value of ``attention_factor``; else 0.1 ln(factor) + 1, as in the paper, or the quotient that ``mscale`` and
+    ``mscale_all_dim`` define.
+    """
     if "attention_factor" in scaling:
         return scaling.number("attention_factor", 1e-6, 1e6)
 

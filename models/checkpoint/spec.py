@@ -1,5 +1,6 @@
-"""A decoder as data: everything that a backend needs to run it, and nothing about how. Knows no tensors and no
-files."""
+"""Describes a decoder as data: everything that a backend needs to run it, and nothing about how. Knows no tensors and
+no files.
+"""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from penstock.models.errors import ModelError
 
 
 class Activation(Enum):
-    """The gate of the MLP: ``act(gate) * up``."""
+    """The activation of the MLP: ``act(gate) * up``."""
 
     SILU = auto()
     GELU = auto()
@@ -18,7 +19,7 @@ class Activation(Enum):
 
 
 NamedShape = tuple[str, tuple[int, ...]]
-"""Of a tensor."""
+"""A tensor's name and shape."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope
 
 
 class NormPlacement(Enum):
-    """Where a layer's RMS norms stand, f being attention or the MLP."""
+    """The positions of a layer's RMS norms; f is attention or the MLP."""
 
     PRE = auto()
     """x += f(norm(x))"""
@@ -97,8 +98,9 @@ class QkNorm(Enum):
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """gpt-oss's activation: ``g sigmoid(alpha g) (u + 1)``, g being the gate but at most ``limit``, u being up between
-    -limit and limit."""
+    """gpt-oss's activation: ``g sigmoid(alpha g) (u + 1)``, where g is gate limited to at most ``limit``, and u is up
+    limited to [-limit, limit].
+    """
 
     alpha: float
     limit: float
@@ -106,29 +108,30 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in the place of the MLP: the sum of the outputs of the ``per_token`` experts that the router
-    gives the highest probabilities, each times its probability; the softmax is over all experts."""
+    """A mixture of experts instead of the MLP: the sum of the outputs of the ``per_token`` experts with the highest
+    router probabilities, each multiplied by its probability. The softmax covers all experts.
+    """
 
     num_experts: int
     per_token: int
     intermediate_size: int
     normalise: bool
-    """The chosen probabilities are divided by their sum, which is a softmax over the chosen alone."""
+    """The chosen probabilities are divided by their sum, which is a softmax over only the chosen experts."""
     biased: bool
-    """The router and the experts' products have biases."""
+    """The router and the experts' linears have biases."""
     gate: ClampedGate | None
-    """What the experts have in the place of ``act(gate) * up``."""
+    """The activation of the experts, if it is not ``act(gate) * up``."""
     layers: tuple[bool, ...]
-    """Which layers have experts; the others have the MLP."""
+    """Whether each layer has experts; the others have the MLP."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A decoder with grouped-query attention and a gated MLP, or experts.
 
-    Each layer is ``x += o(attention(norm(x)))``, then ``x += down(act(gate(norm(x))) * up(norm(x)))``, with norms as
-    ``norm_placement`` says. Tensor names are those of most Hugging Face checkpoints; ``tensor_views`` finds these
-    tensors in the checkpoints that name or lay them out otherwise.
+    Each layer is ``x += o(attention(norm(x)))``, then ``x += down(act(gate(norm(x))) * up(norm(x)))``, with the norms
+    that ``norm_placement`` specifies. Tensor names are those of most Hugging Face checkpoints; ``tensor_names`` finds
+    the tensors in checkpoints with other names or layouts.
     """
 
     architecture: str
@@ -142,7 +145,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     max_positions: int
-    """Positions that the model was made for, its rope scaling included."""
+    """Positions that the model was made for, including its rope scaling."""
     norm_eps: float
     norm_offset: float
     """All norms multiply by this + weight, in float32: 0 or 1."""
@@ -150,22 +153,22 @@ class ModelSpec:
     qk_norm: QkNorm
     activation: Activation
     ropes: tuple[Rope, ...]
-    """Of each layer."""
+    """The rope of each layer."""
     rotary_dim: int
-    """So many of a head's dimensions, from the first on, are rotated; even."""
+    """The number of a head's dimensions, from the first on, that are rotated; even."""
     windows: tuple[int | None, ...]
-    """Of each layer: None attends to everything before; w to the last w positions, its own included."""
+    """The window of each layer. None attends to everything before; w to the last w positions, including its own."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     attention_scale: float
-    """Of the scores."""
+    """The factor of the scores."""
     attention_soft_cap: float | None
-    """A cap c makes a scaled score s into ``c tanh(s / c)``."""
+    """A cap c turns a scaled score s into ``c tanh(s / c)``."""
     sinks: bool
-    """Each query head has a score without a value that takes part in the softmax."""
+    """Each query head has an extra score without a value that takes part in the softmax."""
     embedding_scale: float
-    """Embeddings are multiplied by it, after it was rounded to the model's dtype."""
+    """The factor of embeddings, rounded to the model's dtype."""
     logit_soft_cap: float | None
     experts: Experts | None
     """None: every layer has the MLP."""
@@ -184,37 +187,39 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, tied embeddings counted once."""
+        """The parameters of the whole model; tied embeddings count once."""
         return sum(math.prod(shape) for _, shape in self.tensors())
 
     def num_loaded(self, num_logits: int, num_ranks: int) -> int:
-        """Parameters that a rank loads at most, whose part of the heads and inner columns this is: all of them, but
-        that an untied head has only the first ``num_logits`` rows, which the ranks share."""
+        """The most parameters that a rank loads of its part of the model: all, except that of an untied head it loads
+        only its share of the first ``num_logits`` rows.
+        """
         unloaded = 0 if self.tied_embeddings else self.vocab_size - -(-num_logits // num_ranks)
         return self.num_parameters - unloaded * self.hidden_size
 
     @property
     def qkv_columns(self) -> int:
-        """Columns of what queries, keys and values are made of."""
+        """Input columns of queries, keys and values."""
         return self.hidden_size
 
     @property
     def head_rows(self) -> int:
-        """Rows of the head's matrix."""
+        """Rows of the output head."""
         return self.vocab_size
 
     @property
     def has_table(self) -> bool:
-        """Whether there are embeddings besides the head's matrix."""
+        """Whether there is an embedding besides the output head."""
         return not self.tied_embeddings
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Of keys and values of one position in every layer."""
+        """Bytes of the keys and values of one position in every layer."""
         return 2 * self.num_layers * self.kv_size * element_bytes
 
     def divided(self, num_ranks: int) -> "ModelSpec":
-        """What each of so many ranks has to compute: its part of the heads and of the inner columns of MLP and experts,
-        and all else whole. Raises ModelError where they can't be divided equally."""
+        """The part of the model that each of ``num_ranks`` ranks computes: its share of the heads and of the inner
+        columns of MLP and experts, and everything else in full. Raises ModelError if they cannot be divided equally.
+        """
         wholes = {"key and value heads": self.num_kv_heads}
         experts = self.experts
         if experts is None or not all(experts.layers):
@@ -227,7 +232,7 @@ class ModelSpec:
                 possible = [str(count) for count in range(2, most + 1) if most % count == 0]
                 remedy = f"give {' or '.join(possible)}, or leave it out" if possible else "leave it out"
                 raise ModelError(
-                    f"--tensor-parallel-size {num_ranks}: the model has {whole} {name}, which so many ranks can't "
+                    f"--tensor-parallel-size {num_ranks}: the model has {whole} {name}, which these ranks can't "
                     f"share equally: {remedy}"
                 )
         return replace(
@@ -239,7 +244,7 @@ class ModelSpec:
         )
 
     def tensors(self) -> Iterator[NamedShape]:
-        """Name and shape of every tensor that a checkpoint of this model must hold."""
+        """Yields the name and shape of every tensor that a checkpoint of this model must contain."""
         hidden, vocab = self.hidden_size, self.vocab_size
         yield "model.embed_tokens.weight", (vocab, hidden)
         for layer in range(self.num_layers):
@@ -250,7 +255,7 @@ class ModelSpec:
             yield "lm_head.weight", (vocab, hidden)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer has experts in the place of the MLP."""
+        """Whether the layer has experts instead of the MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
     @property

@@ -1,5 +1,6 @@
-"""Finds a model's tensors in checkpoints that name them otherwise, or that hold several as one: there a tensor is a
-part of another, with an offset and perhaps strides of its own. Reads no tensor."""
+"""Finds a model's tensors in checkpoints that have other names, or that combine several in one. Such a tensor is a part
+of another, with an offset and perhaps strides of its own. Reads no tensor.
+"""
 
 import math
 import re
@@ -21,7 +22,7 @@ RENAMED: dict[str, tuple[tuple[re.Pattern[str], str], ...]] = {
     ),
     "GptOssForCausalLM": ((re.compile(r"mlp\.router\."), "mlp.gate."),),
 }
-"""Of each architecture: what a layer's tensors are called in checkpoints, and by ``ModelSpec.tensors``."""
+"""The names of a layer's tensors by architecture: in checkpoints, and in ``ModelSpec.tensors``."""
 
 
 @dataclass(frozen=True)
@@ -30,26 +31,27 @@ class _Part:
 
     name: str
     offset: int
-    """Of its first element, in elements."""
+    """The offset of its first element, in elements."""
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """A tensor that holds others."""
+    """A tensor that contains others."""
 
     shape: tuple[int, ...]
     parts: tuple[_Part, ...]
 
 
 Wholes = Mapping[str, _Whole]
-"""Of a layer, by name."""
+"""The combined tensors of a layer, by name."""
 
 
 def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint under the names of ``spec.tensors()``. What is unknown here stays as it is. Raises
-    ModelError where a tensor cannot be taken apart, or comes twice."""
+    """Returns the tensors of a checkpoint under the names of ``spec.tensors()``. Unknown tensors are unchanged. Raises
+    ModelError if a tensor cannot be split, or appears twice.
+    """
     wholes = WHOLES[spec.architecture](spec) if spec.architecture in WHOLES else {}
     renamed = RENAMED.get(spec.architecture, ())
     found: dict[str, TensorEntry] = {}
@@ -76,7 +78,7 @@ def _views(
     if whole is None:
         if f"{local.rpartition('.')[0]}.weight" in wholes:
             raise ModelError(
-                f"{entry.file}: tensor {name} is of several matrices that were quantised as one, which is not "
+                f"{entry.file}: tensor {name} combines several matrices, quantised as one, which is not "
                 "supported: use the unquantised checkpoint, with --quantization int8 or int4"
             )
         for pattern, replacement in renamed:
@@ -86,7 +88,7 @@ def _views(
     if entry.shape != whole.shape:
         raise ModelError(
             f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and config.json calls for "
-            f"{list(whole.shape)}: config and weights are of different models"
+            f"{list(whole.shape)}: config and weights belong to different models"
         )
     bits = ELEMENT_BITS[entry.dtype]
     for part in whole.parts:
@@ -96,7 +98,7 @@ def _views(
 
 
 def _stacked(columns: int, rows: Mapping[str, int]) -> _Whole:
-    """Matrices of so many rows, one above the other."""
+    """Matrices with these numbers of rows, one above the other."""
     parts, above = [], 0
     for name, count in rows.items():
         parts.append(_Part(name, above * columns, (count, columns)))
@@ -119,8 +121,9 @@ def _phi3(spec: ModelSpec) -> Wholes:
 
 
 def _fused_experts(spec: ModelSpec) -> Wholes:
-    """As transformers 5 holds experts in memory, and saves them where it is told not to write the original format:
-    (experts, 2 inner, hidden) with gate above up, and (experts, hidden, inner)."""
+    """The experts' layout in transformers 5, which it also saves unless it writes the original format: (experts, 2
+    inner, hidden) with gate above up, and (experts, hidden, inner).
+    """
     experts = _experts(spec)
     num, inner, hidden = experts.num_experts, experts.intermediate_size, spec.hidden_size
     size = inner * hidden
@@ -137,7 +140,7 @@ def _fused_experts(spec: ModelSpec) -> Wholes:
 
 
 def _gpt_oss(spec: ModelSpec) -> Wholes:
-    """Experts' matrices are (in, out), and the columns of gate and up alternate."""
+    """gpt-oss's layout: experts' matrices are (in, out), and the columns of gate and up alternate."""
     experts = _experts(spec)
     num, inner, hidden = experts.num_experts, experts.intermediate_size, spec.hidden_size
     gate_up, gate_up_bias, down, down_bias = [], [], [], []

@@ -1,4 +1,4 @@
-"""Reads fields of a Hugging Face config with bounds, so that whatever is wrong is named. Knows no model family."""
+"""Reads fields of a Hugging Face config with limits, so that errors name the field. Knows no model family."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,52 +7,51 @@ from penstock.models.errors import ModelError
 
 
 class HfConfigReader:
-    """A mapping out of config.json, or a part of it called ``path``. Every getter raises ModelError naming the
-    field."""
+    """A mapping in config.json; ``path`` is its place in the file. Every getter raises ModelError naming the field."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = values
         self._path = path
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self._values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Whether the field is there and null."""
+        """Whether the field is present and null."""
         return name in self._values and self._values[name] is None
 
     def is_bool(self, name: str) -> bool:
-        """Whether the field is true or false, where it may be something else."""
+        """Whether the field is true or false, for fields that may also have another type."""
         return isinstance(self._values.get(name), bool)
 
     def names(self) -> list[str]:
-        """Of all fields, in their order."""
+        """The names of all fields, in their order."""
         return list(self._values)
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """An integer in [low, high]; ``default`` where the field is absent or null."""
+        """An integer in [low, high]; ``default`` if the field is absent or null."""
         value: int = self._get(name, default)
         if not _is_integer(value, low, high):
             raise self.wrong(name, f"must be an integer from {low} to {high}")
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite number in [low, high]; ``default`` where the field is absent or null."""
+        """A finite number in [low, high]; ``default`` if the field is absent or null."""
         value = self._get(name, default)
         if not _is_number(value, low, high):
             raise self.wrong(name, f"must be a number from {low:g} to {high:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false; ``default`` where the field is absent or null."""
+        """True or false; ``default`` if the field is absent or null."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, "must be true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string; ``default`` where the field is absent or null."""
+        """A string; ``default`` if the field is absent or null."""
         value = self._get(name, default)
         if not isinstance(value, str):
             raise self.wrong(name, "must be a string")
@@ -66,21 +65,21 @@ class HfConfigReader:
         return value
 
     def numbers(self, name: str, length: int, low: float, high: float) -> tuple[float, ...]:
-        """A list of so many finite numbers in [low, high]."""
+        """A list of ``length`` finite numbers in [low, high]."""
         values = self._get(name, None)
         if not isinstance(values, list) or len(values) != length or not all(_is_number(v, low, high) for v in values):
             raise self.wrong(name, f"must be a list of {length} numbers from {low:g} to {high:g}")
         return tuple(float(value) for value in values)
 
     def integers(self, name: str, low: int, high: int) -> list[int]:
-        """A list of integers in [low, high]; empty where the field is absent or null."""
+        """A list of integers in [low, high]; empty if the field is absent or null."""
         values = self._get(name, [])
         if not isinstance(values, list) or not all(_is_integer(value, low, high) for value in values):
             raise self.wrong(name, f"must be a list of integers from {low} to {high}")
         return values
 
     def part(self, name: str) -> "HfConfigReader":
-        """A mapping inside this one; empty where the field is absent or null."""
+        """A mapping inside this one; empty if the field is absent or null."""
         value = self._values.get(name)
         if value is None:
             value = {}

@@ -1,5 +1,6 @@
-"""Opens the files of a model's directory, which come from strangers: only regular files, and no more of a file than it
-may have. Knows nothing of their content, and needs no torch."""
+"""Opens the files of a model's directory, which are untrusted: only regular files, up to a maximum size. Knows nothing
+of their content, and does not import torch.
+"""
 
 import os
 import stat
@@ -9,16 +10,17 @@ from penstock.models.errors import ModelError
 
 MIB = 1 << 20
 MAX_CONFIG_BYTES = 4 * MIB
-"""Of config.json and generation_config.json, and of sentence-transformers' files. The largest known ones, with lists of
-quantised modules, have a tenth."""
+"""The limit for config.json, generation_config.json and sentence-transformers' files. The largest known ones, with
+lists of quantised modules, have a tenth.
+"""
 MAX_INDEX_BYTES = 32 * MIB
-"""Of model.safetensors.index.json; those of a trillion parameters have half."""
+"""The limit for model.safetensors.index.json. Those of models with a trillion parameters have half."""
 MAX_TOKENIZER_BYTES = 128 * MIB
-"""Of tokenizer.json; those of 262,144 tokens have a quarter."""
+"""The limit for tokenizer.json. Those with 262,144 tokens have a quarter."""
 MAX_TOKENIZER_CONFIG_BYTES = 8 * MIB
-"""Of tokenizer_config.json, special_tokens_map.json and added_tokens.json."""
+"""The limit for tokenizer_config.json, special_tokens_map.json and added_tokens.json."""
 MAX_TEMPLATE_BYTES = 1 * MIB
-"""Of a chat template; the largest known ones have a tenth."""
+"""The limit for a chat template. The largest known ones have a tenth."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -30,9 +32,10 @@ _KINDS = {
 
 
 def open_model_file(file: Path) -> int:
-    """A descriptor of a regular file, perhaps behind links. Raises OSError, and ModelError for anything else, which may
-    have no end, or make its reader wait."""
-    _check_kind(file, os.stat(file))  # first, since opening a device may do something
+    """Opens a regular file, perhaps through links, and returns its descriptor. Raises OSError. Raises ModelError for
+    anything else, since reading it may block or never end.
+    """
+    _check_kind(file, os.stat(file))  # first, since opening a device may have side effects
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check_kind(file, os.fstat(descriptor))
@@ -43,13 +46,14 @@ def open_model_file(file: Path) -> int:
 
 
 def read_model_file(file: Path, max_bytes: int, within: Path | None = None) -> bytes:
-    """The whole of a file that has at most ``max_bytes``. Where it is a link it must not lead out of ``within``.
-    Raises OSError and ModelError."""
+    """Returns the content of a file of at most ``max_bytes``. If the file is a link, its target must be in ``within``.
+    Raises OSError and ModelError.
+    """
     descriptor = open_model_file(file)
     with os.fdopen(descriptor, "rb") as stream:
         if within is not None:
             _check_place(file, within)
-        # A file of the kernel's has no size, and may have content without end, or make its reader wait.
+        # A file in /proc or /sys has size 0, but reading it may block or never end.
         size = os.fstat(descriptor).st_size
         content = stream.read(max_bytes + 1) if 0 < size <= max_bytes else b""
     if max(size, len(content)) > max_bytes:
@@ -64,8 +68,9 @@ def _check_kind(file: Path, status: os.stat_result) -> None:
 
 
 def _check_place(file: Path, directory: Path) -> None:
-    """A link that leads elsewhere would show callers a file of this machine's. Those of Hugging Face's cache lead to
-    the blobs beside a model's snapshots."""
+    """Raises ModelError for a link out of the directory, which would expose another file of this machine to callers.
+    Links in Hugging Face's cache point to the blobs beside a model's snapshots.
+    """
     target = file.resolve()
     blobs = target.parent
     is_blob = blobs.name == "blobs" and blobs.parent.name.startswith("models--")

@@ -1,5 +1,6 @@
-"""Tensors of safetensors files as numpy arrays over the mapped files: nothing is read before it is used, and nothing is
-copied. Knows no model."""
+"""Tensors of safetensors files as numpy arrays over the mapped files. Nothing is read before it is used, and nothing is
+copied. Knows no model.
+"""
 
 import mmap
 from collections.abc import Iterable
@@ -14,25 +15,25 @@ from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.errors import ModelError
 
 NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
-"""What the bytes of a dtype are read as; bfloat16, which numpy lacks, as its bits."""
+"""The numpy type that represents each dtype. numpy has no bfloat16, so its bits are read."""
 
 
 class TensorFiles:
-    """Files of a checked checkpoint, to be read alone. They stay mapped while an array of theirs lives."""
+    """Files of a checked checkpoint, mapped read-only. They stay mapped while one of their arrays is in use."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        """Raises ModelError if one cannot be opened."""
+        """Raises ModelError if a file cannot be opened."""
         self._mapped: dict[Path, mmap.mmap] = {}
         for file in sorted(set(files)):
             try:
-                # Not copy on write: the system would count a file larger than its memory as memory, and refuse it.
+                # Not copy-on-write: the system would count a file larger than its memory as memory, and refuse it.
                 with open(open_model_file(file), "rb") as stream:
                     self._mapped[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
                 raise ModelError(f"{file}: cannot be read ({error}): check the path and its rights") from error
 
     def array(self, entry: TensorEntry) -> NDArray[Any]:
-        """The tensor, with the strides that it has in the file; it may be unaligned. Raises ModelError."""
+        """Returns the tensor, with the strides that it has in the file. It may be unaligned. Raises ModelError."""
         dtype = np.dtype(NUMPY_DTYPES[entry.dtype])
         strides = None if entry.strides is None else tuple(dtype.itemsize * stride for stride in entry.strides)
         try:
@@ -41,6 +42,6 @@ class TensorFiles:
             raise ModelError(f"{entry.file}: became shorter since it was checked: download it again") from error
 
     def release_pages(self) -> None:
-        """Gives back the pages that were read, which would count as this process's memory."""
+        """Releases the pages that were read, which would count as this process's memory."""
         for mapped in self._mapped.values():
             mapped.madvise(mmap.MADV_DONTNEED)

@@ -11,10 +11,10 @@ from penstock.models.checkpoint.files.model_files import open_model_file
 from penstock.models.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The limit that the format defines."""
 
 MAX_TENSORS = 1 << 20
-"""In one file; a model of a trillion parameters has a tenth in all of its files."""
+"""The limit for one file. A model of a trillion parameters has a tenth of this in all of its files."""
 MAX_DIMENSIONS = 16
 MAX_NAME_CHARS = 1024
 _MAX_SHOWN = 60
@@ -28,22 +28,25 @@ ELEMENT_BITS = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies and what it is."""
+    """A tensor's location and type."""
 
     file: Path
     dtype: str
-    """As safetensors writes it: F32, BF16, ..."""
+    """The name in safetensors: F32, BF16, ..."""
     shape: tuple[int, ...]
     offset: int
-    """Where its first byte lies in the file."""
+    """The position of its first byte in the file."""
     num_bytes: int
     strides: tuple[int, ...] | None = None
-    """Elements from one index to the next in each dimension; None: as in a contiguous tensor. Only tensors that are
-    found inside others have any (``tensor_views``)."""
+    """Elements from one index to the next in each dimension; None: contiguous. Only tensors that are part of others
+    have any (see ``tensor_names``).
+    """
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one file. Raises ModelError unless the header is whole and its offsets cover the file exactly."""
+    """Returns the tensors of one file. Raises ModelError unless the header is complete and its offsets cover the file
+    exactly.
+    """
     try:
         with open(open_model_file(file), "rb") as stream:
             length = os.fstat(stream.fileno()).st_size
@@ -57,7 +60,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             f"{file}: cannot be read ({os.strerror(error.errno or 0)}): check the path and its rights"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(file, "its header is no JSON object") from error
+        raise _damaged(file, "its header is not a JSON object") from error
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
         raise _damaged(file, f"it has {len(header):,} tensors, and a file may have {MAX_TENSORS:,}")
@@ -73,13 +76,13 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(file: Path, name: str, raw: msgspec.Raw, data_offset: int) -> tuple[int, int, TensorEntry]:
-    """Begin and end of a tensor in the data, which starts at ``data_offset`` of the file, and its entry."""
+    """Returns a tensor's begin and end in the data, which starts at ``data_offset`` of the file, and its entry."""
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise _damaged(file, f"the header's entry {name} is no JSON object")
+        raise _damaged(file, f"the header's entry {name} is not a JSON object")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ELEMENT_BITS:
         raise _damaged(file, f"tensor {name} has the unknown dtype {repr(dtype)[:_MAX_SHOWN]}")
@@ -101,7 +104,7 @@ def _is_size(value: object) -> bool:
 
 
 def _check_spans(file: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
-    """The tensors must follow each other without gap or overlap up to the file's end."""
+    """Checks that the tensors follow each other without gaps or overlaps up to the end of the file."""
     reached = 0
     for begin, end, name in sorted(spans):
         if begin != reached:

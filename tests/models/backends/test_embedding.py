@@ -299,7 +299,7 @@ class TestReadEmbedding:
             (OFF | {"pooling_mode_max_tokens": True}, None, "pooling_mode_max_tokens"),
             (OFF | {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, None, " and "),
             ({"pooling_mode": "weightedmean"}, None, "weightedmean"),
-            ([], None, "no JSON object"),
+            ([], None, "not a JSON object"),
             (None, [*MODULES, ("2_Dense", f"{ST}Dense")], "Dense"),
             (None, [("", f"{ST}Transformer"), ("../elsewhere", f"{ST}Pooling")], "elsewhere"),
         ],

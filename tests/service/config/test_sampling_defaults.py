@@ -82,8 +82,8 @@ class TestReading:
     @pytest.mark.parametrize(
         ("text", "problem"),
         [
-            ("{", "is no valid JSON"),
-            ("[1]", "is no JSON object"),
+            ("{", "is not valid JSON"),
+            ("[1]", "is not a JSON object"),
             ('{"temperature": "hot"}', 'temperature must be a number; it is "hot"'),
             ('{"temperature": -1}', "temperature must be at least 0 and at most 100; it is -1"),
             ('{"temperature": NaN}', "temperature must be at least 0"),
