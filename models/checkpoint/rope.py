@@ -44,17 +44,17 @@ def _llama3(rope: Llama3Rope, frequencies: Floats) -> Floats:
     wavelengths = 1.0 / frequencies * np.float32(2 * math.pi)
     scaled = np.where(wavelengths > longest, frequencies / np.float32(rope.factor), frequencies)
     spread = rope.high_freq_factor - rope.low_freq_factor
-    cos_sin_tables = 1.0 / wavelengths * np.float32(rope.original_max_positions)
-    smooth = (cos_sin_tables - np.float32(rope.low_freq_factor)) / np.float32(spread)
+    rotations = 1.0 / wavelengths * np.float32(rope.original_max_positions)
+    smooth = (rotations - np.float32(rope.low_freq_factor)) / np.float32(spread)
     blended = (1 - smooth) * scaled / np.float32(rope.factor) + smooth * scaled
     between = ~(wavelengths < shortest) & ~(wavelengths > longest)
     return np.where(between, blended, scaled)
 
 
 def _yarn(rope: YarnRope, powers: Floats, rotary_dim: int) -> Floats:
-    def pair_of(cos_sin_tables: float) -> float:
+    def pair_of(rotations: float) -> float:
         """The pair that makes this many turns over the original context."""
-        turns = rope.original_max_positions / (cos_sin_tables * 2 * math.pi)
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
         return rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
 
     low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)

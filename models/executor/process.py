@@ -268,11 +268,11 @@ class _Link(asyncio.Protocol):
 
     def _look(self) -> None:
         """Kills a process that is alive and makes no progress."""
-        heartbeat = self._heartbeat.length(asyncio.get_running_loop().time())
+        silence_s = self._heartbeat.length(asyncio.get_running_loop().time())
         limit = MAX_SILENCE_S if self.facts.done() else MAX_LOADING_SILENCE_S
-        if heartbeat > MAX_STOPPED_S and is_stopped(self.process.pid):
+        if silence_s > MAX_STOPPED_S and is_stopped(self.process.pid):
             self.kill(ExecutorError("the worker was stopped by a signal"))
-        elif heartbeat > limit:
+        elif silence_s > limit:
             self.kill(ExecutorError(f"the worker sent no heartbeat for {limit:.0f} s", blames_step=True))
         else:
             self._watch_again()

@@ -48,8 +48,8 @@ def main() -> None:
         # Terminals and service managers send these to every process at once; the service decides when this one ends.
         signal.signal(number, signal.SIG_IGN)
     prepare_child(FED_BY_STRANGERS)
-    sampled, answers = sys.stdin.buffer, sys.stdout.buffer
-    told = json.loads(sampled.readline() or "null")
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    told = json.loads(requests.readline() or "null")
     if told is None:
         return
     tokenizer: LLTokenizer | None = None
@@ -60,7 +60,7 @@ def main() -> None:
         _answer(answers, {"error": one_line(str(error))})
     convert = partial(to_grammar, **told["options"])
     del told
-    for line in sampled if tokenizer is not None else ():
+    for line in requests if tokenizer is not None else ():
         wanted = json.loads(line)
         _answer(answers, _checked(tokenizer, wanted["kind"], wanted["text"], convert))
 

@@ -107,9 +107,9 @@ def reason_of(matcher: LLMatcher) -> str:
 
 def one_line(message: str) -> str:
     """What the library says, without the lines that show where."""
-    sampled = [sample.strip() for sample in message.splitlines()] or [""]
-    sample = next((sample for sample in sampled if sample.startswith("error: ")), sampled[0]).removeprefix("error: ")
-    return sample if len(sample) <= MAX_REASON else f"{sample[:MAX_REASON]}..."
+    lines = [line.strip() for line in message.splitlines()] or [""]
+    line = next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
 
 
 _NO_FORCING = re.compile(r'%llguidance\s*\{[^}]*"no_forcing"\s*:\s*true')

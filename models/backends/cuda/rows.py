@@ -162,10 +162,10 @@ class CudaRows:
             words = np.packbits(bits, bitorder="little").view(np.int32)
             self.masks[line].copy_(self._copied(words), non_blocking=True)
 
-    def _set(self, sample: Tensor, ids: NDArray[np.int64], values: NDArray[Any]) -> None:
+    def _set(self, line: Tensor, ids: NDArray[np.int64], values: NDArray[Any]) -> None:
         """Sets a line to these values, and to 0 elsewhere."""
         inside = ids < self._shape.vocab_size  # a prompt may contain ids that the tokenizer lacks
-        sample.zero_().index_copy_(0, self._copied(ids[inside]), self._copied(values[inside]).to(sample.dtype))
+        line.zero_().index_copy_(0, self._copied(ids[inside]), self._copied(values[inside]).to(line.dtype))
 
     def _add_words(self, added: Sequence[Row]) -> None:
         """Writes the integers of the added rows, which contain their words' places; of all rows if words moved."""
@@ -174,12 +174,12 @@ class CudaRows:
             alive = [row for row in self._known if row is not None and not row.is_dropped]
             wanted = [(row, _words(row)) for row in alive]
             self._make_room([word for _, (stops, bad) in wanted for word in stops + bad])
-        sampled = []
+        integers = []
         for row, (stops, bad) in wanted:
             first = self._words.add_words(stops + bad)
-            sampled.append(self._integers(row, (first, first + len(stops), first + len(stops) + len(bad))))
+            integers.append(self._integers(row, (first, first + len(stops), first + len(stops) + len(bad))))
         numbers = self._copied([row.number for row, _ in wanted])
-        self.sampler.integers.index_copy_(0, numbers, self._copied(np.array(sampled, dtype=np.int64)))
+        self.sampler.integers.index_copy_(0, numbers, self._copied(np.array(integers, dtype=np.int64)))
 
     def _make_room(self, words: list[tuple[int, ...]]) -> None:
         """Makes room for twice these words."""

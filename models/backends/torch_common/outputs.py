@@ -63,8 +63,8 @@ def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_sa
 def _joined(logprobs: Tensor, targets: Tensor, num_top: int) -> TokenLogprobs:
     """Joins the log-probabilities of all positions into one object."""
     joined = TokenLogprobs(min(num_top, logprobs.shape[1]), [], [], [])
-    for sample in split_logprobs(logprobs, targets, [num_top] * len(targets)):
-        joined.chosen += sample.chosen
-        joined.top_token_ids += sample.top_token_ids
-        joined.top += sample.top
+    for part in split_logprobs(logprobs, targets, [num_top] * len(targets)):
+        joined.chosen += part.chosen
+        joined.top_token_ids += part.top_token_ids
+        joined.top += part.top
     return joined

@@ -103,7 +103,7 @@ def _allow(logits: Tensor, sampled: list[SampledPosition], masks: GrammarBitmask
 
 def _forbid(logits: Tensor, sampled: list[SampledPosition]) -> None:
     """Masks the tokens that ``min_tokens`` and ``bad_words`` forbid, wherever that leaves a token."""
-    forbidden = [(i, ids) for i, line in enumerate(sampled) for ids in forbidden_ids(line)]
+    forbidden = [(i, ids) for i, sample in enumerate(sampled) for ids in forbidden_ids(sample)]
     if not forbidden:
         return
     at, ids = _where(logits, forbidden)
@@ -137,7 +137,7 @@ def _choose(logits: Tensor, sampled: list[SampledPosition], lowest: dict[int, in
 def _draw(logits: Tensor, sampled: list[SampledPosition]) -> Tensor:
     """Applies temperature and filters, and returns the argmax of logits plus keyed noise."""
     device = logits.device
-    params = [line.sampling for line in sampled]
+    params = [each.sampling for each in sampled]
     temperature = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=device)
     # Divides the distances to the best logit: at the lowest temperatures the logits themselves would overflow.
     logits = (logits - logits.amax(1, keepdim=True)) / temperature.unsqueeze(1)
@@ -153,7 +153,7 @@ def _draw(logits: Tensor, sampled: list[SampledPosition]) -> Tensor:
             keep(part, torch.tensor([values[i] for i in filtered], device=device))
             logits[filtered] = part
     seeds = torch.tensor([_signed(p.seed) for p in params], dtype=torch.int64, device=device)
-    positions = torch.tensor([line.position for line in sampled], dtype=torch.int64, device=device)
+    positions = torch.tensor([each.position for each in sampled], dtype=torch.int64, device=device)
     return sample(logits, seeds, positions)
 
 
