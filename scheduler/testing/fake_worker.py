@@ -163,9 +163,8 @@ class CheckedSlots:
         for index in range(-(-stop // size)):
             length = min(size, stop - index * size)
             block = row.block_ids[index]
-            found = self._tags[block]
             wanted = row.tags[index * size : index * size + length]
-            if found[:length] != wanted:
+            if self._tags[block][:length] != wanted:
                 raise BrokenPlan(f"row {row.number} reads foreign or stale KV in block {block}")
 
     def write(self, row: FakeRow, start: int, stop: int) -> None:

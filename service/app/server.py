@@ -162,7 +162,7 @@ class Server:
 
     def request_stop(self, number: int = 0) -> None:
         """Ends the start, or ends ``main_loop``: health reports not ready from now on. A second call ends the drain
-        delay and the grace period. ``number`` is the signal that asks for it, if one does."""
+        delay and the grace period. ``number`` is the signal that was received; 0 if none was."""
         self.stop_signal = self.stop_signal or number
         if self._starting is not None and not self._starting.done():
             if not self._starting.cancelling():  # only once: a second cancellation would interrupt the worker's end

@@ -130,7 +130,7 @@ class SamplingRows:
 
     def _fill(self, row: Row) -> None:
         sampling, lists, number = row.sampling, row.lists, row.number
-        sample = SamplingRow(
+        entry = SamplingRow(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
@@ -145,8 +145,8 @@ class SamplingRows:
             num_biases=len(lists.bias),
         )
         if lists.allowed is not None:
-            sample.allowed, sample.num_allowed = address(lists.allowed), len(lists.allowed)
-        self._table[number] = np.frombuffer(bytes(sample), dtype=np.uint64)
+            entry.allowed, entry.num_allowed = address(lists.allowed), len(lists.allowed)
+        self._table[number] = np.frombuffer(bytes(entry), dtype=np.uint64)
         self._lists[number] = lists
         self._counts.pop(number, None)
         if row.counts is not None:

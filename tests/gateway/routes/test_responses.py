@@ -313,7 +313,7 @@ def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
         ({"input": [{"role": "user", "content": [{"type": "text"}]}]}, "input[0].content[0].text", "Field required"),
         ({"input": []}, "input", "at least 1"),
         ({"input": None}, "input", "valid"),
-        ({"n": 2}, "n", "no such field"),
+        ({"n": 2}, "n", "unknown field"),
         ({"max_output_tokens": "5"}, "max_output_tokens", "integer"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
         ({"temperature": -1}, "temperature", "0"),
