@@ -58,8 +58,8 @@ def test_each_method_has_its_default(text, expected):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("ngram", "is no JSON .*such as"),
-        ("[" * 100_000, "is no JSON"),
+        ("ngram", "is not valid JSON .*write it as"),
+        ("[" * 100_000, "is not valid JSON"),
         ('["ngram"]', "must be an object, such as"),
         ("{}", "method: is required; there are ngram, suffix, draft_model, eagle3"),
         ('{"method": "mtp"}', "method: there is no 'mtp'; there are ngram, suffix, draft_model, eagle3"),
@@ -70,9 +70,9 @@ def test_each_method_has_its_default(text, expected):
         ('{"method": "ngram", "num_speculative_tokens": 2.5}', "num_speculative_tokens: must be a whole number"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens: must be a whole number"),
         ('{"method": "suffix", "suffix_decoding_min_token_prob": NaN}', "suffix_decoding_min_token_prob: must be a n"),
-        ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max: is of ngram alone; leave it out"),
+        ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max: only applies to ngram; leave it out"),
         ('{"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}', "prompt_lookup_min: must be at most"),
-        ('{"method": "ngram", "model": "m"}', "model: is of draft_model and eagle3 alone"),
+        ('{"method": "ngram", "model": "m"}', "model: only applies to draft_model and eagle3"),
         ('{"method": "eagle3"}', "model: is required by eagle3; give a directory"),
         ('{"method": "draft_model", "model": 3}', "model: must be a directory"),
     ],
