@@ -1,9 +1,9 @@
-"""What the demo model itself writes, for its drafters to learn from: continuations of passages of the corpus.
+"""Has the demo model continue passages of the corpus: the text from which its drafters learn.
 
 A drafter has to guess the demo model's output, which is not the corpus: it repeats itself more. Passages are drawn from
-train.bin and continued by `penstock generate`, a third each greedily, as generation_config.json says, and at
-temperature 1. continuations.bin, like train.bin, holds documents that end with <|endoftext|>; a document is the passage
-and what follows it, up to where the model ended it. Stopped, the same command goes on.
+train.bin and continued by `penstock generate`: a third greedily, a third with the settings of generation_config.json,
+and a third at temperature 1. continuations.bin, like train.bin, holds documents that end with <|endoftext|>; a document
+is the passage and its continuation, up to where the model ended it. The same command resumes a run that was stopped.
 
 Examples:
     nice -n 19 python continuations.py
@@ -49,7 +49,7 @@ def answer(model: Path, requests: Sequence[dict[str, Any]], work: Path, name: st
 
 
 def main() -> None:
-    """Asks, and writes continuations.bin."""
+    """Generates the continuations and writes continuations.bin."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
@@ -61,7 +61,7 @@ def main() -> None:
     corpus = np.memmap(args.work / "train.bin", dtype=np.uint16, mode="r")
     starts = np.random.default_rng(3).integers(0, len(corpus) - PROMPT_TOKENS, args.requests)
     prompts = [corpus[start : start + PROMPT_TOKENS].tolist() for start in starts]
-    # With ignore_eos an end is among the tokens, and says which of the two it is.
+    # With ignore_eos the output includes the end token, which shows which of the two it is.
     options = {"max_tokens": args.new_tokens, "ignore_eos": True}
     requests = [
         {"id": number, "prompt_token_ids": prompt, "seed": number, **options, **MANNERS[number % len(MANNERS)]}

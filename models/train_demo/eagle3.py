@@ -1,10 +1,10 @@
 """An EAGLE-3 head as a network to train, in the published checkpoints' names, and drafting with it as a reference.
 
-The head predicts what the target model writes from what the target computed anyway: the streams that enter three of its
-layers, of every position before the newest token. One row of it stands for a position t: the features of t and the
-embedding of token t + 1 go in, and the logits of token t + 2 come out. Where no features are known yet, which is so for
-the second draft and the later ones, the row before gives its own output in their place. Hence training unrolls several
-drafts ("training-time test"). After https://arxiv.org/abs/2503.01840; the numbers of layers are counted as vLLM counts.
+The head predicts the target model's output from values that the target computes anyway: the inputs of three of its
+layers, at every position before the newest token. Each row belongs to a position t: its inputs are the features of t
+and the embedding of token t + 1, and its output is the logits of token t + 2. If no features are known yet, as for the
+second draft and later ones, the previous row's output takes their place. So training unrolls several drafts
+("training-time test"). After https://arxiv.org/abs/2503.01840; layers are numbered as in vLLM.
 """
 
 from collections.abc import Iterator, Sequence
@@ -101,9 +101,9 @@ class Head(Network):
 
     shape: HeadShape
     d2t: Tensor
-    """What is added to a row of the logits to give the target's id, int64."""
+    """The number to add to an index of the logits to get the target's id, int64."""
     t2d: Tensor
-    """Which ids of the target can be drafted, bool."""
+    """True for the target's ids that can be drafted, bool."""
 
     def __init__(self, shape: HeadShape, draft_ids: Tensor) -> None:
         super().__init__()
@@ -147,10 +147,10 @@ def target_states(
 def unrolled(
     head: Head, features: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, num_drafts: int
 ) -> Iterator[Tensor]:
-    """Logits of drafts 1 to `num_drafts` after every prefix, where the drafts before are what the text has.
+    """Yields the logits of drafts 1 to `num_drafts` after every prefix, if the earlier drafts are the text's tokens.
 
-    `features` and `embeds` are of tokens 0 to n - 1. Row t of the s-th logits, of shape (batch, n - num_drafts,
-    draft_vocab_size) and s counted from 0, is of token t + 2 + s.
+    `features` and `embeds` cover tokens 0 to n - 1. Row t of the s-th logits, which have the shape (batch,
+    n - num_drafts, draft_vocab_size), s counted from 0, predicts token t + 2 + s.
     """
     rows = features.shape[1] - num_drafts
     hidden = head.fc(features[:, :rows])
@@ -162,7 +162,7 @@ def unrolled(
 
 @torch.inference_mode()
 def draft(head: Head, target: Decoder, tokens: Sequence[int], num_drafts: int) -> list[int]:
-    """The likeliest tokens after `tokens`, each given the ones before; computed anew for each, nothing is cached."""
+    """Returns the likeliest tokens after `tokens`, each given the previous ones. Nothing is cached between them."""
     ids = torch.tensor([tokens])
     known = len(tokens) - 1  # the newest token has no features yet
     cos, sin = rotary_tables(head.shape, known + num_drafts)

@@ -1,10 +1,10 @@
-"""How many drafts of the demo model's drafters are right: the sibling's (train_draft.py) and the EAGLE-3 head's.
+"""Measures how many drafts of the demo model's drafters are right: the draft model (train_draft.py) and the EAGLE-3 head.
 
 The demo model answers prompts from held-out documents (their first 64 tokens) and chats (up to the first answer), once
-greedily and once at temperature 1, by `penstock generate`. A drafter then guesses from every prefix of an answer what a
-step would ask it for: k tokens, greedily, or with the noise that the answer was sampled with. Printed is how many of
-them are right before the first wrong one, a mean over steps, a step beginning where the one before ended; one more is
-the tokens of a step. The last lines are the demo model's own guesses, of which all are right but for rounding.
+greedily and once at temperature 1, by `penstock generate`. For every prefix of an answer, a drafter then guesses the k
+tokens that a step would request, greedily or with the noise with which the answer was sampled. The output is the mean
+number of right tokens before the first wrong one, over steps that each begin where the previous one ended; a step
+yields one token more. The last lines are the demo model's own guesses, which are all right except for rounding.
 
 Examples:
     python evaluate_drafts.py
@@ -39,16 +39,16 @@ ASSISTANT = "<|im_start|>assistant\n"
 
 @dataclass
 class WrittenText:
-    """What the demo model wrote after a prompt, and how."""
+    """An output of the demo model after a prompt."""
 
     kind: str
     """Documents or chats."""
     ids: Tensor
-    """Of prompt and output, (length,)."""
+    """The ids of prompt and output, (length,)."""
     start: int
-    """Where the output begins."""
+    """The index of the first output token."""
     seed: int | None
-    """Of sampling at temperature 1; None: greedy."""
+    """The seed for sampling at temperature 1; None: greedy."""
 
     @cached_property
     def noise(self) -> Tensor:
@@ -78,7 +78,8 @@ def prompts(path: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str,
 
 
 def model_drafter(model: Decoder) -> Drafter:
-    """Of a model with the demo model's tokenizer. A draft is right if its choice after the right prefix is."""
+    """Returns a drafter for a model with the demo model's tokenizer. A draft is right if the model's choice after the right
+    prefix is."""
 
     def right(output: WrittenText) -> Tensor:
         length = len(output.ids)
@@ -92,7 +93,7 @@ def model_drafter(model: Decoder) -> Drafter:
 
 
 def head_drafter(head: Head, target: Decoder) -> Drafter:
-    """Of an EAGLE-3 head."""
+    """Returns a drafter for an EAGLE-3 head."""
 
     def right(output: WrittenText) -> Tensor:
         length = len(output.ids)
@@ -126,7 +127,7 @@ def count_accepted(right: Tensor, start: int, num_drafts: int) -> tuple[int, int
 
 @dataclass
 class Steps:
-    """Sums over outputs, by the number of drafts that a step asks for."""
+    """Sums over outputs, by the number of drafts that a step requests."""
 
     tokens: int = 0
     accepted: Counter[int] = field(default_factory=Counter)

@@ -21,7 +21,7 @@ from penstock.models.train_demo.tokenize_corpus import END_OF_TEXT, IM_END, spec
 
 
 def common_config(shape: DecoderShape, tokenizer: Tokenizer) -> dict[str, object]:
-    """What config.json says of every decoder."""
+    """Returns the fields that config.json has for every decoder."""
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,

@@ -1,4 +1,4 @@
-"""From a file of a Debian package to plain text: one function a format. Nothing here knows which packages are used."""
+"""Turns files of Debian packages into plain text, with one function per format. Does not know which packages are used."""
 
 import gzip
 import re

@@ -19,7 +19,7 @@ from penstock.models.train_demo.network import Network, rotary_tables
 
 Trained = TypeVar("Trained", bound=Network)
 Loss = Callable[[Trained, Tensor, Tensor, Tensor], Tensor]
-"""Of a network, ids `(rows, length + 1)` and the rotary tables of `length` positions: a mean in nats."""
+"""Takes a network, ids `(rows, length + 1)` and the rotary tables of `length` positions; returns a mean in nats."""
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,6 @@
-"""Which Debian packages the demo model is trained on, under which licences, and which files of them are read.
+"""Lists the Debian packages that the demo model is trained on, their licences, and the files that are read.
 
-A table and nothing else: how a file becomes text is in extract.py. Every package is from Debian's main section, whose
+It is only a table; extract.py turns the files into text. Every package is from Debian's main section, whose
 licences all permit redistribution and derived works; the licence named is the one of the files that are read.
 """
 

@@ -37,7 +37,7 @@ PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHAT_TEMPLATE = (
-    # Tools stand in the system's turn, calls and their results in the form of Hermes. Without them it is plain ChatML.
+    # Tools are in the system's turn; calls and their results have Hermes' format. Without them it is plain ChatML.
     "{%- set turns = messages %}"
     "{%- if tools %}"
     "{{- '<|im_start|>system\\n' }}"
@@ -79,7 +79,7 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def read_texts(path: Path, keep_every: int = 1, repeats: Mapping[str, int] = MappingProxyType({})) -> Iterator[str]:
-    """Yields the text of every `keep_every`th document of a .jsonl file, as often as `repeats` says of its domain."""
+    """Yields the text of every `keep_every`th document of a .jsonl file, repeated as often as `repeats` has for its domain."""
     with path.open() as lines:
         for number, line in enumerate(lines):
             if number % keep_every == 0:

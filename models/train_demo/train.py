@@ -1,9 +1,9 @@
 """Trains the demo model within a budget of minutes; stops and resumes at any time.
 
-Sequences start at 256 tokens and grow to 2,048. What is trained, and when a checkpoint is written, is told in
-trainer.py. The finished model is written to --out.
+Sequences start at 256 tokens and grow to 2,048. trainer.py describes what is trained, and when
+a checkpoint is written. The finished model is written to --out.
 
-Cost: 35 million floating-point operations a token, attention aside. The model's card states what two CPU cores took. On
+Cost: 35 million floating-point operations per token, attention aside. The model's card states what two CPU cores took. On
 a GPU the cost was not measured; at 20 TFLOP/s, which so small a model should reach, 20 million tokens are 35 seconds.
 
 Examples:

@@ -1,9 +1,9 @@
-"""Trains the demo model's sibling: a smaller model that drafts what the demo model is likely to write.
+"""Trains the demo model's draft model: a smaller model that drafts what the demo model is likely to write.
 
 It has the demo model's tokenizer and architecture, two layers and half the hidden size. What it learns is the demo
 model's distribution at every position, half the time on text of the corpus, half the time on what the demo model wrote
-itself (continuations.py). Its embeddings begin as the demo model's, turned to where most of their variance is. How it
-is trained, and when a checkpoint is written, is told in trainer.py. The finished model is written to --out, without the
+itself (continuations.py). Its embeddings begin as the demo model's, turned to where most of their variance is. trainer.py
+describes how it is trained, and when a checkpoint is written. The finished model is written to --out, without the
 tokenizer, which is the demo model's.
 
 Examples:

@@ -3,8 +3,8 @@
 The demo model is frozen. At every position four drafts are unrolled, each from the output of the one before, and learn
 the demo model's distribution; half the time on text of the corpus, half the time on what the demo model wrote itself
 (continuations.py). The ids that can be drafted are those that it wrote most often. The head begins with the highest
-features passed on as they are, and with the demo model's own rows as its lm_head. How it is trained, and when a
-checkpoint is written, is told in trainer.py. The finished head is written to --out.
+features passed on as they are, and with the demo model's own rows as its lm_head. trainer.py describes how it is
+trained, and when a checkpoint is written. The finished head is written to --out.
 
 Examples:
     nice -n 19 python train_eagle3.py

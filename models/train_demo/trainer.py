@@ -28,14 +28,14 @@ from penstock.models.train_demo.prepare import DEFAULT_WORK
 
 Ids = np.ndarray[tuple[int], np.dtype[np.uint16]]
 
-Stages = Sequence[tuple[float, int]]  # from a progress on, sequences of so many tokens
+Stages = Sequence[tuple[float, int]]  # from this progress on, the length of the sequences in tokens
 WARMUP_STEPS = 100
 DECAY_FROM = 0.75
 
 
 @dataclass
 class TrainingProgress:
-    """What a checkpoint says of the run so far; `block` counts the blocks read at the present length."""
+    """The state of a run in a checkpoint; `block` counts the blocks read at the present length."""
 
     step: int = 0
     tokens: int = 0
