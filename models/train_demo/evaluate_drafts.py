@@ -1,4 +1,4 @@
-"""Measures how many drafts of the demo model's drafters are right: the draft model (train_draft.py) and the EAGLE-3 head.
+"""Measures how many drafts are right: of the demo model's draft model (train_draft.py) and of its EAGLE-3 head.
 
 The demo model answers prompts from held-out documents (their first 64 tokens) and chats (up to the first answer), once
 greedily and once at temperature 1, by `penstock generate`. For every prefix of an answer, a drafter then guesses the k
@@ -78,8 +78,8 @@ def prompts(path: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str,
 
 
 def model_drafter(model: Decoder) -> Drafter:
-    """Returns a drafter for a model with the demo model's tokenizer. A draft is right if the model's choice after the right
-    prefix is."""
+    """Returns a drafter for a model with the demo model's tokenizer. A draft is right if the model's
+    choice after the right prefix is."""
 
     def right(output: WrittenText) -> Tensor:
         length = len(output.ids)

@@ -1,4 +1,4 @@
-"""Turns files of Debian packages into plain text, with one function per format. Does not know which packages are used."""
+"""Turns files of Debian packages into plain text, one function per format. Does not know which packages are used."""
 
 import gzip
 import re
