@@ -1,6 +1,6 @@
 """Finds a model's files and checks them before anything is loaded: config, shards, headers, names, shapes, dtypes.
 
-Does not import torch, so that the service can refuse a model in milliseconds. Knows nothing of tokenizers and devices.
+Does not import torch, so that the service can refuse a model in milliseconds. Does not depend on tokenizers or devices.
 """
 
 import fnmatch
@@ -55,12 +55,12 @@ FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "
 """Dtypes of tensors that can be loaded, with torch's names for them."""
 
 _BASE, _TABLE = "model.", "embed_tokens.weight"
-"""The prefix of names, which checkpoints of only the base model lack; and a tensor that is in both kinds."""
+"""The prefix of tensor names, which base-model checkpoints lack; and the name of a tensor that both kinds contain."""
 _EMBEDDING, _HEAD = f"{_BASE}{_TABLE}", "lm_head.weight"
 _COMPARED_BYTES = 1 << 24
-"""The number of bytes of two tensors that are compared at a time."""
+"""How many bytes of two tensors are compared at a time."""
 _MAX_COMPARED_BYTES = 1 << 34
-"""Larger tensors count as different. No model has one this large, but a sparse file can claim it."""
+"""Larger tensors count as different. No model has one this large, but a sparse file can claim to."""
 
 HUB_WEIGHTS = (SINGLE, "model-?????-of-?????.safetensors")
 """The usual file names of weights. If a repository has others, the index names them."""
@@ -79,8 +79,8 @@ HUB_FILES = (
     "modules.json",
     "[0-9]_*/config.json",
 )
-"""The files that are fetched from a repository on the hub. penstock reads all of them but tokenizer.model, from which
-transformers makes a tokenizer.json. The last two patterns are those of sentence-transformers.
+"""The files that are fetched from a repository on the hub. penstock reads all of them except tokenizer.model, which
+transformers converts to a tokenizer.json. The last two patterns are those of sentence-transformers.
 """
 
 DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
@@ -95,7 +95,7 @@ class CheckpointInfo:
     config: Mapping[str, Any]
     spec: ModelSpec
     tensors: Mapping[str, TensorEntry]
-    """Exactly those of ``spec.tensors()``, less the weights in ``quantized``; empty if the weights were not checked."""
+    """The tensors of ``spec.tensors()``, except the weights in ``quantized``; empty if the weights were not checked."""
     quantization: Quantization | None
     """The scheme in config.json. None: all weights are floats, or were not checked."""
     quantized: Mapping[str, QuantizedLinear]
@@ -118,8 +118,8 @@ class CheckpointInfo:
         """
         if requested in METHODS and requested not in AT_LOAD and not self.tensors:
             raise ModelError(
-                f"--quantization {requested}: with --load-format dummy no checkpoint is read, and what is made up are "
-                "floats: leave one of the two flags out, or give --quantization int8 or int4"
+                f"--quantization {requested}: with --load-format dummy no checkpoint is read, and the dummy weights "
+                "are floats: leave one of the two flags out, or give --quantization int8 or int4"
             )
         return choose_quantization(requested, self.quantization)
 

@@ -110,7 +110,7 @@ def check_head(path: Path, target: ModelSpec) -> EagleCheckpoint:
 
 
 def _published(name: str) -> str:
-    """The name in published heads of a tensor that has this name in a model."""
+    """Returns the name that published heads give to a tensor that has this name in a model."""
     return name.replace("model.layers.0.", "midlayer.").removeprefix("model.")
 
 
@@ -135,7 +135,7 @@ def _spec(config: Mapping[str, Any], target: ModelSpec, has_embedding: bool) -> 
 
 
 def _feature_layers(config: Mapping[str, Any], target: ModelSpec) -> tuple[int, ...]:
-    """The layers in the config, or else the default ones for all heads."""
+    """Returns the layers in the config, or the default layers."""
     described, last = HfConfigReader(config), target.num_layers - 1
     if LAYER_IDS not in described:
         described = described.part("eagle_config")

@@ -183,7 +183,7 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values of absent fields in a family."""
+    """A family's defaults for absent fields."""
 
     max_positions: int
     kv_heads: int | None = None

@@ -1,4 +1,4 @@
-"""Matches the regular expressions of a config.json. They are untrusted: a match could take practically forever."""
+"""Matches the regular expressions of a config.json. They are untrusted, so the time that they may take is limited."""
 
 import re
 import time
@@ -7,9 +7,9 @@ from penstock.models.errors import ModelError
 
 MAX_CHARS = 1024
 MAX_COST = 10_000_000
-"""The most ways to try an expression on a name: repeats of parts, options and alternatives multiply."""
+"""The maximum number of ways to try an expression on a name: repeats, options and alternatives multiply."""
 MAX_TOTAL_S = 5.0
-"""The limit of processor time for matching all expressions of a model with all of its modules."""
+"""The limit of CPU time for matching all expressions of a model against all of its modules."""
 _NAME_CHARS = 64
 """The assumed number of times that a part repeats in a module's name."""
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[P<:=!]?|[()|]|(?:[*+?]|\{[0-9,]+\})[?+]?|.", re.DOTALL)

@@ -27,7 +27,7 @@ _FLAG_PREFIX = "pooling_mode_"
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """How texts become vectors."""
+    """How a model turns texts into vectors."""
 
     pooling: Pooling = Pooling.LAST
     normalize: bool = True

@@ -15,7 +15,7 @@ from penstock.models.errors import ModelError
 CONFIG_FIELD = "quantization_config"
 
 GROUP_STEP = 32
-"""A group's columns are a multiple of this."""
+"""The number of columns in a group is a multiple of this."""
 MAX_GROUP = 1 << 20
 
 AT_LOAD = ("int8", "int4", "fp8")
@@ -49,32 +49,32 @@ class QuantScheme:
 
     layout: QuantLayout
     group: int
-    """Columns that share a scale and a zero point; 0: all columns of a row."""
+    """The number of columns that share a scale and a zero point; 0: all columns of a row."""
     has_zeros: bool
     """Whether zero points are stored. If not, they are the middle of the codes."""
     is_ordered: bool
     """Whether a stored index assigns each column to a group."""
     rows: int = 1
-    """Rows that share scales, for FP8; 0: all."""
+    """The number of rows that share scales, for FP8; 0: all."""
     narrows_inputs: bool = False
     """Whether inputs are quantised too, at run time: per token, and per group of columns if weights have groups."""
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """The number of bits of a code."""
         return 8 if self.layout in (QuantLayout.INT8, QuantLayout.FP8) else 4
 
     @property
     def is_float(self) -> bool:
-        """Whether codes are floats themselves."""
+        """Whether the codes are floats."""
         return self.layout is QuantLayout.FP8
 
     def num_row_groups(self, rows: int) -> int:
-        """Groups of a column; the last one may be short."""
+        """The number of groups in a column; the last one may be short."""
         return -(-rows // self.rows) if self.rows else 1
 
     def num_groups(self, columns: int) -> int:
-        """Groups of a row; the last one may be short."""
+        """The number of groups in a row; the last one may be short."""
         return -(-columns // self.group) if self.group else 1
 
 
@@ -88,7 +88,7 @@ class ModulePatterns:
         self._patterns = Patterns(tuple(name[3:] for name in names if name.startswith("re:")))
 
     def __contains__(self, module: str) -> bool:
-        """Whether the linear of this name is matched."""
+        """Whether the linear with this name matches."""
         return self.precision(module) is not None
 
     def precision(self, module: str) -> int | None:
@@ -109,7 +109,7 @@ class Quantization:
     method: str
     """gptq, awq, compressed-tensors or fp8."""
     schemes: tuple[tuple[ModulePatterns, QuantScheme], ...]
-    """A linear has the scheme whose names match it most precisely."""
+    """Each linear has the scheme whose patterns match it most precisely."""
     ignored: ModulePatterns
     """Linears that stay float."""
 
@@ -119,7 +119,7 @@ class Quantization:
         """
         if module in self.ignored:
             return None
-        # Of two that match equally precisely, the first counts.
+        # If two match equally precisely, the first one wins.
         by_precision = {names.precision(module): scheme for names, scheme in reversed(self.schemes)}
         return next((by_precision[at] for at in range(3) if at in by_precision), None)
 
@@ -209,7 +209,7 @@ def _fp8(fields: HfConfigReader) -> Quantization:
         raise fields.wrong("kv_cache_scheme", f"must be null: {ANOTHER}")
     rows, columns = _block(fields, "weight_block_size") if "weight_block_size" in fields else (0, 0)
     scheme = QuantScheme(QuantLayout.FP8, columns, has_zeros=False, is_ordered=False, rows=rows, narrows_inputs=True)
-    # The name before transformers had the method.
+    # The field's name before transformers supported the method.
     skipped = "ignored_layers" if "ignored_layers" in fields else "modules_to_not_convert"
     return Quantization("fp8", ((ModulePatterns(("Linear",)), scheme),), _not_converted(fields, skipped))
 
@@ -353,7 +353,7 @@ def _group(fields: HfConfigReader, default: int | None = None) -> int:
 
 
 def _block(fields: HfConfigReader, name: str) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
+    """Returns the number of rows and of columns that share a scale."""
     sizes = fields.integers(name, 1, MAX_GROUP)
     if len(sizes) != 2 or sizes[1] % GROUP_STEP:
         raise fields.wrong(name, f"must be rows and columns, the latter a multiple of {GROUP_STEP}: {ANOTHER}")
@@ -361,7 +361,7 @@ def _block(fields: HfConfigReader, name: str) -> tuple[int, int]:
 
 
 def _not_converted(fields: HfConfigReader, name: str = "modules_to_not_convert") -> ModulePatterns:
-    """Names of modules, each of which is part of a dotted name."""
+    """Returns patterns of modules, each given as part of a dotted name."""
     parts = fields.texts(name) if name in fields else []
     if any(len(part) > MAX_CHARS // 4 for part in parts):
         raise fields.wrong(name, f"must name modules in at most {MAX_CHARS // 4} characters each")

@@ -1,4 +1,4 @@
-"""Reads a quantised linear into codes, scales and zero points, or into float32. Uses only numpy; one matrix at once."""
+"""Reads a quantised linear into codes, scales and zero points, or into float32. Only numpy, one matrix at a time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +51,7 @@ class QuantizedMatrix:
     is_float: bool
     """Whether codes are float8_e4m3fn."""
     group: int
-    """Columns that share a scale. The last group may be short. 0: all columns of a row."""
+    """The number of columns that share a scale. The last group may be short. 0: all columns of a row."""
     codes: Bytes
     """(rows, columns), contiguous; four-bit codes as 0 to 15, eight-bit codes as signed bytes or floats."""
     scales: Floats

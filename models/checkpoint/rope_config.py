@@ -1,4 +1,4 @@
-"""Reads rotary embedding from a Hugging Face config. Knows no model family; its callers pass what differs."""
+"""Reads rotary embedding from a Hugging Face config. Independent of model families: callers pass what differs."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +32,7 @@ RopeReader = Callable[[HfConfigReader, int, int], RopeConfig]
 
 
 def read_rope(fields: HfConfigReader, head_dim: int, max_positions: int, default_theta: float = 10_000.0) -> RopeConfig:
-    """One rope for all layers, over whole heads."""
+    """Reads one rope for all layers, over whole heads."""
     scaling = _scaling(fields)
     for holder in (fields, scaling):
         if holder.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
@@ -42,7 +42,7 @@ def read_rope(fields: HfConfigReader, head_dim: int, max_positions: int, default
 
 
 def read_rope_by_layer_type(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
-    """Gemma 3's: layers with a window have a rope of their own, and only the other layers' rope was scaled.
+    """Reads Gemma 3's ropes: layers with a window have their own, and only the other layers' rope is scaled.
     ``max_position_embeddings`` includes the scaling.
     """
     scaling = _scaling(fields)
@@ -58,7 +58,7 @@ def read_rope_by_layer_type(fields: HfConfigReader, head_dim: int, max_positions
 
 
 def read_partial_rope(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
-    """Phi-3's: part of each head is rotated, and ropes are plain or LongRoPE.
+    """Reads Phi-3's rope: only part of each head is rotated, and the rope is plain or LongRoPE.
 
     LongRoPE has two sets of factors, and switches to the other set once a sequence outgrows the original context. The
     keys cached until then would be wrong, so a model serves only its original context.
@@ -86,7 +86,7 @@ def read_partial_rope(fields: HfConfigReader, head_dim: int, max_positions: int)
 
 
 def read_yarn_by_default(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
-    """gpt-oss's: without ``rope_parameters``, the rope is the YaRN of the published models."""
+    """Reads gpt-oss's rope. Without ``rope_parameters``, it is the YaRN of the published models."""
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
         default = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
         scaling = HfConfigReader(default)
@@ -130,7 +130,7 @@ def _wrong_kind(scaling: HfConfigReader, known: str) -> ModelError:
 
 
 def _theta(fields: HfConfigReader, scaling: HfConfigReader, old_name: str, default: float) -> float:
-    """transformers 5 has it in the part that describes scaling, older versions beside that part."""
+    """Reads theta. transformers 5 writes it into the part that describes scaling, older versions beside it."""
     return scaling.number("rope_theta", 1.0, MAX_THETA, fields.number(old_name, 1.0, MAX_THETA, default))
 
 

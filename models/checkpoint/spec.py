@@ -1,5 +1,5 @@
-"""Describes a decoder as data: everything that a backend needs to run it, and nothing about how. Knows no tensors and
-no files.
+"""Describes a decoder as data: everything that a backend needs to run it, and nothing about how. Does not depend on
+tensors or files.
 """
 
 import math
@@ -116,9 +116,9 @@ class Experts:
     per_token: int
     intermediate_size: int
     normalise: bool
-    """The chosen probabilities are divided by their sum, which is a softmax over only the chosen experts."""
+    """Whether the chosen probabilities are divided by their sum, which is a softmax over only the chosen experts."""
     biased: bool
-    """The router and the experts' linears have biases."""
+    """Whether the router and the experts' linears have biases."""
     gate: ClampedGate | None
     """The activation of the experts, if it is not ``act(gate) * up``."""
     layers: tuple[bool, ...]
@@ -145,7 +145,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     max_positions: int
-    """Positions that the model was made for, including its rope scaling."""
+    """The number of positions that the model was made for, including its rope scaling."""
     norm_eps: float
     norm_offset: float
     """All norms multiply by this + weight, in float32: 0 or 1."""
@@ -166,14 +166,14 @@ class ModelSpec:
     attention_soft_cap: float | None
     """A cap c turns a scaled score s into ``c tanh(s / c)``."""
     sinks: bool
-    """Each query head has an extra score without a value that takes part in the softmax."""
+    """Whether each query head has an extra score, without a value, that takes part in the softmax."""
     embedding_scale: float
     """The factor of embeddings, rounded to the model's dtype."""
     logit_soft_cap: float | None
     experts: Experts | None
     """None: every layer has the MLP."""
     tied_embeddings: bool
-    """The head is the embedding matrix."""
+    """Whether the head is the embedding matrix."""
 
     @property
     def query_size(self) -> int:
@@ -187,7 +187,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """The parameters of the whole model; tied embeddings count once."""
+        """The number of parameters of the whole model; tied embeddings count once."""
         return sum(math.prod(shape) for _, shape in self.tensors())
 
     def num_loaded(self, num_logits: int, num_ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Reads fields of a Hugging Face config with limits, so that errors name the field. Knows no model family."""
+"""Reads fields of a Hugging Face config with limits, so that errors name the field. Independent of model families."""
 
 from collections.abc import Mapping
 from typing import Any

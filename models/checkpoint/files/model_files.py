@@ -1,5 +1,5 @@
-"""Opens the files of a model's directory, which are untrusted: only regular files, up to a maximum size. Knows nothing
-of their content, and does not import torch.
+"""Opens the files of a model's directory, which are untrusted: only regular files, up to a maximum size. Does not
+depend on their content, and does not import torch.
 """
 
 import os
@@ -11,16 +11,16 @@ from penstock.models.errors import ModelError
 MIB = 1 << 20
 MAX_CONFIG_BYTES = 4 * MIB
 """The limit for config.json, generation_config.json and sentence-transformers' files. The largest known ones, with
-lists of quantised modules, have a tenth.
+lists of quantised modules, are a tenth of this.
 """
 MAX_INDEX_BYTES = 32 * MIB
-"""The limit for model.safetensors.index.json. Those of models with a trillion parameters have half."""
+"""The limit for model.safetensors.index.json. For models with a trillion parameters it is half of this."""
 MAX_TOKENIZER_BYTES = 128 * MIB
-"""The limit for tokenizer.json. Those with 262,144 tokens have a quarter."""
+"""The limit for tokenizer.json. With 262,144 tokens it is a quarter of this."""
 MAX_TOKENIZER_CONFIG_BYTES = 8 * MIB
 """The limit for tokenizer_config.json, special_tokens_map.json and added_tokens.json."""
 MAX_TEMPLATE_BYTES = 1 * MIB
-"""The limit for a chat template. The largest known ones have a tenth."""
+"""The limit for a chat template. The largest known ones are a tenth of this."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",

@@ -1,4 +1,4 @@
-"""Reads and checks the headers of safetensors files without reading the tensors. Knows no model."""
+"""Reads and checks the headers of safetensors files without reading the tensors. Independent of models."""
 
 import math
 import os
@@ -14,7 +14,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit that the format defines."""
 
 MAX_TENSORS = 1 << 20
-"""The limit for one file. A model of a trillion parameters has a tenth of this in all of its files."""
+"""The limit for one file. A model with a trillion parameters has a tenth of this in all its files together."""
 MAX_DIMENSIONS = 16
 MAX_NAME_CHARS = 1024
 _MAX_SHOWN = 60

@@ -1,4 +1,4 @@
-"""Reads a model's vocabulary from tokenizer.json. Knows no tokenizer library."""
+"""Reads a model's vocabulary from tokenizer.json. Uses no tokenizer library."""
 
 import msgspec
 
