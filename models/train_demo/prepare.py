@@ -1,8 +1,8 @@
 """Makes the demo model's corpus: downloads Debian packages, turns them into documents, splits off the held-out ones.
 
 Writes train.jsonl, heldout.jsonl (one document per line: domain, key, text) and manifest.json (package, version,
-licence, documents, bytes) below --work. It needs apt-get, dpkg-deb and groff; packages are unpacked there, never installed. A
-package already unpacked is not downloaded again.
+licence, documents, bytes) below --work. It needs apt-get, dpkg-deb and groff; packages are unpacked there, never
+installed. A package already unpacked is not downloaded again.
 
 Examples:
     python prepare.py

@@ -4,7 +4,8 @@ Sequences start at 256 tokens and grow to 2,048. trainer.py describes what is tr
 a checkpoint is written. The finished model is written to --out.
 
 Cost: 35 million floating-point operations per token, attention aside. The model's card states what two CPU cores took.
-On a GPU the cost was not measured; at 20 TFLOP/s, which so small a model should reach, 20 million tokens are 35 seconds.
+On a GPU the cost was not measured; at 20 TFLOP/s, which a model of this size should reach, 20 million tokens take
+35 seconds.
 
 Examples:
     nice -n 19 python train.py --minutes 100

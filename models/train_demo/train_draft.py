@@ -3,8 +3,8 @@
 It has the demo model's tokenizer and architecture, two layers and half the hidden size. What it learns is the demo
 model's distribution at every position, half the time on text of the corpus, half the time on what the demo model wrote
 itself (continuations.py). Its embeddings begin as the demo model's, turned to where most of their variance is.
-trainer.py describes how it is trained, and when a checkpoint is written. The finished model is written to --out, without the
-tokenizer, which is the demo model's.
+trainer.py describes how it is trained, and when a checkpoint is written. The finished model is written to --out,
+without the tokenizer, which is the demo model's.
 
 Examples:
     nice -n 19 python train_draft.py
