@@ -92,7 +92,11 @@ BROKEN = {
     "other": ("tokenizer.json", "{}", "tokenizer.json: is not a valid tokenizer"),
     "config": ("tokenizer_config.json", "[]", "tokenizer_config.json: is not a JSON object"),
     "truncated": ("generation_config.json", '{"eos', "generation_config.json: is not valid JSON"),
-    "template": ("chat_template.jinja", "{% if %}", "chat_template.jinja: the chat template is not valid Jinja, line 1"),
+    "template": (
+        "chat_template.jinja",
+        "{% if %}",
+        "chat_template.jinja: the chat template is not valid Jinja, line 1",
+    ),
 }
 
 
