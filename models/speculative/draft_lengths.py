@@ -23,8 +23,8 @@ def choose_lengths(acceptance: Sequence[Sequence[float]], num_certain: int, seco
     """Maximises (num_certain + sum of the chances of the drafts) / seconds[number of drafts], if that is ``MIN_GAIN``
     times what it is without drafts.
 
-    ``acceptance``: of each row's drafts, that it and those before it are right, so they fall; ``num_certain`` tokens come
-    whatever is drafted; ``seconds``: of the step with so many drafts, for as many as there is room for. Drafts are
+    ``acceptance`` has, for each of a row's drafts, the probability that it and those before it are right, so the
+    values fall; ``num_certain`` tokens come whatever is drafted; ``seconds``: of the step with so many drafts, for as many as there is room for. Drafts are
     taken by falling chance, whoever's they are. The best number of them may lie behind a worse one, where seconds go
     by steps, so all are looked at.
     """
