@@ -24,9 +24,9 @@ def choose_lengths(acceptance: Sequence[Sequence[float]], num_certain: int, seco
     times what it is without drafts.
 
     ``acceptance`` has, for each of a row's drafts, the probability that it and those before it are right, so the
-    values fall; ``num_certain`` tokens come whatever is drafted; ``seconds``: of the step with so many drafts, for as many as there is room for. Drafts are
-    taken by falling chance, whoever's they are. The best number of them may lie behind a worse one, where seconds go
-    by steps, so all are looked at.
+    values fall. ``num_certain`` tokens come whatever is drafted. ``seconds[n]`` is the time of the step with n drafts,
+    for as many as there is room for. Drafts are taken in the order of their probability, from any row. The best number
+    may lie beyond a worse one, where the time grows in steps, so all numbers are tried.
     """
     candidates = [(chance, index) for index, row in enumerate(acceptance) for chance in row if chance >= MIN_CHANCE]
     candidates.sort(reverse=True)
