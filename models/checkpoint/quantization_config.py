@@ -159,7 +159,7 @@ def choose_quantization(requested: str, stored: Quantization | None) -> str:
         )
     if requested not in ("none", stored.method):
         raise ModelError(
-            f"--quantization {requested}: the checkpoint is quantised by {stored.method}, by its config.json: leave "
+            f"--quantization {requested}: the checkpoint is quantised by {stored.method}, as config.json states: leave "
             f"the flag out, or give {stored.method}"
         )
     return stored.method
