@@ -73,15 +73,16 @@ def test_the_python_call_streams_text(target: str) -> None:
 @pytest.mark.parametrize(
     ("containing", "printed"),
     [
-        ("continue_from=first", r".{20}"),
-        ("AsyncClient", r" 16\n.* 16\n"),
-        ("request.update", r"LENGTH after 20 tokens, seed \d+"),
+        ("continue_from=first", r"\S"),
+        ("AsyncClient", r" \d+\n.* \d+\n"),
+        ("request.update", r"(LENGTH|STOP) after \d+ tokens, seed \d+"),
         ("except RequestFailed", r"NOT_FOUND CONTEXT_NOT_FOUND False .*did you mean temperature\?"),
-        ("LLM(", r".{20}"),
+        ("LLM(", r"\S"),
     ],
     ids=["client", "asyncio", "events", "errors", "library"],
 )
 def test_the_examples_of_the_client_run(target: str, containing: str, printed: str) -> None:
+    """Most sample without a seed, so that an answer may end at any token."""
     (code,) = blocks(CLIENT, "python", containing)
     assert re.search(printed, run_python(code, target), re.DOTALL)
 
