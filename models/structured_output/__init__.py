@@ -1,1 +1,1 @@
-"""Grammars: compiled, held, and turned into token masks beside the forward pass."""
+"""Compiles grammars, caches them, and computes token masks from them during the forward pass."""

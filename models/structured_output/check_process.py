@@ -1,9 +1,10 @@
-"""The process that checks grammars before their requests are taken, started by the service. Each is compiled in a child
-that has little time and memory, since some would take a compiler minutes, or the process with it.
+"""The process in which the service checks grammars before it accepts their requests. Each grammar is compiled in a
+child with limited time and memory, because some take minutes to compile or crash the process.
 
-Frames are lines of JSON: first what ``read_tokenizer`` takes and the options of ``to_grammar``, then grammars, one
-after another; each is answered. Ends with the service, which closes its end. Nothing here starts a thread, so that a
-child is whole.
+
+Messages are lines of JSON. The first has the arguments of ``read_tokenizer`` and the options of ``to_grammar``; each
+later one has a grammar. Every message gets a reply. The process ends when the service closes its end of the pipe.
+Nothing here starts a thread, because a forked child has only the thread that forked it.
 """
 
 import contextlib
@@ -32,20 +33,20 @@ from penstock.models.structured_output.compiler import (
 )
 
 CPU_S = 0.3
-"""For one grammar. The worker takes as long for it, once, and its first batch may have to wait."""
+"""CPU time for one grammar. The worker needs as long to compile it, once, and its first batch may have to wait."""
 WALL_S = 4.0
-"""How long to wait for a child that gets no processor. That says nothing of its grammar."""
+"""How long to wait for a child that gets no CPU time. This is not the fault of its grammar."""
 MEMORY_BYTES = 256 << 20
-"""Besides what the process has."""
+"""Memory of a child beyond that of its parent."""
 
 TOO_COSTLY = f"it takes more than {CPU_S} s or {MEMORY_BYTES >> 20} MiB to compile: make it smaller"
 TOO_BUSY = "the machine is too busy to compile the constraint; try again"
 
 
 def main() -> None:
-    """Answers grammars on standard output until standard input ends."""
+    """Reads grammars from standard input and writes the results to standard output, until standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Terminals and service managers send these to every process at once; the service decides when this one ends.
+        # Terminals and service managers send these to every process at once; the service decides when this one exits.
         signal.signal(number, signal.SIG_IGN)
     prepare_child(FED_BY_STRANGERS)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -71,8 +72,8 @@ def _answer(answers: IO[bytes], answer: dict[str, str]) -> None:
 
 
 def _checked(tokenizer: Any, kind: str, text: str, convert: Callable[[str, str], str]) -> dict[str, str]:
-    """Returns the child's answer, or what its end says of the grammar. ``busy``: the child had no time to find out, and
-    may succeed if asked again."""
+    """Returns the child's result, or an error if it ended without one. ``busy`` means that the child ran out of time
+    before it had a result, and that another try may succeed."""
     deadline = time.monotonic() + WALL_S
     reading, writing = os.pipe()
     child = os.fork()
@@ -81,7 +82,7 @@ def _checked(tokenizer: Any, kind: str, text: str, convert: Callable[[str, str],
         try:
             _in_child(tokenizer, kind, text, convert, writing)
         finally:
-            os._exit(1)  # whatever happens, nothing of the parent's runs here
+            os._exit(1)  # whatever happens, the child must not run the parent's code
     os.close(writing)
     said, has_ended = b"", False
     try:
@@ -102,11 +103,12 @@ def _checked(tokenizer: Any, kind: str, text: str, convert: Callable[[str, str],
 
 
 def _in_child(tokenizer: LLTokenizer, kind: str, text: str, convert: Callable[[str, str], str], writing: int) -> None:
-    """Says on ``writing`` what comes of a grammar, unless it takes too much."""
+    """Writes the result for a grammar to ``writing``, unless the grammar exceeds the limits."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the library says as it dies is no news
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last output before a crash is of no use
+
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     try:
         grammar = convert(kind, text)

@@ -1,5 +1,5 @@
-"""Grammars for llguidance: from what callers write to its own form, and from that to a matcher. The same code checks a
-grammar before its request is taken, in a process of its own, and compiles it in the worker."""
+"""Converts clients' constraints to llguidance grammars, and compiles these to matchers. The same code checks a grammar
+in a separate process before its request is accepted, and compiles it in the worker."""
 
 import json
 import re
@@ -24,16 +24,16 @@ from penstock.models.structured_output.exact_numbers import (
 from penstock.models.structured_output.json_schema import ObjectCloser, without_covered_patterns
 
 LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
-"""Of the work that a grammar takes at its start and in each step, and of a matcher's memory: a state takes 1 to 2 kB,
-and each row has its own. The others are the library's."""
+"""Limits the work for a grammar, at its start and in each step, and a matcher's memory: a state takes 1 to 2 kB, and
+each row has its own states. The other limits are the library's defaults."""
 WHITESPACE = r"(?:\x20|\r?\n[\x20\x09]{0,40})"
-"""Between the parts of a JSON text, unless a schema says otherwise: as JSON is usually set. Where anything goes, weak
-models write blanks without end."""
+"""The whitespace allowed between JSON tokens, unless a schema specifies another: that of usual JSON formatting. If any
+whitespace is allowed, weak models write blanks without end."""
 MAX_REASON = 160
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be used. The text says what is wrong with it, in one line."""
+    """A grammar that cannot be used. The message is one line that describes the error."""
 
 
 def read_tokenizer(
@@ -43,17 +43,17 @@ def read_tokenizer(
     eos_token_ids: Sequence[int],
     added_tokens: Sequence[tuple[int, str]] = (),
 ) -> LLTokenizer:
-    """What matchers know of a vocabulary, from a model's directory. Masks have ``num_ids`` bits; ``special_tokens``
-    are special even where tokenizer.json only has them in its vocabulary; ``added_tokens`` are ids and contents of
-    those that it lacks. Raises ValueError for a tokenizer whose tokens the library cannot tell the bytes of."""
+    """Reads the tokenizer that matchers use from a model's directory. Masks have ``num_ids`` bits. ``special_tokens``
+    are special even if tokenizer.json has them only in its vocabulary. ``added_tokens`` are the ids and contents of
+    tokens that it lacks. Raises ValueError if the library cannot derive the bytes of the tokenizer's tokens."""
     content = read_model_file(Path(directory) / "tokenizer.json", MAX_TOKENIZER_BYTES)
     described = _with_tokens(content, special_tokens, added_tokens)
     return LLTokenizer(described, n_vocab=num_ids, eos_token=list(eos_token_ids))
 
 
 def _with_tokens(described: bytes, special_tokens: Sequence[str], added_tokens: Sequence[tuple[int, str]]) -> str:
-    """A tokenizer.json with more tokens, in which some are special, and nothing is cut off or filled up. The
-    vocabulary is passed on as it stands, unread if that can be: reading it would take the time of all the rest."""
+    """Returns the tokenizer.json with the given tokens added or made special, and without truncation and padding. The
+    vocabulary is copied unparsed if possible, because parsing it would take as long as everything else."""
     parts = msgspec.json.decode(described, type=dict[str, msgspec.Raw])
     added = msgspec.json.decode(parts.get("added_tokens", b"null"), type=list[dict[str, Any]] | None) or []
     by_content = {token["content"]: token for token in added}
@@ -73,12 +73,12 @@ def _with_tokens(described: bytes, special_tokens: Sequence[str], added_tokens: 
 
 
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-"""Of a token that a configuration names. Of another's flags nothing depends here on these."""
+"""The flags of tokens that a configuration names. Matchers do not depend on these flags."""
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the beginning of an output, which has been asked once what may come: so its copies know already what
-    takes long to find out. Raises GrammarError, also for a grammar that the library gives up at the first token."""
+    """Returns a matcher at the beginning of an output. It has computed its first mask, so its copies share the results
+    that take long to compute. Raises GrammarError, also if the library fails at the first token."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     begun = _after_one_token(matcher, tokenizer) if not matcher.is_error() else None
     for one in (matcher, begun):
@@ -88,7 +88,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def _after_one_token(matcher: LLMatcher, tokenizer: LLTokenizer) -> LLMatcher | None:
-    """Of those that may come first, but for an end; None where there is none."""
+    """Returns the matcher after one allowed first token that is not EOS; None if there is no such token."""
     allowed = int.from_bytes(matcher.compute_bitmask(), "little")
     for token_id in tokenizer.eos_tokens:
         allowed &= ~(1 << token_id)
@@ -100,13 +100,13 @@ def _after_one_token(matcher: LLMatcher, tokenizer: LLTokenizer) -> LLMatcher | 
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Why a matcher can go on no more."""
+    """Returns the reason why a matcher cannot continue."""
     error = matcher.get_error()
     return "no text can match it" if error.startswith("NoExtension") else one_line(error)
 
 
 def one_line(message: str) -> str:
-    """What the library says, without the lines that show where."""
+    """Returns the library's error message without the lines that show the position."""
     lines = [line.strip() for line in message.splitlines()] or [""]
     line = next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
@@ -116,8 +116,7 @@ _NO_FORCING = re.compile(r'%llguidance\s*\{[^}]*"no_forcing"\s*:\s*true')
 
 
 def forces_tokens(grammar: str) -> bool:
-    """Whether, by a grammar in the library's form, text that must come has only the tokens that the tokenizer makes of
-    it."""
+    """Whether a grammar in the library's form allows forced text only in the tokenizer's own tokens."""
     return _NO_FORCING.search(grammar) is None
 
 
@@ -130,39 +129,39 @@ _KEYWORDS = frozenset(
     unevaluatedProperties uniqueItems
     """.split()  # noqa: SIM905 - a list of words
 )
-"""Of JSON Schema, by which its authors need to be told what is wrong."""
+"""Keywords of JSON Schema. Error messages keep them, because clients need them to find the error."""
 _TRIVIAL = 2
 _CUT = re.compile(r"…(\W\w{0,2}){0,3}(…(\W\w{0,2}){0,3})*…")
 
 
 def discreet(message: str, text: str) -> str:
-    """The message without the words that are a caller's own: no status repeats what callers write."""
+    """Removes the client's own words from a message, because no status may repeat a client's text."""
     theirs = {word for word in re.findall(r"\w+", text) if len(word) > _TRIVIAL} - _KEYWORDS
     return _CUT.sub("…", re.sub(r"\w+", lambda word: "…" if word[0] in theirs else word[0], message))
 
 
-# What callers write ---------------------------------------------------------------------------------------------------
+# Conversion from the client's form ------------------------------------------------------------------------------------
 
 
 def to_grammar(
     kind: str, text: str, special_tokens: Sequence[str] = (), *, forces: bool = True, closes_objects: bool = True
 ) -> str:
-    """A grammar in the library's form. ``kind`` is a field of the contract's ``Constraint``; ``choices`` are given as
-    the JSON text of a list. Without ``forces`` text that must come may have any tokens, not only those that the
-    tokenizer makes of it. ``closes_objects``: whether an object that declares properties, and says nothing of others,
-    has no others. Raises GrammarError; what is left to find out the compiler says."""
+    """Converts a constraint to a grammar in the library's form. ``kind`` is a field of the API's ``Constraint``;
+    ``choices`` are given as a JSON list. Without ``forces``, forced text may have any tokens, not only the tokenizer's
+    own. With ``closes_objects``, an object that declares properties may have no others, unless the schema allows them.
+    Raises GrammarError for some errors; the compiler reports the others."""
     try:
         grammar = _CONVERTERS[kind](text, closes_objects)
     except RecursionError:
-        raise GrammarError("it is nested too deep") from None
-    # Where the library knows what text must come it tokenizes it, and takes what spells a special token for that token.
+        raise GrammarError("it is nested too deeply") from None
+    # The library tokenizes forced text, and turns text that spells a special token into that token.
     plain = grammar.replace("\\", "")
     is_safe = forces and not any(token in plain for token in special_tokens)
     return grammar if is_safe else f'%llguidance {{"no_forcing": true}}\n{grammar}'
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON's")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _SCHEMAS = json.JSONDecoder(parse_float=Real.read, parse_int=read_integer, parse_constant=_no_number)
@@ -172,13 +171,13 @@ def _json_schema(text: str, closes_objects: bool) -> str:
     try:
         schema = _SCHEMAS.decode(text)
     except ValueError as error:
-        raise GrammarError(f"is no JSON: {error}") from None
+        raise GrammarError(f"is not JSON: {error}") from None
     body, rules = _of_schema(schema, closes_objects)
     return "\n".join([f"start: {body}", *rules])
 
 
 def _of_schema(schema: Any, closes_objects: bool, number: int = 0) -> tuple[str, list[str]]:
-    """An expression for the values of a schema, and the rules that it needs."""
+    """Returns an expression for the values of a schema, and the rules that the expression needs."""
     if not isinstance(schema, dict):
         return f"%json {json.dumps(schema)}", []
     schema = without_covered_patterns(without_annotations(schema))
@@ -196,7 +195,7 @@ def _of_schema(schema: Any, closes_objects: bool, number: int = 0) -> tuple[str,
 
 
 def _lark(text: str, closes_objects: bool) -> str:
-    """Schemas in it are read as any other."""
+    """Converts the JSON schemas in a Lark grammar as if they stood alone."""
     parts: list[str] = []
     more: list[str] = []
     at = 0
@@ -205,7 +204,7 @@ def _lark(text: str, closes_objects: bool) -> str:
             continue
         try:
             schema, end = _SCHEMAS.raw_decode(text, found.end())
-        except ValueError:  # the compiler says what is wrong
+        except ValueError:  # the compiler reports the error
             continue
         body, rules = _of_schema(schema, closes_objects, len(parts))
         parts += [text[at : found.start()], body]
@@ -215,11 +214,12 @@ def _lark(text: str, closes_objects: bool) -> str:
 
 
 _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//[^\n]*|(%json\s+)(?=[{\[tf])')
-"""Texts, regular expressions and comments, in which nothing is looked for; and where a schema begins."""
+"""Matches strings, regular expressions and comments, which are skipped, and the beginning of a schema."""
 
 
 def _json_options(given: object) -> dict[str, Any]:
-    """Those of the schema's own ``x-guidance``, but that what is not understood is never passed over."""
+    """Returns the schema's own ``x-guidance`` with our default whitespace. Never lenient: keywords that the library
+    does not support are errors."""
     options: Mapping[str, Any] = given if isinstance(given, dict) else {}
     has_whitespace = "whitespace_pattern" in options or "whitespace_flexible" in options
     return {**({} if has_whitespace else {"whitespace_pattern": WHITESPACE}), **options, "lenient": False}
@@ -246,7 +246,7 @@ _UNICODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def _as_itself(match: re.Match[str]) -> str:
-    """A letter for its escape, which the converter cuts the zeros of."""
+    """Returns the letter for an escape, from which the converter would strip the zeros."""
     digits = match[1] or match[2]
     character = chr(int(digits, 16)) if digits and int(digits, 16) <= 0x10FFFF else ""
     return character if character.isalnum() else match[0]
@@ -257,7 +257,7 @@ def _choices(text: str, _: bool) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as Lark writes it."""
+    """Returns a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f")
 
 

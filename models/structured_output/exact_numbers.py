@@ -1,7 +1,7 @@
-"""Schemas with numbers that the library would round. It computes with doubles, so a schema that has such a number is
-written in Lark, as far down as the number: what lies beside it stays a JSON schema.
+"""Rewrites schemas with numbers that the library would round, because it computes with doubles. The path from the root
+to such a number is written in Lark; the parts beside it stay JSON schemas.
 
-Integers are exact: ``const``, ``enum``, and the bounds of integers. What this does not describe is refused.
+Integers are exact in ``const``, ``enum`` and the bounds of integers. Such numbers in other places are rejected.
 """
 
 import json
@@ -13,15 +13,15 @@ from typing import Any
 from penstock.models.structured_output.json_schema import ANNOTATIONS, BRANCHES, Schema, map_subschemas, resolved
 
 MAX_EXACT = 1 << 53
-"""Doubles have all integers up to it."""
+"""Doubles represent all integers up to this one."""
 MAX_DIGITS = 400
-"""Of a number. A larger one is refused, before anything grows with it."""
+"""The maximum number of digits. A longer number is rejected at once, before it makes a grammar large."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NUMBERS = frozenset({*_BOUNDS, "multipleOf", "const", "enum"})
 
 
 class NumberError(Exception):
-    """A number that can't be honoured. The text says where it is."""
+    """A number that is not supported. The message contains its position."""
 
 
 class Real(float):
@@ -31,26 +31,27 @@ class Real(float):
 
     @classmethod
     def read(cls, text: str) -> "Real":
-        """As JSON has it."""
+        """Parses a JSON number."""
         real = cls(text)
         real.text = text
         return real
 
     @property
     def is_rounded(self) -> bool:
-        """Whether a double is another number, and one that matters: decimal fractions are always rounded."""
+        """Whether the nearest double differs in a way that matters. Decimal fractions below 2^53 do not count: they are
+        always rounded."""
         return not abs(self) < MAX_EXACT and (abs(self) == float("inf") or Decimal(self.text) != Decimal(float(self)))
 
 
 def read_integer(text: str) -> int:
-    """Raises ValueError for one with too many digits."""
+    """Parses an integer. Raises ValueError if it has too many digits."""
     if len(text) > MAX_DIGITS:
         raise ValueError(f"a number has more than {MAX_DIGITS} digits")
     return int(text)
 
 
 def is_inexact(value: object) -> bool:
-    """Whether the library may take a number for another one."""
+    """Whether the library may round a number to another one."""
     if isinstance(value, Real):
         return value.is_rounded
     return isinstance(value, int) and abs(value) > MAX_EXACT
@@ -64,7 +65,7 @@ def has_inexact(value: object) -> bool:
 
 
 def without_annotations(schema: Any) -> Any:
-    """A schema without defaults and examples, whose numbers don't matter."""
+    """Returns a schema without defaults and examples, because numbers in them do not matter."""
     if not isinstance(schema, dict):
         return schema
     result = map_subschemas(schema, without_annotations)
@@ -75,10 +76,10 @@ def without_annotations(schema: Any) -> Any:
 
 
 class ExactWriter:
-    """Writes one schema. Its references are within it."""
+    """Writes one schema as Lark rules. All of its references are within it."""
 
     def __init__(self, root: Schema, whitespace: str, number: int = 0) -> None:
-        """``number`` tells its rules from those of other schemas in the same grammar."""
+        """``number`` distinguishes its rules from those of other schemas in the same grammar."""
         self._root = root
         self._options = root.get("x-guidance")
         self._prefix = f"exact_{number}"
@@ -86,11 +87,11 @@ class ExactWriter:
         escaped = re.sub(r"(?<!\\)/", r"\\/", whitespace)
         self._rules = [f"{self._ws}: /(?:{escaped})?/"]
         self._known: dict[str, str] = {}
-        """By reference, its rule."""
+        """Rules by reference."""
         self._refs_inexact: dict[str, bool] = {}
 
     def rules(self) -> tuple[str, list[str]]:
-        """The name of the rule for the whole, and all rules. Raises NumberError."""
+        """Returns the name of the rule for the whole schema, and all rules. Raises NumberError."""
         return self._value(self._root, ""), self._rules
 
     def _rule(self, body: str) -> str:
@@ -99,7 +100,7 @@ class ExactWriter:
         return name
 
     def _value(self, schema: Any, at: str) -> str:
-        """An expression for the values of a schema."""
+        """Returns an expression for the values of a schema."""
         if not self._needs(schema, set()):
             return self._rule(f"%json {json.dumps(self._alone(schema), ensure_ascii=False)}")
         keys = schema.keys() - ANNOTATIONS
@@ -144,7 +145,7 @@ class ExactWriter:
             if value is None or isinstance(value, bool):
                 continue
             if not isinstance(value, int):
-                raise NumberError(f"{at}/{key}: beside integers this large a bound must be an integer without exponent")
+                raise NumberError(f"{at}/{key}: with integers this large, a bound must be an integer without exponent")
             if key in ("minimum", "exclusiveMinimum"):
                 least = value + (key == "exclusiveMinimum" or schema.get("exclusiveMinimum") is True)
                 low = least if low is None else max(low, least)
@@ -152,7 +153,7 @@ class ExactWriter:
                 most = value - (key == "exclusiveMaximum" or schema.get("exclusiveMaximum") is True)
                 high = most if high is None else min(high, most)
         if low is not None and high is not None and low > high:
-            raise NumberError(f"{at}: no integer is within its minimum and maximum")
+            raise NumberError(f"{at}: no integer lies between its minimum and maximum")
         return integers_between(low, high)
 
     def _one_of(self, schema: Schema, at: str) -> str:
@@ -164,7 +165,7 @@ class ExactWriter:
             kinds = kinds if isinstance(kinds, list) else [kinds]
             values = [value for value in values if any(_is_of(value, kind) for kind in kinds)]
         if not values:
-            raise NumberError(f"{at}: none of its values is of its type")
+            raise NumberError(f"{at}: none of its values has its type")
         return self._any([self._literal(value) for value in values])
 
     def _literal(self, value: Any) -> str:
@@ -186,7 +187,7 @@ class ExactWriter:
         return f'{_text(json.dumps(name, ensure_ascii=False))} {self._ws} ":" {self._ws} {value}'
 
     def _object(self, schema: Schema, at: str) -> str:
-        """Properties in their order, then others."""
+        """Writes an object: its properties in their order, then others."""
         properties = dict(schema.get("properties") or {})
         required = set(schema.get("required") or ())
         for name in sorted(required - properties.keys()):
@@ -213,7 +214,7 @@ class ExactWriter:
         item = self._value(schema.get("items", True), f"{at}/items")
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if not isinstance(least, int) or not isinstance(most, int | None) or (most is not None and most < least):
-            raise NumberError(f"{at}: minItems and maxItems must be numbers of items, one not above the other")
+            raise NumberError(f"{at}: minItems and maxItems must be integers, and minItems at most maxItems")
         if most == 0:
             return self._rule(f'"[" {self._ws} "]"')
         upto = "" if most is None else str(most - 1)
@@ -234,7 +235,7 @@ class ExactWriter:
         return self._rule(" | ".join(alternatives) if alternatives else "/[^\\s\\S]/")
 
     def _needs(self, schema: Any, seen: set[str]) -> bool:
-        """Whether a schema has a number that would be rounded, or points to one."""
+        """Whether a schema, or one that it references, has a number that would be rounded."""
         if isinstance(schema, list):
             return any(self._needs(each, seen) for each in schema)
         if not isinstance(schema, dict):
@@ -247,7 +248,7 @@ class ExactWriter:
         return any(self._needs(value, seen) for key, value in schema.items() if key not in ANNOTATIONS)
 
     def _alone(self, schema: Any) -> Any:
-        """A part of the schema, as a schema by itself."""
+        """Returns a part of the schema as a schema of its own."""
         if not isinstance(schema, dict):
             return {"allOf": [schema], "x-guidance": self._options}
         kept = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
@@ -266,7 +267,7 @@ class ExactWriter:
 
 
 def _clamped(value: Any) -> Any:
-    """Definitions that nothing points to, without the numbers that would be rounded."""
+    """Replaces the numbers that would be rounded, in definitions that are copied but not referenced."""
     if isinstance(value, dict):
         return {key: _clamped(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -275,7 +276,7 @@ def _clamped(value: Any) -> Any:
 
 
 def _first_inexact(value: Any, at: str) -> str:
-    """Where the first such number of a schema is."""
+    """Returns the position of the first number of a schema that would be rounded."""
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return next((_first_inexact(each, f"{at}/{key}") for key, each in parts if has_inexact(each)), at)
 
@@ -294,7 +295,7 @@ def _text(text: str) -> str:
 
 
 def integers_between(low: int | None, high: int | None) -> str:
-    """A regular expression for the integers from ``low`` to ``high``, both included; None: no bound."""
+    """Returns a regular expression for the integers from ``low`` to ``high``, both included; None means no bound."""
     parts = []
     if low is None or low < 0:
         parts.append(f"-(?:{_naturals(max(1, -high if high is not None else 1), None if low is None else -low)})")
@@ -315,7 +316,7 @@ def _naturals(low: int, high: int | None) -> str:
 
 
 def _same_length(low: str, high: str) -> str:
-    """The numbers from one to the other, which have as many digits."""
+    """Returns a regular expression for the numbers between two that have the same number of digits."""
     if low == high:
         return low
     first, last, rest = low[0], high[0], len(low) - 1

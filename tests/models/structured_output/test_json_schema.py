@@ -108,7 +108,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("where", REFUSED)
 def test_other_large_numbers_are_refused_where_they_are(where):
-    with pytest.raises(GrammarError, match=f"^(is no JSON: a number has )?(/?: )?{where.replace('$', '.')}|{where}"):
+    with pytest.raises(GrammarError, match=f"^(is not JSON: a number has )?(/?: )?{where.replace('$', '.')}|{where}"):
         grammar_of(REFUSED[where])
 
 
