@@ -3,12 +3,10 @@ but its own."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from penstock.models.backends.base import Backend
 from penstock.models.batch.batch import Batch, Sampled, build_batch
@@ -89,8 +87,8 @@ class Runner:
         self.run(StepPlan(0, [0], [], [], [], []))
         if self._controller is not None:
             room = min(facts.max_model_len, facts.num_blocks * facts.block_size)
-            self._controller.measure(self._run_drafts, min(facts.max_num_batched_tokens, room))
-            self._measure_asking(self._controller)
+            self._controller.measure_steps(self._run_drafts, min(facts.max_num_batched_tokens, room))
+            self._measure_proposals(self._controller)
 
     def measure_steps(self) -> Iterator[MeasuredStep]:
         """Runs some steps and yields their times. The steps are always the same, since each rank of a group runs them.
@@ -141,10 +139,10 @@ class Runner:
         self._compute(plan, Drafted({0: [0] * (num_tokens - 1)}), self._clock())()
         self._rows.apply(StepPlan(0, [0], [], [], [], []))
 
-    def _measure_asking(self, controller: SpeculationController) -> None:
+    def _measure_proposals(self, controller: SpeculationController) -> None:
         """Measures how long it takes to draft for rows of two tokens."""
         if rows := self._begin_short_rows(max(SIZES))[0]:
-            controller.measure_asking([self._rows[row] for row in rows])
+            controller.measure_proposals([self._rows[row] for row in rows])
             self.run(StepPlan(0, rows, [], [], [], []))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -205,25 +203,22 @@ class Runner:
         step that is running."""
         if self._has_drafts:
             self._newest.wait()
-        matched = self._matched(plan)
-        wanted = [] if self._controller is None else self._controller.choose(self._rows, plan)
-        if not matched and not wanted:
-            return NOTHING
-        self._newest.wait()
-        forced = self._grammars.forced(matched, plan.max_drafts) if self._grammars is not None and matched else {}
-        drafted = NOTHING
-        if self._controller is not None and (others := [one for one in wanted if one.row.number not in forced]):
-            room = plan.max_drafts - sum(map(len, forced.values()))
-            drafted = self._controller.draft(others, msgspec.structs.replace(plan, max_drafts=room))
-        return replace(drafted, drafts={**drafted.drafts, **forced}) if forced else drafted
+        forced = self._forced(plan)
+        if self._controller is None:
+            return Drafted(forced) if forced else NOTHING
+        return self._controller.propose(plan, self._rows, self._newest.wait, forced)
 
-    def _matched(self, plan: StepPlan) -> list[Wanted]:
-        """Returns the decoding rows of the plan whose grammars may force tokens. Returns none if ranks share the model:
-        each would find by its own clock that a row ends, and batches must have the same size on all of them."""
+    def _forced(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
+        """Returns the tokens that grammars force, by row number. Returns none if ranks share the model: each would find
+        by its own clock that a row ends, and batches must have the same size on all of them."""
         if self._grammars is None or not self._grammars.puts_off or not self._matching or not plan.max_drafts:
-            return []
+            return {}
         rows = [(self._rows[one.row], one.max_tokens - 1) for one in plan.decodes if one.row in self._matching]
-        return [Wanted(row, min(most, row.max_drafts)) for row, most in rows if most > 0]
+        wanted = [Wanted(row, min(most, row.max_drafts)) for row, most in rows if most > 0]
+        if not wanted:
+            return {}
+        self._newest.wait()
+        return self._grammars.forced(wanted, plan.max_drafts)
 
     def _compute(self, plan: StepPlan, drafted: Drafted, began: int) -> Callable[[], StepResult]:
         is_fenced = self._newest.is_set()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.models.batch.rows import Row, RowTable
-from penstock.models.speculative.controller import SpeculationController
+from penstock.models.speculative.controller import NOTHING, SpeculationController
 from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Wanted
 from penstock.models.speculative.ngram import NgramDrafter
@@ -78,17 +78,17 @@ def drafting_us(drafter: Drafter, table: RowTable, number: int) -> tuple[float, 
     plan = StepPlan(
         0, [], [], [], [], [Decode(row, 1 + MAX_DRAFTS) for row in range(number)], max_drafts=number * MAX_DRAFTS
     )
-    wanted = [Wanted(table[row], MAX_DRAFTS) for row in range(number)]
     asked = idle = float("inf")
     for _ in range(200):
         began = time.perf_counter()
-        controller.draft(wanted, plan)
-        asked = min(asked, time.perf_counter() - began)
+        drafted = controller.propose(plan, table, lambda: None, {})
+        if drafted is not NOTHING:
+            asked = min(asked, time.perf_counter() - began)
     controller._rows.num_paying = 0
     for _ in range(200):
-        controller._to_ask_s = -1.0
+        controller._prober.spend(1.0)
         began = time.perf_counter()
-        assert controller.choose(table, plan) == []
+        assert controller.propose(plan, table, lambda: None, {}) is NOTHING
         idle = min(idle, time.perf_counter() - began)
     return asked / number * 1e6, idle * 1e6
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from penstock.models.batch.batch import build_batch
 from penstock.models.batch.rows import RowTable
 from penstock.models.speculative.ask_costs import DraftCost
-from penstock.models.speculative.controller import NOTHING, SpeculationController
+from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import MEASURE_S, SIZES, StepCost
 from penstock.models.speculative.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths, choose_rounds
 from penstock.models.speculative.drafter import Drafter, Proposal
@@ -354,6 +354,10 @@ def new_table(*max_drafts, pooling=None):
     return table
 
 
+def never():
+    pytest.fail("waits for tokens, though no row is drafted for")
+
+
 def drafting_of(drafter, table, runs_ahead=False, max_drafts=8):
     """Where drafts cost next to nothing."""
     costs = StepCost(256)
@@ -361,14 +365,14 @@ def drafting_of(drafter, table, runs_ahead=False, max_drafts=8):
     controller = SpeculationController(drafter, max_drafts, costs, runs_ahead, clock=lambda: 0.0)
     for row in range(len(table)):
         controller.add_row(table[row])
-    controller.choose(table, StepPlan(0, [], [], [], [], []))  # the first step is without drafts
+    controller.propose(StepPlan(0, [], [], [], [], []), table, never, {})  # the first step is without drafts
     return controller
 
 
-def step(controller, table, *decodes, room):
+def step(controller, table, *decodes, room, forced=None):
     plan = StepPlan(0, [], [], [], [], list(decodes), max_drafts=room)
-    wanted = controller.choose(table, plan)
-    return {row: len(drafts) for row, drafts in controller.draft(wanted, plan).drafts.items()} if wanted else {}
+    drafted = controller.propose(plan, table, lambda: None, forced or {})
+    return {row: len(drafts) for row, drafts in drafted.drafts.items()}
 
 
 def test_every_bound_is_kept():
@@ -380,6 +384,15 @@ def test_every_bound_is_kept():
     assert sum(step(controller, table, *decodes, room=7).values()) == 7
     assert step(controller, table, *decodes, room=0) == {}
     assert step(controller, table, Decode(0, 1), Decode(1, 3), room=100) == {1: 2}
+
+
+def test_rows_whose_tokens_are_forced_get_no_other_drafts():
+    table = new_table(8, 8)
+    controller = drafting_of(drafter := Generous(), table)
+    decodes = [Decode(0, 9), Decode(1, 9)]
+    assert step(controller, table, *decodes, room=10, forced={0: [5, 5, 5]}) == {0: 3, 1: 7}
+    assert drafter.asked == [(1, 7)]
+    assert step(controller, table, *decodes, room=3, forced={0: [5, 5, 5]}) == {0: 3}
 
 
 def test_pooled_rows_and_rows_without_drafts_are_nothing_to_a_drafter():
@@ -403,18 +416,16 @@ def test_what_waits_for_the_last_step_is_rare_where_it_does_not_pay():
     controller = drafting_of(Generous(), table, runs_ahead=True)
     decodes = [Decode(row, 9) for row in range(4)]
     batch = build_batch(table, StepPlan(0, [], [], [], [], [Decode(row, 1) for row in range(4)]))
-    num_asked = 0
+    waits: list[None] = []
     for _ in range(1000):
+        num_waits = len(waits)
         plan = StepPlan(0, [], [], [], [], decodes, max_drafts=32)
-        wanted = controller.choose(table, plan)
-        num_asked += bool(wanted)
-        drafted = NOTHING
-        if wanted:
-            drafted = controller.draft(wanted, plan)
+        drafted = controller.propose(plan, table, lambda: waits.append(None), {})
+        has_waited = len(waits) > num_waits
         rows = [RowResult(row, 0, 2, [5], num_drafted=len(drafts)) for row, drafts in drafted.drafts.items()]
         # Waiting takes as long again as the step.
-        controller.observe(drafted, batch, rows, 0.2 if wanted else 0.1, is_fenced=bool(wanted))
-    assert 2 <= num_asked <= 20
+        controller.observe(drafted, batch, rows, 0.2 if has_waited else 0.1, is_fenced=has_waited)
+    assert 2 <= len(waits) <= 20
 
 
 def test_a_step_without_drafts_waits_for_one_that_has_some(simulation, monkeypatch):
