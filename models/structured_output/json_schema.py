@@ -1,7 +1,7 @@
-"""JSON schemas before they are compiled: what the library reads in another way than its callers mean is written out.
+"""Rewrites JSON schemas before they are compiled, where the library would read them differently than clients mean them.
 
-- Objects that declare properties and say nothing of others have no others, if the service closes objects.
-- A pattern of names that are all properties is dropped: the library would let a comma come that no name can follow.
+- If the service closes objects, an object that declares properties and does not mention others has no others.
+- A pattern whose names are all properties is dropped: the library would allow a comma that no name can follow.
 """
 
 import json
@@ -23,11 +23,11 @@ ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated", "readOnly"}
     | {"writeOnly", "$defs", "definitions", "x-guidance"}
 )
-"""Keywords that say nothing of which values match."""
+"""Keywords that do not restrict which values match."""
 
 
 def resolved(root: object, reference: object) -> object | None:
-    """What a reference within a schema points to; None for any other."""
+    """Returns the target of a reference within a schema; None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: object = root
@@ -43,7 +43,8 @@ def resolved(root: object, reference: object) -> object | None:
 
 
 def map_subschemas(schema: Schema, change: Callable[[Any], Any]) -> Schema:
-    """A schema whose subschemas are changed, except for those that apply to the same value as it does."""
+    """Returns a schema with ``change`` applied to its subschemas, except to those that apply to the same value as the
+    schema itself."""
     changed = dict(schema)
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, Mapping):
@@ -56,25 +57,25 @@ def map_subschemas(schema: Schema, change: Callable[[Any], Any]) -> Schema:
 
 
 class _Declared(NamedTuple):
-    """What schemas that apply to the same object say of its properties."""
+    """The properties declared by the schemas that apply to one object."""
 
     names: dict[str, None]
     patterns: dict[str, None]
     is_explicit: bool
-    """Whether one of them speaks of properties that are not declared, or has alternatives of its own."""
+    """Whether one of the schemas covers properties that are not declared, or has alternatives of its own."""
 
 
 class ObjectCloser:
-    """Writes ``additionalProperties: false`` where it is meant."""
+    """Adds ``additionalProperties: false`` to the objects that have no other properties."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._open: dict[str, str] = {}
-        """By reference, the name of an open copy of what it points to."""
+        """The names of open copies of the targets of references, by reference."""
         self._copies: Schema = {}
 
     def closed_root(self) -> Schema:
-        """The whole schema."""
+        """Returns the whole schema with its objects closed."""
         closed: Schema = self._closed(self._root)
         if self._copies:
             closed["$defs"] = {**(closed.get("$defs") or {}), **self._copies}
@@ -85,7 +86,7 @@ class ObjectCloser:
         if not isinstance(schema, dict):
             return schema
         keys = schema.keys() - ANNOTATIONS
-        if keys == {"$ref"} and others is None:  # what it points to is closed where it stands
+        if keys == {"$ref"} and others is None:  # its target is closed where it is defined
             return map_subschemas(schema, self._closed)
         if keys == {"allOf"} and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1:
             return {**map_subschemas(schema, self._closed), "allOf": [self._closed(schema["allOf"][0], others)]}
@@ -103,7 +104,7 @@ class ObjectCloser:
         if names or patterns:
             own = result.get("properties")
             result["properties"] = {**dict.fromkeys(names, True), **(own if isinstance(own, dict) else {})}
-            if isinstance(own, dict):  # its order is that of the output
+            if isinstance(own, dict):  # the output has the properties in this order
                 result["properties"] = {**own, **result["properties"]}
             if patterns:
                 result["patternProperties"] = {
@@ -120,7 +121,8 @@ class ObjectCloser:
         return result
 
     def _opened(self, schema: Any) -> Any:
-        """The same, but for an object that other schemas describe as well."""
+        """Returns a schema that is not closed itself, because other schemas apply to the same object. The schemas of
+        its properties are closed."""
         if not isinstance(schema, dict):
             return schema
         result = map_subschemas(schema, self._closed)
@@ -162,7 +164,7 @@ class ObjectCloser:
 
 
 def without_covered_patterns(schema: Any) -> Any:
-    """A schema whose ``patternProperties`` have no pattern of which all names are properties, or required."""
+    """Returns a schema without the patterns in ``patternProperties`` whose names are all properties, or required."""
     if not isinstance(schema, dict):
         return schema
     result = map_subschemas(schema, without_covered_patterns)
@@ -194,7 +196,7 @@ def _uncover(schema: Schema, patterns: Schema, properties: Schema) -> None:
 
 
 def _covered(pattern: str, names: Sequence[str]) -> Sequence[str] | None:
-    """Those of ``names`` that match a pattern, if nothing else does."""
+    """Returns the elements of ``names`` that match a pattern; None if anything else matches it."""
     if not names:
         return None
     grammar = f"start: %json {json.dumps({'type': 'string', 'pattern': pattern})}"

@@ -1,9 +1,9 @@
-"""The grammars of a worker's rows: compiled beside the steps, and masks of what they allow, found out while the layers
-run. Nothing here touches a device.
+"""Compiles the grammars of a worker's rows while steps run, and computes the token masks while the layers run. Uses no
+device.
 
-A step waits for a mask no longer than its budget (``mask_round``). A row whose mask is late sits out: nothing is chosen
-for it until the mask is there. Rows of a grammar that was slow of late are worked on in the background; such a row is
-in a batch only when its mask is there.
+A step waits for a mask no longer than its budget (``mask_round``). A row whose mask is late sits out: it gets no token
+until the mask is computed. The masks of a grammar that was slow recently are computed in the background, and its rows
+are in a batch only when their masks are computed.
 """
 
 import os
@@ -28,18 +28,18 @@ from penstock.models.structured_output.mask_work import MaskTools, RowWork
 from penstock.scheduler.plan import WorkerConfig
 
 MAX_COMPILED = 32
-"""Grammars that are kept for rows to come."""
+"""The number of compiled grammars that are cached."""
 MAX_THREADS = 4
-"""That masks of one batch are computed in. They take cores from the layers, where these run on a CPU."""
+"""The maximum number of threads that compute the masks of one batch. On a CPU they take cores from the layers."""
 
 METERED_S = 0.002
-"""Time for forced tokens that is charged to rows."""
+"""The shortest time for forced tokens that is charged to a row."""
 
 
 class StructuredOutputManager:
-    """Makes the matchers of rows, and the masks of batches.
+    """Creates the matchers of rows and the masks of batches.
 
-    All but ``is_ready`` is called by one thread.
+    All methods except ``is_ready`` are called by one thread.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class StructuredOutputManager:
         ends_slow_rows: bool = True,
         num_ids: int | None = None,
     ) -> None:
-        """``read`` makes the tokenizer; it is called at once, on a thread of its own, since that takes a second where
-        the vocabulary is large. Tokens from ``vocab_size`` on are never allowed: the model does not have them.
-        ``num_ids``: of the tokenizer; None: as many as the model has."""
+        """``read`` creates the tokenizer. It is called at once on another thread, because it takes a second for a large
+        vocabulary. Tokens from ``vocab_size`` on are never allowed: the model does not have them. ``num_ids`` is the
+        tokenizer's number of ids; None means the model's."""
         self.puts_off = puts_off
-        """Whether a row whose grammar is not compiled yet, or whose mask is late, has its token in a later step; else
-        its step waits."""
+        """Whether a row whose grammar is not compiled yet, or whose mask is late, gets its token in a later step. If
+        not, its step waits."""
         self._vocab_size = vocab_size
         self._ends_slow_rows = ends_slow_rows
         self._compiling = WorkerThread("grammars")
@@ -66,14 +66,14 @@ class StructuredOutputManager:
         self._tools: Future[MaskTools] = self._compiling.submit(self._make_tools)
         self._num_words = -(-(num_ids or vocab_size) // 32)
         self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
-        """By tenant and text: tenants don't wait for one another's rows."""
+        """Grammars by tenant and text, so that tenants do not wait for each other's rows."""
 
     def _make_tools(self) -> MaskTools:
         num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         return MaskTools(self._tokenizer.result(), num_threads, self._vocab_size, ends_slow_rows=self._ends_slow_rows)
 
     def matcher(self, grammar: str, num_prompt_tokens: int, tenant: str = "") -> GrammarMatcher:
-        """That of a new row. The grammar is compiled meanwhile, unless it was of late."""
+        """Returns the matcher of a new row. Starts to compile the grammar unless it is cached."""
         key = tenant, grammar
         compiled = self._compiled.get(key)
         if compiled is None:
@@ -93,7 +93,7 @@ class StructuredOutputManager:
     # Rows that sit out -----------------------------------------------------------------------------------------------
 
     def is_ready(self, row: Row, known: threading.Event) -> bool:
-        """Whether the row may be in the next batch. If not, its mask is found out in the background. ``known`` is set
+        """Whether the row may be in the next batch. If not, its mask is computed in the background. ``known`` is set
         when all of its history is known."""
         matcher, end = row.matcher, len(row.history)
         if matcher is None or not self.puts_off or matcher.failure:
@@ -114,12 +114,12 @@ class StructuredOutputManager:
         self._background.add_work(RowWork(row, end, known, self._found, self._tools))
 
     def wait_ready(self, rows: Sequence[Row], known: threading.Event, timeout_s: float) -> None:
-        """Waits until one of the rows may be in a batch."""
+        """Waits until one of the rows may be in a batch, or the time is up."""
         with self._changed:
             self._changed.wait_for(lambda: any(self.is_ready(row, known) for row in rows), timeout_s)
 
     def _found(self, work: RowWork) -> None:
-        """The mask of a row that sits out is there."""
+        """Called when the mask of a row that sits out is computed."""
         work.end_wait(keeps=True)
         self._notify()
 
@@ -130,8 +130,8 @@ class StructuredOutputManager:
     # Batches ---------------------------------------------------------------------------------------------------------
 
     def forced(self, wanted: Sequence[Wanted], room: int) -> dict[int, Sequence[int]]:
-        """By row number, tokens that follow the rows' histories if the text that must come is tokenized as the
-        tokenizer would: at most ``room`` in all. All of the histories are known."""
+        """Returns the tokens that must follow the rows' histories, by row number: the tokenizer's tokens of the forced
+        text, at most ``room`` in total. All of the histories must be known."""
         forced: dict[int, Sequence[int]] = {}
         meter = _Meter()
         for row, most in wanted:
@@ -143,7 +143,7 @@ class StructuredOutputManager:
 
     def _forced(self, row: Row, at_most: int, meter: "_Meter") -> Sequence[int]:
         matcher, end = row.matcher, len(row.history)
-        if matcher is None or matcher.library is None or matcher.is_pending:  # nothing was sampled yet, or it is late
+        if matcher is None or matcher.library is None or matcher.is_pending:  # not sampled yet, or late
             return ()
         if matcher.grammar.is_apart:
             return matcher.kept(end)[: min(at_most, matcher.num_known(end))]
@@ -156,8 +156,8 @@ class StructuredOutputManager:
         return matcher.kept(end)[:at_most]
 
     def start_masks(self, sampled: list[SampledPosition], known: threading.Event) -> GrammarBitmasks | None:
-        """Has the masks of a batch's lines found out; None where no row of them has a grammar. ``known`` is set when
-        the newest tokens of the rows are."""
+        """Starts to compute the masks of a batch's sampled positions. Returns None if no row has a grammar. ``known``
+        is set when the newest tokens of the rows are known."""
         indices = [index for index, sample in enumerate(sampled) if sample.row.matcher is not None]
         if not indices:
             return None
@@ -168,7 +168,7 @@ class StructuredOutputManager:
         works = []
         for place, index in enumerate(indices):
             sample = sampled[index]
-            if sample.drafts:  # a row's lines come one after another, each with a draft more
+            if sample.drafts:  # a row's positions are adjacent, each with one more draft
                 assert work is not None
                 work.drafts.append(sample.drafts[-1])
                 continue
@@ -181,7 +181,7 @@ class StructuredOutputManager:
         return GrammarBitmasks(indices, masks, masks.late)
 
     def _add(self, work: RowWork, masks: MaskRound) -> bool:
-        """Whether the masks of a row are left to compute, and the step waits for them."""
+        """Adds a row's masks. Returns whether there are masks to compute for which the step waits."""
         matcher = work.matcher
         if not self.is_ready(work.row, work.known):
             masks.sits_out(work)
@@ -199,14 +199,14 @@ class StructuredOutputManager:
 
 
 class _Meter:
-    """Charges rows for CPU time that the calling thread takes. Reading that time takes long, so it is read only where
-    much has passed, and little is charged to no row."""
+    """Charges rows for CPU time of the calling thread. Reading that time is slow, so it is read only after a longer
+    elapsed time; shorter times are not charged."""
 
     def __init__(self) -> None:
         self._began_s, self._began_at = time.thread_time(), time.monotonic()
 
     def charge(self, matcher: GrammarMatcher) -> None:
-        """The time since the last charge, if it is worth it."""
+        """Charges the row for the time since the last charge, if that is more than ``METERED_S``."""
         if time.monotonic() - self._began_at > METERED_S:
             now_s = time.thread_time()
             matcher.charge(now_s - self._began_s)
@@ -214,19 +214,19 @@ class _Meter:
 
 
 def grammars_of(config: WorkerConfig) -> StructuredOutputManager | None:
-    """Those of a worker; None where its model has no tokenizer. To be called before the model is loaded, which takes as
-    long as reading the tokenizer."""
+    """Returns the manager of a worker; None if its model has no tokenizer. Call it before the model is loaded, because
+    the tokenizer is read in the meantime."""
     if config.tokenizer is None:
         return None
     assert config.tokenizer_vocab_size is not None, "the two come from the same file"
     vocab_size = config.tokenizer_vocab_size
     num_ids = config.tokenizer_num_ids or vocab_size
     arguments = (config.tokenizer, config.special_tokens, num_ids, config.eos_token_ids, config.added_tokens)
-    # Ranks that share a model compute the same steps, and each of them compiles by its own clock.
+    # Ranks that share a model must compute the same steps, but each of them compiles at its own pace.
     return StructuredOutputManager(
         partial(read_tokenizer, *arguments),
         vocab_size,
         puts_off=config.tensor_parallel_size == 1,
-        ends_slow_rows=config.tensor_parallel_rank == 0,  # the others go on until the row is dropped
+        ends_slow_rows=config.tensor_parallel_rank == 0,  # the others continue until the row is dropped
         num_ids=num_ids,
     )

@@ -1,5 +1,5 @@
-"""Threads that work for rows' grammars: one that steps wait for, and a few low-priority ones for slow grammars. Knows
-no grammar and no batch."""
+"""Threads that compute masks: one for which steps wait, and a few with a low priority for slow grammars. Independent of
+grammars and batches."""
 
 import contextlib
 import os
@@ -15,23 +15,23 @@ from typing import Any, Protocol, TypeVar
 
 BACKGROUND_THREADS = 2
 BACKGROUND_NICE = 10
-"""Niceness of threads that no step waits for. While the layers need every core, such a thread gets a tenth of one."""
+"""Niceness of threads that no step waits for. While the layers use every core, such a thread gets a tenth of one."""
 RECHECK_S = 0.002
-"""How soon work is tried again whose grammar another thread uses, or whose row's tokens are not known."""
+"""The interval between attempts to start work whose grammar is in use, or whose row has unknown tokens."""
 STUCK_S = 0.01
-"""CPU time of one job after which another thread does the jobs behind it."""
+"""CPU time of one job after which another thread takes over the jobs after it."""
 STUCK_WALL_S = 0.03
-"""The same in elapsed time, which counts where a job waits, or computes on threads of its own."""
+"""The same in elapsed time, for jobs that wait or compute on threads of their own."""
 SLOW_JOB_S = 0.1
-"""Elapsed time after which a stuck job goes on at a low priority."""
+"""Elapsed time after which a stuck job continues at a low priority."""
 MAX_STUCK = 4
-"""Stuck jobs of all tenants. Until one of them ends, jobs behind the next one wait."""
+"""The maximum number of stuck jobs of all tenants. At this number, the jobs after the next stuck one wait."""
 
 T = TypeVar("T")
 
 
 class WorkerThread:
-    """Does one thing after another. Unlike the threads of a pool it ends with the process, whatever it waits for."""
+    """Runs one function after another. Unlike the threads of a pool, it never keeps the process from exiting."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -39,7 +39,7 @@ class WorkerThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Returns a future of the work's result."""
+        """Queues work. Returns a future of its result."""
         done: Future[T] = Future()
         self._work.put((done, work))
         return done
@@ -49,19 +49,19 @@ class WorkerThread:
             done, work = self._work.get()
             try:
                 done.set_result(work())
-            except BaseException as error:  # the library's panics are no Exceptions
+            except BaseException as error:  # the library's panics are not Exceptions
                 done.set_exception(error)
 
 
 def lower_priority(thread_id: int) -> None:
-    """Lowers the priority of a thread, if it still runs. Elsewhere than on Linux threads have no ids of this kind."""
+    """Lowers the priority of a thread, if it still runs. Does nothing on systems other than Linux."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread_id, BACKGROUND_NICE)
 
 
 def cpu_time_s(thread: threading.Thread) -> float:
-    """CPU time of a thread that runs; the elapsed time where the system does not report it."""
+    """Returns the CPU time of a running thread, or the elapsed time if the system does not report CPU time."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic()
     assert thread.ident is not None, "it has started"
@@ -70,7 +70,7 @@ def cpu_time_s(thread: threading.Thread) -> float:
 
 @dataclass(frozen=True)
 class MaskJob:
-    """Work that a step waits for."""
+    """A job for which a step waits."""
 
     tenant: str
     known: threading.Event
@@ -80,7 +80,7 @@ class MaskJob:
 
 
 class StepLane:
-    """Does what steps wait for, one job after another. While a job is stuck, another thread does the jobs behind it."""
+    """Runs the jobs for which steps wait, one after another. While one is stuck, another thread runs those after it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -89,7 +89,7 @@ class StepLane:
         self._current = self._start()
 
     def add_jobs(self, jobs: Iterable[MaskJob]) -> None:
-        """Queues jobs."""
+        """Queues the jobs."""
         with self._changed:
             self._jobs += jobs
             self._relieve()
@@ -106,7 +106,7 @@ class StepLane:
             return len(self._stuck) < MAX_STUCK and all(thread.tenant != tenant for thread in self._stuck)
 
     def cpu_s(self) -> float:
-        """CPU time of the thread that does the next jobs."""
+        """Returns the CPU time of the thread that runs the next jobs."""
         return cpu_time_s(self._current.thread)
 
     def _relieve(self) -> None:
@@ -137,7 +137,7 @@ class StepLane:
 
 
 class _JobThread:
-    """A thread of a lane, and the job that it does."""
+    """A thread of a lane, and its current job."""
 
     def __init__(self, run: "Callable[[_JobThread], None]") -> None:
         self.thread = threading.Thread(target=run, args=(self,), name="masks", daemon=True)
@@ -161,7 +161,7 @@ class _JobThread:
         return took_s > STUCK_WALL_S or (took_s > STUCK_S and cpu_time_s(self.thread) - began[1] > STUCK_S)
 
     def slow_down(self) -> None:
-        """Lowers the priority once the job is slow. The thread ends after it."""
+        """Lowers the priority once the job is slow. The thread ends after this job."""
         began = self._began
         if began is not None and not self._is_slow and time.monotonic() - began[0] > SLOW_JOB_S:
             self._is_slow = True
@@ -170,47 +170,47 @@ class _JobThread:
 
 
 class Work(Protocol):
-    """What a grammar computes for one row. No method raises anything."""
+    """A computation for one row's grammar. No method raises anything."""
 
     @property
     def tenant(self) -> str:
-        """The row's."""
+        """The row's tenant."""
         ...
 
     @property
     def lock(self) -> threading.Lock:
-        """The grammar's: held while ``run`` runs."""
+        """The grammar's lock, held while ``run`` runs."""
         ...
 
     @property
     def known(self) -> threading.Event:
-        """Set when it can run."""
+        """Set when ``run`` may be called."""
         ...
 
     def run(self) -> bool:
-        """Computes it, or a part of it. Returns whether nothing is left to compute."""
+        """Does the work or a part of it. Returns whether it is complete."""
         ...
 
     def finish(self) -> None:
-        """Reports that it is computed. Called without the lock."""
+        """Called without the lock when the work is complete."""
         ...
 
 
 class BackgroundLane:
-    """Works for slow grammars at a low priority: for one row of a tenant at a time, and next for the tenant that has
-    used the least time. No step waits for it."""
+    """Runs work for slow grammars at a low priority. Runs one piece of work per tenant at a time, and next that of the
+    tenant that has used the least time. No step waits for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[Work] = []
         self._used_s: defaultdict[str, float] = defaultdict(float)
-        """CPU time, by tenant."""
+        """CPU time by tenant."""
         self._num_threads = 0
         self._busy: set[str] = set()
-        """Tenants that threads work for."""
+        """Tenants whose work is running."""
 
     def add_work(self, work: Work) -> None:
-        """Queues work. Threads start when they are needed."""
+        """Queues work. Starts another thread if needed."""
         with self._changed:
             if all(work.tenant != other.tenant for other in self._waiting):
                 # Time in which a tenant had no work gives it no advantage over the others.
@@ -240,7 +240,7 @@ class BackgroundLane:
                     self._used_s.clear()
 
     def _next(self) -> Work:
-        """Waits for work that can run and whose grammar no other thread uses, and takes the grammar's lock."""
+        """Waits for work that can run and whose grammar is not in use, and acquires the grammar's lock."""
         with self._changed:
             while True:
                 for work in sorted(self._waiting, key=lambda work: self._used_s[work.tenant]):

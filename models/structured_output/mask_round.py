@@ -1,4 +1,4 @@
-"""Collects the masks of one batch, which threads compute while the layers run. A step waits for them no longer than its
+"""Collects the masks of one batch, which threads compute while the layers run. A step waits for them at most for its
 budget."""
 
 import threading
@@ -14,14 +14,14 @@ from penstock.models.structured_output.mask_lanes import RECHECK_S, BackgroundLa
 from penstock.models.structured_output.mask_work import TRUSTED_S, MaskTools, RowWork, compute, failing
 
 STEP_BUDGET_S = 0.01
-"""How long a step waits for masks once the tokens before them are known. The time of the layers is not added to it."""
+"""How long a step waits for masks once the tokens before them are known. This time overlaps with the layers."""
 LOADED_BUDGET_S = 0.03
-"""How long it waits while the thread that computes them has not had ``STEP_BUDGET_S`` of CPU time, since other
+"""How long it waits if the thread that computes them gets less than ``STEP_BUDGET_S`` of CPU time, because other
 programs use the cores."""
 
 
 class MaskRound:
-    """The masks of one batch. Threads of a lane compute them, another one waits for its result."""
+    """The masks of one batch. Threads of a lane compute them; another thread waits for the result."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class MaskRound:
         background: BackgroundLane | None,
         on_late: Callable[[], None],
     ) -> None:
-        """``background`` takes rows that are late; None: there is no budget, and the step waits for all of them.
+        """``background`` takes rows that are late; None means that the step waits for all rows, without a budget.
         ``on_late`` is called when a row that was late may be in a batch again."""
         self.words = words
         self.late: set[int] = set()
-        """Numbers of rows whose masks were not there in time, once there is a result: nothing may be chosen by them."""
+        """The numbers of rows whose masks are late, known once there is a result. No token may be chosen for them."""
         self._known = known
         self._tools = tools
         self._lane = lane
@@ -46,24 +46,25 @@ class MaskRound:
         self._changed = threading.Condition()
         self._works: list[RowWork] = []
         self._open: set[RowWork] = set()
-        """Works that the step waits for."""
+        """The work for which the step waits."""
         self._late_lines: list[slice] = []
         self._took_s: defaultdict[CompiledGrammar, float] = defaultdict(float)
 
     def add_row(self, work: RowWork) -> None:
-        """Before it is begun: one more row."""
+        """Adds a row. Called before ``start_jobs``."""
         self._works.append(work)
         self._open.add(work)
         work.words = self.words
 
     def sits_out(self, work: RowWork) -> None:
-        """The step does not wait for a row."""
+        """Records that the step does not wait for a row."""
         self._open.discard(work)
         self.late.add(work.row.number)
         self._late_lines.append(work.sampled)
 
     def start_jobs(self) -> None:
-        """Has the masks computed: of a tenant's rows that took little time together, of each other row by itself."""
+        """Starts to compute the masks. A tenant's rows whose last masks took little time share a job; each other row
+        has its own."""
         together: defaultdict[str, list[RowWork]] = defaultdict(list)
         for work in self._works:
             if work.matcher.is_trusted:
@@ -75,7 +76,7 @@ class MaskRound:
         )
 
     def finish(self, works: Sequence[RowWork]) -> None:
-        """The masks of rows are there."""
+        """Called when the masks of rows are computed."""
         with self._changed:
             num_late = 0
             for work in works:
@@ -98,7 +99,7 @@ class MaskRound:
         grammar = work.matcher.grammar
         self._took_s[grammar] += thread_time() - began_s
         if self._took_s[grammar] > STEP_BUDGET_S:
-            # Many rows may take long together though none does by itself.
+            # Many rows may take long together even if none of them does alone.
             grammar.note_slow()
             self._took_s[grammar] = 0.0
         self.finish([work])
@@ -123,7 +124,7 @@ class MaskRound:
         self.finish(together)
 
     def _lock(self, work: RowWork) -> bool:
-        """Takes the lock of the row's grammar. While another thread has it the row goes to the background, and this
+        """Acquires the lock of the row's grammar. If another thread holds it, moves the row to the background and
         returns False."""
         if work.lock.acquire(blocking=self._background is None):
             return True
@@ -137,8 +138,8 @@ class MaskRound:
         return False
 
     def result(self) -> Words:
-        """(lines, ceil(V / 32)), within the budget. Where a row's output has ended, or cannot go on, only its end is
-        allowed; where it is late the mask means nothing."""
+        """Waits for the masks, at most for the budget: (sampled positions, ceil(V / 32)). If a row's output has ended
+        or cannot continue, only an end token is allowed. The masks of late rows have no meaning."""
         began = self._created
         if not self._known.is_set():
             self._known.wait()
@@ -152,14 +153,14 @@ class MaskRound:
         for sampled in self._late_lines:
             words[sampled] = 0
             words[sampled, 0] = 1
-        # What follows a draft that cannot come is never chosen.
+        # Tokens after a draft that cannot come are never chosen.
         is_empty = ~words.any(axis=1)
         if is_empty.any():
             words[is_empty] = self._tools.result().end_words
         return words
 
     def _left_s(self, began_at: float, began_cpu_s: float) -> float:
-        """How long to wait at most before looking again."""
+        """Returns the maximum time to wait before the next check."""
         if self._background is None:
             return threading.TIMEOUT_MAX
         waited_s = monotonic() - began_at

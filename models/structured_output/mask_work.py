@@ -1,4 +1,4 @@
-"""Computes the masks of rows, and charges the rows for it. Knows no thread and no batch."""
+"""Computes the masks of rows, and charges the rows for the CPU time. Independent of threads and batches."""
 
 import logging
 import threading
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRUSTED_S = 0.001
-"""Rows whose last masks took no longer than this for each line are computed, and measured, together."""
+"""Rows whose last masks took no longer than this per sampled position are computed and measured together."""
 
 
 class MaskTools:
@@ -39,7 +39,7 @@ class MaskTools:
         self._of_thread = threading.local()
 
     def _executor(self) -> LLExecutor:
-        """One for each of our threads, so that none of them waits for what another one computes."""
+        """Returns the calling thread's executor. Each thread has its own, so that none waits for another's work."""
         mine = self._of_thread
         if not hasattr(mine, "executor"):
             mine.executor, mine.broken = (
@@ -52,7 +52,7 @@ class MaskTools:
     def fill(
         self, plain: list[tuple[LLMatcher, int]], drafted: list[tuple[LLMatcher, int, list[int]]], words: Words
     ) -> None:
-        """Writes masks of matchers, each at its index, and those after drafts behind it."""
+        """Writes the mask of each matcher at its index, followed by the masks after its drafts."""
         executor, where = self._executor(), (words.ctypes.data, 4 * words.shape[1], len(words))
         for some in self._parts(plain):
             executor.unsafe_compute_mask_ptr(some, *where)
@@ -60,14 +60,15 @@ class MaskTools:
             executor.unsafe_compute_mask_ptr_with_draft_token(some_drafted, *where)
 
     def _parts(self, given: list[T]) -> list[list[T]]:
-        """The library computes several masks on threads of its own, and one on the calling thread."""
+        """Splits the work by call. The library computes several masks on its own threads, but a single mask on the
+        calling thread."""
         if self._num_threads == 1:
             return [[one] for one in given]
         return [given] if given else []
 
     def consume(self, matcher: LLMatcher, token_id: int) -> bool:
-        """Consumes a token while other threads run. The library lets them only where it is given two matchers: the
-        other one is in error, and takes no time."""
+        """Consumes a token without blocking other threads. The library does so only if it gets two matchers, so the
+        second one is in an error state and takes no time."""
         executor = self._executor()
         return bool(executor.consume_token_par([(matcher, token_id), (self._of_thread.broken, 0)])[0])
 
@@ -88,12 +89,12 @@ def _only(token_ids: list[int], num_words: int) -> Words:
 
 
 class RowWork:
-    """Lines of one row: the first follows its history of length ``end``, each other one a draft more."""
+    """The sampled positions of one row: the first follows its history of length ``end``, each later one a draft."""
 
     def __init__(
         self, row: Row, end: int, known: threading.Event, on_done: "Callable[[RowWork], None]", tools: Future[MaskTools]
     ) -> None:
-        """``known`` is set when all of the history is known. ``on_done`` is called when the masks are in ``words``; it
+        """``known`` is set when all of the history is known. ``on_done`` is called when the masks are in ``words``, and
         calls ``end_wait``."""
         assert row.matcher is not None, "the row has a grammar"
         self.row = row
@@ -101,31 +102,31 @@ class RowWork:
         self.end = end
         self.drafts: list[int] = []
         self.first = 0
-        """Index of the first of its lines among the masks."""
+        """The index of its first mask in the batch's masks."""
         self.words: Words | None = None
-        """The masks of all lines of a batch; None: of its own line."""
+        """The masks of the whole batch. None means that the row gets an array of its own, with one mask."""
         self.known = known
         self._on_done = on_done
         self._tools = tools
 
     @property
     def tenant(self) -> str:
-        """The row's."""
+        """The row's tenant."""
         return self.row.tenant
 
     @property
     def lock(self) -> threading.Lock:
-        """The grammar's."""
+        """The grammar's lock."""
         return self.matcher.grammar.lock
 
     @property
     def sampled(self) -> slice:
-        """Where its masks are."""
+        """The indices of its masks."""
         return slice(self.first, self.first + 1 + len(self.drafts))
 
     def run(self) -> bool:
-        """Computes its masks, and charges the row for the CPU time. A row that is far behind only catches up a little;
-        then this returns False, and it is called again."""
+        """Computes the masks, and charges the row for the CPU time. A row that is far behind only catches up by a few
+        tokens; this then returns False and must be called again."""
         with failing([self]):
             began_s = time.thread_time()
             is_behind = self.matcher.is_behind(self.end) and not self.row.is_dropped
@@ -147,11 +148,11 @@ class RowWork:
         return np.zeros((1, self._tools.result().num_words), dtype=np.uint32)
 
     def finish(self) -> None:
-        """Reports that its masks are computed."""
+        """Called when the masks are computed."""
         self._on_done(self)
 
     def end_wait(self, keeps: bool) -> None:
-        """The row may be in a batch again. ``keeps``: the mask at the matcher's frontier is for a later batch."""
+        """Lets the row be in a batch again. With ``keeps``, keeps the mask at the frontier for a later batch."""
         if keeps:
             with failing([self]):
                 self._keep()
@@ -167,13 +168,13 @@ class RowWork:
         index = self.matcher.frontier - self.end
         if self.words is not None and not self.matcher.failure and 0 <= index <= len(self.drafts):
             mask = self.words[self.first + index]
-            if mask.any():  # else it follows a draft that cannot come
+            if mask.any():  # if not, it follows a draft that cannot come
                 self.matcher.keep(mask)
 
 
 @contextmanager
 def failing(works: Sequence[RowWork]) -> Iterator[None]:
-    """Ends the rows, and nothing else, where something goes wrong. The library's panics are no Exceptions."""
+    """Ends only these rows if the block raises an error. The library's panics are not Exceptions."""
     try:
         yield
     except BaseException:
@@ -183,8 +184,8 @@ def failing(works: Sequence[RowWork]) -> Iterator[None]:
 
 
 def compute(works: Sequence[RowWork], words: Words, tools: MaskTools) -> None:
-    """Writes the masks of rows' lines. The caller has the locks of the rows' grammars. Where a row's output cannot go
-    on, its lines stay empty, and so do lines after a draft that cannot come."""
+    """Writes the masks of the rows' sampled positions. The caller holds the locks of the rows' grammars. The masks stay
+    empty if the row's output cannot continue, and after a draft that cannot come."""
     plain: list[tuple[LLMatcher, int]] = []
     drafted: list[tuple[LLMatcher, int, list[int]]] = []
     asked: list[tuple[RowWork, LLMatcher, int]] = []
@@ -195,7 +196,7 @@ def compute(works: Sequence[RowWork], words: Words, tools: MaskTools) -> None:
         num_filled, is_found = _fill_forced(work, library, words, tools)
         if num_filled > len(work.drafts):
             continue
-        # The library goes on where it stands, also if the mask there is known.
+        # The library computes drafts' masks from its own position, even if the mask there is known.
         num_passed = work.matcher.frontier - work.end
         first, rest = work.first + num_passed, work.drafts[num_passed:]
         if rest:
@@ -211,13 +212,13 @@ def compute(works: Sequence[RowWork], words: Words, tools: MaskTools) -> None:
 
 
 def _fill_forced(work: RowWork, library: LLMatcher, words: Words, tools: MaskTools) -> tuple[int, bool]:
-    """Writes the masks of lines at which a token is forced. Returns the number of lines for which nothing is left to
-    do, and whether the next line has the library's mask already."""
+    """Writes the masks of positions at which a token is forced. Returns the number of positions that need no more work,
+    and whether the next position already has the library's mask."""
     matcher, sampled = work.matcher, words[work.sampled]
     num_filled = matcher.fill(sampled, work.end, work.drafts)
     while num_filled < len(sampled):
         if matcher.grammar.is_apart and not matcher.knows_text:
-            # Finding out the text may take long. Here it does not keep other threads waiting.
+            # Computing the text may take long. This call does not block other threads.
             tools.fill([(library, work.first + num_filled)], [], words)
             if not _is_single(sampled[num_filled]):
                 return num_filled, True
@@ -228,6 +229,6 @@ def _fill_forced(work: RowWork, library: LLMatcher, words: Words, tools: MaskToo
 
 
 def _is_single(mask: Words) -> bool:
-    """Whether it allows just one token."""
+    """Whether a mask allows exactly one token."""
     [at] = mask.nonzero()
     return len(at) == 1 and int(mask[at[0]]).bit_count() == 1

@@ -1,8 +1,8 @@
-"""Rows whose masks are not there: their next token is put off to a later step, so that no other row waits for a
-grammar. Knows no thread and no device.
+"""Defers the next token of rows whose masks are late to a later step, so that no other row waits for a grammar.
+Independent of threads and devices.
 
-Put off is the last token of the row's history, out of which its next one comes. Where that token ends a prompt and is a
-block's last, it is computed all the same: rows may share a block from the next plan on, and then it must be whole.
+The step omits the last token of such a row's history, which produces the next one. If that token ends a prompt and is
+the last of a block, it is computed nevertheless: from the next plan on rows may share the block, so it must be whole.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from penstock.scheduler.plan import Chunk, RowResult, StepPlan
 
 
 def without_late(plan: StepPlan, table: RowTable, is_ready: Callable[[Row], bool]) -> tuple[StepPlan, list[RowResult]]:
-    """What a plan, which was applied to the rows, is without the tokens that wait; and the results of rows that have
+    """Returns a plan, which was applied to the rows, without the deferred tokens, and the results of rows that have
     nothing else in it."""
     numbers = [chunk.row for chunk in plan.chunks if chunk.end == len(table[chunk.row].history)]
     numbers += [decode.row for decode in plan.decodes]
@@ -31,6 +31,6 @@ def without_late(plan: StepPlan, table: RowTable, is_ready: Callable[[Row], bool
 
 
 def _cut(chunk: Chunk, table: RowTable) -> Chunk:
-    """Without the last token of a history that waits."""
+    """Returns the chunk without its last token, which is deferred, unless that completes a block."""
     is_whole_block = chunk.end % table.block_size == 0
     return chunk if is_whole_block else Chunk(chunk.row, chunk.start, chunk.end - 1)
