@@ -135,6 +135,6 @@ def content_text(content: str | list[ChatTextPart] | None, where: str, *, may_re
     for at, part in enumerate(content):
         text = part.refusal if may_refuse and part.type == _REFUSAL else part.text
         if text is None or part.type not in _TEXT_PARTS | {_REFUSAL}:
-            raise invalid(f"{where}.content[{at}]", "must be text: the model reads nothing else")
+            raise invalid(f"{where}.content[{at}]", "must be text: other content is not supported")
         texts.append(text)
     return "\n".join(texts)

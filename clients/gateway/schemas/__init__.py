@@ -1,1 +1,1 @@
-"""The schemas of requests and responses, as OpenAI documents them. No behaviour."""
+"""The schemas of requests and responses, as OpenAI documents them. They have no behaviour."""

@@ -23,20 +23,20 @@ class ChatTextPart(BaseModel):
 
     type: str
     text: str | None = None
-    refusal: str | None = Field(None, description="Of a part of the type refusal, in a message of the assistant's.")
+    refusal: str | None = Field(None, description="The refusal, in a part of type refusal of an assistant message.")
 
 
 class FunctionCall(BaseModel):
-    """A function with arguments."""
+    """The name and the arguments of a called function."""
 
     model_config = _LENIENT
 
     name: str
-    arguments: str = Field(description="The JSON text of an object.")
+    arguments: str = Field(description="The arguments: a JSON object, as text.")
 
 
 class MessageToolCall(BaseModel):
-    """A call that the model made."""
+    """A tool call that the model made."""
 
     model_config = _LENIENT
 
@@ -51,17 +51,17 @@ class ChatRequestMessage(BaseModel):
     model_config = _LENIENT
 
     role: str = Field(
-        description="system, developer, user, assistant or tool, or another role that the chat template names."
+        description="system, developer, user, assistant, tool, or another role that the chat template supports."
     )
     content: str | Items[ChatTextPart] | None = None
     name: str | None = None
     tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
-    function_call: Any = Field(default=None, description="Refused: tool_calls has taken its place.")
+    function_call: Any = Field(default=None, description="Refused: use tool_calls instead.")
     reasoning_content: str | None = Field(
-        default=None, description="What the model reasoned before this answer. The template decides what it shows."
+        default=None, description="The model's reasoning before this message. The chat template may leave it out."
     )
-    reasoning: str | None = Field(default=None, description="Another name of reasoning_content.")
+    reasoning: str | None = Field(default=None, description="Another name for reasoning_content.")
 
 
 class FunctionDefinition(BaseModel):
@@ -71,14 +71,16 @@ class FunctionDefinition(BaseModel):
 
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
+    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
     strict: bool | None = Field(
-        None, description="True holds calls under `auto` to the schema too, in the formats hermes and mistral."
+        None,
+        description="Whether calls under `auto` must match the schema too. Supported for the formats hermes and "
+        "mistral.",
     )
 
 
 class Tool(BaseModel):
-    """What the model may call."""
+    """A tool that the model may call."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -88,7 +90,7 @@ class Tool(BaseModel):
 
 Messages = Annotated[list[ChatRequestMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
 Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
-"""At most the contract's limit: each is a Python object, many times its size in a body."""
+"""At most the contract's limit: each is a Python object, which takes many times its size in a body."""
 
 
 class JsonSchema(BaseModel):
@@ -101,57 +103,75 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What form the answer must have."""
+    """The format that the answer must have."""
 
     model_config = _LENIENT
 
     type: str = Field(description="text, json_object or json_schema.")
-    json_schema: JsonSchema | None = Field(None, description="The answer is held to it, with or without `strict`.")
+    json_schema: JsonSchema | None = Field(
+        None, description="The schema that the answer must match, with or without `strict`."
+    )
     object_schema: dict[str, Any] | None = Field(
-        None, alias="schema", description="Of json_object: the answer is held to it. An extension of llama.cpp's."
+        None,
+        alias="schema",
+        description="With json_object: a JSON schema that the answer must match. An extension from llama.cpp.",
     )
 
 
 class ChatRequest(GenerationBody):
-    """Answer a conversation."""
+    """A request to answer a conversation."""
 
-    messages: Messages = Field(description="In order.")
-    max_tokens: TokenLimit | None = Field(None, description="The same as max_completion_tokens, which is newer.")
+    messages: Messages = Field(description="The messages of the conversation so far, in order.")
+    max_tokens: TokenLimit | None = Field(None, description="The older name of max_completion_tokens.")
     max_completion_tokens: TokenLimit | None = Field(
-        None, description="The most tokens of each choice; more than the context leaves is cut. Default: all of that."
+        None,
+        description="The maximum number of tokens in each choice. Larger values are reduced to the room left in the "
+        "context, which is also the default.",
     )
-    logprobs: bool | None = Field(None, description="Whether each token comes with its log-probability.")
-    top_logprobs: UInt32 | None = Field(None, description="The number of alternatives for each token, at most 20.")
-    tools: Tools | None = Field(None, description="What the model may call.")
+    logprobs: bool | None = Field(None, description="Whether to return the log-probability of each output token.")
+    top_logprobs: UInt32 | None = Field(
+        None, description="The number of alternative tokens to return at each position, at most 20."
+    )
+    tools: Tools | None = Field(None, description="The tools that the model may call.")
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description='"auto", "none", "required" or a function. Default: "auto" with tools.'
+        None, description='"auto", "none", "required" or one function. Default: "auto" if there are tools.'
     )
-    parallel_tool_calls: bool | None = Field(None, description="False keeps only an answer's first call.")
-    response_format: ResponseFormat | None = Field(None, description="What form the answer must have.")
-    reasoning_effort: str | None = Field(None, description="A variable of the chat template, where it has one.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may have several tool calls. If false, only the first is kept."
+    )
+    response_format: ResponseFormat | None = Field(None, description="The format that the answer must have.")
+    reasoning_effort: str | None = Field(None, description="Passed to the chat template, if it has such a variable.")
     verbosity: Literal["low", "medium", "high"] | None = Field(
-        None, description="A variable of the chat template, where it has one."
+        None, description="Passed to the chat template, if it has such a variable."
     )
-    include_reasoning: bool | None = Field(None, description="False leaves the reasoning out of the answer.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
-    documents: Items[dict[str, Any]] | None = Field(None, description="A variable of the chat template.")
-    add_generation_prompt: bool | None = Field(None, description="Whether the assistant's turn is opened.")
+    include_reasoning: bool | None = Field(None, description="Whether to return the model's reasoning. Default: true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
+    documents: Items[dict[str, Any]] | None = Field(None, description="Documents, passed to the chat template.")
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether to open a new assistant message at the end of the prompt. Default: true."
+    )
     continue_final_message: bool | None = Field(
-        None, description="The output goes on with the last message, the assistant's. Not with add_generation_prompt."
+        None,
+        description="Whether the output continues the last message, which must be an assistant message. Excludes "
+        "add_generation_prompt.",
     )
-    echo: bool | None = Field(None, description="Puts the last message before the output, where that goes on with it.")
-    add_special_tokens: Literal[False] | None = Field(None, description="The template has them all.")
+    echo: bool | None = Field(
+        None, description="Whether to return the last message before the output, if the output continues it."
+    )
+    add_special_tokens: Literal[False] | None = Field(
+        None, description="Only false: the chat template adds all special tokens."
+    )
 
 
 class FunctionPiece(BaseModel):
-    """A function's name, on a call's first chunk, and what is new of its arguments."""
+    """The function's name, in the first chunk of a call, and the new part of its arguments."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolCallPiece(BaseModel):
-    """A call, or what is new of it."""
+    """A tool call, or the part of it that a chunk adds."""
 
     index: int | None = Field(None, description="The call's index; only in chunks.")
     id: str | None = None
@@ -160,12 +180,12 @@ class ToolCallPiece(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """The answer, or what a chunk adds to it."""
+    """The answer's message, or the part of it that a chunk adds."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = Field(None, description="The model's reasoning before its answer, if any.")
-    reasoning: str | None = Field(None, description="The same under vLLM's newer name.")
+    reasoning: str | None = Field(None, description="The same as reasoning_content, under vLLM's newer name.")
     tool_calls: list[ToolCallPiece] | None = None
     refusal: str | None = None
 
@@ -195,32 +215,34 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One of the n choices."""
 
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
-    stop_reason: int | str | None = Field(None, description="The stop string or stop token that ended it.")
-    token_ids: list[int] | None = Field(None, description="With return_token_ids.")
+    stop_reason: int | str | None = Field(None, description="The stop string or stop token that ended the output.")
+    token_ids: list[int] | None = Field(None, description="The output's token ids. Only with return_token_ids.")
 
 
 class ChatCompletion(BaseModel):
-    """The answer."""
+    """The response to a chat request."""
 
     id: str
     object: Literal["chat.completion"]
-    created: int = Field(description="Seconds since 1970.")
+    created: int = Field(description="The Unix timestamp, in seconds, of when the response was created.")
     model: str
     system_fingerprint: str | None = None
     choices: list[ChatChoice]
     usage: UsageInfo
-    prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
-    prompt_logprobs: PromptLogprobs | None = Field(None, description="With prompt_logprobs.")
+    prompt_token_ids: list[int] | None = Field(None, description="The prompt's token ids. Only with return_token_ids.")
+    prompt_logprobs: PromptLogprobs | None = Field(
+        None, description="The log-probabilities of the prompt's tokens. Only with prompt_logprobs."
+    )
 
 
 class ChunkChoice(BaseModel):
-    """What a chunk adds to a choice."""
+    """The part of a choice that a chunk adds."""
 
     index: int
     delta: AnswerMessage
@@ -231,7 +253,7 @@ class ChunkChoice(BaseModel):
 
 
 class ChatChunk(BaseModel):
-    """A part of a streamed answer."""
+    """A chunk of a streamed response."""
 
     id: str
     object: Literal["chat.completion.chunk"]

@@ -12,7 +12,10 @@ UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 TokenLimit = Annotated[int, Field(ge=0)]
 """Any value; more than the context leaves is reduced to that."""
 NumKept = Annotated[int, Field(ge=-1, le=2**31 - 1)]
-TRUNCATE = "Keeps this many tokens of a prompt, -1 as many as the context takes. Default: too long a prompt is refused."
+TRUNCATE = (
+    "The maximum number of prompt tokens to keep; -1: as many as fit in the context. Default: a prompt that is too "
+    "long is refused."
+)
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that stops at its first invalid item: an error for each of millions would fill the memory."""
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -76,27 +79,28 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = Field(
-        None, description="Whether a last chunk, without choices, has the usage. Default: false."
+        None, description="Whether to send one more chunk at the end, with the usage and no choices. Default: false."
     )
     continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: whether every chunk has the usage so far. An extension of vLLM's."
+        None,
+        description="Whether every chunk has the usage so far. Only with include_usage. An extension from vLLM.",
     )
-    include_obfuscation: bool | None = Field(None, description="Ignored: there is no padding.")
+    include_obfuscation: bool | None = Field(None, description="Ignored: chunks are never padded.")
 
 
 G = TypeVar("G", bound="GenerationBody")
 
 
 class Body(BaseModel):
-    """The body of any request. An unknown field is an error that names it."""
+    """The body of any request. An unknown field is refused with an error that names it."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    model: str | None = Field(None, description="The served model's name, as in GET /v1/models. Default: that one.")
+    model: str | None = Field(None, description="The model's name, as in GET /v1/models. Default: that model.")
 
     @classmethod
     def other_fields(cls) -> AbstractSet[str]:
-        """Returns names outside the schema that are refused or ignored."""
+        """Returns the names outside the schema that are refused or ignored."""
         return UNSUPPORTED.keys() | IGNORED
 
     @model_validator(mode="before")
@@ -106,61 +110,93 @@ class Body(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """A constraint on the output: one of these."""
+    """A constraint on the output. Set exactly one of the fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
 
-    json_schema: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
-    regex: str | None = Field(None, description="A regular expression, of the whole output.")
-    choice: FewTexts | None = Field(None, description="One of these.")
-    grammar: str | None = Field(None, description="A grammar in the form of Lark or GBNF.")
-    json_object: bool | None = Field(None, description="True: any JSON object.")
+    json_schema: str | dict[str, Any] | None = Field(
+        None, alias="json", description="The output is JSON that matches this schema."
+    )
+    regex: str | None = Field(None, description="The whole output matches this regular expression.")
+    choice: FewTexts | None = Field(None, description="The output is one of these texts.")
+    grammar: str | None = Field(None, description="The output matches this grammar, written in Lark or GBNF.")
+    json_object: bool | None = Field(None, description="If true, the output is any JSON object.")
 
 
 class SamplingBody(Body):
-    """How an answer is chosen. All bounds are those of the gRPC contract, and the service names the field."""
+    """The sampling options. The service checks their limits, as defined by the gRPC contract."""
 
     temperature: float | None = Field(
-        None, description="0 takes the most likely token. Default: the model's generation_config.json, else 1."
+        None,
+        description="The sampling temperature; 0 always takes the most likely token. Default: the value in the model's "
+        "generation_config.json, else 1.",
     )
     top_p: float | None = Field(
-        None, description="Only the most likely tokens whose probabilities reach this sum; 0: the most likely one."
+        None,
+        description="Samples only from the most likely tokens whose probabilities add up to this value; 0: the most "
+        "likely one.",
     )
-    stop: str | Items[str] | None = Field(None, description="Output ends before any of these strings; at most 64.")
+    stop: str | Items[str] | None = Field(
+        None, description="Up to 64 strings. The output ends before the first one that appears."
+    )
     seed: int | None = Field(
-        None, ge=-(2**63), le=2**64 - 1, description="Makes sampling repeatable, if the backend is."
+        None,
+        ge=-(2**63),
+        le=2**64 - 1,
+        description="Requests with the same seed and options return the same output, if the backend is deterministic.",
     )
-    presence_penalty: float | None = Field(None, description="Of each token in the output, once: -2 to 2.")
-    frequency_penalty: float | None = Field(None, description="For each time a token is in the output: -2 to 2.")
+    presence_penalty: float | None = Field(
+        None, description="Subtracted from the logit of each token that is in the output: -2 to 2."
+    )
+    frequency_penalty: float | None = Field(
+        None, description="Subtracted from the logit of a token once for each time it is in the output: -2 to 2."
+    )
     logit_bias: Annotated[dict[str, float], FEW_ENTRIES] | None = Field(
-        None, description="Added to the logits of tokens, by their ids; at most 1,024."
+        None, description="Values to add to the logits of tokens, by token id; at most 1,024."
     )
-    top_k: int | None = Field(None, ge=-1, le=2**32 - 1, description="Only the k most likely tokens; 0 or -1: all.")
-    min_p: float | None = Field(None, description="Only tokens at least this likely, as a share of the likeliest.")
-    repetition_penalty: float | None = Field(None, description="Of tokens in prompt or output.")
-    min_tokens: UInt32 | None = Field(None, description="No end of sequence before this many tokens.")
-    stop_token_ids: Items[UInt32] | None = Field(None, description="Output ends at any of these tokens too.")
-    ignore_eos: bool | None = Field(None, description="Goes on past the model's own end of sequence.")
-    bad_words: Items[str] | None = Field(None, description="Strings that the output does not complete.")
-    allowed_token_ids: Items[UInt32] | None = Field(None, description="Only these tokens may be chosen.")
-    include_stop_str_in_output: bool | None = Field(None, description="Keeps what ended the output in the text.")
-    skip_special_tokens: bool | None = Field(None, description="Leaves special tokens out of the text. Default: true.")
+    top_k: int | None = Field(
+        None, ge=-1, le=2**32 - 1, description="Samples only from the k most likely tokens; 0 or -1: all tokens."
+    )
+    min_p: float | None = Field(
+        None,
+        description="Samples only from tokens with at least this fraction of the probability of the most likely one.",
+    )
+    repetition_penalty: float | None = Field(
+        None, description="Makes tokens in the prompt or the output less likely if above 1, more likely if below 1."
+    )
+    min_tokens: UInt32 | None = Field(None, description="The minimum number of output tokens.")
+    stop_token_ids: Items[UInt32] | None = Field(None, description="Further tokens that end the output.")
+    ignore_eos: bool | None = Field(
+        None, description="Whether to continue past the model's end-of-sequence tokens. Default: false."
+    )
+    bad_words: Items[str] | None = Field(None, description="Strings that must not appear in the output.")
+    allowed_token_ids: Items[UInt32] | None = Field(None, description="The only tokens that may be chosen.")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Whether the text includes the stop string or stop token that ended it. Default: false."
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="Whether to leave special tokens out of the text. Default: true."
+    )
     priority: int | None = Field(
-        None, ge=-(2**31), le=2**31 - 1, description="Lower runs first, where the service schedules by priority."
+        None,
+        ge=-(2**31),
+        le=2**31 - 1,
+        description="Requests with lower values run first, if the service schedules by priority.",
     )
-    request_id: str | None = Field(None, description="The caller's own id, for the service's logs.")
+    request_id: str | None = Field(None, description="The client's own id for the request, for the service's logs.")
     max_draft_tokens: UInt32 | None = Field(
-        None, description="Tokens that may be drafted in a step, which changes when tokens come, never which; 0: none."
+        None,
+        description="The maximum number of tokens to draft per step; 0: none. Affects the speed, never the output.",
     )
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = Field(None, description="The older name of structured_outputs.json.")
-    guided_regex: str | None = Field(None, description="Of structured_outputs.regex.")
-    guided_choice: FewTexts | None = Field(None, description="Of structured_outputs.choice.")
-    guided_grammar: str | None = Field(None, description="Of structured_outputs.grammar.")
+    guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
+    guided_choice: FewTexts | None = Field(None, description="The older name of structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
     constrained_decoding_start: Literal["after_reasoning", "first_token"] | None = Field(
         None,
-        description="Where what the output must match begins to hold: after the model's reasoning, which is free, or "
-        "with the first token, so that there is no reasoning. Default: after_reasoning.",
+        description="Where a constraint on the output starts to apply: after the model's reasoning, which is "
+        "unconstrained, or from the first token, so that there is no reasoning. Default: after_reasoning.",
     )
 
 
@@ -168,19 +204,27 @@ class GenerationBody(SamplingBody):
     """Fields of completions and chats."""
 
     n: Annotated[int, Field(ge=0, le=_MAX_CHOICES)] | None = Field(
-        None, description="How many choices: 1 to 64. Default: 1."
+        None, description="The number of choices to generate for each prompt: 1 to 64. Default: 1."
     )
-    stream: bool | None = Field(None, description="Whether the answer comes as server-sent events.")
+    stream: bool | None = Field(None, description="Whether to stream the response as server-sent events.")
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        None, description="Log-probabilities of the prompt's tokens and of this many alternatives. Not with stream."
+        None,
+        description="Returns the log-probabilities of the prompt's tokens, with this many alternatives. Excludes "
+        "stream.",
     )
     truncate_prompt_tokens: NumKept | None = Field(None, description=TRUNCATE)
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Which side truncate_prompt_tokens cuts: left keeps the last tokens. Default: left."
+        None,
+        description="The side of the prompt that truncate_prompt_tokens cuts: left keeps the last tokens. Default: "
+        "left.",
     )
-    return_token_ids: bool | None = Field(None, description="Adds the token ids of prompt and output to the answer.")
-    return_tokens_as_token_ids: bool | None = Field(None, description='Names tokens "token_id:N" in logprobs.')
+    return_token_ids: bool | None = Field(
+        None, description="Whether to return the token ids of the prompt and the output."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='Whether logprobs show tokens as "token_id:N" instead of text.'
+    )
 
     @property
     def includes_usage(self) -> bool:
@@ -209,23 +253,23 @@ def without_texts(body: G) -> G:
 class PromptTokensDetails(BaseModel):
     """Details of the prompt's tokens."""
 
-    cached_tokens: int = Field(description="Tokens from the prefix cache.")
+    cached_tokens: int = Field(description="The number of tokens found in the prefix cache.")
 
 
 class CompletionTokensDetails(BaseModel):
     """Details of the output's tokens."""
 
-    reasoning_tokens: int = Field(description="Tokens of the reasoning, counted from its text.")
+    reasoning_tokens: int = Field(description="The number of reasoning tokens, counted from their text.")
 
 
 class UsageInfo(BaseModel):
-    """Tokens used."""
+    """The number of tokens used."""
 
     prompt_tokens: int
-    completion_tokens: int = Field(description="For all choices, including stop tokens.")
+    completion_tokens: int = Field(description="The tokens of all choices, including stop tokens.")
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
-    completion_tokens_details: CompletionTokensDetails | None = Field(None, description="Of a chat.")
+    completion_tokens_details: CompletionTokensDetails | None = Field(None, description="Only for chats.")
 
 
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]

@@ -16,59 +16,69 @@ from penstock.clients.gateway.schemas.common import (
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
-"""The limit of prompts in one HTTP request: each is a separate request to the service."""
+"""The limit on prompts in one HTTP request: each is a separate request to the service."""
 
 
 class CompletionRequest(GenerationBody):
-    """Continue a text."""
+    """A request to continue a text."""
 
     prompt: Annotated[Prompts, few(MAX_PROMPTS, "prompts")] = Field(
-        description="A text, token ids, or a list of either; each prompt has its choices, in order."
+        description="A text, token ids, or a list of either. The choices are returned in the order of the prompts."
     )
     max_tokens: TokenLimit | None = Field(
         None,
-        description="The most tokens of each choice; more than the context leaves is cut. 0 only with echo: then "
-        f"nothing is generated. Default: {DEFAULT_MAX_TOKENS}.",
+        description="The maximum number of tokens in each choice. Larger values are reduced to the room left in the "
+        f"context. 0 generates nothing and needs echo. Default: {DEFAULT_MAX_TOKENS}.",
     )
     logprobs: UInt32 | None = Field(
-        None, description="Log-probabilities of tokens and of this many alternatives, at most 20."
+        None, description="Returns the log-probability of each token, with this many alternatives, at most 20."
     )
-    echo: bool | None = Field(None, description="Puts the prompt before the output; with logprobs, its own too.")
-    best_of: UInt32 | None = Field(None, description="Only as many as n: all that is made is returned.")
-    suffix: str | None = Field(None, description="Not supported: models here write on, not in between.")
+    echo: bool | None = Field(
+        None, description="Whether to return the prompt before the output, with its log-probabilities if requested."
+    )
+    best_of: UInt32 | None = Field(None, description="Must equal n: all choices that are generated are returned.")
+    suffix: str | None = Field(None, description="Not supported: text can only be continued, not inserted.")
     add_special_tokens: bool | None = Field(
-        None, description="Whether the tokenizer puts its own tokens around a text, such as a beginning. Default: true."
+        None,
+        description="Whether the tokenizer adds its special tokens to a text, such as a beginning-of-sequence token. "
+        "Default: true.",
     )
 
 
 class CompletionLogprobs(BaseModel):
     """Log-probabilities of a choice's tokens, as parallel lists."""
 
-    text_offset: list[int] = Field(description="Where each token begins in the text, in characters.")
+    text_offset: list[int] = Field(description="The position in the text at which each token begins, in characters.")
     token_logprobs: list[float | None]
-    tokens: list[str] = Field(description='A token that is no whole character is "bytes:\\\\xe2\\\\x80".')
+    tokens: list[str] = Field(
+        description='The tokens. A token that is not a whole character is written as "bytes:\\\\xe2\\\\x80".'
+    )
     top_logprobs: list[dict[str, float] | None] = Field(description="The alternatives of each token.")
 
 
 class CompletionChoice(BaseModel):
-    """One answer, or what a chunk adds to it."""
+    """One of the choices, or the part of it that a chunk adds."""
 
-    index: int = Field(description="Of the prompt, times n, plus which of its choices.")
+    index: int = Field(description="The index of the prompt times n, plus the index among the prompt's choices.")
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
-    stop_reason: int | str | None = Field(None, description="The stop string or stop token that ended it.")
-    token_ids: list[int] | None = Field(None, description="With return_token_ids.")
-    prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids; once for each choice.")
-    prompt_logprobs: PromptLogprobs | None = Field(None, description="With prompt_logprobs.")
+    stop_reason: int | str | None = Field(None, description="The stop string or stop token that ended the output.")
+    token_ids: list[int] | None = Field(None, description="The output's token ids. Only with return_token_ids.")
+    prompt_token_ids: list[int] | None = Field(
+        None, description="The prompt's token ids, once for each choice. Only with return_token_ids."
+    )
+    prompt_logprobs: PromptLogprobs | None = Field(
+        None, description="The log-probabilities of the prompt's tokens. Only with prompt_logprobs."
+    )
 
 
 class CompletionResponse(BaseModel):
-    """The answer; streamed, each event has one with what is new."""
+    """The response; in a stream, each event has one with the new part."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int = Field(description="Seconds since 1970.")
+    created: int = Field(description="The Unix timestamp, in seconds, of when the response was created.")
     model: str
     system_fingerprint: str | None = None
     choices: list[CompletionChoice]

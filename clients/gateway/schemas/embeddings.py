@@ -11,50 +11,63 @@ _MAX_INPUTS = 2048
 
 
 class EmbeddingsRequest(Body):
-    """Embed texts."""
+    """A request to embed texts."""
 
     input: Annotated[Prompts, few(_MAX_INPUTS, "inputs"), Field(min_length=1)] = Field(
-        description="A text, token ids, or a list of either: at most 2,048."
+        description="A text, a list of token ids, or a list of at most 2,048 of either."
     )
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64 has the vector's 32-bit floats, little-endian. Default: float."
+        None,
+        description="The format of the vectors. base64 encodes 32-bit floats, little-endian. Default: float.",
     )
     dimensions: UInt32 | None = Field(
-        None, description="Only so many values of each vector, for models that were trained for it. Default: all."
+        None,
+        description="The number of values in each vector; the rest are cut. For models that were trained for it. "
+        "Default: all.",
     )
-    normalize: bool | None = Field(None, description="Whether each vector has length 1. Default: the service's: true.")
+    normalize: bool | None = Field(
+        None,
+        description="Whether to scale each vector to length 1. Default: as in the model's modules.json, else true.",
+    )
     truncate_prompt_tokens: NumKept | None = Field(None, description=TRUNCATE)
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Which side truncate_prompt_tokens cuts: right keeps the first tokens. Default: right."
+        None,
+        description="The side of an input that truncate_prompt_tokens cuts: right keeps the first tokens. Default: "
+        "right.",
     )
-    add_special_tokens: Literal[True] | None = Field(None, description="A text gets the tokenizer's own tokens.")
+    add_special_tokens: Literal[True] | None = Field(
+        None, description="Only true: the tokenizer always adds its special tokens to a text."
+    )
     priority: int | None = Field(
-        None, ge=-(2**31), le=2**31 - 1, description="Lower runs first, where the service schedules by priority."
+        None,
+        ge=-(2**31),
+        le=2**31 - 1,
+        description="Requests with lower values run first, if the service schedules by priority.",
     )
-    request_id: str | None = Field(None, description="The caller's own id, for the service's logs.")
+    request_id: str | None = Field(None, description="The client's own id for the request, for the service's logs.")
 
 
 class EmbeddingData(BaseModel):
-    """One vector."""
+    """The vector of one input."""
 
     object: Literal["embedding"] = "embedding"
-    index: int = Field(description="Of its input.")
+    index: int = Field(description="The index of the input.")
     embedding: list[float] | str
 
 
 class EmbeddingsUsage(BaseModel):
-    """Tokens used."""
+    """The number of tokens used."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingResponse(BaseModel):
-    """A vector for each input, in their order."""
+    """A vector for each input, in the order of the inputs."""
 
     object: Literal["list"] = "list"
     id: str
-    created: int = Field(description="Seconds since 1970.")
+    created: int = Field(description="The Unix timestamp, in seconds, of when the response was created.")
     model: str
     data: list[EmbeddingData]
     usage: EmbeddingsUsage

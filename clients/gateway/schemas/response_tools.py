@@ -19,9 +19,11 @@ class FunctionTool(BaseModel):
     type: Literal["function"]
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
+    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
     strict: bool | None = Field(
-        None, description="True holds calls under `auto` to the schema too, in the formats hermes and mistral."
+        None,
+        description="Whether calls under `auto` must match the schema too. Supported for the formats hermes and "
+        "mistral.",
     )
 
 
@@ -31,23 +33,23 @@ class CustomFormat(BaseModel):
     model_config = _LENIENT
 
     type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] | None = Field(None, description="Of a grammar.")
-    definition: str | None = Field(None, description="The grammar. The model is shown it.")
+    syntax: Literal["lark", "regex"] | None = Field(None, description="The syntax of the grammar.")
+    definition: str | None = Field(None, description="The grammar. It is shown to the model.")
 
 
 class CustomTool(BaseModel):
-    """A tool that takes one text. The model sees a function with the string `input`."""
+    """A tool whose input is one text. The model sees it as a function with one string, `input`."""
 
     model_config = _LENIENT
 
     type: Literal["custom"]
     name: str = Field(min_length=1)
     description: str | None = None
-    format: CustomFormat | None = Field(None, description="Default: any text.")
+    format: CustomFormat | None = Field(None, description="The format of the input. Default: any text.")
 
 
 def _kind(tool: Any) -> str:
-    """Returns the tag of a tool. Tags are not names of fields, so that error paths leave them out."""
+    """Returns the tag of a tool. Tags are not field names, so error paths leave them out."""
     kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
     kind = str(kind)
     if kind in ("function", "custom", "namespace"):
@@ -86,7 +88,7 @@ NamespaceMember = Annotated[
 
 
 class NamespaceTool(BaseModel):
-    """Functions and custom tools under a common name, such as those of one MCP server."""
+    """A named group of functions and custom tools, such as those of one MCP server."""
 
     model_config = _LENIENT
 
@@ -97,7 +99,7 @@ class NamespaceTool(BaseModel):
 
 
 class HostedTool(BaseModel):
-    """A tool that OpenAI's service runs, or whose calls have a form of their own. The model is not offered it."""
+    """A tool that OpenAI's service runs, or whose calls have their own format. It is not offered to the model."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -116,5 +118,5 @@ AnyTools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 def is_hosted(kind: object) -> bool:
-    """Whether this is a type of hosted tools."""
+    """Whether this is the type of a hosted tool."""
     return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None

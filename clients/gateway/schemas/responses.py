@@ -1,4 +1,4 @@
-"""POST /v1/responses: the part that needs no stored responses."""
+"""POST /v1/responses: the fields that need no stored responses."""
 
 from collections.abc import Mapping, Set as AbstractSet
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ _KNOWN = ConfigDict(strict=True, extra="forbid")
 
 
 class TextPart(BaseModel):
-    """Text of a message, of either role."""
+    """A text in a message of any role."""
 
     model_config = _LENIENT
 
@@ -27,7 +27,7 @@ _TEXTS = frozenset({"input_text", "output_text", "text"})
 
 
 class RefusalPart(BaseModel):
-    """An answer's refusal, as other services give it."""
+    """A refusal in an answer of another service."""
 
     model_config = _LENIENT
 
@@ -41,18 +41,18 @@ def _part_kind(part: Any) -> str:
 
 
 ContentPart = Annotated[
-    # Tags are not names of fields, so that error paths leave them out.
+    # Tags are not field names, so error paths leave them out.
     Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")],
     Discriminator(
         _part_kind,
         custom_error_type="content_part",
-        custom_error_message="must be text: the model reads nothing else",
+        custom_error_message="must be text: other content is not supported",
     ),
 ]
 
 
 class MessageItem(BaseModel):
-    """A message."""
+    """A message of the conversation."""
 
     model_config = _LENIENT
 
@@ -62,7 +62,7 @@ class MessageItem(BaseModel):
 
 
 class CallItem(BaseModel):
-    """A call that an answer made."""
+    """A function call in an earlier answer."""
 
     model_config = _LENIENT
 
@@ -74,7 +74,7 @@ class CallItem(BaseModel):
 
 
 class CustomCallItem(BaseModel):
-    """A call of a custom tool that an answer made."""
+    """A call of a custom tool in an earlier answer."""
 
     model_config = _LENIENT
 
@@ -86,7 +86,7 @@ class CustomCallItem(BaseModel):
 
 
 class CallOutputItem(BaseModel):
-    """The output of a call of either kind."""
+    """The output of a function call or a custom tool call."""
 
     model_config = _LENIENT
 
@@ -96,7 +96,7 @@ class CallOutputItem(BaseModel):
 
 
 class AdditionalToolsItem(BaseModel):
-    """Tools that were added during the conversation: the model gets them with the others."""
+    """Tools that were added during the conversation. The model sees them with the others."""
 
     model_config = _LENIENT
 
@@ -105,7 +105,7 @@ class AdditionalToolsItem(BaseModel):
 
 
 class ReasoningText(BaseModel):
-    """A part of reasoning, or of its summary."""
+    """A part of the reasoning or of its summary."""
 
     model_config = _LENIENT
 
@@ -113,17 +113,17 @@ class ReasoningText(BaseModel):
 
 
 class ReasoningItem(BaseModel):
-    """Reasoning that precedes a message or a call of an earlier answer. The chat template decides what it shows."""
+    """Reasoning before a message or a call in an earlier answer. The chat template may leave it out."""
 
     model_config = _LENIENT
 
     type: Literal["reasoning"]
     content: Items[ReasoningText] | None = None
-    summary: Items[ReasoningText] | None = Field(None, description="Shown where there is no content.")
+    summary: Items[ReasoningText] | None = Field(None, description="A summary, used if there is no content.")
 
 
 class ItemReference(BaseModel):
-    """An item of an earlier answer, by its id: refused."""
+    """A reference to an item of an earlier answer by its id. Refused."""
 
     model_config = _LENIENT
 
@@ -131,12 +131,12 @@ class ItemReference(BaseModel):
     @classmethod
     def _needs_a_memory(cls, item: Any) -> Any:
         raise ValueError(
-            f"is an item_reference, and {_NO_STORE}; send the item itself, as clients do with store: false"
+            f"is an item_reference, but {_NO_STORE}; send the item itself, as clients do with store: false"
         )
 
 
 def _kind(item: Any) -> str:
-    """Returns the type of an item; a message may leave it out."""
+    """Returns the type of an item; it is optional for messages."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     kind = str(kind or "message").title()
     return "Function_Call_Output" if kind == "Custom_Tool_Call_Output" else kind
@@ -153,8 +153,8 @@ InputItem = Annotated[
     Discriminator(
         _kind,
         custom_error_type="input_item",
-        custom_error_message="not an item that this service takes; its type may be message, function_call, "
-        "function_call_output, custom_tool_call, custom_tool_call_output, additional_tools or reasoning",
+        custom_error_message="not a supported item; the type must be message, function_call, function_call_output, "
+        "custom_tool_call, custom_tool_call_output, additional_tools or reasoning",
     ),
 ]
 
@@ -164,39 +164,41 @@ InputItems = Annotated[list[InputItem], Field(max_length=4096, fail_fast=True)]
 
 
 class TextFormat(BaseModel):
-    """What form the answer must have."""
+    """The format that the answer must have."""
 
     model_config = ConfigDict(strict=True, extra="allow", populate_by_name=True)
 
     type: str = Field(description="text, json_object or json_schema.")
-    json_schema: dict[str, Any] | None = Field(None, alias="schema", description="Of json_schema.")
+    json_schema: dict[str, Any] | None = Field(
+        None, alias="schema", description="With json_schema: the schema that the answer must match."
+    )
 
 
 class TextConfig(BaseModel):
-    """About the answer's text."""
+    """Options for the answer's text."""
 
     model_config = _KNOWN
 
-    format: TextFormat | None = Field(None, description="What form the answer must have.")
+    format: TextFormat | None = Field(None, description="The format that the answer must have.")
     verbosity: Literal["low", "medium", "high"] | None = Field(
-        None, description="A variable of the chat template, where it has one."
+        None, description="Passed to the chat template, if it has such a variable."
     )
 
 
 class ReasoningConfig(BaseModel):
-    """About the model's reasoning."""
+    """Options for the model's reasoning."""
 
     model_config = _KNOWN
 
-    effort: str | None = Field(None, description="A variable of the chat template, where it has one.")
+    effort: str | None = Field(None, description="Passed to the chat template, if it has such a variable.")
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="Ignored: reasoning is returned as it was written."
+        None, description="Ignored: the reasoning itself is returned, not a summary."
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="The older name of summary."
     )
     context: Literal["auto", "current_turn", "all_turns"] | None = Field(
-        None, description="Ignored: the chat template decides what is shown of earlier turns."
+        None, description="Ignored: the chat template decides which earlier reasoning the model sees."
     )
     mode: Literal["standard"] | None = None
 
@@ -206,7 +208,7 @@ class ResponseStreamOptions(BaseModel):
 
     model_config = _KNOWN
 
-    include_obfuscation: bool | None = Field(None, description="Ignored: there is no padding.")
+    include_obfuscation: bool | None = Field(None, description="Ignored: events are never padded.")
 
 
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -218,9 +220,9 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "prompt": ((None,), f"{_NO_STORE}; send instructions and input"),
     "truncation": ((None, "disabled"), "input that is too long is refused; shorten it, and leave this out"),
 }
-"""Fields that need stored responses, or more than a model: the values without effect, and the remedy."""
+"""Fields that need stored responses or other services: the values that have no effect, and the remedy."""
 _IGNORED = frozenset({"client_metadata", "max_tool_calls", "prompt_cache_options"})
-"""Fields that change nothing here, besides those of every endpoint: they concern OpenAI's own tools, bills and logs."""
+"""Further ignored fields, besides those of every endpoint: they are for OpenAI's own tools, billing and logs."""
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -231,42 +233,50 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""OpenAI's values of ``include``. Only log-probabilities exist here."""
+"""OpenAI's values of ``include``. Only log-probabilities are supported."""
 
 
 class ResponsesRequest(SamplingBody):
-    """Answer a conversation, in OpenAI's newer form. Nothing is stored: each request brings its whole input."""
+    """A request to answer a conversation, in OpenAI's newer API. Nothing is stored: a request has the whole input."""
 
-    input: str | InputItems = Field(min_length=1, description="A question, or a conversation in order.")
-    instructions: str | None = Field(None, description="The system message before it.")
+    input: str | InputItems = Field(min_length=1, description="A question, or the items of a conversation in order.")
+    instructions: str | None = Field(None, description="A system message to put before the input.")
     max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="The most tokens. Default: all that the context leaves."
+        None, description="The maximum number of output tokens. Default: as many as fit in the context."
     )
-    stream: bool | None = Field(None, description="Whether the answer comes as server-sent events.")
+    stream: bool | None = Field(None, description="Whether to stream the response as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
     tools: AnyTools | None = Field(
-        None, description="What the model may call: functions, custom tools, namespaces. Hosted tools are not offered."
+        None,
+        description="The tools that the model may call: functions, custom tools and namespaces. Hosted tools are "
+        "ignored.",
     )
     tool_choice: str | dict[str, Any] | None = Field(
         None,
-        description='"auto", "none", "required", one tool, or allowed_tools. Default: "auto" with tools.',
+        description='"auto", "none", "required", one tool, or allowed_tools. Default: "auto" if there are tools.',
     )
-    parallel_tool_calls: bool | None = Field(None, description="False keeps only an answer's first call.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may have several tool calls. If false, only the first is kept."
+    )
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: Items[Includable] | None = Field(
         None,
-        description="message.output_text.logprobs adds log-probabilities of the text. OpenAI's other values are "
+        description="message.output_text.logprobs adds the log-probabilities of the text. OpenAI's other values are "
         "accepted and add nothing: no hosted tool runs, and reasoning is returned unencrypted.",
     )
-    top_logprobs: UInt32 | None = Field(None, description="Log-probabilities with this many alternatives, at most 20.")
-    metadata: Annotated[dict[str, str], FEW_ENTRIES] | None = Field(None, description="Returned as it is.")
-    user: str | None = Field(None, description="Returned as it is.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+    top_logprobs: UInt32 | None = Field(
+        None, description="Returns log-probabilities with this many alternatives, at most 20."
+    )
+    metadata: Annotated[dict[str, str], FEW_ENTRIES] | None = Field(
+        None, description="Returned unchanged in the response."
+    )
+    user: str | None = Field(None, description="Returned unchanged in the response.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
 
     @classmethod
     def other_fields(cls) -> AbstractSet[str]:
-        """Returns the names of every endpoint, and of this one."""
+        """Returns the names for every endpoint, and those for this one."""
         return super().other_fields() | _REFUSED.keys() | _IGNORED
 
     @model_validator(mode="before")
@@ -281,7 +291,7 @@ class ResponsesRequest(SamplingBody):
 
 
 class InputTokens(BaseModel):
-    """How long a prompt is."""
+    """The length of a prompt, in tokens."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int

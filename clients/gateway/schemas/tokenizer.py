@@ -9,24 +9,26 @@ from penstock.clients.gateway.schemas.common import Body, Ids
 
 
 class TokenizeRequest(Body):
-    """Tokenize a text or a conversation."""
+    """A request to tokenize a text or a conversation."""
 
-    prompt: str | None = Field(None, description="The text. This or messages.")
-    messages: Messages | None = Field(None, description="The conversation. This or prompt.")
+    prompt: str | None = Field(None, description="The text. Set either this or messages.")
+    messages: Messages | None = Field(None, description="The conversation. Set either this or prompt.")
     add_special_tokens: bool | None = Field(
         None,
-        description="Whether the tokenizer puts its own tokens around a prompt. Default: true. A conversation's "
-        "template has them all: there only false is possible.",
+        description="Whether the tokenizer adds its special tokens to a text. Default: true. For messages only false "
+        "is allowed: the chat template adds all special tokens.",
     )
-    return_token_strs: bool | None = Field(None, description="Whether to return each token's text too.")
+    return_token_strs: bool | None = Field(None, description="Whether to return the text of each token too.")
     add_generation_prompt: bool | None = Field(
-        None, description="Whether the assistant's turn is opened. Default: true."
+        None, description="Whether to open a new assistant message at the end of the prompt. Default: true."
     )
     continue_final_message: bool | None = Field(
-        None, description="The last message, the assistant's, stays open. Not with add_generation_prompt."
+        None,
+        description="Whether to leave the last message open, which must be an assistant message. Excludes "
+        "add_generation_prompt.",
     )
-    tools: Tools | None = Field(None, description="What the model may call.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+    tools: Tools | None = Field(None, description="The tools that the model may call.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
@@ -36,23 +38,24 @@ class TokenizeRequest(Body):
 
 
 class TokenizeResponse(BaseModel):
-    """Tokens."""
+    """The tokens of the text or the conversation."""
 
     count: int
-    max_model_len: int = Field(description="The most tokens of prompt and output together.")
+    max_model_len: int = Field(description="The maximum number of tokens of prompt and output together.")
     tokens: list[int]
     token_strs: list[str] | None = Field(
-        None, description="With return_token_strs. Bytes that are no whole character are shown as U+FFFD."
+        None,
+        description="The text of each token. Only with return_token_strs. Incomplete characters are shown as U+FFFD.",
     )
 
 
 class DetokenizeRequest(Body):
-    """Convert tokens to text."""
+    """A request to convert tokens to text."""
 
     tokens: Ids
 
 
 class DetokenizeResponse(BaseModel):
-    """A text, special tokens included."""
+    """The text, including special tokens."""
 
     prompt: str

@@ -1,4 +1,4 @@
-"""``--unknown-fields ignore``: fields that are not in a body's schema are removed before it is validated."""
+"""``--unknown-fields ignore``: removes fields that are not in a body's schema before the body is validated."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ from penstock.clients.gateway.schemas.unsupported import shown
 
 _LOG_EVERY_S = 60.0
 _MAX_NAMES = 20
-"""The limit of names in one line of the log."""
+"""The maximum number of names in one log line."""
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,10 @@ class IgnoredFields:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._fields = Counter(
-            "penstock_gateway_unknown_fields", "Fields of requests that were ignored.", ("route",), registry=registry
+            "penstock_gateway_unknown_fields",
+            "Unknown request fields that were ignored.",
+            ("route",),
+            registry=registry,
         )
         self._names: dict[str, None] = {}
         self._next_log = 0.0
@@ -39,7 +42,7 @@ class IgnoredFields:
         now = time.monotonic()
         if now >= self._next_log:
             listed = ", ".join(list(self._names)[:_MAX_NAMES])
-            _log.warning("ignored fields that this service does not know: %s", ascii(listed))
+            _log.warning("ignored unknown fields: %s", ascii(listed))
             self._names.clear()
             self._next_log = now + _LOG_EVERY_S
         elif len(self._names) > _MAX_NAMES:
@@ -77,7 +80,7 @@ def _prune(value: Any, models: _Models, path: str, names: list[str]) -> Any:
 
 @cache
 def _fields(model: type[BaseModel]) -> Mapping[str, _Models]:
-    """Returns the models of each field's value, by the names in a body."""
+    """Returns the models of each field's value, by the field's name in a body."""
     fields: dict[str, _Models] = {}
     for name, field in model.model_fields.items():
         inner = tuple(_models_of(field.annotation))

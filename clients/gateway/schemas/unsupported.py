@@ -42,7 +42,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": (None, {}),
     "web_search_options": (None,),
 }
-"""The values without effect, by field."""
+"""The values that have no effect, and so are accepted, by field."""
 
 IGNORED = frozenset(
     {
