@@ -195,7 +195,7 @@ def _of_schema(schema: Any, closes_objects: bool, number: int = 0) -> tuple[str,
 
 
 def _lark(text: str, closes_objects: bool) -> str:
-    """Converts the JSON schemas in a Lark grammar as if they stood alone."""
+    """Converts the JSON schemas in a Lark grammar as it converts a ``json_schema``."""
     parts: list[str] = []
     more: list[str] = []
     at = 0

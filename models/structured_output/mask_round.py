@@ -99,7 +99,7 @@ class MaskRound:
         grammar = work.matcher.grammar
         self._took_s[grammar] += thread_time() - began_s
         if self._took_s[grammar] > STEP_BUDGET_S:
-            # Many rows may take long together even if none of them does alone.
+            # Many rows may take long together even if no single row does.
             grammar.note_slow()
             self._took_s[grammar] = 0.0
         self.finish([work])
@@ -139,7 +139,7 @@ class MaskRound:
 
     def result(self) -> Words:
         """Waits for the masks, at most for the budget: (sampled positions, ceil(V / 32)). If a row's output has ended
-        or cannot continue, only an end token is allowed. The masks of late rows have no meaning."""
+        or cannot continue, only an end token is allowed. A late row's masks have no meaning."""
         began = self._created
         if not self._known.is_set():
             self._known.wait()
