@@ -1,7 +1,7 @@
-"""Writes the demo model's card, README.md of its folder: data, training, held-out figures and 20 samples.
+"""Writes the demo model's card, the README.md of its folder: data, training, held-out results and 20 samples.
 
-Every figure is read from what the other scripts wrote (manifest.json, the training log) or measured here. The prompts
-are fixed and each is sampled once, with seeds 1 to 20, so none is picked.
+Every number comes from the other scripts' files (manifest.json, the training log) or is measured here. The prompts are
+fixed and each is sampled once, with seeds 1 to 20, so no sample is picked.
 
 Examples:
     python card.py
@@ -54,7 +54,7 @@ TEXT_PROMPTS = (
 
 @torch.inference_mode()
 def sample(model: Decoder, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
-    """A continuation of `prompt` by at most `MAX_TOKENS` tokens, in fp32 on a CPU."""
+    """Returns a continuation of `prompt` by at most `MAX_TOKENS` tokens, computed in fp32 on a CPU."""
     generator = torch.Generator().manual_seed(seed)
     ends = {special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, IM_END)}
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -72,12 +72,12 @@ def sample(model: Decoder, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
 
 
 def quoted(text: str) -> str:
-    """The text as an indented block of Markdown."""
+    """Returns the text as an indented code block in Markdown."""
     return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
 
 
 def samples_section(model: Decoder, tokenizer: Tokenizer) -> str:
-    """The samples with seeds 1 to 20: the chat prompts, then the text prompts."""
+    """Returns the samples with seeds 1 to 20: the chat prompts, then the text prompts."""
     parts = []
     for seed, prompt in enumerate((*CHAT_PROMPTS, *TEXT_PROMPTS), 1):
         is_chat = seed <= len(CHAT_PROMPTS)
@@ -89,7 +89,7 @@ def samples_section(model: Decoder, tokenizer: Tokenizer) -> str:
 
 
 def heldout_section(tallies: dict[str, EvaluationSums]) -> str:
-    """A table of bits per byte by domain, the whole in the last line."""
+    """Returns a table of bits per byte by domain, with the total in the last row."""
     lines = ["| domain | bytes | tokens | bits per byte |", "|---|---:|---:|---:|"]
     for name, tally in sorted(tallies.items(), key=lambda item: (item[0] == "all", item[0])):
         lines.append(f"| {name} | {tally.num_bytes:,} | {tally.num_tokens:,} | {tally.bits_per_byte:.3f} |")
@@ -97,7 +97,7 @@ def heldout_section(tallies: dict[str, EvaluationSums]) -> str:
 
 
 def data_section(manifest: dict[str, Any]) -> str:
-    """A table of the packages, then the two sources that are not one package."""
+    """Returns a table of the packages, followed by the two sources that are not a single package."""
     lines = ["| package | version | licence of the files read | documents | bytes |", "|---|---|---|---:|---:|"]
     lines += [
         f"| {item['package']} | {item['version']} | {item['licence']} | {item['documents']:,} | {item['bytes']:,} |"
@@ -113,7 +113,7 @@ def data_section(manifest: dict[str, Any]) -> str:
 
 
 def curve_section(log: list[dict[str, Any]]) -> str:
-    """Ten lines of the training log, evenly spread, with the held-out sample's figure."""
+    """Returns a table of up to ten evenly spaced entries of the training log, with the held-out sample's result."""
     marks = [line for line in log if "heldout_sample_bits_per_byte" in line]
     chosen = [marks[round(i * (len(marks) - 1) / 9)] for i in range(10)] if len(marks) > 10 else marks
     lines = ["| minutes | steps | tokens | length | training loss (nats per token) | held-out sample (bits per byte) |"]
@@ -127,7 +127,7 @@ def curve_section(log: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measures the model, samples from it and writes the card."""
+    """Measures the model, samples from it, and writes the card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")

@@ -1,7 +1,7 @@
-"""Documents in chat format, built from data with a structure: WordNet, package descriptions, manual pages, GNOME help.
+"""Builds documents in chat format from structured data: WordNet, package descriptions, manual pages and GNOME help.
 
-A conversation is a list of (role, content); `render` writes it in ChatML, as the demo model's chat template does. It
-knows nothing of files: callers hand in the text.
+A conversation is a list of (role, content). `render` writes it in ChatML, like the demo model's chat template. Callers
+pass the text; this module reads no files.
 """
 
 import random
@@ -62,17 +62,17 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 
 
 def render(conversation: Conversation) -> str:
-    """The conversation in ChatML; special tokens are written as text."""
+    """Returns the conversation in ChatML, with special tokens as text."""
     return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in conversation)
 
 
 def with_system_prompt(conversation: Conversation, rng: random.Random) -> Conversation:
-    """The conversation, one time in five with a system prompt before it."""
+    """Returns the conversation. One in five gets a system prompt."""
     return [("system", rng.choice(SYSTEM_PROMPTS)), *conversation] if rng.random() < 0.2 else conversation
 
 
 def about_package(name: str, summary: str, body: str, rng: random.Random) -> Conversation:
-    """A question for a Debian package, answered by its description."""
+    """Returns a conversation about a Debian package: a question, and the package's description as the reply."""
     ask = (
         "What is the package {0}?",
         "What is {0}?",
@@ -94,7 +94,7 @@ def about_package(name: str, summary: str, body: str, rng: random.Random) -> Con
 
 
 def about_words(entries: list[tuple[str, str]], rng: random.Random) -> Conversation:
-    """One question for each (word, definitions), answered in turn."""
+    """Returns a conversation with one question and reply for each (word, definitions)."""
     ask = ('What does "{0}" mean?', "What is the meaning of {0}?", "Define {0}.", "define {0}", "What does {0} mean?")
     turns: Conversation = []
     for word, definition in entries:
@@ -103,7 +103,8 @@ def about_words(entries: list[tuple[str, str]], rng: random.Random) -> Conversat
 
 
 def about_manual(name: str, section: str, page: str, rng: random.Random) -> Conversation | None:
-    """Questions for a manual page: its summary, then its synopsis; None where the page has no summary."""
+    """Returns a conversation about a manual page: its summary, then sometimes its synopsis. Returns None if the page
+    has no summary."""
     found = re.search(r"^NAME\n +(.+?) - (.+?)\n\n", page, flags=re.DOTALL)
     if not found:
         return None
@@ -121,7 +122,8 @@ def about_manual(name: str, section: str, page: str, rng: random.Random) -> Conv
 
 
 def about_help(page: str, rng: random.Random) -> Conversation | None:
-    """A page of GNOME's help as an answer, its title as the question; None for a page without text."""
+    """Returns a conversation with the title of a GNOME help page as the question and the page as the reply; None for a
+    page with little text."""
     title, _, body = page.partition("\n\n")
     if len(body) < 100:
         return None
@@ -131,7 +133,7 @@ def about_help(page: str, rng: random.Random) -> Conversation | None:
 
 
 def small_talk(rng: random.Random, count: int) -> Iterator[Conversation]:
-    """`count` short conversations made from templates."""
+    """Yields `count` short conversations made from templates."""
     for _ in range(count):
         turns: Conversation = []
         for questions, answers in rng.sample(SMALL_TALK, rng.choice((1, 1, 2, 3))):

@@ -1,4 +1,4 @@
-"""What the trainings of drafters have in common: their flags, the model that they learn from, and held-out text."""
+"""Shared by the scripts that train drafters: flags, the model that a drafter learns from, and held-out text."""
 
 import argparse
 from pathlib import Path
@@ -17,23 +17,24 @@ HELDOUT_LENGTH = 256
 
 
 def drafter_parser(description: str | None, run: str) -> argparse.ArgumentParser:
-    """The flags of every such training; `run` is a default, and the model is written to models/demo_`run`."""
+    """Returns a parser with the flags of these scripts. `run` is the default of --run; the default of --out is
+    models/demo_`run`."""
     parser = training_parser(description, run=run, minutes=25.0, dtype="float32")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
     out = DEMO_FOLDER.with_name(f"demo_{run}")
-    parser.add_argument("--out", type=Path, default=out, help=f"where to (default: models/{out.name})")
-    parser.set_defaults(batch_tokens=2048)  # so few tokens are read that many small updates go further
+    parser.add_argument("--out", type=Path, default=out, help=f"output folder (default: models/{out.name})")
+    parser.set_defaults(batch_tokens=2048)  # with so few tokens, many small updates learn more
     return parser
 
 
 def read_frozen(args: argparse.Namespace) -> tuple[Decoder, Tokenizer]:
-    """The model that is learned from, and its tokenizer."""
+    """Returns the model that the drafter learns from, with frozen parameters, and its tokenizer."""
     model = read_model(args.model).to(args.device).requires_grad_(requires_grad=False)
     return model, Tokenizer.from_file(str(args.model / "tokenizer.json"))
 
 
 def heldout_ids(args: argparse.Namespace, tokenizer: Tokenizer) -> Tensor:
-    """Some held-out text: int64 of shape (rows, `HELDOUT_LENGTH` + 1)."""
+    """Returns a sample of held-out text: int64 of shape (rows, `HELDOUT_LENGTH` + 1)."""
     sample = windows(args.work / "heldout.jsonl", tokenizer, HELDOUT_LENGTH, 60)
     whole = [window.ids for window in sample if len(window.ids) == HELDOUT_LENGTH + 1]
     return torch.tensor(whole, device=args.device)

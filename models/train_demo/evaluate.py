@@ -1,8 +1,8 @@
-"""Bits per byte of a demo model on the held-out documents, overall and by domain.
+"""Measures a demo model's bits per byte on the held-out documents, overall and by domain.
 
-bits per byte = sum of -log2 p(token) / number of UTF-8 bytes of text. Every token counts in the sum, the special tokens
-and the end of the document too; the special tokens count no bytes, so that the figure errs to the high side. A document
-is read in windows of --length tokens without overlap; the first token is predicted from <|endoftext|>.
+bits per byte = sum of -log2 p(token) / number of UTF-8 bytes of text. The sum includes special tokens and the end of
+the document; the bytes do not, so the result is slightly too high rather than too low. Each document is read in
+windows of --length tokens without overlap, and its first token is predicted from <|endoftext|>.
 
 Examples:
     python evaluate.py
@@ -33,7 +33,7 @@ BATCH_TOKENS = 2048
 
 @dataclass
 class EvaluationSums:
-    """Sums over documents: information in nats, bytes of text, tokens."""
+    """Sums over documents: -log p in nats, bytes of text, and tokens."""
 
     nats: float = 0.0
     num_bytes: int = 0
@@ -51,7 +51,8 @@ class EvaluationSums:
 
 @dataclass(frozen=True)
 class Window:
-    """At most `length` tokens of a document with the one before them; `num_bytes` is counted in a document's first."""
+    """At most `length` tokens of a document, preceded by the token before them. `num_bytes` is the document's size in
+    its first window and 0 in the others."""
 
     domain: str
     ids: list[int] = field(repr=False)
@@ -59,7 +60,7 @@ class Window:
 
 
 def windows(path: Path, tokenizer: Tokenizer, length: int, max_documents: int) -> Iterator[Window]:
-    """Yields the windows of a .jsonl file's documents, or of `max_documents` of them spread evenly."""
+    """Yields the windows of a .jsonl file's documents, or of about `max_documents` evenly spaced ones."""
     end = special_id(tokenizer, END_OF_TEXT)
     lines = path.read_text().splitlines()
     for line in lines[:: max(1, len(lines) // max_documents)]:
@@ -75,7 +76,7 @@ def windows(path: Path, tokenizer: Tokenizer, length: int, max_documents: int) -
 
 @torch.inference_mode()
 def measure(model: Decoder, parts: list[Window], device: str, quiet: bool = False) -> dict[str, EvaluationSums]:
-    """Tallies by domain, and "all"."""
+    """Returns the sums by domain, and over all domains as "all"."""
     tallies: defaultdict[str, EvaluationSums] = defaultdict(EvaluationSums)
     ordered = sorted(parts, key=lambda part: len(part.ids))
     length = len(ordered[-1].ids)
@@ -96,7 +97,7 @@ def measure(model: Decoder, parts: list[Window], device: str, quiet: bool = Fals
 
 
 def token_nats(model: Decoder, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """-log p of `ids[:, 1:]`, of shape `(batch, length - 1)`, in fp32."""
+    """Returns -log p of `ids[:, 1:]`: `(batch, length - 1)` in fp32."""
     count = ids.shape[1] - 1
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(ids[:, :-1], cos[:count], sin[:count])
@@ -105,13 +106,13 @@ def token_nats(model: Decoder, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Prints the figures of a model's folder."""
+    """Prints the results for a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--length", type=int, default=2048, help="tokens in a window (default: 2048)")
-    parser.add_argument("--max-documents", type=int, default=10**9, help="how many documents (default: all)")
+    parser.add_argument("--max-documents", type=int, default=10**9, help="number of documents (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))

@@ -1,7 +1,7 @@
-"""The demo model as a network to train: Qwen3's arithmetic with Hugging Face's parameter names.
+"""The demo model as a trainable network: Qwen3's arithmetic with Hugging Face's parameter names.
 
-`state_dict()` of `Decoder` is what a Qwen3 checkpoint holds, so saving is copying. It knows nothing of data or
-optimisers, has no KV cache, and promises the logits of transformers' `Qwen3ForCausalLM`.
+`Decoder.state_dict()` has the names and tensors of a Qwen3 checkpoint, so the export renames nothing. The logits are
+those of transformers' `Qwen3ForCausalLM`. There is no KV cache, and data and optimisers are in other modules.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The sizes of a decoder. Defaults are the demo model's: 5.8 million parameters, embeddings tied."""
+    """The sizes of a decoder. The defaults are the demo model's: 5.8 million parameters, tied embeddings."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -28,7 +28,7 @@ class DecoderShape:
 
 
 class Network(nn.Module):
-    """What can be trained: a module that knows its sizes."""
+    """A trainable module with its sizes."""
 
     shape: DecoderShape
 
@@ -48,7 +48,8 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(shape: DecoderShape, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary embedding: each `(length, head_dim)` in fp32, both halves of a row equal."""
+    """Returns the cosines and sines of the rotary embedding, each `(length, head_dim)` in fp32. Both halves of a row
+    are equal."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
@@ -63,11 +64,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v with position i seeing 0..i; all are `(batch, heads, length, head_dim)`."""
+    """Returns softmax(q k^T / sqrt(head_dim)) v, where position i attends to 0..i. All tensors are `(batch, heads,
+    length, head_dim)`."""
     if q.is_cuda or q.shape[-2] > 2048:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    # On a CPU in bf16, forward and backward of the plain products take 0.4 of the fused kernel's time at length 256 and
-    # three quarters at 2048.
+    # On a CPU in bf16, forward and backward passes of plain matrix products take 0.4 of the fused kernel's time at
+    # length 256 and three quarters at 2048.
     length = q.shape[-2]
     mask = torch.full((length, length), float("-inf"), dtype=q.dtype).triu(1)
     rows = q.shape[0] * q.shape[1]
@@ -77,7 +79,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Causal grouped-query attention with a norm on each head's queries and keys."""
+    """Causal grouped-query attention that normalises each head's queries and keys."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention, then the MLP; each reads a normed stream and adds to it."""
+    """Attention, then the MLP. Each reads the normalised residual stream and adds its output to the stream."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -134,7 +136,7 @@ class TransformerLayer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Token ids `(batch, length)` to the final normed stream `(batch, length, hidden_size)`."""
+    """Maps token ids `(batch, length)` to the final, normalised hidden states `(batch, length, hidden_size)`."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -154,7 +156,7 @@ class Trunk(nn.Module):
 
 
 def init_weights(network: nn.Module) -> None:
-    """Small random matrices, and zeros where a layer adds to the stream."""
+    """Sets matrices to small random values, and those whose output is added to the residual stream to zero."""
     for name, parameter in network.named_parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.02)
@@ -163,7 +165,7 @@ def init_weights(network: nn.Module) -> None:
 
 
 class Decoder(Network):
-    """The trunk and its head, which is the embedding matrix itself."""
+    """The trunk and the output head, which is the embedding matrix."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -172,10 +174,10 @@ class Decoder(Network):
         init_weights(self)
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Logits `(batch, length, vocab_size)`."""
+        """Returns logits `(batch, length, vocab_size)`."""
         return functional.linear(self.model(tokens, cos, sin), self.model.embed_tokens.weight)
 
     def loss(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Mean cross entropy in nats of `tokens[:, 1:]`; `tokens` is `(batch, length + 1)`."""
+        """Returns the mean cross entropy in nats of `tokens[:, 1:]`; `tokens` is `(batch, length + 1)`."""
         logits = self(tokens[:, :-1], cos, sin)
         return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())

@@ -1,7 +1,8 @@
-"""How much of the held-out documents the training documents hold word for word: the share of runs of 13 words.
+"""Measures how much of the held-out documents also occurs in the training documents: the share of their runs of 13
+words that a training document contains.
 
-It knows nothing of the model. What it counts are passages such as options that several manual pages describe, or the
-descriptions of sister packages.
+The model is not involved. Typical common passages are options that several manual pages describe, and the descriptions
+of related packages.
 
 Examples:
     python overlap.py
