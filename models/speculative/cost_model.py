@@ -1,4 +1,4 @@
-"""What a step of so many tokens takes: measured when the worker starts, and kept up to date with what steps take."""
+"""The time of a step by its number of tokens: measured at worker start, and then learned from each step."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -6,41 +6,42 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 SIZES = (16, 1, 64, 4, 32, 8, 48, 2, 24, 12, 6, 3)
-"""Tokens of the steps that are measured, in this order as far as time allows; what is between them is interpolated."""
+"""Tokens of the steps to measure, in this order while time allows. Sizes in between are interpolated."""
 MEASURE_S = 1.0
 ROUNDS = 4
-"""Times that each is measured where there is time; the shortest counts, since nothing makes a step too short."""
+"""How often each size is measured if time allows. The shortest time counts, since nothing makes a step too short."""
 MIN_S = 1e-5
 
 LARGER = (17, 33, 128, 256)
-"""Sizes that are known besides: two that may take much longer than one less, since kernels compute 16 rows together,
-and larger ones."""
+"""Further sizes in the table: two that may take much longer than one token less, since kernels compute 16 rows
+together, and larger ones."""
 
 SCALE_RATE = 0.1
-"""How fast what steps take changes the scale: load and contexts change all sizes alike, about, and soon."""
+"""Learning rate of the scale. Load and context lengths change quickly, and affect all sizes about equally."""
 MEASURED_WEIGHT, GUESSED_WEIGHT, MAX_WEIGHT = 4.0, 1.0, 100.0
-"""What is known of a size's own seconds, as if seen in so many steps."""
+"""How well the time of a size is known, as the equivalent number of observed steps."""
 MAX_SURPRISE = 2.0
-"""A step that took longer than was expected by more than this counts as this: something else came between."""
+"""Cap on an observed time relative to the expected one. Beyond it, something else delayed the step."""
 
 
 class StepCost:
-    """seconds(n) = scale * s(n), of a step of n tokens all of which are sampled; s is known at some sizes, and between
-    them a straight line.
+    """seconds(n) = scale * s(n), for a step of n tokens that are all sampled; s is known at some sizes, and linear
+    between them.
 
-    There are two scales: of steps that began when the last one was over, since drafts follow from its tokens; and of
-    those that were there by then, which only a backend that runs ahead has.
+    There are two scales: one for fenced steps, which start after the previous one has ended, since their drafts follow
+    from its tokens; and one for steps that are queued by then, which only a backend that runs ahead has.
     """
 
     def __init__(self, most: int, guess: tuple[float, float] = (1e-3, 2e-3)) -> None:
-        """``most``: tokens of a step; ``guess``: what steps of 1 and of 64 take, until that is measured."""
+        """``most`` is the maximum number of tokens in a step. ``guess`` is the time of steps of 1 and of 64 tokens, until
+        it is measured."""
         self.most = most
         self._scales = [1.0, 1.0]
         self._rising: list[float] | None = None
         self._know({1: guess[0], 64: guess[1]}, GUESSED_WEIGHT)
 
     def measure(self, run: Callable[[int], None], most: int, clock: Callable[[], float]) -> None:
-        """``run`` computes a step of so many tokens, up to ``most``; ``clock`` tells seconds."""
+        """Measures ``run(n)``, which computes a step of n tokens, n up to ``most``. ``clock`` returns seconds."""
         best: dict[int, float] = {}
         end = clock() + MEASURE_S
         for number in range(ROUNDS * len(SIZES)):
@@ -53,22 +54,22 @@ class StepCost:
         self._know(best, MEASURED_WEIGHT)
 
     def seconds(self, num_tokens: int, is_fenced: bool = True) -> float:
-        """Of a step; ``is_fenced``: it begins when the last one is over."""
+        """Returns the time of a step. ``is_fenced`` is whether it starts after the previous one has ended."""
         rising = self._rising_seconds()
         return self._scales[is_fenced] * sum(part * rising[at] for at, part in self._parts(num_tokens))
 
     def span(self, num_tokens: int, count: int) -> list[float]:
-        """Of fenced steps of so many tokens, one more and so on: up to ``count`` more, and as many as there may be."""
+        """Returns the times of fenced steps of ``num_tokens``, one more, and so on, up to ``count`` more or ``most``."""
         first = min(num_tokens, self.most)
         wanted = np.arange(first, min(first + count, self.most) + 1)
         seconds: list[float] = (self._scales[True] * np.interp(wanted, self._sizes, self._rising_seconds())).tolist()
         return seconds
 
     def observe(self, num_tokens: int, seconds: float, is_fenced: bool) -> None:
-        """What a step took, of so many tokens with their drafts."""
+        """Learns from the time of a step. ``num_tokens`` includes its drafts."""
         surprise = min(MAX_SURPRISE, seconds / self.seconds(num_tokens, is_fenced)) - 1.0
         self._scales[is_fenced] *= 1.0 + SCALE_RATE * surprise
-        # Kalman's filter, with variances 1 / weight, and 1 of a step.
+        # A Kalman filter: a size has the variance 1 / weight, a step 1.
         parts = self._parts(num_tokens)
         variance = 1.0 + sum(part * part / self._weights[at] for at, part in parts)
         for at, part in parts:
@@ -78,7 +79,7 @@ class StepCost:
         self._rising = None
 
     def _know(self, seconds: dict[int, float], weight: float) -> None:
-        """Of these sizes what they take, and how well that is known; others are guessed from them."""
+        """Sets the times of these sizes, and how well they are known. Other sizes are guessed from them."""
         sizes = sorted(size for size in seconds if size <= self.most)
         known = _isotonic([seconds[size] for size in sizes], [1.0] * len(sizes))
         self._sizes = sorted({*(size for size in (*SIZES, *LARGER) if size < self.most), self.most, *sizes})
@@ -92,14 +93,14 @@ class StepCost:
         self._rising = None
 
     def _rising_seconds(self) -> list[float]:
-        """At the sizes: more tokens never take less."""
+        """Returns the times at the sizes, made non-decreasing: more tokens never take less time."""
         rising = self._rising
         if rising is None:
             rising = self._rising = _isotonic(self._seconds, self._weights)
         return rising
 
     def _parts(self, num_tokens: int) -> tuple[tuple[int, float], ...]:
-        """The sizes around it by their indexes, and by how near they are."""
+        """Returns the sizes around ``num_tokens``, each as its index and its weight in the interpolation."""
         at = bisect_left(self._sizes, num_tokens)
         if at == len(self._sizes):
             return ((at - 1, 1.0),)
@@ -111,8 +112,8 @@ class StepCost:
 
 
 def _isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The nearest values that never fall, by squares: more tokens never take less, so where they seem to, all of these
-    sizes take their mean, by how well each is known. (Pool adjacent violators.)"""
+    """Returns the non-decreasing values that are nearest by weighted least squares: values that fall are replaced by
+    their weighted mean. (Pool adjacent violators.)"""
     pools: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         count = 1
