@@ -28,7 +28,7 @@ class DraftCost:
         self._token_s = ASK_S
 
     def measure(self, run: Callable[[int], None], most: int, clock: Callable[[], float]) -> None:
-        """Measures ``run(n)``, which proposes a draft for each of n rows, n up to ``most``. ``clock`` returns seconds."""
+        """Measures ``run(n)``, which proposes a draft for each of n rows, up to ``most``. ``clock`` returns seconds."""
         self._table.measure(run, most, clock)
         self._token_s = self._table.seconds(most) / most
 

@@ -33,15 +33,15 @@ class StepCost:
     """
 
     def __init__(self, most: int, guess: tuple[float, float] = (1e-3, 2e-3)) -> None:
-        """``most`` is the maximum number of tokens in a step. ``guess`` is the time of steps of 1 and of 64 tokens, until
-        it is measured."""
+        """``most`` is the maximum number of tokens in a step. ``guess`` has the times of steps of 1 and of 64 tokens,
+        until they are measured."""
         self.most = most
         self._scales = [1.0, 1.0]
         self._rising: list[float] | None = None
         self._know({1: guess[0], 64: guess[1]}, GUESSED_WEIGHT)
 
     def measure(self, run: Callable[[int], None], most: int, clock: Callable[[], float]) -> None:
-        """Measures ``run(n)``, which computes a step of n tokens, n up to ``most``. ``clock`` returns seconds."""
+        """Measures ``run(n)``, which computes a step of n tokens, up to ``most``. ``clock`` returns seconds."""
         best: dict[int, float] = {}
         end = clock() + MEASURE_S
         for number in range(ROUNDS * len(SIZES)):
@@ -59,7 +59,7 @@ class StepCost:
         return self._scales[is_fenced] * sum(part * rising[at] for at, part in self._parts(num_tokens))
 
     def span(self, num_tokens: int, count: int) -> list[float]:
-        """Returns the times of fenced steps of ``num_tokens``, one more, and so on, up to ``count`` more or ``most``."""
+        """Returns the times of fenced steps of ``num_tokens``, one more, and so on, to ``count`` more or ``most``."""
         first = min(num_tokens, self.most)
         wanted = np.arange(first, min(first + count, self.most) + 1)
         seconds: list[float] = (self._scales[True] * np.interp(wanted, self._sizes, self._rising_seconds())).tolist()

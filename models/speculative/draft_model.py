@@ -1,5 +1,5 @@
-"""Drafts by a small model with the same tokenizer. It runs on a backend of its own, whose pages go by the same block
-numbers as the large model's, so that whoever shares a prefix shares the small model's keys and values too."""
+"""Drafts by a small model with the same tokenizer. It runs on its own backend, whose pages have the large model's block
+numbers, so rows that share a prefix share the small model's keys and values too."""
 
 import logging
 from collections.abc import Sequence
@@ -22,17 +22,16 @@ from penstock.scheduler.plan import DraftMethod, SpeculationConfig, WorkerConfig
 logger = logging.getLogger(__name__)
 
 CATCHING_UP = SpeculationConfig(DraftMethod.DRAFT_MODEL, num_speculative_tokens=1)
-"""Of the draft model itself, which has no drafts: where all of its own were right it has yet to read the last of them,
-and the large model's token, so that steps of two tokens a row are as frequent as if one were drafted."""
+"""The config of the draft model itself, which has no drafts. If all its own drafts were right, it has yet to read the
+last one and the large model's token. So steps of two tokens per row are as frequent as if it verified one draft."""
 CONFIDENCE = 0.6
-"""In a draft, before anything came of some: that of a model whose choices are the large one's more often than not."""
+"""The confidence in a draft, until results correct it: a draft model agrees with the large one more often than not."""
 WIDE = {"float32": 4, "float64": 8}
-"""Bytes of an element, of dtypes that have more than two."""
+"""The bytes per element of the dtypes that have more than two."""
 
 
 def with_room(config: WorkerConfig) -> WorkerConfig:
-    """The same config, of a worker that leaves room for the keys and values of its draft model too. Raises
-    ModelError."""
+    """Returns the config of a worker that leaves room for its draft model's keys and values. Raises ModelError."""
     info = check_checkpoint(_directory(config), weights=False)
     dtype = info.dtype if config.dtype == "auto" else config.dtype
     num_bytes = info.spec.kv_bytes_per_token(WIDE.get(dtype, 2)) * config.block_size
@@ -40,14 +39,14 @@ def with_room(config: WorkerConfig) -> WorkerConfig:
 
 
 def load(config: WorkerConfig, backend: Backend) -> "DraftModelDrafter":
-    """The factory of the registry of drafters. Raises ModelError."""
+    """The factory for the drafter registry. Raises ModelError."""
     facts, model = backend.facts, _directory(config)
     spec = check_checkpoint(model, weights=False).spec
     num_tokens = min(config.tokenizer_vocab_size or facts.vocab_size, facts.vocab_size)
     if spec.vocab_size < num_tokens:
         raise ModelError(
-            f"--speculative-config: model: {model} knows {spec.vocab_size} tokens, and the large one {num_tokens}: "
-            "give one with the same tokenizer"
+            f"--speculative-config: model: {model} has {spec.vocab_size} tokens, and the large model {num_tokens}: "
+            "choose one with the same tokenizer"
         )
     drafts = load_backend(
         msgspec.structs.replace(
@@ -63,42 +62,42 @@ def load(config: WorkerConfig, backend: Backend) -> "DraftModelDrafter":
             tokenizer=None,
         )
     )
-    logger.info("drafts come from %s, whose weights are %d MiB", model, drafts.facts.weight_bytes >> 20)
+    logger.info("drafts come from %s, which has weights of %d MiB", model, drafts.facts.weight_bytes >> 20)
     return DraftModelDrafter(drafts)
 
 
 def _directory(config: WorkerConfig) -> Path:
     assert config.speculation is not None
-    assert config.speculation.model is not None, "the service wants one"
+    assert config.speculation.model is not None, "the service requires one"
     return Path(config.speculation.model)
 
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """How far the draft model is with a row. Its keys and values of ``[0, num_computed)`` follow from the row's history
+    """The draft model's progress in a row. Its keys and values of ``[0, num_computed)`` follow from the row's history,
     and then from ``drafted``."""
 
     row: Row
-    """What the draft model's backend takes for the row; another one whenever it has to go back."""
+    """The row as the draft model's backend sees it. It is replaced whenever the draft model has to go back."""
     num_known: int
-    """Tokens of the history when it was drafted."""
+    """The length of the history when it was drafted."""
     drafted: list[int]
     num_computed: int
 
 
 class _DraftSpan(NamedTuple):
-    """What a step of the draft model computes of a row."""
+    """The part of a row that a step of the draft model computes."""
 
     draft: _Draft
     end: int
-    """From where the draft model stands to here."""
+    """The position after the last token. The first one is at ``draft.num_computed``."""
     most: int
-    """Drafts that are wanted; 0: none yet."""
+    """The number of drafts to propose; 0 while part of the history is unread."""
 
 
 class DraftModelDrafter(Drafter):
-    """A ``Drafter``: what the draft model chooses, by the same noise where tokens are drawn, so that the two models'
-    choices differ only where their distributions do."""
+    """Proposes what the draft model chooses. Drawn tokens use the large model's noise, so the two models' choices
+    differ only where their distributions do."""
 
     by_rounds = True
 
@@ -111,31 +110,31 @@ class DraftModelDrafter(Drafter):
         self._max_tokens = facts.max_num_batched_tokens
         self._drafts: dict[Row, _Draft] = {}
         self._is_whole = np.zeros(facts.num_blocks, dtype=bool)
-        """Of each block: whether its page has been written whole, with tokens that are certain, since it was given to
-        somebody."""
+        """Whether the whole page of each block has been written, with tokens that are certain, since the block was
+        allocated."""
 
     def attach(self, table: RowTable) -> None:
-        """All rows, whose blocks are the draft model's too."""
+        """Sets the table of all rows, whose blocks are the draft model's too."""
         self._table = table
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
-        """Whatever the draft model had there is lost."""
+        """Discards what the draft model has in these blocks."""
         self._is_whole[list(block_ids)] = False
         self._backend.reset_blocks(list(block_ids))
 
     def backlog(self, row: Row) -> int:
-        """Tokens that the draft model would read of it, besides the newest; but for what it finds in the cache."""
+        """Returns how many tokens the draft model has to read besides the newest. Cache hits are not subtracted."""
         draft = self._drafts.get(row)
         return max(0, min(self._max_tokens, len(row.history) - (0 if draft is None else draft.num_computed)) - 1)
 
     def drop_row(self, row: Row) -> None:
-        """The row is dropped."""
+        """Drops the row."""
         draft = self._drafts.pop(row, None)
         if draft is not None:
             draft.row.is_dropped = True
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
-        """For each row up to ``max_drafts`` tokens; none while the draft model has not read the row's history yet."""
+        """Proposes up to ``max_drafts`` tokens per row, or none until the draft model has read the row's history."""
         table = self._table
         assert table is not None
         drafts = [self._stand(table, row) for row, _ in wanted]
@@ -154,10 +153,10 @@ class DraftModelDrafter(Drafter):
         return [Proposal(draft.drafted.copy(), [CONFIDENCE] * len(draft.drafted)) for draft in drafts]
 
     def _stand(self, table: RowTable, row: Row) -> _Draft:
-        """Where the draft model can go on with a row."""
+        """Returns the state from which the draft model can continue a row."""
         draft = self._drafts.get(row)
         if draft is None:
-            # Blocks of a prefix that others had are as they left them.
+            # Blocks of a shared prefix still hold what other rows wrote there.
             blocks = table.blocks(row, 0)[: (len(row.history) - 1) // self._block_size]
             behind = np.flatnonzero(~self._is_whole[blocks])
             num_computed = int(behind[0] if len(behind) else len(blocks)) * self._block_size
@@ -167,7 +166,7 @@ class DraftModelDrafter(Drafter):
             if num_right is None:
                 num_right = min(len(draft.drafted), len(came))
             num_computed = min(draft.num_computed, draft.num_known + num_right, len(row.history) - 1)
-            # What penalties count is counted anew: the backend's own counts are of what it chose itself.
+            # Tokens for penalties are counted again: the backend counted those that it chose itself.
             if num_computed == draft.num_computed and row.counts is None:
                 draft.num_known, draft.drafted, draft.row.num_blocks = len(row.history), [], row.num_blocks
                 return draft
@@ -182,7 +181,7 @@ class DraftModelDrafter(Drafter):
         return self._drafts[row]
 
     def _run(self, table: RowTable, spans: list[_DraftSpan]) -> None:
-        """Computes these, and has the next token chosen of each that has all its history computed."""
+        """Computes the spans, and drafts the next token of each row whose whole history is computed."""
         spans.sort(key=lambda span: (span.end - span.draft.num_computed > 1, -span.end))
         drafts = [span.draft for span in spans]
         starts, ends = [draft.num_computed for draft in drafts], [span.end for span in spans]

@@ -170,7 +170,7 @@ def test_nothing_changes_by_a_draft_model(speculating, tiny_model, max_drafts):
 
 def test_a_draft_model_of_another_vocabulary_is_refused(speculating, tmp_path, build_model):
     build_model(tmp_path, "Qwen3Config", {"vocab_size": 159})
-    with pytest.raises(ModelError, match="knows 159 tokens, and the large one 160: give one with the same tokenizer"):
+    with pytest.raises(ModelError, match="has 159 tokens, and the large model 160: choose one with the same tokenizer"):
         speculating.drafter("draft_model", tmp_path)
 
 
