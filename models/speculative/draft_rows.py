@@ -1,15 +1,15 @@
-"""The rows that may be drafted for, and which of them a drafter follows."""
+"""The rows that may have drafts, and which of them the drafter follows."""
 
 from penstock.models.batch.rows import Row
 from penstock.models.speculative.acceptance import RowAcceptance
 from penstock.models.speculative.drafter import Drafter
 
 TRIAL = 4
-"""Askings in which a row that a drafter follows is found out about."""
+"""The number of proposals in the trial of a row."""
 
 
 class RowRecord:
-    """What is remembered of a row that may be drafted for."""
+    """The state of a row that may have drafts."""
 
     __slots__ = ("acceptance", "asked_at", "is_followed", "max_drafts", "trials_left", "tried_at", "worth_s")
 
@@ -17,24 +17,24 @@ class RowRecord:
         self.max_drafts = max_drafts
         self.acceptance = acceptance
         self.worth_s = worth_s
-        """Seconds that a step gains by asking for it: of late, on average."""
+        """The seconds that drafting for the row saves per step, on recent average."""
         self.asked_at = self.tried_at = 0
-        """The last steps in which it was asked for, and had a draft, though that did not pay."""
+        """The last steps in which a draft was proposed, and computed, for the row although that did not pay."""
         self.is_followed = False
-        """Whether the drafter reads along."""
+        """Whether the drafter reads the row's hidden states."""
         self.trials_left = 0
-        """Askings, though they do not pay, until the drafter leaves it."""
+        """The number of proposals left in the row's trial; 0 if it is not on trial."""
 
 
 class DraftedRows:
-    """Records by row. A drafter that reads along follows those that pay, and at most one other, which is on trial."""
+    """Records by row. A drafter that reads hidden states follows the rows that pay and at most one other, on trial."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._reads = bool(drafter.feature_layers)
         self._records: dict[Row, RowRecord] = {}
         self.num_paying = 0
-        """Rows whose ``worth_s`` is not negative."""
+        """The number of rows whose ``worth_s`` is not negative."""
         self.num_followed = 0
         self.num_on_trial = 0
 
@@ -45,12 +45,12 @@ class DraftedRows:
         return self._records[row]
 
     def get(self, row: Row) -> RowRecord | None:
-        """None: nothing may be drafted for it."""
+        """Returns the record of a row, or None if it may not have drafts."""
         return self._records.get(row)
 
     def add_row(self, row: Row, record: RowRecord, may_try: bool) -> None:
-        """A row begins; ``may_try``: there is time for what does not pay. A row that has just begun is the best to be
-        on trial, since the drafter reads it whole."""
+        """Adds a row. ``may_try`` is whether there is time for a trial. New rows are the best ones to try, since the
+        drafter reads all of them."""
         self._records[row] = record
         does_pay = record.worth_s >= 0.0
         self.num_paying += does_pay
@@ -60,7 +60,7 @@ class DraftedRows:
             self.begin_trial(row, record)
 
     def drop_row(self, row: Row) -> None:
-        """A row is dropped."""
+        """Drops a row."""
         record = self._records.pop(row, None)
         if record is not None:
             self.num_paying -= record.worth_s >= 0.0
@@ -69,7 +69,7 @@ class DraftedRows:
             self._drafter.drop_row(row)
 
     def set_worth(self, row: Row, record: RowRecord, worth_s: float) -> None:
-        """Whoever does not pay any more is left."""
+        """Sets the worth of a row. The drafter leaves a row that does not pay any more, unless it is on trial."""
         did_pay, record.worth_s = record.worth_s >= 0.0, worth_s
         does_pay = worth_s >= 0.0
         self.num_paying += does_pay - did_pay
@@ -77,13 +77,13 @@ class DraftedRows:
             self._leave(row, record)
 
     def begin_trial(self, row: Row, record: RowRecord) -> None:
-        """The drafter follows a row though it does not pay, until it was asked for it a few times."""
+        """Makes the drafter follow a row that does not pay, for ``TRIAL`` proposals."""
         record.trials_left = TRIAL
         self.num_on_trial += 1
         self._follow(row, record)
 
     def try_again(self, row: Row, record: RowRecord) -> None:
-        """An asking of a row on trial had an answer."""
+        """Counts a proposal for a row on trial, and ends the trial after the last one."""
         record.trials_left -= 1
         if not record.trials_left:
             self.num_on_trial -= 1

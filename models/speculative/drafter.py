@@ -1,4 +1,4 @@
-"""What proposes drafts: the interface, which each method has an implementation of (``drafters.py``)."""
+"""The interface of drafters, which propose drafts. There is one for each method (``models/worker/speculation.py``)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from penstock.models.batch.rows import Row, RowTable
 
 
 class Wanted(NamedTuple):
-    """A row that may be drafted for."""
+    """A row to draft for."""
 
     row: Row
     max_drafts: int
@@ -21,53 +21,54 @@ class Proposal(NamedTuple):
 
     token_ids: list[int]
     confidences: list[float]
-    """For each of them from 0 to 1 how likely it is right, if those before it are; right in its order rather than in
-    its amount, since what comes of drafts corrects it."""
+    """The probability, from 0 to 1, that each token is right if those before it are. The order matters more than the
+    values, which are corrected by the results of drafts."""
 
 
 NO_PROPOSAL = Proposal([], [])
 
 
 class Drafter(ABC):
-    """Proposes drafts. Rows' histories are known whenever it is asked; it finds out itself what is new in them."""
+    """Proposes drafts. Whenever it is called, the rows' histories are complete. It finds what is new in them."""
 
     by_rounds = False
-    """Whether a draft takes a step of a model of its own, of all rows together: then it is asked for no more than what
-    is expected to pay."""
+    """Whether each draft takes a step of the drafter's own model, for all rows together. If so, only drafts that are
+    expected to pay are requested."""
     feature_layers: tuple[int, ...] = ()
-    """Before which layers it wants the model's hidden states, of rows that it follows."""
+    """The layers before which it needs the model's hidden states, for the rows that it follows."""
 
     def is_ready(self, row: Row) -> bool:
-        """Whether it can draft for a row, which it follows if it follows any, once the row's tokens are known."""
+        """Returns whether it can draft for a row once the row's tokens are known. A drafter that follows rows is only
+        called for those."""
         return True
 
     def backlog(self, row: Row) -> int:
-        """Tokens that it would read of a row if it were asked for it now, besides the newest."""
+        """Returns how many tokens of a row the next proposal has to read besides the newest."""
         return 0
 
     def follow(self, row: Row) -> None:  # noqa: B027
-        """From now on it is given the row's hidden states, which it keeps: until ``leave`` or ``drop_row``."""
+        """Follows a row: from now on ``read`` keeps its hidden states, until ``leave`` or ``drop_row``."""
 
     def leave(self, row: Row) -> None:  # noqa: B027
-        """It follows the row no more."""
+        """Stops following a row."""
 
     def read(self, batch: Batch, features: FeatureLines) -> None:  # noqa: B027
-        """The hidden states of a batch, (T, feature layers * hidden), after what it chose was added to the rows. Who
-        follows no row is given none."""
+        """Receives the hidden states of a batch, (T, feature layers * hidden), after its new tokens were added to the
+        rows. Not called while the drafter follows no row."""
 
     def attach(self, table: RowTable) -> None:  # noqa: B027
-        """Called once, before all else: all rows. Who drafts from text alone needs no more than it is given later."""
+        """Sets the table of all rows. Called once, before everything else. Drafters that only use text ignore it."""
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:  # noqa: B027
-        """Blocks have another content than they had. Who keeps nothing by blocks need not know."""
+        """Called when blocks have new content. Drafters that keep nothing by block ignore it."""
 
     @abstractmethod
     def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
-        """One for each row; none of its tokens is fine."""
+        """Returns one proposal per row, which may be empty."""
 
     @abstractmethod
     def drop_row(self, row: Row) -> None:
-        """The row is dropped; what it output may help others of its tenant. Its last tokens may be ``UNKNOWN``."""
+        """Drops a row. Its output may help other rows of its tenant. Its last tokens may be ``UNKNOWN``."""
 
 
 def valid_part(wanted: Wanted, proposal: Proposal) -> Proposal:
