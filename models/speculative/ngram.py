@@ -1,5 +1,5 @@
-"""Drafts what followed the same tokens earlier in the row: prompt lookup, as of Saxena 2023
-(github.com/apoorvumang/prompt-lookup-decoding). For output that quotes."""
+"""Drafts what followed the same tokens earlier in the row: prompt lookup (Saxena 2023,
+github.com/apoorvumang/prompt-lookup-decoding). Suits output that quotes earlier text."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from penstock.scheduler.plan import SpeculationConfig, WorkerConfig
 
 
 class NgramDrafter(Drafter):
-    """A ``Drafter``. Looks for the longest end of the row's history, of ``prompt_lookup_min`` (at least 2) to
+    """A ``Drafter``. Finds the longest suffix of the row's history, of ``prompt_lookup_min`` (at least 2) to
     ``prompt_lookup_max`` tokens, that occurred before, and proposes what followed it."""
 
     def __init__(self, config: SpeculationConfig) -> None:
@@ -19,12 +19,12 @@ class NgramDrafter(Drafter):
         self._indexes = RowIndexes()
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
-        """For each row what followed the match that went on, or else the newest of the longest."""
+        """Proposes what followed the longest match: the one that continues the last match, or else the newest."""
         self._indexes.extend([row for row, _ in wanted])
         return [self._propose(row, max_drafts) for row, max_drafts in wanted]
 
     def drop_row(self, row: Row) -> None:
-        """Its index goes."""
+        """Drops the row's index."""
         self._indexes.drop_row(row)
 
     def _propose(self, row: Row, max_drafts: int) -> Proposal:
@@ -33,7 +33,7 @@ class NgramDrafter(Drafter):
         if match.length < self._shortest:
             return NO_PROPOSAL
         place = match.places[0]
-        # What began to repeat itself goes on repeating itself.
+        # If the draft reaches the end of the history, the text since the match repeats.
         period = len(history) - place
         drafts = history[place : place + max_drafts]
         drafts += [drafts[at % period] for at in range(period, max_drafts)]
@@ -41,6 +41,6 @@ class NgramDrafter(Drafter):
 
 
 def load(config: WorkerConfig, backend: Backend) -> NgramDrafter:
-    """The factory of the registry of drafters."""
+    """The factory for the drafter registry."""
     assert config.speculation is not None
     return NgramDrafter(config.speculation)

@@ -1,4 +1,4 @@
-"""The indexes of rows' own histories, bounded in memory and in what a step spends on them."""
+"""The indexes of rows' own histories, with bounded memory and bounded time per step."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ from penstock.models.batch.rows import Row
 from penstock.models.speculative.token_index import Cursor, TokenIndex
 
 PORTION = 2048
-"""Tokens that are indexed in a step at most, about a millisecond: a long prompt is done in several."""
+"""The most tokens that a step indexes, in about a millisecond. A long prompt takes several steps."""
 
 MAX_INDEX_BYTES = 256 << 20
 BYTES_PER_TOKEN = 192
-"""Of an index in which no pair comes twice, its tokens not counted: the most."""
+"""The size of an index in which no pair occurs twice, which is the largest. Its tokens are not included."""
 MAX_INDEXED = MAX_INDEX_BYTES // BYTES_PER_TOKEN
-"""Tokens of all rows together. What comes later is not found."""
+"""The most tokens that are indexed, over all rows. Later tokens are not found."""
 
 
 class RowIndexes:
@@ -24,19 +24,18 @@ class RowIndexes:
 
     @property
     def room(self) -> int:
-        """Tokens that may yet be indexed."""
+        """The number of tokens that may still be indexed."""
         return self._room
 
     def cursor(self, row: Row) -> Cursor:
-        """The row's, made when it is first asked for."""
+        """Returns the row's cursor, created on first use."""
         cursor = self._cursors.get(row)
         if cursor is None:
             cursor = self._cursors[row] = Cursor(TokenIndex(row.history))
         return cursor
 
     def extend(self, rows: Sequence[Row], portion: int = PORTION) -> int:
-        """Takes in what is new in the rows' histories, as far as the step's portion goes; returns what is left of
-        it."""
+        """Indexes what is new in the rows' histories, up to ``portion`` tokens. Returns what is left of the portion."""
         for row in rows:
             done = self.cursor(row).index.extend(min(portion, self._room))
             self._room -= done
@@ -44,14 +43,13 @@ class RowIndexes:
         return portion
 
     def drop_row(self, row: Row) -> None:
-        """The row is dropped."""
+        """Drops the row's index."""
         cursor = self._cursors.pop(row, None)
         if cursor is not None:
             self._room += cursor.index.num_indexed
 
 
 def confidences(length: int, num_drafts: int) -> list[float]:
-    """How likely drafts are right that follow a match of so many tokens, each if those before it are: it is a longer
-    match then. A guess, n / (n + 2), that is good enough to tell better drafts from worse; what comes of them is
-    learned."""
+    """Returns the probability of each draft after a match of ``length`` tokens, given that the drafts before it are
+    right, which makes the match longer. n / (n + 2) is a guess that orders drafts well enough. Results correct it."""
     return [n / (n + 2) for n in range(length, length + num_drafts)]

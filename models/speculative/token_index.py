@@ -1,5 +1,4 @@
-"""Where tokens occurred before: an index of the pairs in a sequence that grows, and a row's place in it. For drafters
-that need no model."""
+"""An index of the token pairs in a growing sequence, and a row's place in it. For drafters that need no model."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -7,34 +6,34 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 MAX_OCCURRENCES = 32
-"""Of a pair that are looked at, the newest ones: what a step pays for a pair that is everywhere."""
+"""The most places of a pair that are looked at, newest first. Limits the time of a step if a pair is everywhere."""
 
 PAIR = 2
 
 
 class TokenIndex:
-    """Tells where a pair of tokens occurs in a sequence. A place is named by the position of the token that follows it.
+    """Finds where a pair of tokens occurs in a sequence. A place is the position of the token that follows the pair.
 
-    ``tokens[0]`` has the position ``start``, which ``cut`` moves on. Indexing costs the same for every token, and a
-    pair's places are chained from the newest to the oldest, as compressors of LZ77's family do it.
+    ``tokens[0]`` has the position ``start``, which ``cut`` advances. Indexing takes constant time per token. The places
+    of a pair are chained from the newest to the oldest, as in compressors of the LZ77 family.
     """
 
     def __init__(self, tokens: list[int]) -> None:
-        """``tokens`` is the caller's, who appends to it."""
+        """``tokens`` belongs to the caller, which appends to it."""
         self.tokens = tokens
         self.start = 0
         self._newest: dict[int, int] = {}
-        """Of a pair, as one number: its newest place."""
+        """The newest place of each pair, whose tokens are packed into one number."""
         self._older = array("q")
-        """By place, from ``start`` on: the next older one of the same pair; -1: there is none."""
+        """The next older place of the same pair, or -1, for each place from ``start`` on."""
 
     @property
     def num_indexed(self) -> int:
-        """Tokens at the beginning of the sequence that are indexed."""
+        """The number of tokens at the beginning of the sequence that are indexed."""
         return len(self._older)
 
     def extend(self, limit: int) -> int:
-        """Indexes up to so many tokens more; returns how many."""
+        """Indexes up to ``limit`` more tokens. Returns how many."""
         tokens, done = self.tokens, len(self._older)
         end = min(len(tokens), done + limit)
         if end <= done:
@@ -48,7 +47,7 @@ class TokenIndex:
         return end - done
 
     def cut(self, count: int) -> None:
-        """Forgets the first tokens."""
+        """Removes the first ``count`` tokens."""
         tokens, newest = self.tokens, self._newest
         for place in range(PAIR, min(count + PAIR, len(self._older))):
             pair = tokens[place - 2] << 32 | tokens[place - 1]
@@ -58,7 +57,7 @@ class TokenIndex:
         self.start += count
 
     def places(self, first: int, second: int) -> Iterator[int]:
-        """Indices into ``tokens`` of what followed the pair, the newest first."""
+        """Yields the indices into ``tokens`` of what followed the pair, newest first."""
         start, older = self.start, self._older
         place = self._newest.get(first << 32 | second, -1)
         while place >= start:
@@ -67,38 +66,38 @@ class TokenIndex:
 
 
 class Match(NamedTuple):
-    """The longest end of a history that is found in a sequence."""
+    """The longest suffix of a history that occurs in a sequence."""
 
     length: int
-    """0: none is."""
+    """0 if there is none."""
     places: list[int]
-    """Indices into the sequence's tokens of what followed it, the likeliest first."""
+    """Indices into the sequence's tokens of what followed it, likeliest first."""
 
 
 NO_MATCH = Match(0, [])
 
 
 class Cursor:
-    """A row's place in an index. A match that goes on as it did last time is found again at once, however many newer
-    places the last pair has."""
+    """A row's place in an index. A match that continues the last one is found at once, however many newer places the
+    last pair has."""
 
     __slots__ = ("_length", "_place", "index")
 
     def __init__(self, index: TokenIndex) -> None:
         self.index = index
         self._place = self._length = -1
-        """Where the last match was, and how long the history was then."""
+        """The place of the last match, and the length of the history then."""
 
     def find(self, history: list[int], longest: int, enough: int) -> Match:
-        """The longest end of ``history``, of 2 to ``longest`` tokens, among the places that are looked at, and all of
-        these that have it; of matches as long as can be only the first ones, as many as are ``enough``."""
+        """Returns the longest suffix of ``history``, of 2 to ``longest`` tokens, that occurs at the places looked at,
+        and all of those that have it. Stops after ``enough`` matches of the maximum length."""
         index, longest = self.index, min(longest, len(history))
         if longest < PAIR:
             return NO_MATCH
         tokens, length, tail = index.tokens, PAIR, history[-PAIR:]
         places: list[int] = []
         for place in islice(self._candidates(history), MAX_OCCURRENCES):
-            # One comparison tells of most places that they are no better.
+            # One comparison rules out most places that are no better.
             if place < length or tokens[place - length : place] != tail:
                 continue
             longer = length
