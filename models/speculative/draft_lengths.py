@@ -1,32 +1,32 @@
-"""How many drafts each row gets in a step: what the most tokens a second are expected of."""
+"""Chooses how many drafts each row gets in a step, to maximise the expected tokens per second."""
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
 MIN_CHANCE = 0.05
-"""Drafts with less are not worth thinking about."""
+"""Drafts with a lower probability are ignored."""
 MIN_GAIN = 1.03
-"""How many times as many tokens a second drafts must bring as none would: what is known of both is not exact."""
+"""The factor by which drafts must raise the tokens per second, since both estimates are inexact."""
 
 
 class DraftLengths(NamedTuple):
-    """What was chosen."""
+    """The chosen numbers of drafts."""
 
     counts: list[int]
-    """Drafts of each row."""
+    """The drafts of each row."""
     token_s: float
-    """Seconds for a token that the step then brings, as expected."""
+    """The expected seconds per token of the step."""
 
 
 def choose_lengths(acceptance: Sequence[Sequence[float]], num_certain: int, seconds: Sequence[float]) -> DraftLengths:
-    """Maximises (num_certain + sum of the chances of the drafts) / seconds[number of drafts], if that is ``MIN_GAIN``
-    times what it is without drafts.
+    """Maximises (num_certain + sum of the probabilities of the drafts) / seconds[number of drafts]. Chooses no
+    drafts if the maximum is not above ``MIN_GAIN`` times the value without them.
 
     ``acceptance`` has, for each of a row's drafts, the probability that it and those before it are right, so the
-    values fall. ``num_certain`` tokens come whatever is drafted. ``seconds[n]`` is the time of the step with n drafts,
-    for as many as there is room for. Drafts are taken in the order of their probability, from any row. The best number
-    may lie beyond a worse one, where the time grows in steps, so all numbers are tried.
+    values fall. ``num_certain`` tokens come without drafts. ``seconds[n]`` is the time of the step with n drafts, for
+    as many as there is room for. Drafts are taken in the order of their probability, from any row. All numbers are
+    tried: the time may grow in jumps, so the best number may be above a worse one.
     """
     candidates = [(chance, index) for index, row in enumerate(acceptance) for chance in row if chance >= MIN_CHANCE]
     candidates.sort(reverse=True)
@@ -43,14 +43,14 @@ def choose_lengths(acceptance: Sequence[Sequence[float]], num_certain: int, seco
 
 
 class Rounds(NamedTuple):
-    """What was chosen."""
+    """The chosen number of rounds."""
 
     number: int
-    """0: none pays."""
+    """0 if no number pays."""
     counts: list[int]
-    """Drafts of each row, as expected."""
+    """The expected drafts of each row."""
     token_s: float
-    """Seconds for a token that the step then brings, as expected, askings included."""
+    """The expected seconds per token of the step, proposals included."""
 
 
 def choose_rounds(
@@ -60,9 +60,9 @@ def choose_rounds(
     asking: Callable[[int], float],
     last: int,
 ) -> Rounds:
-    """How often a drafter is to be asked, where each draft is an asking of its own: as above, but before any draft is
-    there, so by what is expected of them. ``asking(k)``: seconds that k drafts of each row take; ``last``: what was
-    chosen last, beside which it is looked first, since little changes from step to step."""
+    """Chooses how many rounds a drafter runs, if each draft takes one: like ``choose_lengths``, but before there are
+    drafts, so ``acceptance`` is what is expected of them. ``asking(k)`` returns the seconds to propose k drafts of each
+    row. ``last`` is the previous choice: numbers near it are tried first, since little changes from step to step."""
     most = max(map(len, acceptance), default=0)
 
     def expect(number: int) -> Rounds:
@@ -75,5 +75,5 @@ def choose_rounds(
 
     near = {number for number in (1, last - 1, last, last + 1) if 1 <= number <= most}
     found = best(sorted(near)) if near else Rounds(0, [0] * len(acceptance), seconds[0] / num_certain)
-    # The best number may lie behind worse ones.
+    # The best number may be above worse ones.
     return found if found.number or len(near) == most else best(range(1, most + 1))

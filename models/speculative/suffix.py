@@ -1,8 +1,7 @@
-"""Drafts what followed the longest end of the row's history most often, in the row or in late outputs of its tenant: as
-suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), over chains of places instead of trees of counts.
+"""Drafts what most often followed the longest suffix of the row's history, in the row or in recent outputs of its
+tenant: suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), with chains of places instead of trees of counts.
 
-A tenant's outputs are never looked up for another one: drafts that come true make steps shorter, so that they would
-tell what others were answered.
+A tenant's outputs are never used for another tenant: right drafts save time, so the timing would reveal the outputs.
 """
 
 from collections import OrderedDict, deque
@@ -16,11 +15,11 @@ from penstock.models.speculative.token_index import Cursor, TokenIndex
 from penstock.scheduler.plan import SpeculationConfig, WorkerConfig
 
 ENOUGH = 8
-"""Places to tell how often a draft followed, where the match is as long as can be."""
+"""The places from which to estimate how often a draft followed, if the match has the maximum length."""
 
 
 class _Outputs:
-    """A tenant's late outputs, one behind another, each with its end marked."""
+    """A tenant's recent outputs, one after another, each with an end mark."""
 
     def __init__(self) -> None:
         self.index = TokenIndex([])
@@ -30,36 +29,36 @@ class _Outputs:
         return len(self._lengths)
 
     def add_tokens(self, token_ids: list[int]) -> int:
-        """Returns how many tokens that takes."""
+        """Adds an output. Returns how many tokens it takes."""
         self.index.tokens += token_ids
         self.index.tokens.append(UNKNOWN)
         self._lengths.append(len(token_ids) + 1)
         return self._lengths[-1]
 
     def forget_oldest(self) -> int:
-        """Returns how many tokens that frees."""
+        """Removes the oldest output. Returns how many tokens that frees."""
         length = self._lengths.popleft()
         self.index.cut(length)
         return length
 
 
 class SuffixDrafter(Drafter):
-    """A ``Drafter``. Matches are of 2 tokens or more: one alone tells too little."""
+    """A ``Drafter``. Matches have 2 tokens or more, since a single token predicts too little."""
 
     def __init__(self, config: SpeculationConfig, max_indexed: int = MAX_INDEXED) -> None:
-        """``max_indexed``: tokens of all rows and outputs together. Rows come first: for them the oldest outputs of the
-        tenant that has been quiet the longest are forgotten."""
+        """``max_indexed`` limits the tokens of all rows and outputs together. Rows come first: to make room for them,
+        the oldest outputs of the least recently active tenant are removed."""
         self._config = config
         self._max_indexed = max_indexed
         self._indexes = RowIndexes(max_indexed)
         self._outputs: OrderedDict[str, _Outputs] = OrderedDict()
-        """By tenant, the one that asked or output last at the end."""
+        """Outputs by tenant. The most recently active tenant is last."""
         self._num_output = 0
         self._cursors: dict[Row, Cursor] = {}
-        """Of rows in the outputs of their tenants."""
+        """Each row's cursor in the outputs of its tenant."""
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
-        """For each row the continuation that is the most frequent token by token."""
+        """Proposes the most frequent continuation of each row, token by token."""
         portion = self._indexes.extend([row for row, _ in wanted])
         self._make_room()
         for tenant in {row.tenant for row, _ in wanted}:
@@ -70,11 +69,11 @@ class SuffixDrafter(Drafter):
         return [self._propose(row, max_drafts) for row, max_drafts in wanted]
 
     def drop_row(self, row: Row) -> None:
-        """Keeps what it output for others of its tenant."""
+        """Drops the row, but keeps its output for other rows of its tenant."""
         self._indexes.drop_row(row)
         self._cursors.pop(row, None)
         output = row.history[row.num_prompt_tokens :]
-        if UNKNOWN in output:  # a step that is not over yet chooses it
+        if UNKNOWN in output:  # a step that has not ended chooses it
             output = output[: output.index(UNKNOWN)]
         if not output:
             return
@@ -127,9 +126,10 @@ class SuffixDrafter(Drafter):
 def _most_frequent(
     followers: list[tuple[list[int], int]], most: int, min_share: float
 ) -> tuple[list[int], list[float]]:
-    """Token by token what most of the places that agreed so far go on with, and the share of these that does; up to
-    ``most``, while at least ``min_share`` of all places agree. ``followers``: sequences, and an index into each."""
-    # Mostly they go on alike, so what is the same is counted once.
+    """Returns the most frequent continuation, token by token, and the share of the places that have each token among
+    those that agree so far. Ends after ``most`` tokens, or if fewer than ``min_share`` of all places agree.
+    ``followers`` has sequences, and an index into each."""
+    # Most places continue alike, so equal continuations are counted together.
     agreeing: dict[tuple[int, ...], int] = {}
     for sequence, place in followers:
         tokens = tuple(sequence[place : place + most])
@@ -143,7 +143,7 @@ def _most_frequent(
         for tokens, count in agreeing.items():
             token = tokens[offset] if offset < len(tokens) else UNKNOWN
             counts[token] = counts.get(token, 0) + count
-        token = max(counts, key=counts.__getitem__)  # the first one seen, where two are as frequent
+        token = max(counts, key=counts.__getitem__)  # if two are equally frequent, the first one seen
         if token == UNKNOWN or counts[token] < fewest:
             break
         drafts.append(token)
@@ -155,6 +155,6 @@ def _most_frequent(
 
 
 def load(config: WorkerConfig, backend: Backend) -> SuffixDrafter:
-    """The factory of the registry of drafters."""
+    """The factory for the drafter registry."""
     assert config.speculation is not None
     return SuffixDrafter(config.speculation)
