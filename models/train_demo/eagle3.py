@@ -1,10 +1,10 @@
-"""An EAGLE-3 head as a network to train, in the published checkpoints' names, and drafting with it as a reference.
+"""An EAGLE-3 head as a trainable network with the published checkpoints' parameter names, and a reference for drafting.
 
 The head predicts the target model's output from values that the target computes anyway: the inputs of three of its
 layers, at every position before the newest token. Each row belongs to a position t: its inputs are the features of t
-and the embedding of token t + 1, and its output is the logits of token t + 2. If no features are known yet, as for the
-second draft and later ones, the previous row's output takes their place. So training unrolls several drafts
-("training-time test"). After https://arxiv.org/abs/2503.01840; layers are numbered as in vLLM.
+and the embedding of token t + 1, and its output is the logits of token t + 2. If the features are not known yet, as for
+the second and later drafts, the previous row's output replaces them. Training therefore unrolls several drafts
+("training-time test"). See https://arxiv.org/abs/2503.01840; layers are numbered as in vLLM.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ Past = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class HeadShape(DecoderShape):
-    """The sizes of a head. Head size and rotary base are the target's, so that one table serves both."""
+    """The sizes of a head. Head size and rotary base are the target's, so both use the same rotary tables."""
 
     intermediate_size: int = 192
     num_layers: int = 1
@@ -39,11 +39,12 @@ class HeadShape(DecoderShape):
     num_kv_heads: int = 1
     draft_vocab_size: int = 2048
     aux_layers: tuple[int, ...] = (1, 3, 5)
-    """The target's layers whose incoming streams are the features; the stream has passed no norm."""
+    """The target's layers whose inputs are the features: the residual stream before the layer's norm."""
 
 
 def unrolled_attention(q: Tensor, past: Past) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v, where row t sees rows 0..t of the first draft, and row t of each later one."""
+    """Returns softmax(q k^T / sqrt(head_dim)) v. Row t attends to rows 0..t of the first draft and to row t of each
+    later one."""
     (keys, values), *later = past
     length = q.shape[-2]
     mask = torch.full((length, length), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
@@ -56,7 +57,7 @@ def unrolled_attention(q: Tensor, past: Past) -> Tensor:
 
 
 class HeadAttention(nn.Module):
-    """Grouped-query attention of rows that are an embedding and a feature, each normed."""
+    """Grouped-query attention whose rows are a normalised embedding and a normalised feature, concatenated."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class MidLayer(nn.Module):
 
 
 class Head(Network):
-    """The head; token embeddings are the target's. `draft_ids`, ascending, are the ids that it can draft."""
+    """The head. It uses the target's token embeddings. `draft_ids` are the ids that it can draft, ascending."""
 
     shape: HeadShape
     d2t: Tensor
@@ -124,8 +125,9 @@ class Head(Network):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def forward(self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, past: Past) -> tuple[Tensor, Tensor]:
-        """Embeddings and `fc`'s or its own outputs, each `(batch, rows, hidden_size)`, to its outputs, of that shape
-        and not normed, and logits `(batch, rows, draft_vocab_size)`. Adds its keys and values to `past`."""
+        """Returns outputs `(batch, rows, hidden_size)`, not normalised, and logits `(batch, rows, draft_vocab_size)`.
+        `hidden` is the output of `fc` or of an earlier call; both inputs have the outputs' shape. Appends the keys and
+        values to `past`."""
         out = self.midlayer(embeds, hidden, cos, sin, past)
         return out, self.lm_head(self.norm(out))
 
@@ -133,7 +135,8 @@ class Head(Network):
 def target_states(
     target: Decoder, tokens: Tensor, cos: Tensor, sin: Tensor, layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Features `(batch, length, len(layers) * hidden_size)` and logits `(batch, length, vocab_size)` of a target."""
+    """Returns a target's features `(batch, length, len(layers) * hidden_size)` and logits `(batch, length,
+    vocab_size)`."""
     trunk = target.model
     x = trunk.embed_tokens(tokens)
     features = []
@@ -147,10 +150,10 @@ def target_states(
 def unrolled(
     head: Head, features: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, num_drafts: int
 ) -> Iterator[Tensor]:
-    """Yields the logits of drafts 1 to `num_drafts` after every prefix, if the earlier drafts are the text's tokens.
+    """Yields the logits of drafts 1 to `num_drafts` after every prefix. Earlier drafts are taken from the text itself.
 
-    `features` and `embeds` cover tokens 0 to n - 1. Row t of the s-th logits, which have the shape (batch,
-    n - num_drafts, draft_vocab_size), s counted from 0, predicts token t + 2 + s.
+    `features` and `embeds` cover tokens 0 to n - 1. Each draft's logits are `(batch, n - num_drafts,
+    draft_vocab_size)`; row t of draft s + 1 predicts token t + 2 + s.
     """
     rows = features.shape[1] - num_drafts
     hidden = head.fc(features[:, :rows])
@@ -162,7 +165,7 @@ def unrolled(
 
 @torch.inference_mode()
 def draft(head: Head, target: Decoder, tokens: Sequence[int], num_drafts: int) -> list[int]:
-    """Returns the likeliest tokens after `tokens`, each given the previous ones. Nothing is cached between them."""
+    """Returns the likeliest tokens after `tokens`, each given the previous ones. Uses no KV cache."""
     ids = torch.tensor([tokens])
     known = len(tokens) - 1  # the newest token has no features yet
     cos, sin = rotary_tables(head.shape, known + num_drafts)

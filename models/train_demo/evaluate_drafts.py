@@ -1,10 +1,10 @@
-"""Measures how many drafts are right: of the demo model's draft model (train_draft.py) and of its EAGLE-3 head.
+"""Measures how many drafts are right, for the demo model's draft model (train_draft.py) and its EAGLE-3 head.
 
-The demo model answers prompts from held-out documents (their first 64 tokens) and chats (up to the first answer), once
-greedily and once at temperature 1, by `penstock generate`. For every prefix of an answer, a drafter then guesses the k
-tokens that a step would request, greedily or with the noise with which the answer was sampled. The output is the mean
-number of right tokens before the first wrong one, over steps that each begin where the previous one ended; a step
-yields one token more. The last lines are the demo model's own guesses, which are all right except for rounding.
+`penstock generate` continues prompts from held-out documents (their first 64 tokens) and chats (up to the first reply),
+once greedily and once at temperature 1. For every prefix of an output, a drafter then drafts the k tokens that a step
+would request, greedily or with the noise with which the output was sampled. The result is the mean number of right
+tokens before the first wrong one, over steps that each begin where the previous one ended; a step yields one token
+more. The last rows are for the demo model itself as the drafter: all of its drafts are right, except for rounding.
 
 Examples:
     python evaluate_drafts.py
@@ -42,9 +42,9 @@ class WrittenText:
     """An output of the demo model after a prompt."""
 
     kind: str
-    """Documents or chats."""
+    """The source of the prompt: documents or chats."""
     ids: Tensor
-    """The ids of prompt and output, (length,)."""
+    """The token ids of prompt and output, (length,)."""
     start: int
     """The index of the first output token."""
     seed: int | None
@@ -52,8 +52,8 @@ class WrittenText:
 
     @cached_property
     def noise(self) -> Tensor:
-        """What is added to the logits of each position's token, `(length + MAX_DRAFTS + 2, VOCAB_SIZE)`; zeros outside
-        the output, and where it is greedy."""
+        """The noise that is added to the logits at each position, `(length + MAX_DRAFTS + 2, VOCAB_SIZE)`. It is zero
+        outside the output, and for greedy outputs."""
         length = len(self.ids)
         noise = torch.zeros(length + MAX_DRAFTS + 2, VOCAB_SIZE)
         if self.seed is not None:
@@ -63,12 +63,12 @@ class WrittenText:
 
 
 Drafter = Callable[[WrittenText], Tensor]
-"""Row m and column s of what it gives, (length, MAX_DRAFTS): whether draft s after m tokens is right if those before
-are."""
+"""Returns (length, MAX_DRAFTS) booleans: whether draft s after the first m tokens is right if the earlier ones are, in
+row m and column s."""
 
 
 def prompts(path: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str, list[int]]]:
-    """`count` prompts of a .jsonl file's documents, spread evenly, and whether they are documents or chats."""
+    """Yields ("documents" or "chats", token ids) of prompts from `count` evenly spaced documents of a .jsonl file."""
     lines = path.read_text().splitlines()
     for line in lines[:: max(1, len(lines) // count)][:count]:
         text = json.loads(line)["text"]
@@ -78,8 +78,8 @@ def prompts(path: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str,
 
 
 def model_drafter(model: Decoder) -> Drafter:
-    """Returns a drafter for a model with the demo model's tokenizer. A draft is right if the model's
-    choice after the right prefix is."""
+    """Returns a drafter for a model with the demo model's tokenizer. A draft is right if the model chooses the output's
+    token after the output's prefix."""
 
     def right(output: WrittenText) -> Tensor:
         length = len(output.ids)
@@ -105,7 +105,7 @@ def head_drafter(head: Head, target: Decoder) -> Drafter:
         features, _ = target_states(target, known, *tables, head.shape.aux_layers)
         found = torch.zeros(length + 2, MAX_DRAFTS, dtype=torch.bool)
         logits = unrolled(head, features, target.model.embed_tokens(known), *tables, MAX_DRAFTS)
-        for s, part in enumerate(logits):  # row t is of token t + 2 + s, which is draft s after t + 2 tokens
+        for s, part in enumerate(logits):  # row t predicts token t + 2 + s: draft s after t + 2 tokens
             guesses = head.draft_ids[(part[0, :length] + noise[s + 2 : s + 2 + length]).argmax(-1)]
             found[2:, s] = guesses == padded[s + 2 : s + 2 + length]
         return found[:length]
@@ -114,7 +114,8 @@ def head_drafter(head: Head, target: Decoder) -> Drafter:
 
 
 def count_accepted(right: Tensor, start: int, num_drafts: int) -> tuple[int, int]:
-    """Accepted drafts and steps of an output that begins at `start`; `right` is what a drafter gives."""
+    """Returns the numbers of accepted drafts and of steps for an output that begins at `start`. `right` is a drafter's
+    result."""
     runs = right[:, :num_drafts].int().cumprod(1).sum(1).tolist()
     accepted = steps = 0
     position = start
@@ -127,7 +128,7 @@ def count_accepted(right: Tensor, start: int, num_drafts: int) -> tuple[int, int
 
 @dataclass
 class Steps:
-    """Sums over outputs, by the number of drafts that a step requests."""
+    """Sums over outputs, by the number of drafts per step."""
 
     tokens: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
@@ -142,7 +143,7 @@ class Steps:
 
 
 def outputs(args: argparse.Namespace) -> list[WrittenText]:
-    """What the demo model answers, greedily and sampled."""
+    """Returns the demo model's outputs, greedy and sampled."""
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     asked = list(prompts(args.work / "heldout.jsonl", tokenizer, args.prompts))
     cases = [(kind, ids, seed) for kind, ids in asked for seed in (None, 0)]
@@ -161,7 +162,7 @@ def outputs(args: argparse.Namespace) -> list[WrittenText]:
 
 @torch.inference_mode()
 def main() -> None:
-    """Prints the table."""
+    """Prints a table of accepted drafts per step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
@@ -182,7 +183,7 @@ def main() -> None:
         choice = "greedy" if output.seed is None else "temperature 1"
         for name, drafter in drafters.items():
             tallies[name, output.kind, choice].add_predictions(drafter(output), output.start)
-        del output.noise  # of some megabytes
+        del output.noise  # it takes some megabytes
     print("| drafter | text | choice | tokens |", *(f"k = {k} |" for k in COUNTS))
     print("|---|---|---|---:|" + "---:|" * MAX_DRAFTS)
     for name in drafters:

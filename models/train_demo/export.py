@@ -1,8 +1,8 @@
-"""Writes and reads the demo model as a Hugging Face folder: config.json, generation_config.json, model.safetensors; and
-an EAGLE-3 head as the published ones are.
+"""Writes and reads the demo model as a Hugging Face folder (config.json, generation_config.json, model.safetensors),
+and EAGLE-3 heads in the form of the published ones.
 
-The parameters' names are those of transformers' Qwen3ForCausalLM already, and a head's those of the published
-checkpoints, so nothing is renamed.
+The networks' parameters already have the names of transformers' Qwen3ForCausalLM, or of the published heads, so nothing
+is renamed.
 """
 
 import json
@@ -21,7 +21,7 @@ from penstock.models.train_demo.tokenize_corpus import END_OF_TEXT, IM_END, spec
 
 
 def common_config(shape: DecoderShape, tokenizer: Tokenizer) -> dict[str, object]:
-    """Returns the fields that config.json has for every decoder."""
+    """Returns the fields of config.json that are common to all decoders."""
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -81,7 +81,7 @@ def write_head_config(shape: HeadShape, tokenizer: Tokenizer, out: Path) -> None
 
 
 def write_weights(state: Mapping[str, Tensor], out: Path) -> int:
-    """Writes model.safetensors, floats in bf16; returns its size in bytes."""
+    """Writes model.safetensors with floats in bf16. Returns its size in bytes."""
     tensors = {
         name: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous()
         for name, value in state.items()
@@ -94,7 +94,7 @@ def write_weights(state: Mapping[str, Tensor], out: Path) -> int:
 
 
 def read_shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that config.json states, as ``DecoderShape`` names them."""
+    """Returns the sizes in a config.json by their names in ``DecoderShape``."""
     return {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
@@ -110,20 +110,20 @@ def read_shape(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder, floats widened to fp32."""
+    """Reads the tensors of a folder, with floats converted to fp32."""
     tensors = load_file(folder / "model.safetensors")
     return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
 
 
 def read_model(folder: Path) -> Decoder:
-    """The model of a folder."""
+    """Reads a folder's model."""
     model = Decoder(DecoderShape(**read_shape(json.loads((folder / "config.json").read_text()))))
     model.load_state_dict(read_weights(folder))
     return model
 
 
 def read_head(folder: Path) -> Head:
-    """The EAGLE-3 head of a folder."""
+    """Reads a folder's EAGLE-3 head."""
     config = json.loads((folder / "config.json").read_text())
     layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
     shape = HeadShape(**read_shape(config), draft_vocab_size=config["draft_vocab_size"], aux_layers=layers)

@@ -1,4 +1,4 @@
-"""Turns files of Debian packages into plain text, one function per format. Does not know which packages are used."""
+"""Converts files of Debian packages to plain text, with one function per format. sources.py lists the packages."""
 
 import gzip
 import re
@@ -55,7 +55,7 @@ VOID = frozenset(["area", "base", "br", "col", "embed", "hr", "img", "input", "l
 
 
 class TextOfHtml(HTMLParser):
-    """Collects a page's prose: a paragraph is a line, a block ends with an empty line, `pre` keeps its lines."""
+    """Collects a page's prose: one line per paragraph, an empty line after each block, the lines of `pre` unchanged."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -97,12 +97,12 @@ class TextOfHtml(HTMLParser):
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of `path`, unpacked when its name ends in .gz."""
+    """Returns the content of `path`, decompressed if its name ends in .gz."""
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
 def tidy(text: str) -> str:
-    """Trailing blanks, no-break spaces and runs of empty lines removed; one line feed at the end."""
+    """Removes trailing blanks and repeated empty lines, replaces no-break spaces, and adds one line feed at the end."""
     text = text.replace("\r\n", "\n").replace("\u00a0", " ").replace("\u00ad", "").replace("\u00b6", "")
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     text = re.sub(r"^(- ?\n+)", "", text, flags=re.MULTILINE)
@@ -110,7 +110,7 @@ def tidy(text: str) -> str:
 
 
 def from_html(path: Path) -> str:
-    """The prose of an HTML page, without its navigation."""
+    """Returns the prose of an HTML page without its navigation."""
     parser = TextOfHtml()
     page = read_bytes(path).decode("utf-8", errors="replace")
     main = re.search(r'<(main|div)[^>]*(role="main"|class="body"|id="DisplayArea")[^>]*>|<main>', page)
@@ -120,12 +120,12 @@ def from_html(path: Path) -> str:
 
 
 def from_man(path: Path) -> str:
-    """A manual page as groff renders it, 100 columns wide, without its header and footer lines."""
+    """Returns a manual page as groff renders it, 100 columns wide, without header and footer."""
     source = read_bytes(path)
     if source.startswith(b".so "):
         return ""
     command = ["groff", "-mandoc", "-Kutf8", "-Tutf8", "-t", "-P-cbou", "-rLL=100n", "-rHY=0", "-w", "error"]
-    ragged = b".na\n.de ad\n..\n"  # left-aligned: a justified line would be full of double blanks
+    ragged = b".na\n.de ad\n..\n"  # left-aligned, because a justified line would be full of double blanks
     done = subprocess.run(command, input=ragged + source, capture_output=True, check=False)
     lines = done.stdout.decode("utf-8", errors="replace").strip("\n").split("\n")
     text = "\n".join(lines[1:-1]).replace("\u2010", "-").replace("\u2212", "-")
@@ -133,12 +133,12 @@ def from_man(path: Path) -> str:
 
 
 def from_plain(path: Path) -> str:
-    """A text file as it is."""
+    """Returns a text file, tidied."""
     return tidy(read_bytes(path).decode("utf-8", errors="replace").expandtabs(8))
 
 
 def from_mallard(path: Path) -> str:
-    """A page of GNOME's help: its title in the first line, then its paragraphs, steps numbered."""
+    """Returns a page of GNOME's help: the title in the first line, then the paragraphs, with numbered steps."""
     spaces = re.compile(r"\s+")
     out: list[str] = []
 
@@ -159,7 +159,7 @@ def from_mallard(path: Path) -> str:
             if mark and len(out) > before:
                 out[before] = mark + out[before]
 
-    visit(ElementTree.fromstring(read_bytes(path)))  # noqa: S314 - a signed package of Debian, not a stranger's file
+    visit(ElementTree.fromstring(read_bytes(path)))  # noqa: S314 - from a signed Debian package
     return tidy("\n\n".join(line for line in out if line))
 
 

@@ -1,7 +1,7 @@
-"""The gradient of a batch, computed by several threads that take micro-batches from a queue.
+"""Computes the gradient of a batch on several threads that take micro-batches from a queue.
 
-On a CPU each thread computes with one core. Where a kernel is split over all cores, every kernel waits for the core
-that other work holds back; here only the end of a step does, and a run of low priority loses little beside other work.
+On a CPU each thread uses one core. If kernels were split over all cores, every kernel would wait for the core that
+other work slows down. Here only the end of a step waits, so a low-priority run loses little beside other work.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""Makes the demo model's corpus: downloads Debian packages, turns them into documents, splits off the held-out ones.
+"""Makes the demo model's corpus: downloads Debian packages, converts them to documents, and splits off the held-out
+ones.
 
 Writes train.jsonl, heldout.jsonl (one document per line: domain, key, text) and manifest.json (package, version,
-licence, documents, bytes) below --work. It needs apt-get, dpkg-deb and groff; packages are unpacked there, never
-installed. A package already unpacked is not downloaded again.
+licence, documents, bytes) to --work. Requires apt-get, dpkg-deb and groff. Packages are unpacked in --work, never
+installed; an unpacked package is not downloaded again.
 
 Examples:
     python prepare.py
@@ -29,12 +30,12 @@ from penstock.models.train_demo.sources import SOURCES, CorpusSource, Reader
 
 DEFAULT_WORK = Path("~/.cache/penstock/demo-train").expanduser()
 OFFENSIVE = re.compile(r"\b(slurs?|offensive|derogatory|disparag\w*|obscen\w*|vulgar|sexual\w*|genital\w*|porn\w*)\b")
-MAX_DOCUMENT = 200_000  # characters; a longer document is cut, so that one page is never a domain of its own
+MAX_DOCUMENT = 200_000  # characters; longer documents are cut, so that no single page dominates a domain
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, the domain it is counted under, and the key whose hash decides whether it is held out."""
+    """A text with the domain under which it is counted, and the key whose hash decides whether it is held out."""
 
     domain: str
     key: str
@@ -43,13 +44,13 @@ class Document:
 
 
 class Seen:
-    """Drops paragraphs that an earlier document had: boilerplate, and what would leak into the held-out set."""
+    """Drops paragraphs of earlier documents: boilerplate, and text that would leak into the held-out set."""
 
     def __init__(self) -> None:
         self.hashes: set[bytes] = set()
 
     def fresh(self, text: str) -> str:
-        """The text without its known paragraphs of 60 or more characters."""
+        """Returns the text without the paragraphs of 60 or more characters that were seen before."""
         kept = []
         for paragraph in text.split("\n\n"):
             digest = hashlib.md5(" ".join(paragraph.split()).encode(), usedforsecurity=False).digest()
@@ -61,7 +62,7 @@ class Seen:
 
 
 def unpack(package: str, work: Path) -> Path:
-    """Downloads and unpacks a package, unless that was done; returns its folder."""
+    """Downloads and unpacks a package if its folder is not complete. Returns the folder."""
     folder = work / "root" / package
     if not (folder / ".complete").exists():
         debs = work / "debs"
@@ -78,7 +79,7 @@ def unpack(package: str, work: Path) -> Path:
 
 
 def without_common_lead(pages: list[str]) -> list[str]:
-    """Drops from each page's beginning the lines that a fifth of the package's pages begin with: navigation."""
+    """Removes navigation: the leading lines of each page that are among the first 40 of a fifth of the pages."""
     leads = Counter(line for page in pages for line in set(page.split("\n")[:40]))
     common = {line for line, count in leads.items() if count > max(3, len(pages) / 5)}
     cleaned = []
@@ -90,7 +91,7 @@ def without_common_lead(pages: list[str]) -> list[str]:
 
 
 def read_pages(source: CorpusSource, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields (name relative to the package, text) for a source of pages."""
+    """Yields (path within the package, text) for each page of a source."""
     paths = sorted(path for path in folder.glob(source.pattern) if path.is_file())
     names = [str(path.relative_to(folder)) for path in paths]
     chosen = [(p, n) for p, n in zip(paths, names, strict=True) if not any(word in n for word in source.without)]
@@ -103,7 +104,7 @@ def read_pages(source: CorpusSource, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def page_documents(source: CorpusSource, folder: Path, seen: Seen, rng: random.Random) -> Iterator[Document]:
-    """The pages of a package; manual pages and help pages in chat format too."""
+    """Yields the pages of a package. Manual pages and help pages also occur in chat format."""
     for name, text in read_pages(source, folder):
         text = seen.fresh(text)
         if len(text) < 200 or sum(c.isascii() for c in text) < 0.97 * len(text):
@@ -123,7 +124,8 @@ def page_documents(source: CorpusSource, folder: Path, seen: Seen, rng: random.R
 
 
 def wordnet_documents(folder: Path, rng: random.Random) -> Iterator[Document]:
-    """WordNet without offensive words: conversations of one to four words, a synset under its first word."""
+    """Yields WordNet without offensive words: conversations about one to four words, with each synset under its first
+    word."""
     senses: defaultdict[str, list[str]] = defaultdict(list)
     names = {"n": "noun", "v": "verb", "a": "adjective", "s": "adjective", "r": "adverb"}
     for path in sorted(folder.glob("usr/share/wordnet/data.*")):
@@ -150,7 +152,7 @@ def wordnet_documents(folder: Path, rng: random.Random) -> Iterator[Document]:
 
 
 def package_documents(work: Path, seen: Seen, rng: random.Random) -> Iterator[Document]:
-    """Descriptions of all packages of Debian's main section: half as conversations, half as the archive writes them."""
+    """Yields the descriptions of all packages in Debian's main section, half of them as conversations."""
     lists = work / "lists"
     (lists / "partial").mkdir(parents=True, exist_ok=True)
     found = sorted(lists.glob("*_debian_dists_*_main_i18n_Translation-en"))
@@ -172,7 +174,7 @@ def package_documents(work: Path, seen: Seen, rng: random.Random) -> Iterator[Do
         name, summary = match[1], match[2]
         lines = [line[1:] for line in match[3].split("\n")]
         body = "\n".join("" if line == "." else line for line in lines)
-        # Lines of a description that begin with a blank are verbatim; the others flow.
+        # Lines of a description that begin with a blank are verbatim; the others are joined.
         body = re.sub(r"(?<=\S)\n(?=[^\s*-])", " ", body)
         body = seen.fresh(body.strip())
         if not body.strip():
@@ -188,7 +190,7 @@ def package_documents(work: Path, seen: Seen, rng: random.Random) -> Iterator[Do
 
 
 def all_documents(work: Path, small_talk: int) -> Iterator[Document]:
-    """Every document of the corpus, in a fixed order."""
+    """Yields every document of the corpus in a fixed order."""
     rng = random.Random(1)
     seen = Seen()
     for source in tqdm(SOURCES, unit="package", desc="reading"):
@@ -204,7 +206,7 @@ def all_documents(work: Path, small_talk: int) -> Iterator[Document]:
 
 
 def is_held_out(key: str, percent: float) -> bool:
-    """Whether a document is held out: its key's hash decides, so all documents of one key go the same way."""
+    """Whether a document is held out. The hash of its key decides, so documents with the same key stay together."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 10_000 < percent * 100
 
 

@@ -1,7 +1,7 @@
 """Lists the Debian packages that the demo model is trained on, their licences, and the files that are read.
 
-It is only a table; extract.py turns the files into text. Every package is from Debian's main section, whose
-licences all permit redistribution and derived works; the licence named is the one of the files that are read.
+extract.py converts the files to text. Every package is from Debian's main section, whose licences all permit
+redistribution and derived works. The licence in the table is that of the files that are read.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 
 class Reader(Enum):
-    """How a source's files become text."""
+    """The format of a source's files."""
 
     HTML = auto()
     MAN = auto()
@@ -20,7 +20,7 @@ class Reader(Enum):
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """Files of one package: those that match `pattern`, a glob below the unpacked package, and not `without`."""
+    """Files of one package: those that match the glob `pattern` and whose path contains no element of `without`."""
 
     package: str
     domain: str

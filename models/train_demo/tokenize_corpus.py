@@ -1,8 +1,8 @@
 """Trains the demo model's tokenizer, writes its files, and encodes the corpus with it.
 
-A byte-level BPE of 4,096 ids: any text encodes, and decoding gives the same bytes back. The tokenizer is trained only
-when --out has none yet (or with --retrain): a tokenizer that weights were trained with must not change. The corpus
-becomes train.bin, token ids in uint16, documents in a shuffled order, each followed by <|endoftext|>.
+The tokenizer is a byte-level BPE with 4,096 ids: it encodes any text, and decoding returns the same bytes. It is
+trained only if --out has none yet (or with --retrain), because the tokenizer of trained weights must not change. The
+corpus is written to train.bin: token ids in uint16, documents in a shuffled order, each followed by <|endoftext|>.
 
 Examples:
     python tokenize_corpus.py
@@ -30,14 +30,14 @@ END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
 VOCAB_SIZE = 4096
-REPEATS = {"chat: help": 3, "chat: small talk": 4}  # how often a domain's documents are in train.bin, where not once
-# Words with the blank before them, single digits, runs of signs, runs of white space: Qwen's pattern.
+REPEATS = {"chat: help": 3, "chat: small talk": 4}  # copies of a domain's documents in train.bin; 1 for others
+# Qwen's pattern: words with the blank before them, single digits, runs of punctuation, runs of white space.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHAT_TEMPLATE = (
-    # Tools are in the system's turn; calls and their results have Hermes' format. Without them it is plain ChatML.
+    # Tools are in the system message; calls and their results use the Hermes format. Without tools it is plain ChatML.
     "{%- set turns = messages %}"
     "{%- if tools %}"
     "{{- '<|im_start|>system\\n' }}"
@@ -72,14 +72,14 @@ CHAT_TEMPLATE = (
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a special token, which the tokenizer has."""
+    """Returns the id of a special token, which the tokenizer must have."""
     found = tokenizer.token_to_id(token)
     assert found is not None, token
     return found
 
 
 def read_texts(path: Path, keep_every: int = 1, repeats: Mapping[str, int] = MappingProxyType({})) -> Iterator[str]:
-    """Yields the text of every `keep_every`th document of a .jsonl file, as often as `repeats` has for its domain."""
+    """Yields the text of every `keep_every`th document of a .jsonl file, repeated by its domain's entry in `repeats`."""
     with path.open() as lines:
         for number, line in enumerate(lines):
             if number % keep_every == 0:
@@ -88,7 +88,7 @@ def read_texts(path: Path, keep_every: int = 1, repeats: Mapping[str, int] = Map
 
 
 def train_tokenizer(corpus: Path) -> Tokenizer:
-    """A tokenizer of `VOCAB_SIZE` ids trained on a third of the corpus; special tokens have the highest ids."""
+    """Trains a tokenizer with `VOCAB_SIZE` ids on a third of the corpus. Special tokens have the highest ids."""
     tokenizer = Tokenizer(BPE())
     split = Split(Regex(PATTERN), behavior="isolated")
     tokenizer.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -112,7 +112,7 @@ def train_tokenizer(corpus: Path) -> Tokenizer:
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, with the chat template."""
+    """Writes tokenizer.json, and tokenizer_config.json with the chat template."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
@@ -130,7 +130,7 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def encode_corpus(tokenizer: Tokenizer, corpus: Path, out: Path) -> int:
-    """Writes the documents' ids to `out` in a shuffled order; returns how many there are."""
+    """Writes the documents' token ids to `out`, documents in a shuffled order. Returns the number of tokens."""
     texts = list(read_texts(corpus, repeats=REPEATS))
     random.Random(2).shuffle(texts)
     end = special_id(tokenizer, END_OF_TEXT)
@@ -148,7 +148,7 @@ def encode_corpus(tokenizer: Tokenizer, corpus: Path, out: Path) -> int:
 
 
 def main() -> None:
-    """Trains or reads the tokenizer and encodes the corpus."""
+    """Trains or reads the tokenizer, and encodes the corpus."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")

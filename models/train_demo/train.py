@@ -1,11 +1,11 @@
 """Trains the demo model within a budget of minutes; stops and resumes at any time.
 
-Sequences start at 256 tokens and grow to 2,048. trainer.py describes what is trained, and when
-a checkpoint is written. The finished model is written to --out.
+Sequences start at 256 tokens and grow to 2,048. trainer.py describes the training and when checkpoints are written. The
+finished model is written to --out.
 
-Cost: 35 million floating-point operations per token, attention aside. The model's card states what two CPU cores took.
-On a GPU the cost was not measured; at 20 TFLOP/s, which a model of this size should reach, 20 million tokens take
-35 seconds.
+Cost: 35 million floating-point operations per token, without attention. The model's card has the time on two CPU cores.
+The time on a GPU was not measured; at 20 TFLOP/s, which a model of this size should reach, 20 million tokens take 35
+seconds.
 
 Examples:
     nice -n 19 python train.py --minutes 100

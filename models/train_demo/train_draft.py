@@ -1,10 +1,10 @@
-"""Trains the demo model's draft model: a smaller model that drafts what the demo model is likely to write.
+"""Trains the demo model's draft model: a smaller model that predicts the demo model's output.
 
-It has the demo model's tokenizer and architecture, two layers and half the hidden size. What it learns is the demo
-model's distribution at every position, half the time on text of the corpus, half the time on what the demo model wrote
-itself (continuations.py). Its embeddings begin as the demo model's, turned to where most of their variance is.
-trainer.py describes how it is trained, and when a checkpoint is written. The finished model is written to --out,
-without the tokenizer, which is the demo model's.
+It has the demo model's tokenizer and architecture, two layers, and half the hidden size. It learns the demo model's
+distribution at every position, half of the time on text of the corpus and half on the demo model's own output
+(continuations.py). Its embeddings start as the principal components of the demo model's. trainer.py describes the
+training and when checkpoints are written. The finished model is written to --out without a tokenizer, because it uses
+the demo model's.
 
 Examples:
     nice -n 19 python train_draft.py
@@ -29,7 +29,7 @@ SHAPE = DecoderShape(hidden_size=128, intermediate_size=384, num_layers=2, num_h
 
 
 def new_sibling(teacher: Decoder) -> Decoder:
-    """An untrained sibling whose embeddings are the teacher's principal components."""
+    """Returns an untrained draft model whose embeddings are the teacher's principal components."""
     sibling = Decoder(SHAPE)
     table = teacher.model.embed_tokens.weight.detach().cpu()
     directions = torch.linalg.svd(table, full_matrices=False).Vh[: SHAPE.hidden_size]
@@ -39,7 +39,8 @@ def new_sibling(teacher: Decoder) -> Decoder:
 
 
 def distillation(teacher: Decoder) -> Loss[Decoder]:
-    """The loss -sum_i p_i log q_i with the teacher's probabilities p and the sibling's q, a mean over positions."""
+    """Returns the loss -sum_i p_i log q_i, where p and q are the probabilities of the teacher and of the draft model,
+    as a mean over positions."""
 
     def loss(sibling: Decoder, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         with torch.no_grad():
@@ -51,7 +52,8 @@ def distillation(teacher: Decoder) -> Loss[Decoder]:
 
 
 def agreement(teacher: Decoder, ids: Tensor) -> Callable[[Decoder], Mapping[str, float]]:
-    """Measures in how many of the positions of `ids`, (rows, length), a sibling's best token is the teacher's."""
+    """Returns a function that measures at which share of the positions of `ids`, (rows, length), the draft model's
+    likeliest token is also the teacher's."""
     cos, sin = (table.to(ids.device) for table in rotary_tables(teacher.shape, ids.shape[1]))
 
     @torch.inference_mode()
@@ -65,7 +67,7 @@ def agreement(teacher: Decoder, ids: Tensor) -> Callable[[Decoder], Mapping[str,
 
 
 def main() -> None:
-    """Trains within the budget and writes the sibling."""
+    """Trains within the budget and writes the draft model."""
     args = drafter_parser(__doc__, run="draft").parse_args()
     use_cores()
     teacher, tokenizer = read_frozen(args)

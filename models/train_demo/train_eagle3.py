@@ -1,10 +1,10 @@
-"""Trains an EAGLE-3 head for the demo model, which drafts from the demo model's own states (eagle3.py).
+"""Trains an EAGLE-3 head for the demo model. The head drafts from the demo model's hidden states (eagle3.py).
 
-The demo model is frozen. At every position four drafts are unrolled, each from the output of the one before, and learn
-the demo model's distribution; half the time on text of the corpus, half the time on what the demo model wrote itself
-(continuations.py). The ids that can be drafted are those that it wrote most often. The head begins with the highest
-features passed on as they are, and with the demo model's own rows as its lm_head. trainer.py describes how it is
-trained, and when a checkpoint is written. The finished head is written to --out.
+The demo model is frozen. At every position four drafts are unrolled, each from the previous one's output, and learn the
+demo model's distribution, half of the time on text of the corpus and half on the demo model's own output
+(continuations.py). The ids that can be drafted are the most frequent ones in that output. At first the head passes the
+highest features on unchanged, and its lm_head has rows of the demo model's. trainer.py describes the training and when
+checkpoints are written. The finished head is written to --out.
 
 Examples:
     nice -n 19 python train_eagle3.py
@@ -28,19 +28,19 @@ from penstock.models.train_demo.trainer import Ids, Trainer, read_tokens, train,
 
 STAGES = ((0.0, 256), (0.8, 512))
 NUM_DRAFTS = 4
-DECAY = 0.8  # of a draft's weight in the loss, from one to the next: a later one counts only if those before were right
+DECAY = 0.8  # a draft's weight in the loss relative to the previous one's: it counts only if earlier ones are right
 
 
 def frequent_ids(tokens: Ids, shape: HeadShape) -> Tensor:
-    """The ids that occur most often, ascending."""
+    """Returns the most frequent ids, ascending."""
     counts = np.bincount(tokens, minlength=shape.vocab_size)
     chosen = np.sort(np.argsort(-counts, kind="stable")[: shape.draft_vocab_size])
-    print(f"{len(chosen):,} ids can be drafted: {counts[chosen].sum() / counts.sum():.1%} of what the model writes")
+    print(f"{len(chosen):,} ids can be drafted: {counts[chosen].sum() / counts.sum():.1%} of the model's output")
     return torch.from_numpy(chosen)
 
 
 def new_head(target: Decoder, shape: HeadShape, draft_ids: Tensor) -> Head:
-    """An untrained head that repeats the target's highest features and predicts with the target's own rows."""
+    """Returns an untrained head that passes the target's highest features on and uses the target's rows as lm_head."""
     head = Head(shape, draft_ids)
     head.fc.weight.data[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
     head.norm.weight.data.copy_(target.model.norm.weight)
@@ -49,8 +49,8 @@ def new_head(target: Decoder, shape: HeadShape, draft_ids: Tensor) -> Head:
 
 
 def unrolled_loss(target: Decoder) -> Loss[Head]:
-    """The loss -sum_i p_i log q_i of each draft, with the target's probabilities p of the ids that can be drafted and
-    the head's q; a mean over positions, and over drafts weighted by powers of `DECAY`."""
+    """Returns the loss -sum_i p_i log q_i of each draft, where p are the target's probabilities of the ids that can be
+    drafted and q the head's, as a mean over positions and over drafts, which are weighted by powers of `DECAY`."""
 
     def loss(head: Head, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         tokens = tokens[:, :-1]
@@ -68,8 +68,8 @@ def unrolled_loss(target: Decoder) -> Loss[Head]:
 
 
 def agreement(target: Decoder, ids: Tensor) -> Callable[[Head], Mapping[str, float]]:
-    """Measures in how many of the positions of `ids`, (rows, length), a head's best token is the target's, for the
-    first draft and the last one trained."""
+    """Returns a function that measures at which share of the positions of `ids`, (rows, length), the head's likeliest
+    token is also the target's, for the first draft and the last one trained."""
     cos, sin = (table.to(ids.device) for table in rotary_tables(target.shape, ids.shape[1]))
 
     @torch.inference_mode()

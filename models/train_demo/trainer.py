@@ -1,9 +1,9 @@
 """Trains a network within a budget of minutes; stops and resumes at any time.
 
-The learning rate is warmed up, stays, and falls to zero over the last quarter of the budget: progress is measured in
-time spent training, so the end is planned whatever the machine does beside it. Matrices are updated by Muon, the rest
-by AdamW. A checkpoint is written every few minutes and when stopped by Ctrl-C; the same run goes on from it. It knows
-neither what the networks are nor what they learn: that is a function which gives a loss.
+The learning rate is warmed up, stays constant, and falls to zero over the last quarter of the budget. Progress is
+measured in time spent training, so a run ends as planned even on a busy machine. Muon updates the matrices, AdamW the
+rest. A checkpoint is written every few minutes and on Ctrl-C, and the same command resumes from it. The callers provide
+the network and its loss.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from penstock.models.train_demo.prepare import DEFAULT_WORK
 
 Ids = np.ndarray[tuple[int], np.dtype[np.uint16]]
 
-Stages = Sequence[tuple[float, int]]  # from this progress on, the length of the sequences in tokens
+Stages = Sequence[tuple[float, int]]  # (progress from which the stage applies, sequence length in tokens)
 WARMUP_STEPS = 100
 DECAY_FROM = 0.75
 
 
 @dataclass
 class TrainingProgress:
-    """The state of a run in a checkpoint; `block` counts the blocks read at the present length."""
+    """The state of a run in a checkpoint. `block` is the number of blocks read at the current length."""
 
     step: int = 0
     tokens: int = 0
@@ -45,17 +45,18 @@ class TrainingProgress:
 
 
 def rate_factor(progress: float, step: int) -> float:
-    """The learning rate relative to its peak: linear up in `WARMUP_STEPS`, flat, linear down from `DECAY_FROM` to 1."""
+    """Returns the learning rate relative to its peak: it rises linearly in `WARMUP_STEPS`, stays constant, and falls
+    linearly from progress `DECAY_FROM` to 1."""
     return min(1.0, (step + 1) / WARMUP_STEPS, max(0.0, 1.0 - progress) / (1.0 - DECAY_FROM))
 
 
 def sequence_length(stages: Stages, progress: float) -> int:
-    """The length of the stage that `progress`, from 0 to 1, lies in."""
+    """Returns the sequence length of the stage at `progress`, from 0 to 1."""
     return max(length for start, length in stages if progress >= start)
 
 
 class Blocks:
-    """The corpus cut into blocks of `length + 1` ids, in an order that depends on the epoch's number and `length`."""
+    """A corpus split into blocks of `length + 1` ids, in an order that depends on the epoch's number and `length`."""
 
     def __init__(self, tokens: Ids, length: int) -> None:
         self.tokens = tokens
@@ -64,7 +65,7 @@ class Blocks:
         self.orders: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
 
     def draw(self, first: int, rows: int) -> Tensor:
-        """Blocks `first` to `first + rows`, counted through the epochs; int64 of shape (rows, length + 1)."""
+        """Returns `rows` blocks from number `first` on, counted across epochs: int64 of shape (rows, length + 1)."""
         picked = []
         for number in range(first, first + rows):
             epoch, index = divmod(number, self.per_epoch)
@@ -76,12 +77,12 @@ class Blocks:
 
 
 def is_inner(name: str, parameter: Tensor) -> bool:
-    """Whether it is a matrix between hidden states, not one that ids lead to or come from."""
+    """Whether a parameter is a matrix between hidden states, not an embedding or output matrix."""
     return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
 
 
 class Trainer(Generic[Trained]):
-    """The model, its optimisers and where the run stands. `make` gives the model as it is at the beginning."""
+    """The model, its optimisers, and the progress of the run. `make` creates the untrained model."""
 
     def __init__(
         self, make: Callable[[], Trained], loss: Loss[Trained], stages: Stages, args: argparse.Namespace
@@ -107,7 +108,7 @@ class Trainer(Generic[Trained]):
             self.load()
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor of the run: parameters, and what the optimisers remember of each."""
+        """Returns all tensors of the run: parameters and the optimisers' states."""
         tensors = dict(self.model.state_dict())
         for number, optimizer in enumerate(self.optimizers):
             for index, memory in optimizer.state_dict()["state"].items():
@@ -115,13 +116,13 @@ class Trainer(Generic[Trained]):
         return tensors
 
     def save(self) -> None:
-        """Writes the checkpoint under another name, then moves it to its own."""
+        """Writes the checkpoint to a temporary file, then renames it."""
         new = self.path.with_suffix(".new")
         save_file(self.state(), new, metadata={"progress": json.dumps(asdict(self.progress))})
         new.replace(self.path)
 
     def load(self) -> None:
-        """Goes on from the checkpoint."""
+        """Resumes from the checkpoint."""
         with safe_open(self.path, framework="pt", device=self.args.device) as saved:
             self.progress = TrainingProgress(**json.loads(saved.metadata()["progress"]))
             tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
@@ -137,7 +138,7 @@ class Trainer(Generic[Trained]):
             optimizer.load_state_dict(whole)
 
     def step(self, batch: Tensor, factor: float) -> float:
-        """One update on `batch`, ids of shape (rows, length + 1); returns the mean loss in nats."""
+        """Updates the model once on `batch`, ids of shape (rows, length + 1). Returns the mean loss in nats."""
         loss = self.gradients.add_batch(batch)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
@@ -148,7 +149,7 @@ class Trainer(Generic[Trained]):
         return loss
 
     def run(self, sources: Sequence[Ids]) -> Iterator[float]:
-        """Trains until the budget is spent, on as much of each source, yielding each step's loss."""
+        """Trains until the budget is spent, on equal parts of each source. Yields each step's loss."""
         budget = self.args.minutes * 60
         now = self.progress
         length = now.length or sequence_length(self.stages, 0.0)
@@ -171,14 +172,15 @@ class Trainer(Generic[Trained]):
 
 
 def progress_bar(progress: TrainingProgress, minutes: float) -> "tqdm[NoReturn]":
-    """A bar that counts minutes of the budget, those of earlier runs too."""
+    """Returns a progress bar that counts minutes of the budget, earlier runs included."""
     return tqdm(total=minutes, initial=round(progress.seconds / 60, 2), unit="min")
 
 
 def train(
     trainer: Trainer[Trained], sources: Sequence[Ids], measure_heldout: Callable[[Trained], Mapping[str, float]]
 ) -> None:
-    """Runs to the end of the budget or to a signal, with a progress bar, a log, held-out figures and checkpoints."""
+    """Trains until the budget is spent or a signal arrives. Shows the progress; writes checkpoints, and a log with
+    the held-out results."""
     args = trainer.args
     stopped: list[int] = []
 
@@ -207,18 +209,18 @@ def train(
                 trainer.save()
                 last_save = time.monotonic()
             if stopped:
-                raise SystemExit(f"stopped at step {now.step}; the same command goes on")
+                raise SystemExit(f"stopped at step {now.step}; the same command resumes")
         write_log(measure_heldout(trainer.model))
     trainer.save()
 
 
 def read_tokens(path: Path) -> Ids:
-    """A .bin file's token ids, not read before they are used."""
+    """Maps a .bin file's token ids into memory; they are read when they are used."""
     return np.memmap(path, dtype=np.uint16, mode="r")
 
 
 def training_parser(description: str | None, run: str, minutes: float, dtype: str) -> argparse.ArgumentParser:
-    """The flags that every training script has; `run`, `minutes` and `dtype` are defaults."""
+    """Returns a parser with the flags of every training script. `run`, `minutes` and `dtype` are their defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
     parser.add_argument("--run", default=run, help="name of the checkpoint and log (default: %(default)s)")
@@ -226,11 +228,11 @@ def training_parser(description: str | None, run: str, minutes: float, dtype: st
         "--minutes",
         type=float,
         default=minutes,
-        help="training time in all, over all resumes (default: %(default)s)",
+        help="total training time, over all resumes (default: %(default)s)",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default=dtype, help="of the products (default: %(default)s)"
+        "--dtype", choices=("bfloat16", "float32"), default=dtype, help="of matrix products (default: %(default)s)"
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU cores to use (default: 2)")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens in an update (default: %(default)s)")
@@ -243,6 +245,6 @@ def training_parser(description: str | None, run: str, minutes: float, dtype: st
 
 
 def use_cores() -> None:
-    """A core computes a micro-batch; kernels are not split."""
+    """Limits each kernel to one core, so that every core computes its own micro-batch."""
     torch.set_num_threads(1)
     keep_freed_memory()
