@@ -6,13 +6,15 @@
     tests/english.py --rule alone       only one rule; --rules lists them with their reasons
 
 It reads Markdown files, comments in protos, C++ and Python, docstrings, and Python's other strings if they are longer
-than three words (errors, logs, help). It skips tests and generated code. The rules are in tests/english_words.toml.
+than three words or end with a full stop (errors, logs, help). It skips tests and generated code. The rules are in
+tests/english_words.toml.
 """
 
 import argparse
 import ast
 import io
 import re
+import signal
 import subprocess
 import sys
 import tokenize
@@ -26,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RULES = Path(__file__).with_name("english_words.toml")
 FEWEST_WORDS = 4
-"""A string constant with fewer words is a name or a key, not a sentence."""
+"""A string constant with fewer words is a name or a key, not a sentence, unless it ends with a full stop."""
 NESTED_VALUE = "{}"
 """Stands for the value of an expression in an f-string."""
 
@@ -39,6 +41,8 @@ class Passage:
     lines: list[tuple[int, str]]
     """Each line's number in the file, and its words."""
     is_docstring: bool = False
+    is_string: bool = False
+    """Whether it is a Python string that is not a docstring."""
     text: str = field(init=False)
     starts: list[int] = field(init=False)
     """Where in ``text`` each line starts."""
@@ -76,11 +80,14 @@ class Rule:
     """Matches that cover a hit excuse it."""
     starts_docstring: bool = False
     """Whether the pattern must match at the start of a docstring."""
+    starts_string: bool = False
+    """Whether the pattern must match at the start of a docstring or of another string."""
 
     def hits(self, passage: Passage) -> Iterator["Hit"]:
         """Every place in a passage that breaks the rule."""
-        if self.starts_docstring:
-            first = self.pattern.match(passage.text) if passage.is_docstring else None
+        if self.starts_docstring or self.starts_string:
+            applies = passage.is_docstring or (self.starts_string and passage.is_string)
+            first = self.pattern.match(passage.text) if applies else None
             found: Iterable[re.Match[str]] = [first] if first else []
         else:
             found = self.pattern.finditer(passage.text)
@@ -147,8 +154,8 @@ def python_strings(path: str, source: str) -> Iterator[Passage]:
             continue
         if id(node) in docstrings:
             yield Passage(path, list(enumerate(without_code(text).split("\n"), node.lineno)), is_docstring=True)
-        elif len(text.split()) >= FEWEST_WORDS:
-            yield Passage(path, placed(without_code(text).split(), node.lineno, source_lines))
+        elif len(text.split()) >= (2 if text.endswith(".") else FEWEST_WORDS):
+            yield Passage(path, placed(without_code(text).split(), node.lineno, source_lines), is_string=True)
 
 
 def placed(words: list[str], line: int, source_lines: list[str]) -> list[tuple[int, str]]:
@@ -225,6 +232,7 @@ def read_rules(path: Path = RULES) -> list[Rule]:
             write=entry["write"],
             allow=re.compile("|".join(entry["allow"])) if "allow" in entry else None,
             starts_docstring=entry.get("starts_docstring", False),
+            starts_string=entry.get("starts_string", False),
         )
         for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items()
     ]
@@ -294,4 +302,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly when a reader such as head has what it needs
     sys.exit(main())

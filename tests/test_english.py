@@ -66,7 +66,16 @@ def run(count):
 
 
 def test_only_docstrings_are_checked_for_how_they_start() -> None:
-    assert found("x.py", '# Of rows.\nx = "Of these rows there are three"\n') == []
+    assert found("x.py", '# As JSON.\nx = "As these rows are short, they fit"\n') == []
+
+
+def test_no_string_may_start_with_of() -> None:
+    source = """# Of rows.
+index: int = Field(description="Of its input.")
+names = ("Of rows", "The index of the input.")
+text = "Of the rows, the first"
+"""
+    assert found("x.py", source) == [(2, "docstring-of"), (4, "docstring-of")]
 
 
 def test_markdown_has_paragraphs_that_wrap_and_code_that_does_not() -> None:
