@@ -1,5 +1,5 @@
-"""Drafts by an EAGLE-3 head, which goes on from the model's own hidden states. Its keys and values go by the same block
-numbers as the model's, so that whoever shares a prefix shares the head's keys and values too."""
+"""Drafts by an EAGLE-3 head, which continues from the model's own hidden states. Its keys and values have the model's
+block numbers, so rows that share a prefix share the head's keys and values too."""
 
 import logging
 import math
@@ -32,11 +32,11 @@ HEADS = {
     "cuda": "penstock.models.speculative.eagle.cuda",
     "reference": "penstock.models.speculative.eagle.reference",
 }
-"""By the name of the model's backend: where its ``load_head`` is."""
+"""The module with the ``load_head`` of each backend."""
 
 
 def with_room(config: WorkerConfig) -> WorkerConfig:
-    """The same config, of a worker that leaves room for the head's keys and values too, and of a model that tells its
+    """Returns the config of a worker that leaves room for the head's keys and values, and whose model outputs its
     hidden states. Raises ModelError."""
     info = check_checkpoint(Path(config.model), weights=False)
     head = check_head(_directory(config), info.spec)
@@ -46,12 +46,12 @@ def with_room(config: WorkerConfig) -> WorkerConfig:
 
 
 def load(config: WorkerConfig, backend: Backend) -> "EagleDrafter":
-    """The factory of the registry of drafters. Raises ModelError."""
+    """The factory for the drafter registry. Raises ModelError."""
     facts = backend.facts
     head = check_head(_directory(config), check_checkpoint(Path(config.model), weights=False).spec)
     load_head: LoadHead = import_module(HEADS[facts.backend]).load_head
     logger.info(
-        "drafts come from the EAGLE-3 head %s, on hidden states before layers %s",
+        "drafts come from the EAGLE-3 head %s, which reads hidden states before layers %s",
         head.info.path, ", ".join(map(str, head.feature_layers)),
     )  # fmt: skip
     return EagleDrafter(load_head(config, head, backend), head, facts)
@@ -59,33 +59,33 @@ def load(config: WorkerConfig, backend: Backend) -> "EagleDrafter":
 
 def _directory(config: WorkerConfig) -> Path:
     assert config.speculation is not None
-    assert config.speculation.model is not None, "the service wants one"
+    assert config.speculation.model is not None, "the service requires one"
     return Path(config.speculation.model)
 
 
 @dataclass(slots=True, eq=False)
 class _Stand:
-    """How far the head is with a row. Position p of the head has the model's hidden states at p and token p + 1."""
+    """The head's progress in a row. Position p of the head has the model's hidden states at p and token p + 1."""
 
     origin: int
-    """The row's block with which the head begins: it does not see those before."""
+    """The row's block at which the head begins. It does not see earlier blocks."""
     num_read: int
-    """It has keys and values of the positions before, which follow from the row's history."""
+    """The head has keys and values of the positions before this one. They follow from the row's history."""
     first: int
     end: int
     """The position after the newest whose features are known."""
     features: list[FeatureLines]
-    """Of the positions from ``first`` on, (positions, feature layers * hidden) in parts: those that it has not read,
-    and always the newest, from which it drafts."""
+    """The features of the positions from ``first`` on, (positions, feature layers * hidden) in parts: those that the
+    head has not read, and always the newest, from which it drafts."""
 
     def append_features(self, part: FeatureLines) -> None:
-        """Of the next positions."""
+        """Appends the features of the next positions."""
         if len(part):
             self.features.append(part)
             self.end += len(part)
 
     def features_from(self, position: int) -> Iterator[FeatureLines]:
-        """Those behind are left out."""
+        """Yields the features of the positions from ``position`` on."""
         behind = position - self.first
         for part in self.features:
             if behind < len(part):
@@ -94,7 +94,7 @@ class _Stand:
 
 
 class _HeadSpan(NamedTuple):
-    """What a step of the head computes of a row."""
+    """The part of a row that a step of the head computes."""
 
     row: Row
     stand: _Stand
@@ -103,11 +103,10 @@ class _HeadSpan(NamedTuple):
 
 
 class EagleDrafter(Drafter):
-    """A ``Drafter`` that keeps pages and reads features: it drafts what the head chooses, by the same noise where
-    tokens are drawn, a step of the head for each token.
+    """Proposes what the head chooses, one step of the head per token. Drawn tokens use the model's noise.
 
-    The head reads a prompt as the model computes it. What the model had computed before, since others had the same
-    prefix, the head has if it read these blocks then; else it begins behind them.
+    The head reads a prompt while the model computes it. It has a cached prefix too if it read those blocks when the
+    model computed them; otherwise it begins after them.
     """
 
     by_rounds = True
@@ -115,50 +114,50 @@ class EagleDrafter(Drafter):
     def __init__(self, head: EagleHead, checkpoint: EagleCheckpoint, facts: WorkerFacts) -> None:
         self._head = head
         self.feature_layers = checkpoint.feature_layers
-        """Before which layers of the model its hidden states are wanted."""
+        """The layers of the model before which its hidden states are needed."""
         self._block_size = facts.block_size
         self._lock = threading.Lock()
-        """``read`` may be called by another thread than the others are, which take in the next plan meanwhile."""
+        """``read`` may run in another thread, while the other methods process the next plan."""
         self._stands: dict[Row, _Stand | None] = {}
-        """Of the rows that it follows; None: it has read nothing of it yet."""
+        """The rows that it follows, with None for those of which it has read nothing yet."""
         self._origins = np.full(facts.num_blocks, -1, dtype=np.int64)
-        """Of each block that the head has whole: with which block of the rows it began. Positions are counted from
-        there, so that only rows for which it began with the same one can share it."""
+        """The row's block at which the head began, for each block that it has whole; -1 for others. Positions are
+        counted from there, so only rows for which it began at the same block can share one."""
 
     def attach(self, table: RowTable) -> None:
-        """All rows."""
+        """Sets the table of all rows."""
         self._table = table
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
-        """The blocks are somebody else's now, or have another one's content: whatever the head had there is lost."""
+        """Discards what the head has in these blocks: they have a new owner or new content."""
         with self._lock:
             self._origins[list(block_ids)] = -1
             self._head.reset_blocks(block_ids)
 
     def follow(self, row: Row) -> None:
-        """Reads along from now on."""
+        """Starts to read the row."""
         with self._lock:
             self._stands[row] = None
 
     def leave(self, row: Row) -> None:
-        """Reads the row no more."""
+        """Stops reading the row."""
         with self._lock:
             self._stands.pop(row, None)
 
     drop_row = leave
 
     def is_ready(self, row: Row) -> bool:
-        """Whether it has features of the row. Then those of the newest position come with its token."""
+        """Returns whether it has features of the row. If so, those of the newest position come with its token."""
         stand = self._stands.get(row)
         return stand is not None and len(stand.features) > 0
 
     def backlog(self, row: Row) -> int:
-        """Tokens to read besides the newest."""
+        """Returns the number of tokens to read besides the newest."""
         stand = self._stands.get(row)
         return 0 if stand is None else max(0, stand.end - 1 - stand.num_read)
 
     def read(self, batch: Batch, features: FeatureLines) -> None:
-        """Keeps the features of positions that are certain, and reads those that fill a block: so little is kept."""
+        """Keeps the features of positions that are certain. Reads them whenever they fill a block, so few are kept."""
         with self._lock:
             self._read_along(batch, features)
 
@@ -172,7 +171,7 @@ class EagleDrafter(Drafter):
             stand = self._stands[row]
             if stand is None:
                 stand = self._stands[row] = self._begin(row, start)
-            known = min(end, row.num_computed)  # drafts that were wrong are behind
+            known = min(end, row.num_computed)  # wrong drafts come after it
             stand.append_features(features[first + stand.end - start : first + known - start].copy())
             if stand.end // self._block_size > stand.num_read // self._block_size:
                 spans.append(self._unread(row, stand, stand.num_read))
@@ -180,7 +179,7 @@ class EagleDrafter(Drafter):
             self._read(spans, drafts=False)
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
-        """For each row as many tokens as may be; none as long as it has no features of its newest position."""
+        """Proposes ``max_drafts`` tokens per row, or none while it lacks the features of the row's newest position."""
         proposals = {row: Proposal([], []) for row, _ in wanted}
         most = dict(wanted)
         spans = []
@@ -196,7 +195,7 @@ class EagleDrafter(Drafter):
         return list(proposals.values())
 
     def _begin(self, row: Row, start: int) -> _Stand:
-        """Where the head begins with a row whose features are known from ``start`` on."""
+        """Returns where the head begins in a row whose features are known from ``start`` on."""
         blocks = self._table.blocks(row, 0)[: -(-start // self._block_size)]
         origin = int(self._origins[blocks[-1]]) if len(blocks) else 0
         if origin < 0 or (self._origins[blocks[origin:]] != origin).any():
@@ -208,8 +207,8 @@ class EagleDrafter(Drafter):
         return _HeadSpan(row, stand, start, row.history[start + 1 : stand.end + 1])
 
     def _read(self, spans: list[_HeadSpan], drafts: bool) -> tuple[HeadStep, HeadResult]:
-        """Has the head read what is known of rows, in the order in which the spans are then, and draft after it
-        perhaps."""
+        """Lets the head read the known tokens of rows and, if ``drafts``, draft one after each. Sorts the spans in the
+        order of the step's rows."""
         spans.sort(key=lambda span: (len(span.token_ids) > 1, -span.stand.end))
         counts = np.array([len(span.token_ids) for span in spans])
         starts = np.array([span.start - span.stand.origin * self._block_size for span in spans])
@@ -238,7 +237,7 @@ class EagleDrafter(Drafter):
     def _draft(
         self, step: HeadStep, result: HeadResult, rows: list[Row], proposals: dict[Row, Proposal], most: dict[Row, int]
     ) -> None:
-        """Goes on from a step that drafted for each of its rows, until each has as many drafts as may be."""
+        """Continues from a step that drafted for each of its rows, until each row has its maximum number of drafts."""
         results = [(rows, result)]
         while going_on := [at for at, row in enumerate(rows) if len(results) < most[row]]:
             token_ids, hidden = result.token_ids, result.hidden
@@ -263,7 +262,7 @@ class EagleDrafter(Drafter):
 
 
 def _draws(rows: list[Row]) -> Draws:
-    """Of the tokens that follow rows' histories."""
+    """Returns the draws of the tokens that follow the rows' histories."""
     return Draws(
         np.array([row.sampling.temperature for row in rows]),
         np.array([row.sampling.seed for row in rows], dtype=np.uint64),
@@ -272,12 +271,12 @@ def _draws(rows: list[Row]) -> Draws:
 
 
 def _confidence(temperature: float, draft: HeadDraft) -> float:
-    """In a draft: how likely the model chooses it too.
+    """Returns the probability that the model chooses the draft too.
 
-    At temperature 0 that is what the head gives it. The noise of a draft that was drawn is the model's noise too: odds
-    times e^noise are those of a draw in which the others' noise is not known. They had little, or it had not won: so
-    the square of that is about as many as are right.
+    At temperature 0 that is the head's probability. A drawn draft has the model's own noise: its odds times e^noise are
+    the odds of a draw in which the noise of the other tokens is unknown. That noise was small, or the draft would not
+    have won, so about the square of that probability is right in practice.
     """
     drawn = min(temperature, 1.0)
-    odds = 1.0 / max(1e-30, draft.probability) - 1.0  # against it; a broken head's NaN is no probability
+    odds = 1.0 / max(1e-30, draft.probability) - 1.0  # against it; max() also replaces a broken head's NaN
     return float((1.0 + odds * math.exp(-drawn * draft.noise)) ** -(1.0 + drawn))

@@ -1,4 +1,4 @@
-"""What a head that drafts is asked, and answers: as arrays, whatever it runs on."""
+"""The interface of EAGLE-3 heads: the inputs and results of a step as arrays, on any backend."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ Floats = NDArray[np.float32]
 
 
 class Draws(NamedTuple):
-    """How S drafts are chosen: as the model chooses the tokens of their positions, but for penalties and filters."""
+    """How S drafts are chosen: as the model chooses the tokens of their positions, except for penalties and filters."""
 
     temperatures: NDArray[np.float64]
-    """(S,): 0: the likeliest."""
+    """(S,): 0 chooses the likeliest token."""
     seeds: NDArray[np.uint64]
-    """(S,): of the noise that is added to logits over the temperature, the model's own at that position."""
+    """(S,): seeds of the noise added to logits over the temperature, which is the model's own at that position."""
     positions: Ids
-    """(S,): of the drafts in their rows."""
+    """(S,): positions of the drafts in their rows."""
 
     def after(self, going_on: list[int]) -> "Draws":
-        """Of the next drafts of some."""
+        """Returns the draws of the next drafts, for the drafts at these indices."""
         return Draws(self.temperatures[going_on], self.seeds[going_on], self.positions[going_on] + 1)
 
 
@@ -33,26 +33,26 @@ NO_DRAWS = Draws(np.empty(0), np.empty(0, dtype=np.uint64), np.empty(0, dtype=np
 
 @dataclass(frozen=True)
 class HeadStep:
-    """T tokens of R rows; the tokens of a row are neighbours. Rows with one token come first, longest context first.
-    A position has the token after it, since that is what it helps to go on from."""
+    """T tokens of R rows; the tokens of a row are adjacent. Rows with one token come first, longest context first.
+    Position p has token p + 1, with which the head continues from the hidden states at p."""
 
     token_ids: FeatureLines
-    """(T,): on the host, or those that the step before chose."""
+    """(T,): on the host, or those that the previous step chose."""
     starts: Ids
     """(R,): position of each row's first token."""
     ends: Ids
-    """(R,): position after its last."""
+    """(R,): position after each row's last token."""
     tables: Ids
     """(R, at least the blocks of the longest row)."""
     block_size: int
     sampled: Ids
-    """(S,): indices of the tokens after which one is drafted."""
+    """(S,): indices of the tokens after which a token is drafted."""
     draws: Draws = NO_DRAWS
-    """Of these."""
+    """The draws of these drafts."""
     features: Sequence[FeatureLines] | None = None
-    """(T, feature layers * hidden), in parts: the model's hidden states, where they are known."""
+    """(T, feature layers * hidden), in parts: the model's hidden states, if they are known."""
     hidden: FeatureLines | None = None
-    """(T, hidden): what came of the step before, where they are not."""
+    """(T, hidden): the previous step's ``HeadResult.hidden``, if they are not."""
 
     @cached_property
     def token_starts(self) -> Ids:
@@ -75,32 +75,32 @@ class HeadStep:
 
 
 class HeadDraft(NamedTuple):
-    """What was chosen."""
+    """A draft that the head chose."""
 
     token_id: int
-    """As the model numbers them."""
+    """An id of the model's vocabulary."""
     probability: float
-    """What the head gives it at temperature 1."""
+    """The head's probability at temperature 1."""
     noise: float
-    """That it was drawn with; 0: it was not drawn."""
+    """The noise that it was drawn with; 0 if it was not drawn."""
 
 
 class HeadResult(NamedTuple):
-    """What came of a step."""
+    """The result of a step."""
 
     told: Callable[[], list[HeadDraft]]
-    """Waits for the S drafts."""
+    """Waits for the S drafts and returns them."""
     token_ids: FeatureLines
-    """(S,): their tokens, which the next step is given without waiting."""
+    """(S,): their token ids. They can be passed to the next step without waiting."""
     hidden: FeatureLines
-    """(S, hidden): what the next step of each goes on from."""
+    """(S, hidden): what the next step continues from."""
 
 
 class EagleHead(Protocol):
     """A loaded head, with pages for its keys and values. Not thread safe."""
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
-        """The blocks have a new owner, who will write them."""
+        """The blocks have a new owner, which will write them."""
         ...
 
     def run(self, step: HeadStep) -> HeadResult:
@@ -109,10 +109,10 @@ class EagleHead(Protocol):
 
 
 def joined(parts: Sequence[FeatureLines]) -> Floats:
-    """Parts, one behind the other, of a backend that has them on the host."""
+    """Returns the parts as one array. The backend must have them on the host."""
     return np.concatenate(cast("Sequence[Floats]", parts))
 
 
 def ids_on_host(token_ids: FeatureLines) -> Ids:
-    """Of such a backend."""
+    """Returns the ids as an array. The backend must have them on the host."""
     return cast("Ids", token_ids)
