@@ -1,4 +1,4 @@
-"""A head that drafts, on the CPU library. Imports no tensor library."""
+"""An EAGLE-3 head on the CPU library. Imports no tensor library."""
 
 import ctypes
 import math
@@ -22,11 +22,11 @@ from penstock.models.speculative.eagle.head import Draws, HeadDraft, HeadResult,
 from penstock.scheduler.plan import WorkerConfig
 
 SamplingLines = np.dtype(SamplingRow)
-"""``SamplingRow`` as numpy has it."""
+"""``SamplingRow`` as a NumPy dtype."""
 
 
 class CpuEagleHead:
-    """A ``DraftHead``."""
+    """An ``EagleHead``."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class CpuEagleHead:
         self._small_step = SMALL_STEP // head.spec.num_parameters
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
-        """Nothing is to be done: whoever writes a page first zeroes what is masked."""
+        """Does nothing: the kernel that first writes a page zeroes its masked slots."""
 
     def run(self, step: HeadStep) -> HeadResult:
         """Computes a step, writing the KV of every token."""
@@ -85,7 +85,7 @@ class CpuEagleHead:
         return HeadResult(lambda: drafts, chosen, hidden)
 
     def _sampling(self, draws: Draws) -> NDArray[np.void]:
-        """A ``SamplingRow`` for each."""
+        """Returns a ``SamplingRow`` for each draft."""
         sampled = np.zeros(len(draws.seeds), dtype=SamplingLines)
         sampled["top_p"] = sampled["repetition_penalty"] = 1.0
         sampled["temperature"], sampled["seed"], sampled["position"] = draws
@@ -94,13 +94,13 @@ class CpuEagleHead:
 
 
 def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> CpuEagleHead:
-    """The head for a model that was loaded on the backend for CPUs. Raises ModelError."""
-    assert isinstance(backend, CpuBackend), "a head runs where its model does"
+    """Loads the head for a model on the CPU backend. Raises ModelError."""
+    assert isinstance(backend, CpuBackend), "a head runs on its model's backend"
     spec, facts, target = head.spec, backend.facts, backend.model
     plain = DTYPES[facts.dtype]
     formats = StorageFormats(plain, plain, plain, plain)
     kernels = find_kernels()
-    assert kernels is not None, "the model runs on them"
+    assert kernels is not None, "the model uses them"
     max_bytes = max_weight_bytes(spec, formats, {}, kernels)
     check_weights_fit(config, "the EAGLE-3 head", max_bytes, facts.dtype)
     library = Library(config.num_threads, choose_cores(config.cpu_pinning, config.num_threads))
@@ -110,7 +110,7 @@ def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> 
     except MemoryError as error:
         raise ModelError(
             f"the EAGLE-3 head's weights of {max_bytes >> 20} MiB cannot be allocated on cpu: raise the process's "
-            "limit (ulimit -v), or leave --speculative-config out"
+            "limit (ulimit -v), or remove --speculative-config"
         ) from error
     if not spec.has_embedding:
         for name in ("embedding_format", "embedding", "packed_embedding"):

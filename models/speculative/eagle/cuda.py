@@ -1,4 +1,4 @@
-"""A head that drafts, by the kernels for CUDA. A step that chooses drafts is a CUDA graph where it is small."""
+"""An EAGLE-3 head on the CUDA kernels. Small steps that choose drafts are CUDA graphs."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -32,12 +32,12 @@ from penstock.models.speculative.eagle.torch_common import DrawTensors, draw_dra
 from penstock.scheduler.plan import WorkerConfig
 
 Made = tuple[Tensor, Tensor]
-"""What is left of tokens after which a draft is chosen, (S, hidden) each: what the next step goes on from; and that
-after the last norm."""
+"""The states of the tokens after which a draft is chosen, (S, hidden) each: the one that the next step continues from,
+and the same after the last norm."""
 
 
 class HeadInputs:
-    """What the host tells of a step: all but its tables in one copy, which begins with the step's own size."""
+    """The inputs of a step from the host: all but its tables in one copy, whose layout depends on the step's size."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         largest = _layout(Size(shape.max_sequences, shape.max_tokens, shape.max_sequences, 0))
@@ -47,17 +47,17 @@ class HeadInputs:
         self._vocab_size = shape.vocab_size
 
     def part(self, size: Size, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Of a step of that size."""
+        """Returns an input of a step of that size."""
         return self._array[_layout(size).parts[name]].view(dtype)
 
     def rows(self, size: Size) -> RaggedRows:
-        """Its sequences."""
+        """Returns the sequences of the step."""
         return RaggedRows(
             self._tables, self._rows[: size.sequences], self.part(size, "query_starts"), self.part(size, "contexts")
         )
 
     def draws(self, size: Size) -> DrawTensors:
-        """Of its drafts."""
+        """Returns the draws of the step's drafts."""
         return DrawTensors(
             self.part(size, "temperatures", torch.float64),
             self.part(size, "seeds", torch.int64),
@@ -65,7 +65,7 @@ class HeadInputs:
         )
 
     def write(self, step: HeadStep, size: Size) -> None:
-        """The step as one of that size: sequences, tokens and drafts behind its own are none."""
+        """Writes the step, padded to that size with empty sequences, tokens and drafts."""
         layout, pinned, num_tokens = _layout(size), self._array.is_cuda, len(step.token_ids)
         chosen = step.token_ids.tensor if isinstance(step.token_ids, DeviceFeatures) else None
         known: Ids = ids_on_host(step.token_ids) if chosen is None else np.empty(0, dtype=np.int64)
@@ -79,7 +79,7 @@ class HeadInputs:
         for name, values in (
             ("query_starts", query_starts.astype(np.int32)),
             ("contexts", step.ends.astype(np.int32)),
-            # An id out of range must never be an address.
+            # An id out of range must never become an address.
             ("token_ids", known.clip(0, self._vocab_size - 1).astype(np.int32)),
             ("positions", step.positions.astype(np.int32)),
             ("slots", slots),
@@ -106,7 +106,7 @@ def _layout(size: Size) -> ArrayLayout:
 
 
 class HeadLayer(CudaModel):
-    """The head as a model of one layer, whose queries, keys and values are made of two things."""
+    """The head as a model of one layer, whose queries, keys and values are computed from two inputs."""
 
     def __init__(self, head: EagleCheckpoint, weights: HeadWeights, pages: Tensor, shape: ModelShape) -> None:
         """``pages`` is (1, pages, 2, K, 16, D)."""
@@ -115,8 +115,8 @@ class HeadLayer(CudaModel):
         self._hidden_norm = weights.hidden_norm
 
     def go_on(self, x: Tensor, inputs: HeadInputs, size: Size) -> Made:
-        """From (T, hidden), which is kept; writes the keys and values of every token that has a slot. If no draft is
-        to be chosen, that is all."""
+        """Continues from (T, hidden), which is not modified. Writes the keys and values of every token that has a slot,
+        and does no more if no draft is to be chosen."""
         [layer], spec, hidden = self._weights.layers, self._spec, self._spec.hidden_size
         embeddings = functional.embedding(inputs.part(size, "token_ids"), self._weights.embedding)
         before = x.new_empty(len(x), 2 * hidden)
@@ -140,7 +140,7 @@ class HeadLayer(CudaModel):
 
 
 class CudaHead:
-    """A ``DraftHead``. Its features and hidden states are ``DeviceFeatures``."""
+    """An ``EagleHead``. Its features and hidden states are ``DeviceFeatures``."""
 
     def __init__(self, head: EagleCheckpoint, weights: HeadWeights, pages: Tensor, shape: ModelShape) -> None:
         self._layer = HeadLayer(head, weights, pages, shape)
@@ -148,24 +148,24 @@ class CudaHead:
         self._target_ids = weights.target_ids
         self._device = device = pages.device
         self._inputs = HeadInputs(shape, device)
-        # What graphs read.
+        # The inputs of the graphs.
         widths, dtype = (head.spec.fc_columns, head.spec.hidden_size), weights.common.embedding.dtype
         self._features, self._hidden = (
             torch.zeros(max(VERIFYING_STEPS[-1], shape.max_sequences), width, dtype=dtype, device=device)
             for width in widths
         )
         self._told = torch.zeros(3, shape.max_sequences, dtype=torch.float64, device=device)
-        """Tokens, probabilities, noise: as numbers that hold each of them without loss."""
+        """Token ids, probabilities and noise, in a type that holds each of them without loss."""
         self._first = StepGraphs(lambda size: self._first_layers(size, self._features), self._choose, device)
         self._next = StepGraphs(lambda size: self._next_layers(size, self._hidden), self._choose, device)
         self._warm(shape)
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
-        """Nothing is to be done: what is no token of a row is never read."""
+        """Does nothing: only the tokens of rows are ever read."""
 
     @torch.inference_mode()
     def run(self, step: HeadStep) -> HeadResult:
-        """Computes a step, writing the KV of every token. Whatever was launched before comes first."""
+        """Computes a step, writing the KV of every token, after everything that was launched before."""
         num_tokens, num_drafts = len(step.token_ids), len(step.sampled)
         size = Size(len(step.ends), num_tokens, num_drafts, int((step.ends - step.starts).max()))
         # The thread may not be the one that loaded the model.
@@ -184,16 +184,16 @@ class CudaHead:
                 made = graphs.run(graph, lambda: None)
             if not num_drafts:
                 return HeadResult(list, DeviceFeatures.of(self._told[0, :0]), DeviceFeatures.of(made[0]))
-            # Copies, as the next step has its own there.
+            # Copies, since the next step overwrites both.
             hidden, told = made[0][:num_drafts].clone(), self._told[:, :num_drafts].clone()
         return HeadResult(lambda: _drafts(told), DeviceFeatures.of(told[0]), DeviceFeatures.of(hidden))
 
     def _first_layers(self, size: Size, given: Tensor) -> Made:
-        """Of features."""
+        """Computes the layers from features."""
         return self._layer.go_on(self._fc(given[: size.tokens]), self._inputs, size)
 
     def _next_layers(self, size: Size, given: Tensor) -> Made:
-        """Of hidden states."""
+        """Computes the layers from hidden states."""
         return self._layer.go_on(given[: size.tokens], self._inputs, size)
 
     def _choose(self, size: Size, made: Made) -> None:
@@ -205,16 +205,16 @@ class CudaHead:
 
     @torch.inference_mode()
     def _warm(self, shape: ModelShape) -> None:
-        """Runs steps of no sequences in every form that there will be, which compiles all kernels, and captures
+        """Runs steps without sequences in every form that can occur, which compiles all kernels, and captures the
         graphs."""
         most, verified = shape.max_sequences, shape.max_queries[-1]
         decoding = decoding_sizes(most)
         reading = [Size(min(most, number), number, min(most, number), number) for number in (1, *VERIFYING_STEPS)]
-        if self._device.type != "cuda":  # a few, which show that what fills them up does no harm
+        if self._device.type != "cuda":  # a few, which show that padding does no harm
             decoding, reading = decoding[:2], [size for size in reading if size.tokens in (1, 8)]
         with launches.warming():
             sizes = [Size(1, number, 1, number) for number in sorted({1, verified, verified + 1})]
-            if self._device.type == "cuda":  # which also takes the memory that so large a step needs
+            if self._device.type == "cuda":  # also allocates the memory that the largest step needs
                 sizes.append(Size(most, shape.max_tokens, most, shape.max_tokens))
             for size in sizes:
                 features = self._features.new_zeros(size.tokens, self._features.shape[1])
@@ -224,17 +224,17 @@ class CudaHead:
 
 
 def _drafts(told: Tensor) -> list[HeadDraft]:
-    """Of a step, (3, S)."""
+    """Returns a step's drafts from ``told``, (3, S)."""
     return [HeadDraft(int(token_id), *rest) for token_id, *rest in told.T.tolist()]
 
 
 def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> CudaHead:
-    """The head for a model that was loaded on the backend for GPUs. Raises ModelError."""
-    assert isinstance(backend, CudaBackend), "a head runs where its model does"
+    """Loads the head for a model on the CUDA backend. Raises ModelError."""
+    assert isinstance(backend, CudaBackend), "a head runs on its model's backend"
     assert config.speculation is not None
     spec, facts, embedding = head.spec, backend.facts, backend.embedding
     weights = load_head_weights(config, head, facts.dtype, embedding)
-    # Those of a step, and of each row what it has not read of a block.
+    # The tokens of a step, and those of an unfinished block that each row has not read yet.
     max_tokens = facts.max_num_batched_tokens + facts.max_num_seqs * PAGE_SLOTS
     shape = shape_of(
         spec,

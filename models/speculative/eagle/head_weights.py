@@ -1,4 +1,4 @@
-"""The weights of a head that drafts, as backends in torch hold them."""
+"""The weights of an EAGLE-3 head in torch."""
 
 from dataclasses import dataclass
 
@@ -14,20 +14,20 @@ from penstock.scheduler.plan import WorkerConfig
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """Those that a model of one layer has, and those that it has not."""
+    """The weights that a model of one layer has, and the head's other ones."""
 
     common: Weights
     fc: DenseLinear
-    """Features to what the layer goes on from."""
+    """Maps features to the hidden states that the layer continues from."""
     hidden_norm: RmsNorm
-    """Of that."""
+    """The norm of those hidden states."""
     target_ids: Tensor
-    """(draft vocabulary,) int64: the model's ids."""
+    """(draft vocabulary,) int64: the model's ids of the head's tokens."""
 
 
 def load_head_weights(config: WorkerConfig, head: EagleCheckpoint, dtype_name: str, embedding: Tensor) -> HeadWeights:
-    """Onto the device of the model's ``embedding``, which it uses if it has none, and in its dtype. Raises
-    ModelError."""
+    """Loads the weights onto the device and in the dtype of the model's ``embedding``, which the head uses if it has
+    none of its own. Raises ModelError."""
     spec, dtype, device = head.spec, embedding.dtype, embedding.device
     check_weights_fit(config, "the EAGLE-3 head", spec.num_parameters * dtype.itemsize, dtype_name)
     shared = None if spec.has_embedding else embedding

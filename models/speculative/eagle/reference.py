@@ -1,4 +1,4 @@
-"""A head that drafts, in plain torch."""
+"""An EAGLE-3 head in plain torch."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from penstock.scheduler.plan import WorkerConfig
 
 
 class ReferenceHead:
-    """A ``DraftHead`` over torch operations on gathered pages."""
+    """An ``EagleHead`` of torch operations on gathered pages."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class ReferenceHead:
         self._cos_sin_tables = cos_sin_tables(head.spec.ropes[0], head.spec.rotary_dim, max_positions, pages.device)
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
-        """The blocks have a new owner, who will write them."""
+        """The blocks have a new owner, which will write them."""
         self._pages.reset_blocks(list(block_ids))
 
     @torch.inference_mode()
@@ -47,7 +47,7 @@ class ReferenceHead:
         cos, sin = self._cos_sin_tables
         groups = attention_groups(step, None, pages.num_blocks, pages.block_size, device)
         x = self._given(step)
-        # Ids were checked at admission; an id out of range must still never be an address.
+        # Ids were checked at admission; an id out of range must still never become an address.
         token_ids = torch.from_numpy(ids_on_host(step.token_ids)).to(device).clamp(0, spec.vocab_size - 1)
         embeddings = functional.embedding(token_ids, weights.embedding)
         before = torch.cat((layer.before_attention(embeddings), self._weights.hidden_norm(x)), dim=1)
@@ -60,10 +60,10 @@ class ReferenceHead:
         return HeadResult(lambda: drafts, drawn.token_ids.cpu().numpy(), x.float().cpu().numpy())
 
     def _given(self, step: HeadStep) -> Tensor:
-        """(T, hidden): what the layer goes on from."""
+        """Returns what the layer continues from, (T, hidden)."""
         if step.features is not None:
             return self._weights.fc(self._tensor(joined(step.features)))
-        assert step.hidden is not None, "one of them is given"
+        assert step.hidden is not None, "a step has features or hidden states"
         return self._tensor(joined([step.hidden]))
 
     def _tensor(self, array: Floats) -> Tensor:
@@ -71,8 +71,8 @@ class ReferenceHead:
 
 
 def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> ReferenceHead:
-    """The head for a model that was loaded on the backend in plain torch. Raises ModelError."""
-    assert isinstance(backend, ReferenceBackend), "a head runs where its model does"
+    """Loads the head for a model on the reference backend. Raises ModelError."""
+    assert isinstance(backend, ReferenceBackend), "a head runs on its model's backend"
     facts, embedding = backend.facts, backend.embedding
     weights = load_head_weights(config, head, facts.dtype, embedding)
     with allocated(facts.num_blocks, embedding.device):

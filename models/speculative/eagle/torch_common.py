@@ -1,5 +1,5 @@
-"""Chooses drafts from a head's logits, in torch, as ``sampler`` chooses tokens of what is neither penalised nor
-filtered. Nothing here waits for the device."""
+"""Chooses drafts from a head's logits, in torch, as ``sampler`` chooses tokens without penalties and filters. Nothing
+here waits for the device."""
 
 from typing import NamedTuple
 
@@ -23,10 +23,10 @@ class DrawTensors(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What was chosen."""
+    """The chosen drafts."""
 
     token_ids: Tensor
-    """(S,) int64, as the model numbers them."""
+    """(S,) int64: ids of the model's vocabulary."""
     probabilities: Tensor
     """(S,), at temperature 1."""
     noise: Tensor
@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
 
 
 def draw_tensors(draws: Draws, device: torch.device) -> DrawTensors:
-    """Of the same."""
+    """Copies draws to a device."""
     seeds = torch.from_numpy(draws.seeds.view("int64"))
     return DrawTensors(
         torch.from_numpy(draws.temperatures).to(device), seeds.to(device), torch.from_numpy(draws.positions).to(device)
@@ -42,8 +42,8 @@ def draw_tensors(draws: Draws, device: torch.device) -> DrawTensors:
 
 
 def draw_drafts(logits: Tensor, target_ids: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Drawn:
-    """``logits`` is (S, V), and ``target_ids`` (V,) int64: the model's ids. The argmax of logits over the temperature
-    and the noise that the model's own ids have; at temperature 0 of logits alone."""
+    """Chooses the argmax of the logits over the temperature plus the noise of the model's ids; at temperature 0, of the
+    logits only. ``logits`` is (S, V). ``target_ids`` is (V,) int64: the model's ids."""
     logits = widened(logits)
     is_drawn = temperatures > 0.0
     noise = keyed_gumbel(seeds[:, None], positions[:, None], target_ids)
