@@ -79,7 +79,7 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def read_texts(path: Path, keep_every: int = 1, repeats: Mapping[str, int] = MappingProxyType({})) -> Iterator[str]:
-    """Yields the text of every `keep_every`th document of a .jsonl file. `repeats` is the number of copies by domain."""
+    """Yields the text of every `keep_every`th document of a .jsonl file. `repeats` has the copies by domain."""
     with path.open() as lines:
         for number, line in enumerate(lines):
             if number % keep_every == 0:
