@@ -14,7 +14,7 @@ import grpc
 from penstock.scheduler.request import RequestFinished
 from penstock.service.auth.identity import ACCESS
 from penstock.service.errors import ServiceError
-from penstock.service.telemetry.catalog import FIRST_TOKEN_BOUNDS, OUTPUT_TOKEN_BOUNDS, REQUEST_BOUNDS, TOKEN_BOUNDS
+from penstock.service.telemetry.buckets import FIRST_TOKEN_BOUNDS, OUTPUT_TOKEN_BOUNDS, REQUEST_BOUNDS, TOKEN_BOUNDS
 from penstock.service.telemetry.histogram import Histogram
 
 MAX_TENANTS = 64

@@ -25,9 +25,10 @@ from prometheus_client.utils import floatToGoString
 
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.service.config.addresses import METRICS_PATH, Address, ListenError
-from penstock.service.telemetry.catalog import Instrument, MetricKind, instruments
+from penstock.service.telemetry.catalog import INSTRUMENTS
 from penstock.service.telemetry.collector import LoopReader, Reading
 from penstock.service.telemetry.histogram import Distribution
+from penstock.service.telemetry.instrument import Instrument, MetricKind
 
 MAX_CONNECTIONS = 16
 """Each has a thread. One more closes the connection that has sent no complete request head for the longest time; if
@@ -102,7 +103,7 @@ class _Bridge(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """Returns all metrics without values, so that a scrape may select some by name."""
-        return map(_family, instruments())
+        return map(_family, INSTRUMENTS)
 
     def collect(self) -> Iterator[Metric]:
         """Returns all metrics. Raises TimeoutError if the event loop does not respond."""

@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.request import EngineFinishReason, RequestFinished, RequestTimings, TokenUsage
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.telemetry.catalog import OUTPUT_TOKEN_BOUNDS
+from penstock.service.telemetry.buckets import OUTPUT_TOKEN_BOUNDS
 from penstock.service.telemetry.collector import MetricsReader
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.metrics import MAX_TENANTS, End, Metrics

@@ -23,8 +23,9 @@ from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.identity import Principal
 from penstock.service.config.addresses import Address, ListenError, metrics_address
 from penstock.service.telemetry import collector as metrics_reader, prometheus as metrics_page
-from penstock.service.telemetry.catalog import MetricKind, instruments
+from penstock.service.telemetry.catalog import INSTRUMENTS
 from penstock.service.telemetry.histogram import Histogram, merged, one_two_five
+from penstock.service.telemetry.instrument import MetricKind
 from penstock.service.telemetry.metrics import MAX_TENANTS, OTHER_TENANTS, End, Metrics
 from penstock.v1 import embedding_pb2, generation_pb2 as pb
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
@@ -177,7 +178,7 @@ async def test_names_units_and_labels_are_as_documented(metered, scrape):
         assert name not in documented
         documented[name] = (kind, unit.strip(), tuple(re.findall(r"`([^`]+)`", labels)))
     catalogue = {}
-    for instrument in instruments():
+    for instrument in INSTRUMENTS:
         labels = tuple(label.replace(".", "_") for label in instrument.labels)
         catalogue[instrument.prometheus_name] = (instrument.kind.name.lower(), instrument.unit.strip("{}"), labels)
     assert documented == catalogue
@@ -197,10 +198,10 @@ async def test_names_units_and_labels_are_as_documented(metered, scrape):
 
 
 def test_names_follow_the_rules_of_both():
-    names = [instrument.name for instrument in instruments()]
-    pages = [instrument.prometheus_name for instrument in instruments()]
+    names = [instrument.name for instrument in INSTRUMENTS]
+    pages = [instrument.prometheus_name for instrument in INSTRUMENTS]
     assert len(names) == len(set(names)) == len(set(pages))
-    for instrument in instruments():
+    for instrument in INSTRUMENTS:
         if not instrument.is_for_prometheus_alone:
             assert re.fullmatch(r"[a-z][a-z0-9_.]*", instrument.name)
         assert re.fullmatch(r"(vllm:)?[a-z][a-z0-9_]*", instrument.prometheus_name)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.scheduler.plan import DraftMethod, SpeculationConfig
-from penstock.service.telemetry.catalog import instruments
+from penstock.service.telemetry.catalog import INSTRUMENTS
 from penstock.v1 import generation_pb2 as pb
 
 pytestmark = [
@@ -91,7 +91,7 @@ async def test_prometheus_takes_every_metric(metered, prometheus):
 
     stored = set(await ask(prometheus, "label/__name__/values"))
     suffixes = ("", "_count")
-    missing = [i.prometheus_name for i in instruments() if not {i.prometheus_name + end for end in suffixes} & stored]
+    missing = [i.prometheus_name for i in INSTRUMENTS if not {i.prometheus_name + end for end in suffixes} & stored]
     assert missing == []
 
     [sample] = (await ask(prometheus, "query", query="vllm:generation_tokens_total"))["result"]
