@@ -77,7 +77,8 @@ class RequestFailed(PenstockError):
 
 
 class StreamBroken(RequestFailed):
-    """The stream ended before the request did. All requests on it fail like this; the next one opens a new stream."""
+    """The stream ended before the request did. All requests on it fail with this error; the next request opens a new
+    stream."""
 
 
 class Unreachable(RequestFailed):

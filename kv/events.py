@@ -117,7 +117,7 @@ class KvEventLog:
 
 
 class KvEventReader:
-    """The position of one subscriber in a log."""
+    """Reads a log for one subscriber and keeps track of its position."""
 
     def __init__(self, log: KvEventLog, stream_id: str = "", after_sequence: int = 0) -> None:
         """Resumes after a change that another reader of the same log has reported, if the log still knows all later

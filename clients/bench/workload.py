@@ -52,7 +52,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """A fixed number of concurrent conversations: the next one starts when one has ended."""
+    """A fixed number of concurrent conversations: whenever one ends, the next one starts."""
 
     concurrency: int
 

@@ -94,6 +94,6 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {shortened(text)}; {self.prog} --help lists the flags\n")
 
     def misspelt_flags(self) -> dict[str, str]:
-        """Returns the unknown flags, each with the one that may be meant."""
+        """Maps each unknown flag that resembles a known one to that known flag."""
         similarity = _VERY_SIMILAR if self._takes_others else _SIMILAR
         return misspelt(self._arguments, self._option_string_actions, similarity)

@@ -16,7 +16,7 @@ USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its location as ``module:function``, its summary, and the extra with the packages it needs."""
+    """A subcommand: its location as ``module:function``, its summary, and the extra that installs its packages."""
 
     entry: str
     summary: str

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class LogThread(logging.Handler):
-    """Writes to stderr in a separate thread: a pipe that is not read, or a slow disk, does not block the event loop."""
+    """Writes to stderr from a separate thread, so that an unread pipe or a slow disk does not block the event loop."""
 
     def __init__(self) -> None:
         super().__init__()

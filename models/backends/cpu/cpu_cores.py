@@ -33,7 +33,7 @@ def choose_cores(pinning: str, num_threads: int, root: Path = Path("/")) -> list
 
 
 def _apart(cores: set[int], root: Path) -> list[int]:
-    """Sorts cores by number, but puts the second hardware thread of each core after the first ones of all."""
+    """Sorts hardware threads by number, but puts each core's second thread after the first threads of all cores."""
     before: Counter[str] = Counter()
     ranks = {}
     for core in sorted(cores):

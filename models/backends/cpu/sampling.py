@@ -165,5 +165,5 @@ class SamplingRows:
 
 
 def _write(words: Words, columns: tuple[int, ...], at: list[int], values: Sequence[tuple[int, ...]]) -> None:
-    """Writes some columns of some lines."""
+    """Writes ``values`` to the given columns of the rows ``at``."""
     words[np.array(at)[:, None], columns] = np.array(values, dtype=np.uint64)
