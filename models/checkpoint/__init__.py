@@ -1,1 +1,1 @@
-"""Reads what a model's files say: architecture, shapes, tensors. Imports no torch."""
+"""Reads a model's files: architecture, shapes, tensors. Does not import torch."""

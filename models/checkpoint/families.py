@@ -146,7 +146,7 @@ def _olmo2(fields: HfConfigReader, architecture: str) -> ModelSpec:
 
 
 def _phi3(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """Phi-3 to Phi-4: only part of each head is rotated."""
+    """Phi-3 through Phi-4: only part of each head is rotated."""
     windows = _same_windows(fields, _window(fields, None))
     return _decoder(
         fields, architecture, windows, Defaults(max_positions=4096, norm_eps=1e-5, read_rope=read_partial_rope)
@@ -307,8 +307,8 @@ def _num_layers(fields: HfConfigReader) -> int:
 
 
 def _same_windows(fields: HfConfigReader, window: int | None) -> Windows:
-    """The same window in all layers. ``layer_types`` must be valid, but has no effect, as in transformers' classes of
-    these families (see ``ignored_layer_types``).
+    """Returns the same window for all layers. ``layer_types`` must be valid, but has no effect, as in transformers'
+    classes for these families (see ``ignored_layer_types``).
     """
     _layer_types(fields)
     return (window,) * _num_layers(fields)

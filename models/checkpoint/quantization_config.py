@@ -353,7 +353,7 @@ def _group(fields: HfConfigReader, default: int | None = None) -> int:
 
 
 def _block(fields: HfConfigReader, name: str) -> tuple[int, int]:
-    """Returns the number of rows and of columns that share a scale."""
+    """Returns how many rows and how many columns share a scale."""
     sizes = fields.integers(name, 1, MAX_GROUP)
     if len(sizes) != 2 or sizes[1] % GROUP_STEP:
         raise fields.wrong(name, f"must be rows and columns, the latter a multiple of {GROUP_STEP}: {ANOTHER}")

@@ -40,7 +40,7 @@ E4M3_VALUES = _e4m3_values()
 """The value of each float8_e4m3fn: one sign bit, four bits of exponent and three of significand; no infinities."""
 
 MIDDLE = 8
-"""The zero point of four-bit codes that are quantised symmetrically."""
+"""The zero point of four-bit codes in symmetric quantisation."""
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def _wrong_kind(scaling: HfConfigReader, known: str) -> ModelError:
 
 
 def _theta(fields: HfConfigReader, scaling: HfConfigReader, old_name: str, default: float) -> float:
-    """Reads theta. transformers 5 writes it into the part that describes scaling, older versions beside it."""
+    """Reads theta. transformers 5 writes it into the scaling section, older versions next to that section."""
     return scaling.number("rope_theta", 1.0, MAX_THETA, fields.number(old_name, 1.0, MAX_THETA, default))
 
 

@@ -76,7 +76,7 @@ Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope
 
 
 class NormPlacement(Enum):
-    """The positions of a layer's RMS norms; f is attention or the MLP."""
+    """Where a layer applies its RMS norms. In the formulas, f is attention or the MLP."""
 
     PRE = auto()
     """x += f(norm(x))"""
@@ -213,7 +213,7 @@ class ModelSpec:
         return not self.tied_embeddings
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of the keys and values of one position in every layer."""
+        """Returns the bytes that one position's keys and values take, over all layers."""
         return 2 * self.num_layers * self.kv_size * element_bytes
 
     def divided(self, num_ranks: int) -> "ModelSpec":

@@ -26,7 +26,7 @@ class HfConfigReader:
         return isinstance(self._values.get(name), bool)
 
     def names(self) -> list[str]:
-        """The names of all fields, in their order."""
+        """Returns the names of all fields, in the order of the file."""
         return list(self._values)
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
