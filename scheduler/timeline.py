@@ -153,7 +153,7 @@ class Timeline:
 
     @property
     def num_omitted(self) -> int:
-        """The number of dropped entries, between entry ``MAX_ENTRIES // 2 - 1`` and the next one."""
+        """The number of dropped entries. They would follow entry ``MAX_ENTRIES // 2 - 1``."""
         return self._num_entries - len(self._start) - len(self._last or ())
 
     def entries(self) -> list[TimelineEntry]:

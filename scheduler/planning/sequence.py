@@ -275,7 +275,7 @@ class SequenceState:
         self.num_computed = 0
         self.num_planned = 0
         self.num_published = 0
-        """The number of blocks, from the first one, that are published or came from the cache."""
+        """The number of leading blocks that are published or came from the cache."""
         self.prefill_end = 0
         """The history's length when the row began; chunks end here."""
         self.complete_from: int | None = None

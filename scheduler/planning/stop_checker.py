@@ -64,8 +64,8 @@ class OutputBuffer:
         num_top_logprobs: int | None,
         end_token_ids: Collection[int] = (),
     ) -> None:
-        """``end_token_ids`` are stop tokens that end the sequence even before ``min_tokens``. There the output is
-        complete by its grammar and no token was chosen, so the token is neither counted nor shown."""
+        """``end_token_ids`` are stop tokens that end the sequence even before ``min_tokens``. In that case
+        the grammar allowed no other token, so this one is neither counted nor shown."""
         self.index = index
         self.max_tokens = max_tokens
         self.num_tokens = 0

@@ -113,8 +113,8 @@ class Simulation:
         n: int = 1,
         history: Sequence[int] = (),
     ) -> Outcome:
-        """Adds a request that arrives ``when`` and has to end ``within_s``; its output ends by itself at
-        ``stops_after`` tokens.
+        """Adds a request that arrives at ``when`` and must end within ``within_s`` of that. Its output ends by itself
+        after ``stops_after`` tokens.
 
         Its prompt is ``history``, which other requests may share, followed by ``num_prompt_tokens`` of its own.
         """

@@ -100,7 +100,7 @@ class QueueTimeModel:
         self._num_outputs = 0
 
     def configure(self, budget: int, target_itl_s: float | None) -> None:
-        """Sets new limits of a step."""
+        """Sets new limits for a step."""
         self._budget = budget
         self._target_itl_s = target_itl_s
 
