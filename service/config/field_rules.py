@@ -115,7 +115,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """``low`` to ``high`` bytes of UTF-8, all of it matching ``pattern``."""
+    """``low`` to ``high`` bytes of UTF-8 that match ``pattern`` from beginning to end."""
 
     low: int
     high: int

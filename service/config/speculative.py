@@ -26,7 +26,7 @@ class _ConfigKey(NamedTuple):
     """The methods that have this key."""
     low: float = 0
     high: float = 0
-    """The bounds of a number."""
+    """``low`` and ``high`` are the bounds of a number."""
 
 
 _KEYS: Mapping[str, _ConfigKey] = {

@@ -40,7 +40,7 @@ from penstock.service.transport.unread import UnreadAnswers
 _log = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 1.0
-"""The longest time for which a call's status waits for messages before it that the client does not read."""
+"""How long a call's status waits, at most, behind messages that the client does not read."""
 
 current_request_id: ContextVar[str] = ContextVar("current_request_id")
 """The id of this task's call; on single-request methods it is also the request's id."""

@@ -349,7 +349,7 @@ class Outbox:
         self._next_beat = self._loop.call_later(max(self._heartbeat_s - idle, 0.01), self._beat)
 
     def _abandon(self) -> None:
-        """Ends the writing: further output is dropped."""
+        """Stops writing: further output is dropped."""
         if self._next_beat is not None:
             self._next_beat.cancel()
         self._closed = True

@@ -30,7 +30,7 @@ RESERVED_FILES = 48
 after a crash."""
 LOOK_S = 0.25
 LIST_S = 5.0
-"""Interval between two listings when few files are new. Listing 4,096 connections takes 34 ms."""
+"""Interval between two listings of connections while few files are new. Listing 4,096 connections takes 34 ms."""
 _MOST_FILES = 1 << 16
 _FULL, _ENOUGH = 0.75, 0.625
 """Shares of the limit: above the first, connections are closed down to the second."""

@@ -21,7 +21,7 @@ MAX_MAP_ENTRIES = 2048
 """Limit on the entries of all maps of a message. It is higher than any map's own limit, so that a map that is a little
 too large fails only its own request. This many entries with colliding keys take 3 ms."""
 SHORT_BYTES = 64 << 10
-"""Any shorter message without maps is parsed in 2 ms."""
+"""A message of at most this size that has no maps is parsed within 2 ms."""
 _SLICE_PARTS = 4096
 """Parts that are counted before the event loop runs again, in about 1 ms."""
 _MAX_VARINT_BYTES = 10

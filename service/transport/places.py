@@ -25,7 +25,7 @@ class Rules:
     each: int
     """Limit on the places of one owner."""
     waiting_each: int
-    """Limit on the waiters of one owner. More are refused immediately."""
+    """Limit on the waiters of one owner. Beyond it, new ones are refused immediately."""
     max_waiting: int
     """Limit on all waiters. Beyond it, the newest waiter of the owner with the most is refused."""
     hold_s: float
