@@ -13,7 +13,7 @@ from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.sampling.tensors import COUNTS, NUM_INTEGERS, SamplerRows, SamplerShape
 
 BLOCK = 32
-"""Lines of a sequence that are compared at once; a power of 2. Few sequences have more."""
+"""Sampled positions of a sequence that are compared at once; a power of 2. Few sequences have more."""
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -41,7 +41,7 @@ def _accept(
         num_right = tl.full([], BLOCK, tl.int32)
         while num_right == BLOCK:
             lines = start + kept + places
-            # No draft follows the last line.
+            # No draft follows the last position.
             inside = lines < end - 1
             tokens = tl.load(token_ids + lines, mask=inside, other=-1)
             followed = inside & (tl.load(drafts + lines, mask=inside, other=-1) == tokens)
@@ -52,7 +52,7 @@ def _accept(
         row = tl.load(rows + start).to(tl.int64)
         counted = tl.load(integers + row * NUM_INTEGERS + COUNTS)
         if counted >= 0:
-            # One after another, since a token may occur twice.
+            # One after another, because a token may occur twice.
             line = start
             while line < start + kept:
                 place = counts + counted * VOCAB + tl.load(token_ids + line)
@@ -91,10 +91,10 @@ def accept(
 ) -> None:
     """Computes how many of its tokens each of B sequences keeps, and the last of them; all int32.
 
-    A sequence b that samples has lines [line_starts[b], line_starts[b + 1]). For each of N lines, ``token_ids`` is the
-    chosen token, and ``drafts`` the token that the sequence's next line assumes, if there is a next line. A sequence
-    keeps the tokens up to the first that differs from its draft, or up to the last, and counts them for penalties.
-    ``num_kept`` (B,) is 0 for a sequence without lines; its ``last`` (B,) does not change.
+    A sequence b that samples has the sampled positions [line_starts[b], line_starts[b + 1]). For each of N positions,
+    ``token_ids`` is the chosen token, and ``drafts`` the token that the sequence's next position assumes, if there is
+    one. A sequence keeps the tokens up to the first that differs from its draft, or up to the last, and counts them for
+    penalties. ``num_kept`` (B,) is 0 for a sequence without sampled positions; its ``last`` (B,) does not change.
     """
     (num_lines,), (num_sequences,) = token_ids.shape, num_kept.shape
     check(line_starts, (num_sequences + 1,), torch.int32)

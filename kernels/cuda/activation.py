@@ -30,7 +30,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def clamped_gate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """g sigmoid(alpha g) (u + 1), g being at most ``LIMIT`` and u from -LIMIT to LIMIT."""
+    """g sigmoid(alpha g) (u + 1), with g clamped to at most ``LIMIT`` and u to -LIMIT ... LIMIT."""
     gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return gate * tl.sigmoid(ALPHA * gate) * (up + 1)

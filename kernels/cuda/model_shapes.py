@@ -10,7 +10,7 @@ from penstock.kernels.cuda.attention.plan import DecodeShape
 from penstock.kernels.cuda.sampling.tensors import SamplerShape
 
 MEASURED_LINES = 64
-"""Lines of logits in the largest step that the cost model of drafts measures, even if there are fewer rows."""
+"""Sampled positions in the largest step that the cost model of drafts measures, even if there are fewer rows."""
 MAX_VERIFIED = 16
 """The maximum number of queries per row that decodes. With more, keys and values would be read more than once."""
 
@@ -49,9 +49,9 @@ class ModelShape:
     norms_after: bool = False
     """Whether a norm follows attention and the MLP."""
     norms_heads: bool = False
-    """Whether queries and keys are normed, each head by itself."""
+    """Whether queries and keys are normalised, each head by itself."""
     norms_queries: bool = False
-    """Whether all queries are normed as one vector, and all keys as another."""
+    """Whether all queries are normalised as one vector, and all keys as another."""
     activation: str = "silu"
     """silu, gelu or gelu_tanh."""
     clamped_gate: tuple[float, float] | None = None
@@ -93,7 +93,7 @@ class ModelShape:
 
     @property
     def max_sampled(self) -> int:
-        """Lines of logits per step: one for each sequence, and one more for each draft."""
+        """Sampled positions per step: one for each sequence, and one more for each draft."""
         if not self.max_drafts:
             return self.max_sequences
         return min(self.max_tokens, max(MEASURED_LINES, self.max_sequences * (1 + self.max_drafts)))
@@ -121,7 +121,7 @@ class ModelShape:
                 yield DecodeShape(layer, max_queries)
 
     def sampler(self) -> SamplerShape:
-        """The shape of the sampler. Lines of logits are contiguous."""
+        """The shape of the sampler. Rows of logits are contiguous."""
         num_logits = self.num_logits or self.vocab_size
         return SamplerShape(num_logits, self.logits_dtype or self.dtype, num_logits, self.max_positions)
 

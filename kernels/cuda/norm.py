@@ -1,4 +1,4 @@
-"""RMS norms, separate or fused with the preceding addition to the residual stream. A program norms one token."""
+"""RMS norms, separate or fused with the preceding addition to the residual stream. A program normalises one token."""
 
 from functools import cache
 
@@ -108,7 +108,7 @@ def add_rms_norm(
 ) -> None:
     """x += delta, in place; then y = norm(x) * weight, if ``weight`` and ``y`` are given.
 
-    If ``delta_weight`` is given, the delta is normed first: x += norm(delta) * delta_weight. The norm is that of
+    If ``delta_weight`` is given, the delta is normalised first: x += norm(delta) * delta_weight. The norm is that of
     ``rms_norm``. ``x``, ``delta`` and ``y`` are (T, W) of the same dtype, the weights (W,) in fp32; ``y`` may be
     ``delta``.
     """

@@ -33,8 +33,8 @@ def _turn_heads(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Norms, rotates and stores heads: from heads side by side in ``source`` to heads ``OUT_STRIDE`` apart. Cosines and
-    sines are those of one position."""
+    """Normalises, rotates and stores heads: from adjacent heads in ``source`` to heads ``OUT_STRIDE`` apart. Cosines
+    and sines are those of one position."""
     pairs = tl.arange(0, BLOCK_PAIRS)
     paired = pairs < PAIRS
     both = inside[:, None] & paired[None, :]
@@ -142,7 +142,7 @@ class RopeKv:
     slots: int
     """Slots per page."""
     norm_eps: float | None
-    """The epsilon of the norm of each head; None: heads are not normed."""
+    """The epsilon of the norm of each head; None: heads are not normalised."""
 
 
 @cache
@@ -195,15 +195,15 @@ def rope_kv(
     norm: tuple[Tensor, Tensor, float] | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Norms and rotates the queries and keys of T tokens; queries go to ``query``, keys and values to their slots.
+    """Normalises and rotates queries and keys of T tokens; queries go to ``query``, keys and values to their slots.
 
     ``qkv`` is (T, (H + 2K) D): query heads, key heads, value heads. In each head, the pairs (i, i + N) of the first 2N
     dimensions are rotated by the angle whose cosine and sine are ``cosines[p, i]`` and ``sines[p, i]``, both (P, N) in
-    fp32, p being the token's entry in ``positions`` (T,) int32. ``query`` is (T, H, D) of the dtype of ``qkv``.
+    fp32, where p is the token's entry in ``positions`` (T,) int32. ``query`` is (T, H, D) of the dtype of ``qkv``.
     ``pages`` is (pages, 2, K, S, D), keys before values, of that dtype or float8_e4m3fn. ``slots`` is (T,) int64: token
     t is stored in slot ``slots[t] % S`` of page ``slots[t] // S``, or not at all if ``slots[t]`` is negative.
 
-    ``norm`` has the weights of queries and keys, both (D,) in fp32, and eps: each head is RMS-normed before it is
+    ``norm`` has the weights of queries and keys, both (D,) in fp32, and eps: each head is normalised (RMS) before it is
     rotated. ``scales``, only for fp8, has the scales of keys and values, both (K,) in fp32; keys and values are divided
     by them before they are stored.
     """

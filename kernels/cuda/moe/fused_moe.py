@@ -91,7 +91,7 @@ def mix_experts(
     room: ExpertsRoom,
     out: Tensor,
 ) -> None:
-    """out_t = sum over t's experts e of p_te * (down_e(act(g) * u) + b_e), g and u being gate_e(x_t) and up_e(x_t).
+    """out_t = sum over t's experts e of p_te * (down_e(act(g) * u) + b_e), where g = gate_e(x_t), u = up_e(x_t).
 
     ``x`` and ``out`` are (T, H) in the model's dtype and may be the same tensor; ``logits`` (T, E) come from the
     router. A token's experts are those of its k largest logits, and p_te is their softmax; see ``route``. Each term,

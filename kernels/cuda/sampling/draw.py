@@ -1,5 +1,5 @@
-"""Draws a line's token: among the tokens that filters have left, the one with the largest sum of score and keyed Gumbel
-noise. That is a draw from the softmax of the scores."""
+"""Draws the token of a sampled position: among the tokens that filters keep, the one with the largest sum of score and
+keyed Gumbel noise. This is a draw from the softmax of the scores."""
 
 import triton
 import triton.language as tl

@@ -62,8 +62,8 @@ def survey(
     SLICES: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Finds the best token of a slice, with and without forbidden tokens, and stores the scores of lines that are
-    drawn."""
+    """Finds the best token of a slice, with and without forbidden tokens, and stores the scores of positions whose
+    token is drawn at random."""
     line, row = line_of(num_lines, rows)
     part = tl.program_id(1)
     if row < 0:

@@ -13,16 +13,16 @@ from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.sampling.tensors import SamplerShape
 
 MAX_TOP = 20
-"""The maximum number of likeliest tokens per line."""
+"""The maximum number of likeliest tokens per sampled position."""
 BLOCK_TOP = tl.constexpr(32)
 """The same, rounded up to a power of 2."""
 TAKEN = tl.constexpr(-(1 << 31))
-"""Marks an entry that is taken: less than every order."""
+"""Marks an entry that is taken: less than every value of ``order_of``."""
 
 
 @dataclass(frozen=True)
 class LogprobsRoom:
-    """The kernels' intermediate results, for N lines."""
+    """The kernels' intermediate results, for N sampled positions."""
 
     bests: Tensor
     """(N, slices) float32: the largest logit; NaN counts as infinite."""
@@ -160,7 +160,7 @@ def logprobs_variants(shape: SamplerShape) -> tuple[KernelVariant, KernelVariant
 
 
 def make_logprobs_room(shape: SamplerShape, num_lines: int, device: torch.device) -> LogprobsRoom:
-    """Allocates room for ``num_lines`` lines."""
+    """Allocates room for ``num_lines`` sampled positions."""
 
     def empty(dtype: torch.dtype, *sizes: int) -> Tensor:
         return torch.empty(num_lines, shape.slices, *sizes, dtype=dtype, device=device)
@@ -181,13 +181,13 @@ def logprobs(
     top_ids: Tensor,
     top: Tensor,
 ) -> None:
-    """Computes x - ln sum e^x over the first V entries of each line of ``logits`` (N, stride). Only the first
-    ``num_lines`` (1,) int32 lines are used.
+    """Computes x - ln sum e^x over the first V entries of each row of ``logits`` (N, stride). Only the first
+    ``num_lines`` (1,) int32 rows are used.
 
-    ``num_top`` (N,) int32 is negative for a line that needs no log-probabilities. For the other lines, ``chosen`` (N,)
-    float32 receives the log-probability of the line's token in ``token_ids`` (N,) int32, and ``top_ids`` (N, 20) int32
-    and ``top`` (N, 20) float32 receive the ``num_top`` likeliest tokens, at most 20 and at most V, likeliest first;
-    ties go to the lowest ids. All are NaN if the best logit is not finite.
+    ``num_top`` (N,) int32 is negative for a sampled position that needs no log-probabilities. For the others,
+    ``chosen`` (N,) float32 receives the log-probability of the position's token in ``token_ids`` (N,) int32, and
+    ``top_ids`` (N, 20) int32 and ``top`` (N, 20) float32 receive the ``num_top`` likeliest tokens, at most 20 and at
+    most V, likeliest first; ties go to the lowest ids. All are NaN if the best logit is not finite.
     """
     (lines,) = num_top.shape
     check(logits, (lines, shape.stride), shape.dtype)

@@ -28,7 +28,7 @@ def noise_stream(seed, position):
 
 @triton.jit
 def gumbel(stream, token_ids):
-    """-ln(-ln u), u = (h + 1) / (2^32 + 1), h being the upper half of mix(stream + (id + 1) G); float64."""
+    """-ln(-ln u), u = (h + 1) / (2^32 + 1), where h is the upper half of mix(stream + (id + 1) G); float64."""
     state = stream + (token_ids.to(tl.uint64) + 1) * tl.full([], GOLDEN, tl.uint64)
     upper = (mix64(state) >> 32).to(tl.float64)
     return -tl.log(-tl.log((upper + 1.0) / tl.full([], RANGE, tl.float64)))

@@ -1,19 +1,19 @@
-"""Chooses a token for each line of logits, the same one as ``kernels/reference/sampling.py`` and its callers on the
+"""Chooses a token for each sampled position, the same one as ``kernels/reference/sampling.py`` and its callers on the
 CPU: each step has the same meaning, order and precision.
 
-There are eight kernels with fixed grids. A kernel that a line does not need returns immediately.
+There are eight kernels with fixed grids. A kernel that a position does not need returns immediately.
 
-    forbid          lines           bits of stops that come too early, and of ends of bad words
-    survey          lines x slices  penalties, biases, masks; the best of each slice
-    weigh           lines x slices  ln of the sum of e^score, for top-p
-    bin_weights     lines x slices  a histogram of the first filter's weights over scores
-    list_keys       lines x slices  what is in the bin where the filter ends
-    find_threshold  lines           where filters end, among these
-    draw            lines x slices  min-p, noise; the best of each slice
-    choose          lines           the best of all
+    forbid          positions           bits of stops that come too early, and of ends of bad words
+    survey          positions x slices  penalties, biases, masks; the best of each slice
+    weigh           positions x slices  ln of the sum of e^score, for top-p
+    bin_weights     positions x slices  a histogram of the first filter's weights over scores
+    list_keys       positions x slices  the keys in the bin where the filter ends
+    find_threshold  positions           where filters end, among these keys
+    draw            positions x slices  min-p, noise; the best of each slice
+    choose          positions           the best of all slices
 
-Slices of the vocabulary are the same in every batch, and sums over slices are sums of integers, so a line's token
-depends only on its logits, row and position.
+Slices of the vocabulary are the same in every batch, and sums over slices are sums of integers. The token therefore
+depends only on the position's logits and row, and on the position itself.
 """
 
 from functools import cache
@@ -40,7 +40,7 @@ from penstock.kernels.cuda.sampling.token_masks import forbid
 from penstock.kernels.cuda.sampling.top_k_top_p import bin_weights, find_threshold, list_keys, weigh
 
 OF_LINES = (forbid, find_threshold, choose)
-"""Kernels with one program per line. The others have one per slice."""
+"""Kernels with one program per sampled position. The others have one for each of its slices."""
 KERNELS = (forbid, survey, weigh, bin_weights, list_keys, find_threshold, draw, choose)
 """All kernels in the order of their launches."""
 
@@ -92,10 +92,10 @@ def _variant(kernel: Any, shape: SamplerShape) -> KernelVariant:
 def sample(
     shape: SamplerShape, logits: Tensor, rows: SamplerRows, lines: Lines, room: SamplerRoom, token_ids: Tensor
 ) -> None:
-    """Writes the token of each line to ``token_ids`` (N,) int32.
+    """Writes the token of each sampled position to ``token_ids`` (N,) int32.
 
-    ``logits`` is (N, stride), of which the first V entries of a line are used. They are not modified. If a line's best
-    logit is not finite, which means that the model is broken, it gets the lowest token that its mask allows, or 0.
+    ``logits`` is (N, stride), of which the first V entries of a row are used. They are not modified. If a position's
+    best logit is not finite, which means that the model is broken, it gets the lowest token that its mask allows, or 0.
     """
     num_lines = len(lines.rows)
     check(logits, (num_lines, shape.stride), shape.dtype)

@@ -1,4 +1,4 @@
-"""Scores and keys of tokens, computed from a line's logits and its best logit.
+"""Scores and keys of tokens, computed from the logits of a sampled position and the best of them.
 
 A token's score is (x - best) / temperature in float32, so the best score is 0. A key orders tokens by score and, among
 equal scores, lowest id first. Keys are unique, so a single key defines what a filter keeps.
@@ -18,7 +18,7 @@ MAX_BITS = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def line_of(num_lines, rows):
-    """A program's line and its row. The row is negative for a line that only pads a graph's buffers."""
+    """A program's sampled position and its row. The row is negative for one that only pads a graph's buffers."""
     line = tl.program_id(0).to(tl.int64)
     return line, tl.load(rows + line, mask=line < tl.load(num_lines), other=-1).to(tl.int64)
 

@@ -1,7 +1,8 @@
-"""The tensors of the sampler's kernels: rows with their parameters, a step's lines, and intermediate results.
+"""The tensors of the sampler's kernels: rows with their parameters, a step's sampled positions, and intermediate
+results.
 
-A line is one of a step's rows of logits, from which one token is chosen. A row has several lines if drafts are
-verified.
+One token is chosen for each sampled position, from its logits. A row has several sampled positions if drafts are
+verified. In the code, a ``line`` is the index of a sampled position.
 """
 
 import math
@@ -46,7 +47,7 @@ class SamplerShape:
     dtype: torch.dtype
     """The dtype of logits."""
     stride: int
-    """Entries from one line of logits to the next; preferably a multiple of 16."""
+    """Entries from one row of logits to the next; preferably a multiple of 16."""
     max_history: int
     """The maximum number of tokens in a row, L."""
     slice: int = 2048
@@ -84,17 +85,17 @@ class SamplerRows:
     """The sampling parameters of R rows, whose numbers stay the same from step to step."""
 
     numbers: Tensor
-    """(R, 8) float64, each line by ``number_line``."""
+    """(R, 8) float64, each row made by ``number_line``."""
     integers: Tensor
-    """(R, 8) int64, each line by ``integer_line``."""
+    """(R, 8) int64, each row made by ``integer_line``."""
     histories: Tensor
-    """(R, L) int32: the tokens before each line's position, drafts included. Read for rows with words, and for drafts
+    """(R, L) int32: the tokens before each sampled position, drafts included. Read for rows with words, and for drafts
     of rows that count tokens."""
     counts: Tensor
     """(C, V) int32: 0 for a token that is neither in a row's prompt nor in its output, else 1 plus its count in the
-    output. Each row with penalties has its own line here; drafts are not counted."""
+    output. Each row with penalties has its own index here; drafts are not counted."""
     biases: Tensor
-    """(B, V) float32: added to logits. Each row with biases has its own line here."""
+    """(B, V) float32: added to logits. Each row with biases has its own index here."""
     word_starts: Tensor
     """(Q + 1,) int32: the start of each word in ``word_tokens``. A stop is a word of one token."""
     word_tokens: Tensor
@@ -103,16 +104,16 @@ class SamplerRows:
 
 @dataclass(frozen=True)
 class Lines:
-    """N lines of a step. Only the first ``num_lines`` are used; the others pad a graph's buffers."""
+    """The N sampled positions of a step. Only the first ``num_lines`` are used; the others pad a graph's buffers."""
 
     num_lines: Tensor
     """(1,) int32."""
     rows: Tensor
     """(N,) int32."""
     positions: Tensor
-    """(N,) int32: the index that the token will have in the row's history."""
+    """(N,) int32: the token's future index in the row's history."""
     num_drafts: Tensor
-    """(N,) int32: how many tokens right before that position are drafts."""
+    """(N,) int32: the number of drafts directly before that position."""
     masks: Tensor
     """(N,) int32: the index in ``mask_words`` of the mask of allowed tokens; negative: all are allowed."""
     mask_words: Tensor
@@ -121,7 +122,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class SamplerRoom:
-    """The kernels' intermediate results, for N lines. Nothing is kept between steps."""
+    """The kernels' intermediate results, for N sampled positions. Nothing is kept between steps."""
 
     scores: Tensor
     """(N, V) float32: logits with penalties and biases, minus infinity where masked."""
@@ -153,7 +154,7 @@ class SamplerRoom:
 def number_line(
     temperature: float, top_p: float, min_p: float, repetition: float, presence: float, frequency: float
 ) -> list[float]:
-    """A row's line of ``SamplerRows.numbers``."""
+    """Returns a row's entry in ``SamplerRows.numbers``."""
     # The score of the best token is 0, and min_p is compared with float32 values.
     likely = float(np.float32(min_p))
     least = float(np.float32(math.log(likely))) if likely > 0.0 else -math.inf
@@ -169,9 +170,9 @@ def integer_line(
     free_from: int = 0,
     words: tuple[int, int, int] = (0, 0, 0),
 ) -> list[int]:
-    """A row's line of ``SamplerRows.integers``.
+    """Returns a row's entry in ``SamplerRows.integers``.
 
-    ``seed`` has 64 bits. ``counts`` and ``biases`` are the row's lines there, negative if it has none. ``words`` are
+    ``seed`` has 64 bits. ``counts`` and ``biases`` are the row's indices there, negative if it has none. ``words`` are
     the indices of the first stop, of the first bad word, which follows the stops, and of the end of both; stops are
     forbidden before position ``free_from``.
     """
@@ -193,8 +194,8 @@ ROOM: dict[str, tuple[torch.dtype, *tuple[int | str, ...]]] = {
     "drawn": (torch.float64, "slices"),
     "drawn_ids": (torch.int32, "slices"),
 }
-"""Types and sizes, per line, of the fields of ``SamplerRoom``. A size is a number or the name of an attribute of
-``SamplerShape``."""
+"""Types of the fields of ``SamplerRoom``, and their sizes per sampled position. A size is a number or the name of an
+attribute of ``SamplerShape``."""
 
 
 def sizes_of(shape: SamplerShape, sizes: Sequence[int | str]) -> tuple[int, ...]:
@@ -203,7 +204,7 @@ def sizes_of(shape: SamplerShape, sizes: Sequence[int | str]) -> tuple[int, ...]
 
 
 def make_room(shape: SamplerShape, num_lines: int, device: torch.device) -> SamplerRoom:
-    """Allocates room for ``num_lines`` lines."""
+    """Allocates room for ``num_lines`` sampled positions."""
     return SamplerRoom(
         **{
             name: torch.empty(num_lines, *sizes_of(shape, sizes), dtype=kind, device=device)

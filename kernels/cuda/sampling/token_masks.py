@@ -1,5 +1,5 @@
-"""Masks of tokens that must not come next in a line: stops that come too early, and tokens that would complete a bad
-word. Also finds the lowest token that a mask allows."""
+"""Masks of the tokens that are forbidden at a sampled position: stops that come too early, and tokens that would
+complete a bad word. Also finds the lowest token that a mask allows."""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,5 @@
-"""Finds the thresholds of top-k and top-p in a line without sorting: a histogram over scores gives the bin of the
-threshold, and a bisection over the keys of that bin's tokens gives the last token kept.
+"""Finds the thresholds of top-k and top-p without sorting: a histogram over scores gives the bin of the threshold, and
+a bisection over the keys of that bin's tokens gives the last token kept.
 
 Numbers are added as integers, so sums are exact and independent of the order in which programs add. A filter has a
 weight for each token and a target: it keeps the fewest tokens, largest keys first, whose weights reach the target. For
@@ -122,7 +122,7 @@ def bin_weights(
     SLICES: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Adds up the weight of each bin, for the first filter of a line."""
+    """Adds up the weight of each bin, for the first filter of a sampled position."""
     line, row = line_of(num_lines, rows)
     if row < 0:
         return
@@ -205,7 +205,7 @@ def _total(
     scores, forbidden, line, top, forbids, numbers, row, least, log_total, KIND: tl.constexpr, VOCAB: tl.constexpr,
     SLICE: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a whole line's tokens from a key on: their number, mass or share."""
+    """The total weight of all tokens from a key on: their number, mass or share."""
     total = tl.zeros([], tl.int64)
     for part in range((VOCAB + SLICE - 1) // SLICE):
         ids, score = load_scores(scores, forbidden, line, part, top, forbids, numbers, row, VOCAB, SLICE)
@@ -224,7 +224,7 @@ def _select_in_line(
     scores, forbidden, line, top, forbids, numbers, row, least, log_total, wanted, KIND: tl.constexpr,
     VOCAB: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Like ``_select``, but over all of a line's keys from ``least`` on. Returns ``least`` if they do not reach the
+    """Like ``_select``, but over the keys of all tokens from ``least`` on. Returns ``least`` if they do not reach the
     target."""
     low = least
     high = tl.full([], 1 << 51, tl.int64)
@@ -276,7 +276,7 @@ def find_threshold(
     BINS: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """Finds the smallest key that both filters keep. If the list has no room for all keys, the whole line is
+    """Finds the smallest key that both filters keep. If the list has no room for all keys, the whole vocabulary is
     searched."""
     line, row = line_of(num_lines, rows)
     if row < 0:
