@@ -17,7 +17,7 @@ ROW_WEIGHT = 1.0
 
 
 class AcceptanceEstimate:
-    """How often recent drafts of each confidence were right, over rows that are sampled alike."""
+    """The share of recent drafts that were right, by confidence, over rows that are sampled alike."""
 
     __slots__ = ("_right", "_seen")
 

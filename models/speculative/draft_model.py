@@ -110,8 +110,7 @@ class DraftModelDrafter(Drafter):
         self._max_tokens = facts.max_num_batched_tokens
         self._drafts: dict[Row, _Draft] = {}
         self._is_whole = np.zeros(facts.num_blocks, dtype=bool)
-        """Whether the whole page of each block has been written, with tokens that are certain, since the block was
-        allocated."""
+        """Whether each block's whole page has been written, with tokens that are certain, since it was allocated."""
 
     def attach(self, table: RowTable) -> None:
         """Sets the table of all rows, whose blocks are the draft model's too."""

@@ -50,7 +50,7 @@ class DraftedRows:
 
     def add_row(self, row: Row, record: RowRecord, may_try: bool) -> None:
         """Adds a row. ``may_try`` is whether there is time for a trial. New rows are the best ones to try, since the
-        drafter reads all of them."""
+        drafter reads them from the start."""
         self._records[row] = record
         does_pay = record.worth_s >= 0.0
         self.num_paying += does_pay

@@ -38,8 +38,8 @@ class Drafter(ABC):
     """The layers before which it needs the model's hidden states, for the rows that it follows."""
 
     def is_ready(self, row: Row) -> bool:
-        """Returns whether it can draft for a row once the row's tokens are known. A drafter that follows rows is only
-        called for those."""
+        """Returns whether it can draft for a row once the row's tokens are known. A drafter that follows rows
+        must follow this one."""
         return True
 
     def backlog(self, row: Row) -> int:

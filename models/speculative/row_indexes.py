@@ -10,7 +10,7 @@ PORTION = 2048
 
 MAX_INDEX_BYTES = 256 << 20
 BYTES_PER_TOKEN = 192
-"""The size of an index in which no pair occurs twice, which is the largest. Its tokens are not included."""
+"""The most that an index takes, which is if no pair occurs twice. The tokens themselves are not included."""
 MAX_INDEXED = MAX_INDEX_BYTES // BYTES_PER_TOKEN
 """The most tokens that are indexed, over all rows. Later tokens are not found."""
 

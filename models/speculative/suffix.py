@@ -15,7 +15,7 @@ from penstock.models.speculative.token_index import Cursor, TokenIndex
 from penstock.scheduler.plan import SpeculationConfig, WorkerConfig
 
 ENOUGH = 8
-"""The places from which to estimate how often a draft followed, if the match has the maximum length."""
+"""How many places suffice to estimate how often a draft followed, if the match has the maximum length."""
 
 
 class _Outputs:
