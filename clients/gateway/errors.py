@@ -1,4 +1,4 @@
-"""Errors as callers see them: OpenAI's format, the HTTP code, and when to try again.
+"""Errors as callers see them: OpenAI's format, the HTTP code, and when to retry.
 
 Messages come from the service, which writes them for callers, or from this package; never from an exception's text.
 """
@@ -38,7 +38,7 @@ _HTTP_CODES: Mapping[grpc.StatusCode, int] = {
     _Code.UNAVAILABLE: 503,
     _Code.DEADLINE_EXCEEDED: 504,
 }
-"""Every other code is 500."""
+"""HTTP codes by gRPC code; all others become 500."""
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -50,25 +50,25 @@ _TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 _NAMES = {"UNAUTHENTICATED": "invalid_api_key", "CONTEXT_LENGTH": "context_length_exceeded"}
-"""OpenAI's names for reasons of the service, where it has one."""
+"""OpenAI's codes for the service's reasons, where OpenAI has one."""
 _TOO_SLOW = "READER_TOO_SLOW"
 """The reason if the service ended a stream that this gateway was too busy to read: not an error of its callers."""
-_DOWN = "the service behind this gateway does not answer: it starts, restarts or is gone; try again"
-_BROKEN = "the connection to the service broke before the answer was done; try again"
-_NO_PATH = "there is no such path here; OpenAI's API is under /v1, and /docs lists all that there is"
+_DOWN = "the gateway cannot reach the service, which may be starting, restarting or stopped; try again"
+_BROKEN = "the connection to the service broke before the response was complete; try again"
+_NO_PATH = "no such path; OpenAI's API is under /v1, and /docs lists all paths"
 _GRPC_KEY, _HTTP_KEY = "the metadata 'authorization: Bearer <key>'", "the header 'Authorization: Bearer KEY'"
-"""How a key is sent, in terms of gRPC and of HTTP."""
+"""How messages describe where to put the key, for clients of gRPC and of HTTP."""
 RETRY_S = 1.0
-"""The time after which a client may retry what this gateway refused, or what the service refused without a hint."""
+"""The retry delay for requests that this gateway refused, or that the service refused without a hint."""
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """The details of an error."""
 
-    message: str = Field(description="For people.")
-    type: str = Field(description="The kind of error, such as invalid_request_error.")
-    param: str | None = Field(None, description="The field that is wrong, if one is.")
-    code: str | None = Field(None, description="The error's name for programs, such as queue_full.")
+    message: str = Field(description="A human-readable message.")
+    type: str = Field(description="The type of error, such as invalid_request_error.")
+    param: str | None = Field(None, description="The invalid field, if the error is about one.")
+    code: str | None = Field(None, description="A machine-readable code, such as queue_full.")
 
 
 class ErrorBody(BaseModel):
@@ -103,7 +103,7 @@ class GatewayError(Exception):
 
     @property
     def type(self) -> str:
-        """The kind, by the HTTP code."""
+        """OpenAI's type of the error, by its HTTP code."""
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def with_param(self, renamed: Callable[[str], str]) -> "GatewayError":
@@ -119,7 +119,7 @@ class GatewayError(Exception):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """The headers besides those of every response."""
+        """The headers that the error adds to the response."""
         headers = {}
         if self.retry_after_s is not None:
             # The standard has seconds; OpenAI's clients look for milliseconds first.
@@ -170,7 +170,7 @@ def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_
         retry_after = RETRY_S
     may_retry = failure.retryable if status in (429, 503) else False if status >= 500 else None
     if is_broken and status == 503:
-        may_retry = not is_final  # whatever code gRPC has for it
+        may_retry = not is_final  # whichever code gRPC reports
     return GatewayError(
         status,
         message,
@@ -190,10 +190,13 @@ def as_gateway_error(error: Exception, renamed: Callable[[str], str] = caller_na
         return from_failure(error, renamed)
     if isinstance(error, InvalidOption):
         return invalid(renamed(error.field), error.problem)
-    if isinstance(error, PydanticSerializationError):  # the only content of a body that it refuses
+    if isinstance(error, PydanticSerializationError):  # this is the only content of a body that it refuses
         return GatewayError(400, "the body is nested too deeply", code="nested_too_deeply")
     return GatewayError(
-        500, "an error of the gateway; report it to its operator with the request id", code="internal", may_retry=False
+        500,
+        "an internal error of the gateway; report it to its operator with the request id",
+        code="internal",
+        may_retry=False,
     )
 
 
@@ -224,7 +227,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         if request.method == "OPTIONS":
             return options_response(methods)
         listed = ", ".join(methods)
-        response = GatewayError(405, f"{path} has no method {request.method}; use one of {listed}").response()
+        response = GatewayError(405, f"{path} does not support {request.method}; use one of {listed}").response()
         response.headers["allow"] = listed
         return response
 

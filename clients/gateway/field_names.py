@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 Names = Sequence[tuple[str, str]]
 """Pairs of a pattern, which matches a field of the contract from its beginning up to the end of a name or of an index,
-and its replacement. The first pair that matches counts; what follows the match stays."""
+and its replacement. The first match counts; the rest of the field stays."""
 
 CHAT_NAMES: Names = (
     (r"chat\.messages(\[\d+\]\.tool_calls\[\d+\])\.(name|arguments)", r"messages\1.function.\2"),

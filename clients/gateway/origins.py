@@ -1,4 +1,4 @@
-"""``--allowed-origins``: the origins whose web pages may call."""
+"""``--allowed-origins``: the origins whose web pages may call the gateway."""
 
 import re
 

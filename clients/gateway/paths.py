@@ -13,13 +13,13 @@ _OTHERS = frozenset({"detokenize", "health", "ping", "tokenize", "version"})
 
 
 def as_routed(scope: Scope) -> Scope:
-    """Returns the request as the routes know it. HEAD is routed as GET: the server sends no body for it."""
+    """Returns the request as the routes expect it. HEAD is routed as GET: the server sends no body for it."""
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "method": method, "path": canonical_path(scope["path"])}
 
 
 def canonical_path(path: str) -> str:
-    """Returns the path in the API's description that this one is another spelling of, or the path itself."""
+    """Returns the documented path for another server's spelling of it, or the path itself."""
     path = path.rstrip("/") or "/"
     first, _, rest = path.removeprefix("/").partition("/")
     if first in _API:
@@ -30,7 +30,7 @@ def canonical_path(path: str) -> str:
 
 
 def allowed_methods(routes: Iterable[BaseRoute], path: str) -> Sequence[str]:
-    """Returns the methods that a path has, for the header Allow."""
+    """Returns the methods that a path supports, for the header Allow."""
     scope = {"type": "http", "path": path, "method": "OPTIONS", "root_path": ""}
     found = {"OPTIONS"}
     for route in routes:
@@ -40,5 +40,5 @@ def allowed_methods(routes: Iterable[BaseRoute], path: str) -> Sequence[str]:
 
 
 def options_response(methods: Sequence[str]) -> Response:
-    """Answers OPTIONS."""
+    """Returns the response to OPTIONS."""
     return Response(status_code=204, headers={"allow": ", ".join(methods)})

@@ -1,6 +1,6 @@
 """Counts the gateway's requests and connections for ``/metrics``, and limits connections.
 
-Only HTTP; the service has its own metrics.
+Covers only HTTP; the service has its own metrics.
 """
 
 import time
@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from starlette.types import Scope
 
 CALLER = "caller"
-"""Key in a request's state for its caller, once known."""
+"""The key in a request's state for its caller, once known."""
 HELD_UNTIL_END = "penstock.held"
-"""Key in a request's scope. Its value, an ``ExitStack``, is closed when the request has ended in any way."""
+"""The key in a request's scope. Its value, an ``ExitStack``, is closed when the request has ended in any way."""
 GONE = 499
 """nginx's status for a caller that disconnected; only for metrics and logs."""
 _NO_ROUTE = "other"
@@ -25,38 +25,44 @@ class RequestRecord:
     """The counted properties of one request."""
 
     status = GONE
-    """The response's status, once it has begun."""
+    """The response's status; GONE until the response has begun."""
 
 
 class GatewayMetrics:
-    """Requests and connections. For the event loop's thread."""
+    """The metrics of requests and connections. Use it only on the event loop's thread."""
 
     def __init__(self) -> None:
-        # They would add half as many series, and the service has none.
+        # They would add half as many series again, and the service's metrics do not have them either.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         """The registry of all metrics."""
         self._connections: Sized = ()
         self._max_connections: float = float("inf")
         self._requests = Counter(
-            "penstock_gateway_requests", "Requests that ended.", ("route", "code"), registry=registry
+            "penstock_gateway_requests", "Requests that ended, including probes.", ("route", "code"), registry=registry
         )
         self._durations = Histogram(
             "penstock_gateway_request_duration_seconds",
-            "From a request's head to the end of its answer.",
+            "Time from the head of a request to the end of its response.",
             ("route",),
             registry=registry,
             buckets=_BOUNDS_S,
         )
-        self._live = Gauge("penstock_gateway_live_requests", "Requests that have not ended.", registry=registry)
-        connections = Gauge("penstock_gateway_connections", "Those that are open, idle ones too.", registry=registry)
+        self._live = Gauge(
+            "penstock_gateway_live_requests",
+            "Requests that have not ended, including the one for this page.",
+            registry=registry,
+        )
+        connections = Gauge("penstock_gateway_connections", "Open connections, including idle ones.", registry=registry)
         connections.set_function(lambda: len(self._connections))
         self.has_service_metrics = Gauge(
-            "penstock_gateway_has_service_metrics", "1 if the page has the service's metrics too.", registry=registry
+            "penstock_gateway_has_service_metrics",
+            "1 if the page also has the service's metrics, else 0.",
+            registry=registry,
         )
 
     def bound(self, connections: Sized, most: int) -> None:
-        """Sets the live collection of open connections and their limit ``most``."""
+        """Sets the collection of open connections, which is read for each scrape, and the limit ``most`` on them."""
         self._connections = connections
         self._max_connections = most
 
@@ -73,7 +79,7 @@ class GatewayMetrics:
             try:
                 yield record
             finally:
-                # A template, so that callers cannot create new series; a request that was refused early has none.
+                # The route's template, so that callers cannot create new series; a request refused early has no route.
                 route = getattr(scope.get("route"), "path", _NO_ROUTE)
                 self._requests.labels(route, str(record.status)).inc()
                 self._durations.labels(route).observe(time.monotonic() - began)

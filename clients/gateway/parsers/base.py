@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 Spans = tuple[tuple[int, int], ...]
-"""Begin and end of each run of characters, in order."""
+"""The begin and end of each run of characters, in order."""
 
 
 @dataclass(frozen=True, slots=True)

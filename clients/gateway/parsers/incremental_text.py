@@ -37,7 +37,7 @@ class IncrementalText:
         """The text from ``_kept_from`` up to ``_text``."""
 
     def append_text(self, text: str) -> None:
-        """Adds more text. Drops what was read, unless ``keep`` was called."""
+        """Adds more text. Drops the text that was read, unless ``keep`` was called."""
         index = self._index
         if self._kept_from is not None:
             self._kept.append(self._text[max(self._kept_from - self._base, 0) : index])
@@ -69,7 +69,7 @@ class IncrementalText:
         return len(self._text) - self._index
 
     def find(self, marker: str) -> int:
-        """Returns how many characters come before ``marker``; -1 if it has not come."""
+        """Returns how many characters come before ``marker``; -1 if it has not arrived."""
         found = self._text.find(marker, self._index)
         return found if found < 0 else found - self._index
 
@@ -78,7 +78,7 @@ class IncrementalText:
         return num_held(self._text[max(self._index, len(self._text) - len(marker)) :], marker)
 
     def read_text(self, length: int) -> str:
-        """Reads ``length`` characters that have come."""
+        """Reads ``length`` characters that have arrived."""
         start, self.at = self.at, self.at + length
         return self._since(start)
 
@@ -208,11 +208,11 @@ class IncrementalText:
 
     def _pass(self, pattern: re.Pattern[str]) -> None:
         found = pattern.match(self._text, self._index)
-        assert found is not None, "the patterns match nothing, too"
+        assert found is not None, "the patterns also match an empty text"
         self.at = self._base + found.end()
 
     def _since(self, start: int) -> str:
-        """Returns what was read of the latest text."""
+        """Returns the part of the latest text that was read."""
         return self._text[start - self._base : self._index]
 
     @property
@@ -240,7 +240,7 @@ class HeldSpace:
         self._length = 0
 
     def append_text(self, text: str) -> tuple[str, int]:
-        """Adds text. Returns what is no longer held back, and how many characters are now."""
+        """Adds text. Returns the text that is no longer held back, and the number of characters that are."""
         said = text.rstrip()
         space = text[len(said) :]
         if said:
@@ -251,7 +251,7 @@ class HeldSpace:
         return said, self._length
 
     def take_text(self) -> str:
-        """Returns what was held back, which is held no longer."""
+        """Releases and returns the text that was held back."""
         held = "".join(self._parts)
         self._parts.clear()
         self._length = 0

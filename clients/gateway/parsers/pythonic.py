@@ -14,12 +14,12 @@ _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 """JSON's names, which models sometimes write."""
 _MAX_CODE_CHARS = 1 << 15
-"""Limit on the characters of a call's arguments outside strings: Python's parser takes some microseconds for each."""
+"""The limit on characters of a call's arguments outside strings: Python's parser takes some microseconds for each."""
 
 
 def read_parentheses(source: IncrementalText) -> Reading[str | None]:
-    """Reads from the parenthesis that comes next to the one that closes it, or to the end of the text if there is none.
-    None if the text is too large to be read as Python."""
+    """Reads from the next parenthesis to the one that closes it, or to the end of the text if none does. Returns None
+    if the text is too large to be read as Python."""
     parts: list[str] = []
     closers: list[str] = []
     num_chars = 0
@@ -41,9 +41,10 @@ def read_parentheses(source: IncrementalText) -> Reading[str | None]:
 
 
 def arguments_as_json(text: str) -> str | None:
-    """``(a=1, b=[None])`` as ``{"a": 1, "b": [null]}``; None unless all are named, and are values that JSON has."""
+    """Converts ``(a=1, b=[None])`` to ``{"a": 1, "b": [null]}``. Returns None unless all arguments are named and are
+    JSON values."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # warnings of invalid escapes would quote the text
+        with warnings.catch_warnings(action="ignore"):  # warnings about invalid escapes would quote the text
             call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
@@ -59,7 +60,7 @@ def arguments_as_json(text: str) -> str | None:
 
 def _json_value(node: ast.expr) -> object:
     """Returns the JSON value of an expression. Numbers never become keys of a dictionary, since a model may write many
-    with the same hash. Raises ValueError for an expression that JSON has no value for."""
+    with the same hash. Raises ValueError for an expression that is not a JSON value."""
     match node:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_json_value(item) for item in items]
@@ -72,17 +73,17 @@ def _json_value(node: ast.expr) -> object:
             return value
         case ast.Name(id=name) if name in _JSON_NAMES:
             return _JSON_NAMES[name]
-    raise ValueError("no value that JSON has")
+    raise ValueError("not a JSON value")
 
 
 def _key(node: ast.expr | None) -> str:
-    """The key of an object, which JSON writes as a string."""
+    """Returns the key of an object as JSON's string."""
     value = None if node is None else _json_value(node)
     if node is None or isinstance(value, list | dict):
-        raise ValueError("no key that JSON has")
+        raise ValueError("not a JSON key")
     return value if isinstance(value, str) else json.dumps(value, allow_nan=False)
 
 
 def is_argument_name(name: str) -> bool:
-    """Whether ``arguments_as_json`` would give an argument of that name back: Python normalises names."""
+    """Whether ``arguments_as_json`` would return an argument with the same name: Python normalises names."""
     return name.isidentifier() and not keyword.iskeyword(name) and unicodedata.is_normalized("NFKC", name)

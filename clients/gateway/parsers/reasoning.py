@@ -20,7 +20,7 @@ class ReasoningFormat(NamedTuple):
     """Whether the markers are special tokens, which are in the text only on request."""
 
     def is_open_in(self, text: str) -> bool:
-        """Whether a text ends within open reasoning."""
+        """Whether a text ends inside reasoning that is still open."""
         return text.rfind(self.opens) > text.rfind(self.closes)
 
 
@@ -39,7 +39,7 @@ class ReasoningParser:
         self._form = form
         self._answer = answer
         self._held = ""
-        """May be the beginning of a marker."""
+        """Text that may be the beginning of a marker."""
         self._held_space = HeldSpace()
         """White space before ``_held``: it is dropped if that becomes a marker."""
         self._may_open = True

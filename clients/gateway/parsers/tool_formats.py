@@ -25,7 +25,7 @@ class _HermesParser(ToolCallParser):
 
 class _Llama3JsonParser(ToolCallParser):
     """{"name": ..., "parameters": {...}}, from the beginning of the answer, others after semicolons. There is no
-    marker, so an object is a call only of one of the request's tools."""
+    marker, so an object is a call only if it names one of the request's tools."""
 
     def _read(self) -> Reading[None]:
         while (yield from self._read_calls(self._read_next())):

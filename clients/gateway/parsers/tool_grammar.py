@@ -57,7 +57,7 @@ def text_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, 
     lark.add_rules("marked: before_call group", "text: /(?s:.*)/")
     if writing.marker in shape.special_tokens:
         lark.add_rules(f"before_call: text {lark.marker(writing.marker)}")
-    else:  # lazy: as soon as the marker is there, the text is over
+    else:  # lazy: the text ends as soon as the marker appears
         opens = None if shape.reasoning is None else REASONING_FORMATS[shape.reasoning].opens
         thinks = "" if opens is None or opens in shape.special_tokens else rf" & ~/\s*{_escaped(opens)}(?s:.*)/"
         lark.add_rules("before_call[lazy]: BEFORE_CALL", f"BEFORE_CALL: /(?s:.*){_escaped(writing.marker)}/{thinks}")

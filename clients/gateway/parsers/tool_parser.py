@@ -150,8 +150,8 @@ class ToolCallParser:
         return False
 
     def _read_object(self, *, must_be_known: bool = False) -> Reading[bool]:
-        """{"name": ..., "arguments": {...}}; returns whether the whole object matched. ``must_be_known``: requires the
-        name of one of the request's tools, and no other keys than those of a call."""
+        """Reads {"name": ..., "arguments": {...}}; returns whether the whole object matched. ``must_be_known``:
+        requires the name of one of the request's tools, and no other keys than those of a call."""
         source, call = self._source, _ObjectCall(self._open_call, self._add_arguments)
         if (yield from source.after_space()) != "{":
             return False

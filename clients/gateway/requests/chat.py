@@ -90,7 +90,7 @@ def max_tokens_name(body: ChatRequest) -> str:
 
 
 def chat_names(body: ChatRequest, tool_places: Sequence[str] | None = None) -> Names:
-    """The caller's names of the contract's fields. ``tool_places`` has those of the functions, if some were left
+    """The caller's names for the contract's fields. ``tool_places`` has those of the functions, if some were left
     out."""
     return (
         *constraint_names(body, tool_places),
@@ -102,7 +102,7 @@ def chat_names(body: ChatRequest, tool_places: Sequence[str] | None = None) -> N
 
 def _add_message(chat: pb.Chat, message: ChatRequestMessage, where: str) -> None:
     if message.function_call is not None:
-        problem = "is not supported; send the call in tool_calls, which has taken its place"
+        problem = "is not supported; send the call in tool_calls instead"
         raise invalid(f"{where}.function_call", problem, code="unsupported_parameter")
     added = chat.messages.add(role=message.role)
     if message.content is not None:

@@ -110,7 +110,7 @@ def is_constrained(body: ChatRequest) -> bool:
 
 
 def constraint_names(body: GenerationBody, tool_places: Sequence[str] | None = None) -> Names:
-    """The caller's names of the contract's constraint. ``tool_places`` has the caller's names of a chat's functions."""
+    """The caller's names for the contract's constraint. ``tool_places`` has the paths of a chat's functions."""
     choice = body.tool_choice if isinstance(body, ChatRequest) else None
     field = constraint_field(body)
     if field == "structured_outputs":
@@ -123,7 +123,7 @@ def constraint_names(body: GenerationBody, tool_places: Sequence[str] | None = N
 
 
 def _tools_name(body: GenerationBody, places: Sequence[str] | None) -> str:
-    """The name of the schema that constrains calls. Which of several is invalid is unknown."""
+    """The name of the schema that constrains calls. If there are several, the invalid one is not known."""
     if not isinstance(body, ChatRequest):
         return "tools"
     choice = body.tool_choice

@@ -9,7 +9,7 @@ from penstock.clients.gateway.json_object import Json
 _KEY = "input"
 _OPENING = re.compile(rf'\s*\{{\s*"{_KEY}"\s*:\s*"')
 _MAX_OPENING_CHARS = 256
-"""Arguments that have not begun the text by then are read at the end of the call."""
+"""If the text has not begun after this many characters, the arguments are read at the end of the call."""
 _CHARACTERS = re.compile(r'(?:[^"\\]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 """The complete characters of a JSON string."""
 _MAX_CHARACTER = len(r"\ud83d\ude00")
@@ -87,7 +87,7 @@ class CustomInput:
 
     def _read(self) -> str:
         found = _CHARACTERS.match(self._unread)
-        assert found is not None, "the pattern matches nothing, too"
+        assert found is not None, "the pattern also matches an empty text"
         text = found[0]
         self._is_over = self._unread[len(text) : len(text) + 1] == '"'
         if not self._is_over and (half := _HALF_OF_A_PAIR.search(text)) is not None:

@@ -26,7 +26,9 @@ async def fill_calls(start: pb.Start, body: ChatRequest, caller: UpstreamCaller)
     given = [each.function for each in body.tools or ()]
     if name is not None:
         if constraint_field(body) not in (None, "response_format"):
-            raise invalid("tool_choice", f"one that forces a call does not go together with {constraint_field(body)}")
+            raise invalid(
+                "tool_choice", f"cannot force a call together with {constraint_field(body)}: send one of them"
+            )
         tools = [_held(tool) for tool in given if name in ("", tool.name)]
         if not tools:
             raise invalid("tool_choice", "names a function that is not among the tools")

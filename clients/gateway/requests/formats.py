@@ -62,7 +62,8 @@ async def parser_maker(body: ChatRequest, caller: UpstreamCaller) -> tuple[Calla
     tool = formats.tool if uses_tools(body) else None
     if uses_tools(body) and tool is None:
         raise invalid(
-            "tools", "how this model writes calls is not known; the gateway's operator can name it: --tool-call-parser"
+            "tools",
+            "the format of this model's calls is unknown; the gateway's operator can set it with --tool-call-parser",
         )
     names = frozenset(each.function.name for each in body.tools or ())
 

@@ -17,15 +17,15 @@ from penstock.clients.host.parse_turns import PORTION_S, ParseTurns
 Body = bytes | bytearray
 
 MAX_PARTS = 1 << 15
-"""The limit of lists, objects, strings and names in a body: 4,096 messages have 20,480. Each costs up to 10 us to
+"""The limit on lists, objects, strings and names in a body: 4,096 messages have 20,480. Each costs up to 10 us to
 validate."""
 MAX_COMMAS = 1 << 19
-"""The limit of commas between values: a number costs a thirtieth of that time."""
+"""The limit on commas between values: a number costs a thirtieth of those 10 us."""
 MAX_REALS = 1 << 16
-"""The limit of numbers with a fraction or an exponent: each costs a quarter of a microsecond, since it is kept
+"""The limit on numbers with a fraction or an exponent: each costs a quarter of a microsecond, since it is kept
 exact."""
 MAX_DEPTH = 256
-"""The limit of nested lists and objects. The JSON writer for the service accepts no more either."""
+"""The limit on nested lists and objects. The JSON writer for the service accepts no more either."""
 SMALL_BYTES = 64 << 10
 """Bodies up to this size are not measured: they are cheap, whatever they contain."""
 _SCAN_BYTES = 1 << 10
@@ -36,7 +36,7 @@ _BOM = b"\xef\xbb\xbf"
 _MAX_EXACT = 1 << 53
 """Doubles represent all integers up to it."""
 _MAX_DIGITS = 400
-"""The limit of digits in a number that is kept exact. The service accepts no more in a schema either."""
+"""The limit on digits in a number that is kept exact. The service accepts no more in a schema either."""
 _REST_OF_NUMBER = re.compile(rb"[-+.0-9eE]*")
 _POSITION = re.compile(r" \(byte (\d+)\)$")
 _NOT_JSON = re.compile(rb"NaN|Infinity")
@@ -48,7 +48,7 @@ _LONE_SURROGATE = re.compile(
 
 async def parse_json(body: Body, turns: ParseTurns) -> Any:
     """Parses a body, in its turn; other tasks run meanwhile. Raises GatewayError, with the problem and its position."""
-    body = body if body[:3] != _BOM else body[3:]  # a copy only where there is one
+    body = body if body[:3] != _BOM else body[3:]  # copies the body only if it has a BOM
     if _BLANK.fullmatch(body):
         raise GatewayError(400, "the body is empty; send a JSON object", code="invalid_json")
     if len(body) > SMALL_BYTES:
@@ -67,7 +67,7 @@ async def parse_json(body: Body, turns: ParseTurns) -> Any:
 
 
 def _read_real(text: str) -> float | int:
-    """Returns a number with a fraction or an exponent; as an integer if it is one that a double would round."""
+    """Converts a number with a fraction or an exponent; returns an integer if a double would round it."""
     value = float(text)
     if -_MAX_EXACT < value < _MAX_EXACT:
         return value
@@ -152,7 +152,7 @@ async def _not_utf8(body: Body, turns: ParseTurns) -> GatewayError:
     except UnicodeDecodeError as error:
         param, where = await _path_at(body, turns, error.start), f"byte {error.start:,}"
     else:
-        param, where = None, "some byte"
+        param, where = None, "a byte"
     message = f"{param or 'the body'}: {where} of the body is not UTF-8; encode the JSON as UTF-8"
     return GatewayError(400, message, param=param, code="invalid_unicode")
 
@@ -162,7 +162,9 @@ async def _large_number(body: Body, turns: ParseTurns) -> GatewayError:
     async for scan in _scanned(body, turns, seeks_number=True):
         if (path := scan.large_number) is not None:
             break
-    message = f"{path or 'the body'}: the number is too large: it may have 4,300 digits, and be less than 1.8e308"
+    message = (
+        f"{path or 'the body'}: the number is too large: it may have at most 4,300 digits and must be less than 1.8e308"
+    )
     return GatewayError(400, message, param=path or None, code="invalid_number")
 
 

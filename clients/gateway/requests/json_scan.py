@@ -1,7 +1,7 @@
 """Counts the values of a JSON text, and finds the path of a position, without creating objects.
 
-Strings are skipped by the C code of ``bytes``. Each list and object costs Python a microsecond, and there is a bound on
-them. The text need not be valid: the parser checks that later.
+Strings are skipped by the C code of ``bytes``. Each list and object costs a microsecond in Python, and their number
+is limited. The text need not be valid: the parser checks that later.
 """
 
 import re
@@ -20,12 +20,12 @@ FREE_FORM = frozenset(
     {"arguments", "chat_template_kwargs", "documents", "guided_json", "json", "logit_bias", "metadata", "parameters",
      "schema", "template_variables"}
 )  # fmt: skip
-"""Fields whose members callers name as they like: paths end there."""
+"""Fields whose members have arbitrary names: paths end there."""
 
 
 @dataclass
 class _Open:
-    """A list or an object whose end has not come."""
+    """A list or an object whose end has not been read."""
 
     is_list: bool
     index: int = 0
@@ -57,7 +57,7 @@ class JsonScan:
         self._open: list[_Open] = []
         self._in_string = False
         self._is_escaped = False
-        """Whether the first byte that comes is the second one of an escape sequence."""
+        """Whether the next byte is the second one of an escape sequence."""
         self._string = b""
         """The beginning of the latest string, which may be a name."""
 

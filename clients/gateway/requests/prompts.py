@@ -77,7 +77,7 @@ def has_one_prompt(body: CompletionRequest) -> bool:
 
 
 def prompt_names(is_alone: bool, index: int) -> Names:
-    """The caller's names of the contract's fields that hold the prompt at ``index``."""
+    """The caller's names for the contract's fields that hold the prompt at ``index``."""
     name = _prompt_name(is_alone, index)
     return ((r"token_ids(\.ids)?", name), (r"text", name))
 

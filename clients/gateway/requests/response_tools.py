@@ -42,7 +42,7 @@ class ResponseTools:
     callers: dict[str, CallerTool] = field(default_factory=dict)
     """The caller's tools by the names that the model knows."""
     hosted: set[str] = field(default_factory=set)
-    """The types of hosted tools in the request, which the model does not get."""
+    """The types of hosted tools in the request, which are not offered to the model."""
     choice: Choice = None
     """``tool_choice`` of the chat."""
 
@@ -60,7 +60,7 @@ def full_name(name: str, namespace: str | None) -> str:
 
 
 def response_tools(given: Sequence[tuple[str, AnyTool]], choice: Choice) -> ResponseTools:
-    """``given``: the tools of a request with their places in it. Raises GatewayError."""
+    """Converts ``given``, the tools of a request with their paths in it. Raises GatewayError."""
     found = ResponseTools()
     for place, tool, namespace in _flat(given):
         if isinstance(tool, HostedTool):

@@ -98,13 +98,13 @@ class _Conversation:
 
 @dataclass(frozen=True, slots=True)
 class ResponseNames:
-    """The caller's names of the contract's fields. Holds no other part of the request."""
+    """The caller's names for the contract's fields. Holds no other part of the request."""
 
     _places: Sequence[_ItemPlace]
     _tool_places: Sequence[str]
     """The paths of the chat's tools."""
     _others: Names
-    """The names of other fields than the conversation's and the tools'."""
+    """The names of fields outside the conversation and the tools."""
 
     def caller_name(self, field: str) -> str:
         """The caller's name of a field of the contract."""

@@ -70,7 +70,7 @@ def check_stream_fields(body: GenerationBody) -> None:
 
 
 def sampling_names(body: GenerationBody) -> Names:
-    """The caller's names of the contract's ``Sampling``, where they depend on what the caller sent."""
+    """The caller's names for the contract's ``Sampling``, where they depend on what the caller sent."""
     return ((r"sampling\.stop\[0\]", "stop"),) if isinstance(body.stop, str) else ()
 
 

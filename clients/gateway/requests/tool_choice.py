@@ -19,22 +19,22 @@ class AllowedTools:
 
     chat: ChatRequest
     indices: Sequence[int]
-    """The indices of these tools in the request."""
+    """The index in the request of each allowed tool."""
 
     @property
     def names(self) -> Names:
-        """The caller's names of the contract's tools."""
+        """The caller's names for the contract's tools."""
         return [(rf"chat\.tools\[{at}\]", f"tools[{index}]") for at, index in enumerate(self.indices) if at != index]
 
     @property
     def places(self) -> Sequence[str]:
-        """The caller's names of the functions."""
+        """The paths of the functions in the request."""
         return [f"tools[{index}].function" for index in self.indices]
 
 
 def with_allowed_tools(body: ChatRequest) -> AllowedTools:
-    """Returns the request without the tools that ``allowed_tools`` leaves out; its mode becomes the choice. The model
-    does not see the others and so does not call them. Raises GatewayError."""
+    """Returns the request with only the tools that ``allowed_tools`` names; its mode becomes the choice. The model does
+    not see the others, so it does not call them. Raises GatewayError."""
     choice = body.tool_choice
     given = list(body.tools or ())
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
@@ -48,7 +48,7 @@ def with_allowed_tools(body: ChatRequest) -> AllowedTools:
             raise invalid(f"{where}.tools[{at}]", "names a tool that is not among the tools")
     indices = [at for at, tool in enumerate(given) if tool.function.name in names]
     if mode == "required" and not indices:
-        raise invalid("tool_choice", "allows no tool that this service can offer, and requires a call")
+        raise invalid("tool_choice", "requires a call, but allows no tool that this service can offer")
     tools = [given[at] for at in indices]
     return AllowedTools(
         body.model_copy(update={"tools": tools or None, "tool_choice": mode if tools else None}), indices

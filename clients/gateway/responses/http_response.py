@@ -186,7 +186,7 @@ class _Ticks:
             self._timer.cancel()
 
     def postpone(self) -> None:
-        """Restarts the time. Sets no timer, since it is called for each token."""
+        """Starts the wait again. Sets no timer, since it is called for each token."""
         self._due = self._loop.time() + self._seconds
 
     def _look(self) -> None:

@@ -96,6 +96,6 @@ def _type(shape: _Shape) -> str:
 
 
 def _text(written: str) -> str:
-    """Formats a description as HTML; of Markdown, supports paragraphs and code."""
+    """Formats a description as HTML. Of Markdown, only paragraphs and code are supported."""
     paragraphs = (re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(each)) for each in written.split("\n\n"))
     return "".join(f"<p>{each}</p>" for each in paragraphs)

@@ -34,12 +34,12 @@ _REFUSED = frozenset({400, 404, 408, 413, 415})
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": description}
     for status, description in {
-        400: "The request is wrong: `param` names the field.",
-        401: "No valid key.",
-        404: "There is no such model.",
+        400: "The request is invalid; `param` names the field.",
+        401: "The API key is missing or invalid.",
+        404: "The model does not exist.",
         413: "The body is too large.",
         429: "The service is overloaded, or the tenant exceeds its limits; see Retry-After.",
-        503: "The service takes no requests at the moment; see Retry-After.",
+        503: "The service does not accept requests at the moment; see Retry-After.",
     }.items()
 }
 """The errors of a route, for its ``responses=``."""
@@ -159,11 +159,11 @@ async def _receive_body(request: Request, caller: UpstreamCaller) -> bytearray:
     except TimeoutError:
         if counted.evict is None:
             raise _evicted() from None
-        raise GatewayError(408, f"the body did not arrive within {timeout_s:g} s; send it faster, or less") from None
+        raise GatewayError(408, f"the body did not arrive within {timeout_s:g} s; send less, or faster") from None
     except NoRoomForBody as error:
         raise _no_room(error, budget) from None
     except ClientDisconnect:
-        raise GatewayError(GONE, "the caller went away") from None
+        raise GatewayError(GONE, "the caller disconnected") from None
     finally:
         counted.evict = None
     return whole
@@ -175,13 +175,13 @@ def _end_soon(limit: asyncio.Timeout) -> None:
 
 
 def _evicted() -> GatewayError:
-    message = "the memory for bodies was needed, and this one was the slowest to arrive; try again, or send it faster"
+    message = "the memory for bodies ran out, and this one was the slowest to arrive; try again, or send it faster"
     return GatewayError(408, message, code="body_too_slow", retry_after_s=RETRY_S, may_retry=True)
 
 
 def _no_room(error: NoRoomForBody, budget: BodyBudget) -> GatewayError:
     if error.is_tenants:
-        message = f"all bodies of a tenant may take {budget.max_tenant_bytes:,} bytes at once; send fewer at once"
+        message = f"the bodies of one tenant may take at most {budget.max_tenant_bytes:,} bytes; send fewer at once"
         return GatewayError(429, message, code="bodies_full", retry_after_s=RETRY_S, may_retry=True)
-    message = f"all bodies may take {budget.max_bytes:,} bytes at once; try again"
+    message = f"all bodies together may take at most {budget.max_bytes:,} bytes; try again"
     return GatewayError(503, message, code="gateway_full", retry_after_s=RETRY_S, may_retry=True)

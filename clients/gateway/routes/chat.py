@@ -38,7 +38,7 @@ from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
 _OK: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The answer; with `stream` as server-sent events, each a chunk, and then `[DONE]`.",
+        "description": "The answer. With `stream`, server-sent events with one chunk each, followed by `[DONE]`.",
         "content": {"text/event-stream": {"schema": {"$ref": "#/components/schemas/ChatChunk"}}},
     }
 }
@@ -53,8 +53,8 @@ def make_router() -> APIRouter:
         response_model=ChatCompletion,
         responses=ERRORS | _OK,
         summary="Answer a conversation",
-        description="OpenAI's chat completions, with vLLM's additional fields. The chunks of a streamed answer put "
-        "together are the answer that comes without `stream`.",
+        description="OpenAI's chat completions, with vLLM's additional fields. Combined, the chunks of a streamed "
+        "answer are the same as the answer without `stream`.",
     )
     async def chat(body: ChatRequest, request: Request, caller: CallerDep) -> Response:
         check_chat(body, caller)

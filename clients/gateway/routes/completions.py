@@ -45,9 +45,9 @@ def make_router() -> APIRouter:
         response_model=CompletionResponse,
         responses=ERRORS,
         summary="Continue one or more texts",
-        description="OpenAI's completions, with vLLM's additional fields. With `stream` the answer is server-sent "
-        "events, each a chunk of the same form with what is new, and then `[DONE]`; the chunks put together are the "
-        "answer that comes without it.",
+        description="OpenAI's completions, with vLLM's additional fields. With `stream`, the answer is a series "
+        "of server-sent events with one chunk each, followed by `[DONE]`. A chunk has the answer's format, but only the "
+        "new part. Combined, the chunks are the same as the answer without `stream`.",
     )
     async def complete(body: CompletionRequest, request: Request, caller: CallerDep) -> Response:
         _check(body)
@@ -75,9 +75,9 @@ def _namer(body: CompletionRequest) -> Callable[[int, str], str]:
 def _check(body: CompletionRequest) -> None:
     check_stream_fields(body)
     if body.suffix:
-        raise invalid("suffix", "is not supported: the model writes on, not in between", code="unsupported_parameter")
+        raise invalid("suffix", "is not supported: text can only be continued", code="unsupported_parameter")
     if body.best_of is not None and body.best_of != body.num_choices:
-        raise invalid("best_of", "must be n or absent: every choice that is made is returned")
+        raise invalid("best_of", "must equal n or be absent: all choices that are generated are returned")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "must be at least 1; 0 needs echo: true")
 

@@ -29,7 +29,7 @@ from penstock.v1.generation_pb2 import TokenIds
 
 T = TypeVar("T")
 _RENAMED = {"inputs": "input", "client_request_id": "request_id"}
-"""The callers' names of the contract's fields."""
+"""The callers' names for the contract's fields."""
 _ONE_INPUT = re.compile(r"inputs(\[\d+\])(?:\.[a-z_.]+)?")
 """The path of an input in the contract; the rest is a position in its ids."""
 _VECTORS_AT_ONCE = 16
@@ -127,7 +127,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise GatewayError(GONE, "the caller went away")
+            raise GatewayError(GONE, "the caller disconnected")
         return working.result()
     finally:
         working.cancel()

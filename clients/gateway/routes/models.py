@@ -13,17 +13,17 @@ from penstock.v1.model_pb2 import GetModelResponse
 class ModelCard(BaseModel):
     """A model."""
 
-    id: str = Field(description="What requests name it by.")
+    id: str = Field(description="The model's name in requests.")
     object: str = "model"
-    created: int = Field(description="Since when this gateway has been up, in seconds since 1970.")
+    created: int = Field(description="The Unix timestamp, in seconds, of when this gateway started.")
     owned_by: str = "penstock"
     root: str = Field(description="The same as id.")
     parent: str | None = None
-    max_model_len: int = Field(description="The most tokens of prompt and output together.")
+    max_model_len: int = Field(description="The maximum number of tokens of prompt and output together.")
 
 
 class ModelList(BaseModel):
-    """The list of models, which has one."""
+    """The list of models, which has one entry."""
 
     object: str = "list"
     data: list[ModelCard]

@@ -16,15 +16,15 @@ class Version(BaseModel):
 
 
 def make_router() -> APIRouter:
-    """``/health``, ``/ping``, which is the same under SageMaker's name, and ``/version``."""
+    """Makes ``/health``, ``/ping``, which is the same under SageMaker's name, and ``/version``."""
     this_version = Version(version=version("penstock"))
-    router = APIRouter(tags=["probes"], responses={503: {"description": "The service takes no requests."}})
+    router = APIRouter(tags=["probes"], responses={503: {"description": "The service does not accept requests."}})
 
     @router.get("/health", response_class=Response)
     @router.get("/ping", response_class=Response)
     @router.post("/ping", response_class=Response)
     async def health(request: Request) -> Response:
-        """200 when the service behind the gateway takes requests."""
+        """Returns 200 if the service behind the gateway accepts requests."""
         link: ServiceLink = request.app.state.link
         return Response(status_code=200 if await link.is_serving() else 503)
 

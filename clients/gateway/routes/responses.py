@@ -33,7 +33,7 @@ from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
 _log = logging.getLogger(__name__)
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""OpenAI's names of failures in a response, by HTTP code; all others are server_error."""
+"""OpenAI's names for failures in a response, by HTTP code; all others are server_error."""
 
 
 def make_router() -> APIRouter:
@@ -45,9 +45,9 @@ def make_router() -> APIRouter:
         "/v1/responses",
         response_model=dict[str, Any],
         responses=ERRORS,
-        summary="Answer a conversation, in OpenAI's newer form",
-        description="The stateless part of OpenAI's Responses API: nothing is stored, so that each request has its "
-        "whole input. With `stream` the answer is OpenAI's typed events; the last has what comes without `stream`.",
+        summary="Answer a conversation, with OpenAI's newer API",
+        description="The stateless part of OpenAI's Responses API: nothing is stored, so each request has its whole "
+        "input. With `stream`, the answer is a series of OpenAI's typed events; the last one has the whole answer.",
     )
     async def respond(body: ResponsesRequest, request: Request, caller: CallerDep) -> Response:
         asked = as_chat(body)
@@ -76,7 +76,7 @@ def make_router() -> APIRouter:
         "/v1/responses/input_tokens",
         responses=ERRORS,
         summary="Count the input tokens of a response",
-        description="Takes a request to /v1/responses, and counts the tokens of its prompt without answering it.",
+        description="Counts the tokens in the prompt of a request to /v1/responses, without answering it.",
     )
     async def count(body: ResponsesRequest, caller: CallerDep) -> InputTokens:
         asked = as_chat(body)

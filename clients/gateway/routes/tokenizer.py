@@ -24,7 +24,7 @@ _OF_A_CHAT = ("add_generation_prompt", "continue_final_message", "tools", "chat_
 """Fields that apply only to messages."""
 _OF_TEXT: Names = ((r"text", "prompt"),)
 _OF_TOKENS: Names = ((r"token_ids", "tokens"),)
-"""The callers' names of the contract's fields."""
+"""The callers' names for the contract's fields."""
 
 
 def make_router() -> APIRouter:
@@ -60,7 +60,7 @@ def make_router() -> APIRouter:
 async def _of_prompt(request: TokenizeRequest, caller: UpstreamCaller) -> list[int]:
     for name in _OF_A_CHAT:
         if getattr(request, name) is not None:
-            raise invalid(name, "only a conversation has it; send messages instead of prompt")
+            raise invalid(name, "only with messages, not with prompt")
     assert request.prompt is not None
     message = pb.TokenizeRequest(text=request.prompt, add_special_tokens=request.add_special_tokens is not False)
     try:
@@ -71,7 +71,7 @@ async def _of_prompt(request: TokenizeRequest, caller: UpstreamCaller) -> list[i
 
 async def _of_chat(request: TokenizeRequest, caller: UpstreamCaller) -> list[int]:
     if request.add_special_tokens:
-        raise invalid("add_special_tokens", "the chat template has them all; leave it out, or false")
+        raise invalid("add_special_tokens", "not with messages: the chat template adds all special tokens")
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid("continue_final_message", "not with add_generation_prompt: true")
     chat = build_chat(

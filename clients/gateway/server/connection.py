@@ -13,7 +13,7 @@ from penstock.clients.gateway.server.http_parser import RequestParser
 from penstock.clients.gateway.traffic import CALLER
 
 _MAX_HEAD_BYTES = 64 << 10
-"""The limit of a head, of one chunk's extension, or of trailers. Data that arrives complete in one read may be
+"""The limit on the size of a head, one chunk's extension, or trailers. Data that arrives complete in one read may be
 larger."""
 _ABSOLUTE = re.compile(rb"[a-zA-Z][a-zA-Z0-9+.-]*://([^/?#]*)")
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -21,8 +21,8 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close
 
 class TimeoutHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits for connections that send no complete head or do not read the response: each holds
-    a place, and uvicorn waits forever. Without pipelining: uvicorn would stop reading and not notice that the caller
-    disconnects, so the running request becomes the connection's last."""
+    a place, and uvicorn waits forever. Pipelining is not supported, since uvicorn would stop reading and not
+    notice that the caller disconnects: the running request becomes the connection's last."""
 
     _due: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None

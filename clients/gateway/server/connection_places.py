@@ -23,7 +23,7 @@ class HttpConnection(Protocol):
         ...
 
     def cut(self) -> None:
-        """Closes it immediately and ends its request."""
+        """Closes the connection immediately and ends its request."""
         ...
 
 

@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def exposure_warning(link: ServiceLink) -> AsyncIterator[None]:
-    """Logs the warning if it applies; queries the service whether it requires keys."""
+    """Logs the warning if it applies: it depends on whether the service requires keys."""
     if not link.settings.exposed_address:
         yield
         return

@@ -72,34 +72,34 @@ class RequestParser:
         return False
 
     def on_message_begin(self) -> None:
-        """Passes it on."""
+        """Forwards the event."""
         if not self._is_replaying:
             self._framing = []
             self._handler.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Passes it on."""
+        """Forwards the event."""
         if not self._is_replaying:
             self._handler.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Passes it on, and keeps what delimits the body."""
+        """Forwards the header, and keeps it if it delimits the body."""
         if not self._is_replaying:
             if name.lower() in _FRAMING:
                 self._framing.append((name, value))
             self._handler.on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Passes it on."""
+        """Forwards the event."""
         if not self._is_replaying:
             self._handler.on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Passes it on."""
+        """Forwards the event."""
         self._handler.on_body(body)
 
     def on_message_complete(self) -> None:
-        """Passes it on, except right after a head with an upgrade: the body is still to come."""
+        """Forwards the event, except right after a head with an upgrade: the body has yet to arrive."""
         if not self._parser.should_upgrade():
             self._handler.on_message_complete()
 

@@ -24,7 +24,7 @@ _PROBES = frozenset({"/health", "/ping", "/version", _METRICS})
 """Paths served at any load: if a load balancer's probe is refused, it removes the gateway when it is needed most."""
 _SAY_NOTHING = _PROBES - {_METRICS}
 """Paths that load balancers request with any Host."""
-_FULL = "the gateway has as many connections as it may have; try again"
+_FULL = "the gateway has reached its limit of connections; try again"
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class OuterMiddleware:
             await response(scope, receive, send_with_id)
 
     async def _check_host_is_ours(self, host: str | None, scope: Scope) -> None:
-        """If callers need no key, only the name in Host keeps other web pages out. Metrics never need a key."""
+        """If callers need no key, only the check of Host keeps other web pages out. Metrics never need a key."""
         hosts = self._allowed_hosts
         if hosts is None or host is None or hosts.allows(host) or scope["path"] in _SAY_NOTHING:
             return
@@ -107,7 +107,9 @@ class OuterMiddleware:
 
     def _too_large(self) -> GatewayError:
         return GatewayError(
-            413, f"the body may have {self._max_body_bytes:,} bytes; send less at once", code="request_too_large"
+            413,
+            f"the body may have at most {self._max_body_bytes:,} bytes; send less at once",
+            code="request_too_large",
         )
 
 

@@ -1,4 +1,4 @@
-"""Limits the memory of request bodies: a budget for all of them and one for each tenant. Knows no HTTP."""
+"""Limits the memory of request bodies: a budget for all of them and one for each tenant. Independent of HTTP."""
 
 import asyncio
 import time
@@ -23,17 +23,17 @@ class NoRoomForBody(Exception):
 
 
 class BodyInMemory:
-    """A body, whole or still arriving."""
+    """A body, complete or still arriving."""
 
     def __init__(self, budget: "BodyBudget", tenant: str) -> None:
         self._budget = budget
         self.tenant = tenant
         self.num_bytes = 0
         self.evict: Callable[[], None] | None = None
-        """Gives up waiting for the rest of the body; None for a body that is whole."""
+        """Stops waiting for the rest of the body; None for a complete body."""
 
     async def add_bytes(self, num_bytes: int) -> None:
-        """Counts bytes that arrived. Without room, evicts slower bodies, or waits. Raises NoRoomForBody."""
+        """Counts bytes that arrived. If there is no room, evicts slower bodies or waits. Raises NoRoomForBody."""
         await self._budget.take_bytes(self, num_bytes)
 
     def shrink_to(self, num_bytes: int) -> None:
@@ -56,7 +56,7 @@ class BodyBudget:
         self._clock = clock
         self.max_tenant_bytes = int(max_bytes * TENANT_SHARE)
         self._bodies: dict[BodyInMemory, None] = {}
-        """Oldest first."""
+        """All bodies, the oldest first."""
         self._bytes_of: Counter[str] = Counter()
         self._interval_s = interval_s
         self._next_eviction: dict[str, float] = {}
@@ -66,7 +66,7 @@ class BodyBudget:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all bodies."""
+        """The bytes of all bodies."""
         return self._bytes_of.total()
 
     @contextmanager
@@ -119,7 +119,7 @@ class BodyBudget:
         return self._bytes_of[tenant] > self.max_tenant_bytes
 
     def _tenant_that_yields(self, body: BodyInMemory) -> str | None:
-        """Returns the tenant whose bodies give way; None if there is room."""
+        """Returns the tenant that loses a body; None if there is room."""
         if self._is_over(body.tenant):
             return body.tenant
         if self.num_bytes <= self.max_bytes:

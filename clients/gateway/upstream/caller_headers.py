@@ -34,7 +34,7 @@ def named_tenant(headers: Headers, settings: GatewaySettings) -> str:
     header = settings.tenant_header
     named = headers.getlist(header) if header else []
     if len(named) > 1:
-        raise GatewayError(400, f"the header {header} must be there once", code="invalid_tenant")
+        raise GatewayError(400, f"send the header {header} only once", code="invalid_tenant")
     tenant = named[0] if named else ""
     if not tenant and settings.requires_tenant:
         raise GatewayError(400, f"the header {header} is missing; name the tenant in it", code="invalid_tenant")

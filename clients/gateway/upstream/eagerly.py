@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Runs it in the caller's turn of the event loop; if it has to wait, returns a task for the rest. If waiting is
-    rare, this saves a task and a turn, like ``eager_start`` in Python 3.12. The coroutine must not use the current
-    task, as ``asyncio.timeout`` does."""
+    """Runs a coroutine in the caller's turn of the event loop; if it has to wait, returns a task for the rest. If
+    waiting is rare, this saves a task and a turn, like ``eager_start`` in Python 3.12. The coroutine must not use the
+    current task, as ``asyncio.timeout`` does."""
     try:
         awaited = coroutine.send(None)
     except StopIteration:

@@ -25,7 +25,7 @@ class Running(Protocol):
     """The requests of one caller."""
 
     def fail(self, failure: RequestFailed) -> None:
-        """Ends them."""
+        """Ends the requests."""
 
 
 class Identity:
@@ -38,7 +38,7 @@ class Identity:
         self.tenant = tenant
         self.metadata = call_metadata(key)
         self.model = GetModelResponse()
-        """The service's answer to the last check."""
+        """The service's response to the last check."""
         self.place: SharedStream | None = None
         self.running: set[Running] = set()
         """The callers whose requests run under the key."""
@@ -84,7 +84,7 @@ class SharedStream:
         """The remembered identities; the most recently used one is last."""
         self.num_live = 0
         self.is_left = False
-        """Whether it accepts no new requests. Requests whose bodies are still arriving may yet use it."""
+        """Whether it accepts no new requests. Requests whose bodies are still arriving may still use it."""
         self.last_used = 0.0
         self._opened_with: Metadata | None = None
         self._open_stream = open_stream

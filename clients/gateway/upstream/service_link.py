@@ -383,8 +383,8 @@ async def service_needs_key(link: ServiceLink) -> bool:
 
 
 def _own_key_refused() -> RequestFailed:
-    """Returns the error: not the callers' mistake, and not temporary."""
-    message = "the service does not take the key of this gateway; tell its operator"
+    """Returns the error for the gateway's own key: not the callers' mistake, and not temporary."""
+    message = "the service does not accept this gateway's key; report it to the gateway's operator"
     failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, message)
     failure.reason, failure.is_final = "GATEWAY_KEY_REFUSED", True
     return failure

@@ -15,7 +15,7 @@ _HEALTH_S = 0.5
 
 
 class ServiceState:
-    """Knows whether the service accepts requests, and whether callers need a key."""
+    """Finds out whether the service accepts requests, and whether callers need a key."""
 
     def __init__(
         self, channel: grpc.aio.Channel, settings: GatewaySettings, ask_for_keys: Callable[[], Awaitable[bool]]

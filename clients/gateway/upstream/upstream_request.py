@@ -20,7 +20,7 @@ Handler = Callable[[Sequence[Arrival]], Coroutine[Any, Any, None]]
 
 
 class Abandoned(Exception):
-    """The caller no longer waits for the answer."""
+    """Raised when the caller no longer waits for the answer."""
 
 
 class UpstreamRequest:
@@ -199,9 +199,9 @@ class _UpstreamReceiver:
         self._index = index
 
     def put(self, event: Event) -> None:
-        """Passes it on."""
+        """Passes an event on."""
         self._upstream_request.arrive(self._index, event)
 
     def fail(self, failure: RequestFailed) -> None:
-        """Passes it on."""
+        """Passes the failure on."""
         self._upstream_request.fail(self._index, failure)

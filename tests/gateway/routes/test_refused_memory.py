@@ -157,7 +157,7 @@ async def test_nothing_is_kept_of_a_body_that_no_route_reads(gateway, without_co
     check(
         {
             "no path": await sender.grown("/nothing", body, "no such path"),
-            "no method": await sender.grown("/v1/models", body, "has no method"),
+            "no method": await sender.grown("/v1/models", body, "does not support"),
             "no type": await sender.grown("/tokenize", body, "as JSON", "text/plain"),
         }
     )
