@@ -46,8 +46,8 @@ def make_router() -> APIRouter:
         responses=ERRORS,
         summary="Continue one or more texts",
         description="OpenAI's completions, with vLLM's additional fields. With `stream`, the answer is a series "
-        "of server-sent events with one chunk each, followed by `[DONE]`. A chunk has the answer's format, but only the "
-        "new part. Combined, the chunks are the same as the answer without `stream`.",
+        "of server-sent events with one chunk each, followed by `[DONE]`. A chunk has the answer's format, but only "
+        "the new part. Combined, the chunks are the same as the answer without `stream`.",
     )
     async def complete(body: CompletionRequest, request: Request, caller: CallerDep) -> Response:
         _check(body)
