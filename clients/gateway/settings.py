@@ -1,11 +1,11 @@
 """The gateway's settings: frozen, complete, checked by ``server/command.py``."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from penstock.clients.channel import DEFAULT_TARGET
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.host.allowed_hosts import AllowedHosts
+from penstock.clients.host.reloaded_files import WatchedFiles
 
 AUTO, NONE = "auto", "none"
 """Values for a parser: detected from the chat template, and none."""
@@ -18,7 +18,7 @@ class GatewaySettings:
     service: ConnectionOptions = field(default_factory=lambda: ConnectionOptions(DEFAULT_TARGET))
     """The connection to the gRPC service. With an ``api_key`` every request is sent under that key, whatever key its
     caller sends; without one each caller's own key is passed on."""
-    api_key_file: Path | None = None
+    api_key_file: WatchedFiles[str] | None = None
     """The file of that ``api_key``, read again when it changes; None: the key is fixed."""
     tenant_header: str = ""
     """The HTTP header, in small letters, that names the tenant of a request; empty: none."""

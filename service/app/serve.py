@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from penstock.clients.host.log_thread import LogThread
 from penstock.clients.host.open_files import raise_open_files_limit
+from penstock.clients.host.reloaded_files import FileError
 from penstock.models.errors import ModelError
 from penstock.models.executor.child_process import offer_service_to_oom_killer
 from penstock.models.executor.group import new_executor
@@ -33,7 +34,6 @@ from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.app.usage_examples import Administration, HttpCalls, Transport, UsageExamples, metrics_call
 from penstock.service.auth.identity import AllowAll
-from penstock.service.auth.reloaded_files import FileError
 from penstock.service.config.addresses import ADMIN_FLAG, Address, ListenError
 from penstock.service.config.command_line import PROGRAM, parse_config
 from penstock.service.config.flags import ConfigError

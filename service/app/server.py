@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from penstock.clients.host.event_loop import MemoryWatch, calm_collector
+from penstock.clients.host.reloaded_files import FileWatch
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
@@ -21,7 +22,6 @@ from penstock.service.app.gateway_process import HttpGateway
 from penstock.service.app.running_service import SERVICES, RunningService
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import AllowAll
-from penstock.service.auth.reloaded_files import FileWatch
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.config.addresses import ADMIN_FLAG, METRICS_FLAG, Address
 from penstock.service.rpc.health import Health

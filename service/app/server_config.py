@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock.clients.host.reloaded_files import LOOK_INTERVAL_S, Watched, WatchedFiles
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.service.auth.identity import AllowAll, Authenticator
-from penstock.service.auth.reloaded_files import LOOK_INTERVAL_S, Watched, WatchedFiles
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.auth.tls import ServerTls
 from penstock.service.config.limits import MAX_CONNECTIONS

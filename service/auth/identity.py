@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 
-from penstock.service.auth.reloaded_files import FileError, NamedFile
+from penstock.clients.host.reloaded_files import FileError, NamedFile
 from penstock.service.config.limits import TENANT_NAME
 from penstock.service.errors import Reason, ServiceError, invalid
 

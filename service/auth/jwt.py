@@ -12,8 +12,8 @@ from typing import Any
 
 import jwt
 
+from penstock.clients.host.reloaded_files import FileError, NamedFile
 from penstock.service.auth.identity import ACT_FOR_OTHERS, ADMIN, Principal
-from penstock.service.auth.reloaded_files import FileError, NamedFile
 from penstock.service.config.limits import TENANT_NAME
 from penstock.service.errors import Reason, ServiceError
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.clients.host.reloaded_files import NamedFile, Watched, WatchedFiles
 from penstock.service.auth.identity import (
     API_KEYS_FLAG,
     AllowAll,
@@ -12,7 +13,6 @@ from penstock.service.auth.identity import (
     Credentials,
 )
 from penstock.service.auth.jwt import JWKS_FLAG, TokenKeys, TokenRules
-from penstock.service.auth.reloaded_files import NamedFile, Watched, WatchedFiles
 from penstock.service.auth.tenant_limits import TENANTS_FLAG, TenantLimitsFile, parse_tenants
 from penstock.service.auth.tls import ServerTls
 from penstock.service.config.serve_config import ServeConfig

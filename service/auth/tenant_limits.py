@@ -9,6 +9,7 @@ from typing import NamedTuple, NoReturn
 
 import yaml
 
+from penstock.clients.host.reloaded_files import FileError, NamedFile
 from penstock.scheduler.config import (
     MAX_REQUEST_RATE,
     MAX_TOKEN_BUDGET,
@@ -17,7 +18,6 @@ from penstock.scheduler.config import (
     MIN_WEIGHT,
     TenantLimits,
 )
-from penstock.service.auth.reloaded_files import FileError, NamedFile
 from penstock.service.config.limits import MAX_LIVE_REQUESTS_CAP, MAX_NAMED_TENANTS, MAX_TOKENS_CAP, TENANT_NAME
 
 TENANTS_FLAG = "--tenants-file"

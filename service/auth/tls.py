@@ -16,7 +16,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from penstock.service.auth.reloaded_files import FileError, NamedFile, TooEarly, WatchedFiles
+from penstock.clients.host.reloaded_files import FileError, NamedFile, TooEarly, WatchedFiles
 
 CERT_FLAG, KEY_FLAG, CLIENT_CA_FLAG = "--tls-cert", "--tls-key", "--tls-client-ca"
 _CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)

@@ -1,6 +1,6 @@
 """Assembles the ASGI app."""
 
-import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -27,13 +27,14 @@ from penstock.clients.gateway.routes import (
 from penstock.clients.gateway.schemas.chat import ChatChunk
 from penstock.clients.gateway.schemas.unknown_fields import IgnoredFields
 from penstock.clients.gateway.server.exposure import exposure_warning
-from penstock.clients.gateway.server.key_file import KeyFile
+from penstock.clients.gateway.server.key_file import LOOK_S
 from penstock.clients.gateway.server.middleware import OuterMiddleware
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import GatewayMetrics
 from penstock.clients.gateway.upstream.body_budget import BodyBudget
 from penstock.clients.gateway.upstream.service_link import ServiceLink
 from penstock.clients.host.parse_turns import ParseTurns
+from penstock.clients.host.reloaded_files import FileWatch
 
 _PARTS = (
     completions, chat, responses, stored_responses, embeddings, tokenizer, models, probes, metrics, page, api_page
@@ -46,24 +47,28 @@ Send the service's key as `Authorization: Bearer KEY`, if it requires one. An er
 `x-request-id`, which is the service's own if the request reached it. `traceparent` is passed on.
 """
 
+_log = logging.getLogger(__name__)
+
 
 @asynccontextmanager
 async def _key_watch(link: ServiceLink) -> AsyncIterator[None]:
     """Uses a new key for further requests when its file changes. Running requests end under the old one."""
-    settings = link.settings
-    if settings.api_key_file is None:
+    settings, file = link.settings, link.settings.api_key_file
+    if file is None:
         yield
         return
 
     def use(key: str) -> None:
         link.settings = replace(settings, service=replace(settings.service, api_key=key))
+        _log.warning("%s was read again", file.files[0].path)
 
-    file = KeyFile(settings.api_key_file, settings.service.api_key, use)
-    watching = asyncio.create_task(file.watch(), name="penstock-gateway-key")
+    file.on_change(use)
+    watch = FileWatch([file], LOOK_S)
+    watch.start()
     try:
         yield
     finally:
-        watching.cancel()
+        watch.stop()
 
 
 class GatewayApp(FastAPI):

@@ -1,58 +1,43 @@
 """The certificate of HTTPS, read again when its files change, so that its renewal needs no restart."""
 
-import asyncio
 import logging
 import ssl
 from pathlib import Path
 
-_LOOK_S = 5.0
+from penstock.clients.host.reloaded_files import FileError, NamedFile, WatchedFiles
+
+LOOK_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 
-class Certificate:
-    """A chain and its private key, as PEM, in an SSL context."""
-
-    def __init__(self, context: ssl.SSLContext, chain: Path, key: Path) -> None:
-        """``context`` has loaded the files already."""
-        self._context = context
-        self._chain = chain
-        self._key = key
-        self._seen = self._versions()
-        self._last_look = self._seen
-
-    async def watch(self, interval_s: float = _LOOK_S) -> None:
-        """Checks the files periodically."""
-        while True:
-            await asyncio.sleep(interval_s)
-            self.look()
-
-    def look(self) -> None:
-        """Uses changed files for new connections when two checks in a row have found the same: a partly written chain
-        can be valid too. An unusable pair is logged once, and the last good one stays."""
-        versions = self._versions()
-        before, self._last_look = self._last_look, versions
-        if versions == self._seen or versions != before:
-            return
-        self._seen = versions
+class _PemFile(NamedFile):
+    def read(self) -> bytes:
+        """Returns the content; nothing if it cannot be read, which the check of the pair reports."""
         try:
-            # First into an unused context: a key of another certificate would leave half of both.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._chain, self._key)
-            self._context.load_cert_chain(self._chain, self._key)
-        except (OSError, ssl.SSLError):
-            _log.error(
-                "%s and %s cannot be used together; the certificate from before stays in use", self._chain, self._key
-            )
-        else:
-            _log.warning("%s was read again", self._chain)
+            return self.path.read_bytes()
+        except OSError:
+            return b""
 
-    def _versions(self) -> list[tuple[int, int, int] | None]:
-        found: list[tuple[int, int, int] | None] = []
-        for path in (self._chain, self._key):
-            try:
-                status = path.stat()
-            except OSError:
-                found.append(None)
-            else:
-                found.append((status.st_ino, status.st_mtime_ns, status.st_size))
-        return found
+
+def certificate_files(context: ssl.SSLContext, chain: Path, key: Path) -> WatchedFiles[None]:
+    """Returns the files of a chain and its private key, as PEM, which ``context`` has loaded already. When they change,
+    new connections use them. Raises FileError."""
+
+    def check(*_: bytes) -> None:
+        try:
+            # In an unused context: a key of another certificate would leave half of both. Without a password OpenSSL
+            # would request one at the terminal.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
+        except OSError:  # an SSLError is one
+            raise FileError(f"{chain} and {key} cannot be used together") from None
+
+    def use(_: None) -> None:
+        context.load_cert_chain(chain, key, password="")
+        _log.warning("%s was read again", chain)
+
+    files = WatchedFiles(
+        [_PemFile("--http-tls-cert", chain), _PemFile("--http-tls-key", key)], check, "the certificate from before"
+    )
+    files.on_change(use)
+    return files

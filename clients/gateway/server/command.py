@@ -64,14 +64,12 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
     service = connection(arguments, target)
     if arguments.require_tenant_header and not arguments.tenant_header:
         raise PenstockError("--require-tenant-header: needs --tenant-header as well: name the header")
-    if arguments.api_key_file is None:
-        # A key in the environment is a person's: every client of the gateway would use it.
-        service = replace(service, api_key=None)
-    else:
-        service = replace(service, api_key=read_key(arguments.api_key_file))
+    # A key in the environment is a person's: every client of the gateway would use it.
+    key = None if arguments.api_key_file is None else read_key(arguments.api_key_file)
+    service = replace(service, api_key=None if key is None else key.value)
     return GatewaySettings(
         service=service,
-        api_key_file=arguments.api_key_file,
+        api_key_file=key,
         tenant_header=arguments.tenant_header or "",
         metrics_target=arguments.metrics_target or "",
         exposed_address=_exposed_address(arguments),

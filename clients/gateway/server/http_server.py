@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +17,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.clients.errors import PenstockError
-from penstock.clients.gateway.server.certificate import Certificate
+from penstock.clients.gateway.server.certificate import LOOK_S, certificate_files
 from penstock.clients.gateway.server.connection import TimeoutHttpProtocol
 from penstock.clients.gateway.server.connection_places import ConnectionPlaces
 from penstock.clients.gateway.server.tls_handshake import TlsHandshake
 from penstock.clients.host.event_loop import MemoryWatch, calm_collector, loop_factory
+from penstock.clients.host.reloaded_files import FileWatch
 from penstock.clients.host.socket_lock import PathTaken, socket_lock
 
 _BACKLOG = 2048
@@ -148,7 +148,7 @@ class HttpServer(uvicorn.Server):
         self._write_timeout_s = http.write_timeout_s
         self._greeting = greeting
         self._heartbeat = http.heartbeat
-        self._watching: asyncio.Task[None] | None = None
+        self._certificate_watch = FileWatch([])
         self._beating: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -177,34 +177,33 @@ class HttpServer(uvicorn.Server):
             _bound_writes(listener, self._write_timeout_s)
         if self._heartbeat is not None:
             os.set_blocking(self._heartbeat, False)
-        context = self._take_over_tls()
+        self._take_over_tls()
         await super().startup(sockets)
         if self.started and self._heartbeat is not None:
             self._beating = asyncio.create_task(self._beat(self._heartbeat), name="penstock-gateway-heartbeat")
         if self.started and self._greeting:
             print(self._greeting, flush=True)
-            chain, key = self.config.ssl_certfile, self.config.ssl_keyfile
-            if context is not None and chain and key:
-                self._watching = asyncio.create_task(Certificate(context, Path(chain), Path(key)).watch())
+            self._certificate_watch.start()
 
-    def _take_over_tls(self) -> ssl.SSLContext | None:
+    def _take_over_tls(self) -> None:
         """Counts connections from their start, not from the end of the TLS handshake."""
         context, new_protocol = self.config.ssl, self.config.http_protocol_class
-        if context is None:
-            return None
+        chain, key = self.config.ssl_certfile, self.config.ssl_keyfile
+        if context is None or not chain or not key:
+            return
         self.config.ssl = None
 
         def protocol(**given: Any) -> TlsHandshake:
             return TlsHandshake(context, self._places, partial(new_protocol, **given))
 
         self.config.http_protocol_class = protocol  # type: ignore[assignment]
-        return context
+        self._certificate_watch = FileWatch([certificate_files(context, Path(chain), Path(key))], LOOK_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stops accepting requests and waits for running responses."""
-        for each in (self._watching, self._beating):
-            if each is not None:
-                each.cancel()
+        self._certificate_watch.stop()
+        if self._beating is not None:
+            self._beating.cancel()
         await super().shutdown(sockets)
 
     def _stop(self) -> None:

@@ -1,61 +1,38 @@
 """The file with the gateway's own key, read again when it changes, so that a new key needs no restart."""
 
-import asyncio
-import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from penstock.clients.errors import PenstockError
+from penstock.clients.host.reloaded_files import FileError, NamedFile, WatchedFiles
 
-_LOOK_S = 5.0
+LOOK_S = 5.0
 _MAX_BYTES = 4096
 _FLAG = "--api-key-file"
 
-_log = logging.getLogger(__name__)
 
-
-def read_key(path: Path) -> str:
+def read_key(path: Path) -> WatchedFiles[str]:
     """Reads the key in a file. Raises PenstockError, whose text does not contain the key."""
+    file = _KeyFile(_FLAG, path)
     try:
-        key = path.read_text().strip()
-    except OSError as error:
-        raise PenstockError(f"{_FLAG}: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise PenstockError(f"{_FLAG}: {path} is not a text file; is it the key's file?") from None
-    if not (key and key.isascii() and key.isprintable() and len(key) <= _MAX_BYTES):
-        raise PenstockError(f"{_FLAG}: {path} must hold one line of printable ASCII, at most {_MAX_BYTES:,} bytes")
-    return key
+        return WatchedFiles([file], file.key, "the key from before")
+    except FileError as error:
+        raise PenstockError(str(error)) from None
 
 
-class KeyFile:
-    """A file that held ``key`` when it was last read."""
-
-    def __init__(self, path: Path, key: str | None, on_change: Callable[[str], None]) -> None:
-        self._path = path
-        self._key = key
-        self._last_read = key
-        self._on_change = on_change
-        self._problem = ""
-
-    async def watch(self, interval_s: float = _LOOK_S) -> None:
-        """Checks the file periodically."""
-        while True:
-            await asyncio.sleep(interval_s)
-            self.look()
-
-    def look(self) -> None:
-        """Passes on a new key when two checks in a row have read it: a partly written key looks valid too. An invalid
-        key is logged once, and the last good one stays."""
+class _KeyFile(NamedFile):
+    def read(self) -> bytes:
+        """See ``NamedFile``."""
         try:
-            key = read_key(self._path)
-        except PenstockError as error:
-            if str(error) != self._problem:
-                _log.error("%s; the key from before stays in use", error)
-            self._problem, self._last_read = str(error), None
-            return
-        self._problem = ""
-        before, self._last_read = self._last_read, key
-        if key != self._key and key == before:
-            self._key = key
-            self._on_change(key)
-            _log.warning("%s was read again", self._path)
+            return self.path.read_bytes()
+        except OSError as error:
+            raise FileError(f"{_FLAG}: cannot read {self.path}: {error.strerror}") from None
+
+    def key(self, content: bytes) -> str:
+        """Returns the key. Raises FileError."""
+        try:
+            key = content.decode().strip()
+        except UnicodeDecodeError:
+            raise FileError(f"{_FLAG}: {self.path} is not a text file; is it the key's file?") from None
+        if not (key and key.isascii() and key.isprintable() and len(key) <= _MAX_BYTES):
+            raise FileError(f"{_FLAG}: {self.path} must hold one line of printable ASCII, at most {_MAX_BYTES:,} bytes")
+        return key

@@ -4,6 +4,7 @@ TLS give way as others do."""
 import asyncio
 import contextlib
 import datetime
+import logging
 import socket
 import ssl
 
@@ -11,12 +12,18 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import NameOID
 
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.gateway.server.app import create_app
-from penstock.clients.gateway.server.certificate import Certificate
+from penstock.clients.gateway.server.certificate import certificate_files
 from penstock.clients.gateway.server.connection_places import ConnectionPlaces
 from penstock.clients.gateway.server.http_server import HttpServer, HttpSettings
 from penstock.clients.gateway.server.tls_handshake import TlsHandshake
@@ -38,13 +45,19 @@ def issue(folder, name):
     return chain, secret
 
 
+def look(files):
+    take = files.refresh()
+    if take is not None:
+        take()
+
+
 @pytest.fixture
 async def listening(tmp_path):
     """A TLS listener with a certificate that is watched, and how to see who it says it is."""
     issue(tmp_path, "first")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "chain.pem", tmp_path / "key.pem")
-    certificate = Certificate(context, tmp_path / "chain.pem", tmp_path / "key.pem")
+    files = certificate_files(context, tmp_path / "chain.pem", tmp_path / "key.pem")
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
 
@@ -57,45 +70,52 @@ async def listening(tmp_path):
         writer.close()
         return shown.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
 
-    yield tmp_path, certificate, name
+    yield tmp_path, files, name
     server.close()
     await server.wait_closed()
 
 
 async def test_a_renewed_certificate_is_served(listening):
-    folder, certificate, name = listening
+    folder, files, name = listening
     assert await name() == "first"
     issue(folder, "second")
     assert await name() == "first"
-    certificate.look()
+    look(files)
     assert await name() == "first"  # another look tells whether all is written
-    certificate.look()
+    look(files)
     assert await name() == "second"
 
 
-@pytest.mark.parametrize("broken", ["no PEM", "another's key", "gone"])
+@pytest.mark.parametrize("broken", ["no PEM", "another's key", "encrypted", "gone"])
 async def test_a_broken_one_is_told_once_and_the_last_good_one_stays(listening, broken, caplog):
-    folder, certificate, name = listening
+    folder, files, name = listening
     _, first_key = issue(folder, "first")
-    certificate.look()
-    certificate.look()
+    look(files)
+    look(files)
     issue(folder, "second")
     if broken == "no PEM":
         (folder / "chain.pem").write_text("nothing")
+    elif broken == "encrypted":
+        key = load_pem_private_key((folder / "key.pem").read_bytes(), None)
+        secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word"))
+        (folder / "key.pem").write_bytes(secret)
     elif broken == "gone":
         (folder / "key.pem").unlink()
     else:
         (folder / "key.pem").write_bytes(first_key)
-    certificate.look()
-    certificate.look()
-    certificate.look()
-    certificate.look()
+    look(files)
+    look(files)
+    look(files)
+    look(files)
     assert await name() == "first"
-    assert caplog.text.count("the certificate from before stays in use") == 1
+    said = f"{folder}/chain.pem and {folder}/key.pem cannot be used together; the certificate from before stays in use"
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [said]
     issue(folder, "third")
-    certificate.look()
-    certificate.look()
+    look(files)
+    look(files)
     assert await name() == "third"
+    assert caplog.records[-1].getMessage() == f"{folder}/chain.pem was read again"
+    assert caplog.records[-1].levelno == logging.WARNING
 
 
 # Handshakes ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import hashlib
 import pytest
 
 from penstock.clients.errors import PenstockError
-from penstock.clients.gateway.server.key_file import KeyFile, read_key
+from penstock.clients.gateway.server.key_file import read_key
 
 COMPLETIONS = "/v1/completions"
 FIRST, SECOND = "first" * 8, "second" * 8
@@ -25,38 +25,50 @@ def own_keys(tmp_path, load_keys):
     return {"authenticator": load_keys(tmp_path / "keys")}
 
 
+def watched(path, key="one"):
+    """The file, and the keys that it passes on."""
+    path.write_text(f"{key}\n")
+    file, used = read_key(path), list[str]()
+    file.on_change(used.append)
+    return file, used
+
+
+def look(file):
+    take = file.refresh()
+    if take is not None:
+        take()
+
+
 def test_a_changed_key_is_passed_on_once(path, caplog):
-    path.write_text("one\n")
-    used: list[str] = []
-    file = KeyFile(path, read_key(path), used.append)
-    file.look()
+    file, used = watched(path)
+    assert file.value == "one"
+    look(file)
     path.write_text("tw")  # and the rest a moment later
-    file.look()
+    look(file)
     path.write_text("two\n")
-    file.look()
+    look(file)
     assert used == []
-    file.look()
-    file.look()
+    look(file)
+    look(file)
     assert used == ["two"]
     assert "two" not in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"a\nb", b"\xff", "ключ".encode(), b"x" * 5000])
 def test_what_is_no_key_is_told_once_and_the_last_one_stays(path, caplog, content):
+    file, used = watched(path)
     path.write_bytes(content)
-    used: list[str] = []
-    file = KeyFile(path, "one", used.append)
-    file.look()
-    file.look()
+    for _ in range(4):
+        look(file)
     [record] = caplog.records
     assert record.message.startswith(f"--api-key-file: {path} ")
     assert record.message.endswith("; the key from before stays in use")
     path.unlink()
-    file.look()
-    assert f"cannot read {path}" in caplog.text
+    look(file)
+    assert f"--api-key-file: cannot read {path}: No such file or directory; the key from before" in caplog.text
     path.write_text("two")
-    file.look()
-    file.look()
+    look(file)
+    look(file)
     assert used == ["two"]
     path.write_bytes(content)
     with pytest.raises(PenstockError):
@@ -64,11 +76,11 @@ def test_what_is_no_key_is_told_once_and_the_last_one_stays(path, caplog, conten
 
 
 async def test_requests_go_under_the_new_key_and_those_that_run_end_under_the_old_one(
-    start_gateway, own_keys, path, monkeypatch
+    start_gateway, own_keys, path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(KeyFile.watch, "__defaults__", (0.02,))
+    monkeypatch.setattr("penstock.clients.gateway.server.app.LOOK_S", 0.02)
     path.write_text(FIRST)
-    gateway = await start_gateway(service=own_keys, api_key=FIRST, api_key_file=path, seconds_per_step=0.002)
+    gateway = await start_gateway(service=own_keys, api_key=FIRST, api_key_file=read_key(path), seconds_per_step=0.002)
     body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
     running = asyncio.create_task(gateway.post(COMPLETIONS, **body))
     await gateway.until(lambda stats: stats.requests == 1)
@@ -79,4 +91,5 @@ async def test_requests_go_under_the_new_key_and_those_that_run_end_under_the_ol
     path.write_text(SECOND)
     while (await gateway.post(COMPLETIONS, prompt="a", max_tokens=1)).status_code != 200:
         pass
+    assert f"{path} was read again" in caplog.text
     assert (await running).json()["usage"]["completion_tokens"] == 1000

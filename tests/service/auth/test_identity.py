@@ -9,8 +9,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from penstock.clients.host.reloaded_files import FileError
 from penstock.service.auth.identity import ACCESS, Principal
-from penstock.service.auth.reloaded_files import FileError
 from penstock.service.errors import ServiceError
 from penstock.v1 import generation_pb2 as pb, model_pb2, tokenizer_pb2
 

@@ -12,9 +12,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from penstock.clients.host.reloaded_files import FileError, NamedFile
 from penstock.service.auth.identity import Principal
 from penstock.service.auth.jwt import TokenKeys, TokenRules
-from penstock.service.auth.reloaded_files import FileError, NamedFile
 from penstock.service.errors import Reason, ServiceError
 
 RULES = TokenRules("https://id.example", "penstock", leeway_s=10)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from penstock.clients.host.reloaded_files import FileError, NamedFile
 from penstock.scheduler.config import TenantLimits
 from penstock.service.auth.operator_files import OperatorFiles
-from penstock.service.auth.reloaded_files import FileError, NamedFile
 from penstock.service.auth.tenant_limits import TENANTS_FLAG, TenantLimitsFile, parse_tenants
 from penstock.service.config.command_line import parse_config
 

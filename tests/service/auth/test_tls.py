@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.clients import AsyncClient, Tls, Unreachable
-from penstock.service.auth.reloaded_files import FileError, TooEarly
+from penstock.clients.host.reloaded_files import FileError, TooEarly
 from penstock.service.auth.tls import ServerTls
 
 ANY_PORT = "127.0.0.1:0"

@@ -1,4 +1,4 @@
-"""Files that may change while the service runs: API keys, token keys, certificates, tenants.
+"""Files that may change while a process runs: keys, certificates, tenants' limits.
 
 A file has changed if its content has: it was written in place, replaced by a rename, or is behind a symbolic link that
 points elsewhere now, as in Kubernetes secrets. New content is used once two checks in a row have read the same, since a
@@ -80,12 +80,15 @@ class WatchedFiles(Generic[_Loaded]):
         self,
         files: Sequence[NamedFile],
         load: Callable[..., _Loaded],
+        kept: str = "the previous content",
     ) -> None:
         """``load`` makes the value from the content of each file, in order; it may be slow, and may raise FileError.
-        Raises FileError."""
-        self._files = files
+        ``kept`` names what stays in use, for the log, if new content cannot be used. Raises FileError."""
+        self.files = files
+        """The files, in the order of the arguments of ``load``."""
         self._names = ", ".join(map(str, files))
         self._load = load
+        self._kept = kept
         self._on_change: Callable[[_Loaded], None] = lambda _: None
         self._problem = ""
         self._seen = self._signatures()
@@ -114,7 +117,7 @@ class WatchedFiles(Generic[_Loaded]):
         if seen is not None and seen == self._seen:
             return None
         before, self._last_read, self._seen = self._last_read, None, None
-        contents = self._last_read = [file.read() for file in self._files]
+        contents = self._last_read = [file.read() for file in self.files]
         if contents == self._contents:
             if self._problem:
                 _log.info("%s: has the content in use again", self._names)
@@ -152,13 +155,13 @@ class WatchedFiles(Generic[_Loaded]):
 
     def _complain(self, problem: str, *, with_trace: bool = False) -> None:
         if problem != self._problem:
-            _log.error("%s; the previous content stays in use", problem, exc_info=with_trace)
+            _log.error("%s; %s stays in use", problem, self._kept, exc_info=with_trace)
         self._problem = problem
 
     def _signatures(self) -> "list[_Signature] | None":
         """Returns what identifies the files' content; None if a file is too new to rely on it, or cannot be read."""
         found = []
-        for file in self._files:
+        for file in self.files:
             try:
                 status = os.stat(file.path)
             except OSError:
@@ -170,7 +173,7 @@ class WatchedFiles(Generic[_Loaded]):
 
 
 class FileWatch:
-    """Checks files for changes while the service runs."""
+    """Checks files for changes while the process runs."""
 
     def __init__(self, watched: Sequence[Watched], interval_s: float = LOOK_INTERVAL_S) -> None:
         self._watched = watched

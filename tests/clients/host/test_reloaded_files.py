@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from penstock.service.auth.reloaded_files import FileError, FileWatch, NamedFile, TooEarly, WatchedFiles
+from penstock.clients.host.reloaded_files import FileError, FileWatch, NamedFile, TooEarly, WatchedFiles
 
 
 def load(content, other=b""):
@@ -96,7 +96,7 @@ def test_half_of_what_is_being_written_is_not_used(watched, path, is_created_ane
 
 
 def test_files_that_were_left_alone_are_not_read(watched, path, monkeypatch):
-    monkeypatch.setattr("penstock.service.auth.reloaded_files._SETTLED_S", -1.0)
+    monkeypatch.setattr("penstock.clients.host.reloaded_files._SETTLED_S", -1.0)
     assert not refresh(watched)  # from here on they are settled
     monkeypatch.setattr(NamedFile, "read", lambda file: pytest.fail("was read"))
     assert not refresh(watched)
@@ -184,7 +184,7 @@ def test_what_was_too_early_is_tried_again_though_it_is_the_same(path):
 
 
 def test_an_error_of_our_own_is_logged_once_and_changes_nothing(watched, path, caplog, monkeypatch):
-    monkeypatch.setattr("penstock.service.auth.reloaded_files._SETTLED_S", -1.0)
+    monkeypatch.setattr("penstock.clients.host.reloaded_files._SETTLED_S", -1.0)
     path.write_bytes(b"bug")
     for _ in range(3):
         assert not refresh(watched)
