@@ -122,8 +122,6 @@ class _Life:
 
     async def run(self, lifeline: int | None) -> int:
         """Serves until it is stopped; returns the exit status. Raises ExecutorError and ListenError."""
-        # The engine starts its worker before the server creates any gRPC object: a process with gRPC's threads must
-        # not be forked.
         loop = asyncio.get_running_loop()
         log_uncaught(loop)
         # A terminal that closes sends SIGHUP too, and then the service must end.
@@ -164,7 +162,7 @@ class _Life:
             sys.stdout.write(
                 f"penstock {version} serves {config.model_name} on {bound}\n"
                 f"{describe(facts, config.scheduler, config.speculation)}\n\n"
-                f"{calls}\n\nCtrl-C ends it.\n"
+                f"{calls}\n\nCtrl-C stops it.\n"
             )
             sys.stdout.flush()
 

@@ -104,6 +104,7 @@ class Server:
         self._address.check_free()
         if self._admin_address is not None:
             self._admin_address.check_free()
+        # The engine starts its worker before any gRPC object exists: a process with gRPC's threads must not be forked.
         facts = await self._load()
         running = None
         try:

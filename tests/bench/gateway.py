@@ -214,7 +214,7 @@ def serving(name: str) -> Iterator[Serving]:
         try:
             assert process.stdout is not None
             greeting = ""
-            while "Ctrl-C ends it." not in greeting:
+            while "Ctrl-C stops it." not in greeting:
                 line = process.stdout.readline()
                 assert line, "it never served"
                 greeting += line

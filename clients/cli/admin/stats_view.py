@@ -124,8 +124,8 @@ def _speeds(stats: pb.WatchStatsResponse, rates: Rates, history: Sequence[float]
         gained = f"{rates.accepted_length:.2f} tokens per step with drafts"
         accepted = f"{100 * rates.accepted_share:.0f} % accepted, {gained}"
         yield _row("drafts", f"{rates.drafted_tokens:10,.0f} tokens/s, {accepted}")
-    yield _row("steps", f"{rates.steps:10,.1f} a second, {stats.step_us / 1000:,.1f} ms at the median")
-    yield _row("requests", f"{rates.finished_requests:10,.1f} ended a second, {rates.refused_requests:,.1f} refused")
+    yield _row("steps", f"{rates.steps:10,.1f} per second, {stats.step_us / 1000:,.1f} ms at the median")
+    yield _row("requests", f"{rates.finished_requests:10,.1f} ended per second, {rates.refused_requests:,.1f} refused")
 
 
 def _tenants(before: pb.WatchStatsResponse | None, stats: pb.WatchStatsResponse, rates: Rates | None) -> Iterator[str]:

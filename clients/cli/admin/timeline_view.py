@@ -148,7 +148,7 @@ def _words(entry: pb.TimelineEntry, goes_on: bool) -> str:
         case pb.TIMELINE_KIND_DECODED:
             so_far = " so far" if goes_on else ""
             drafts = f", {entry.detail}" if entry.detail else ""
-            return f"put out {_tokens(entry.num_tokens)}{so_far}{_speed(entry)}{drafts}{_steps(entry)}"
+            return f"generated {_tokens(entry.num_tokens)}{so_far}{_speed(entry)}{drafts}{_steps(entry)}"
         case pb.TIMELINE_KIND_PREEMPTED:
             return f"preempted: {detail}{_steps(entry)}"
         case pb.TIMELINE_KIND_RESTARTED:
@@ -175,7 +175,7 @@ def _chunks(entry: pb.TimelineEntry) -> str:
 def _speed(entry: pb.TimelineEntry) -> str:
     # The duration starts with the first token.
     following = entry.num_tokens - 1
-    return f", {following / entry.duration_us * 1e6:,.0f} a second" if entry.duration_us and following > 0 else ""
+    return f", {following / entry.duration_us * 1e6:,.0f} per second" if entry.duration_us and following > 0 else ""
 
 
 def _steps(entry: pb.TimelineEntry) -> str:

@@ -35,7 +35,7 @@ def serving(tmp_path_factory):
         try:
             assert process.stdout is not None
             greeting = ""
-            while "Ctrl-C ends it." not in greeting:
+            while "Ctrl-C stops it." not in greeting:
                 line = process.stdout.readline()
                 assert line, greeting
                 greeting += line
@@ -293,7 +293,7 @@ def test_explain_and_top(operator, client, capsys):
     assert f"request      {completion.request_id}  ended: LENGTH" in timeline
     assert "tenant       acme" in timeline
     assert re.search(r"computed \d+ tokens \(step \d+\)", timeline)
-    assert "put out 5 tokens" in timeline
+    assert "generated 5 tokens" in timeline
     assert run(capsys, "top", "--once", "--interval", "0.1").startswith("SERVING: requests 0, rows 0, waiting 0")
 
 

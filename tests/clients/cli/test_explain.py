@@ -56,7 +56,7 @@ time         25 % waiting, 12 % held back, 13 % computing its prompt, 24 % decod
     1.000                    +                         began: 2,048 tokens from the cache (step 812)
     1.000     0.500          ####                      computed 4,096 tokens in 8 chunks of 512 (steps 812 to 819)
     1.500     0.020              #                     computed 120 tokens (step 820)
-    1.520     0.980              ========              put out 50 tokens, 50 a second (steps 820 to 868)
+    1.520     0.980              ========              generated 50 tokens, 50 per second (steps 820 to 868)
     2.500                                +             preempted: no block was free, and {OTHER} needed 1 (step 870)
     2.500     0.500                      ~~~~          was held: its stream is not read
     3.000                                    +         restarted: the worker died: all is computed again (step 880)
@@ -113,7 +113,7 @@ def test_a_request_that_lives():
     text = plain(told)
     assert f"request      {ID}  has lived for 0.15 s\n" in text
     assert "first token  after 50.1 ms; none was predicted\n" in text
-    assert "put out 11 tokens so far, 100 a second (steps 1 to 11)" in text
+    assert "generated 11 tokens so far, 100 per second (steps 1 to 11)" in text
     waiting = [timeline[0], entry(100, 70_000, "WAITED", detail="its turn: 3 ahead of it")]
     text = plain(response(waiting, ended="", first_token_us=None))
     assert "waits for its turn: 3 ahead of it" in text
@@ -122,7 +122,7 @@ def test_a_request_that_lives():
 
 def test_what_became_of_drafts():
     drafted = entry(0, 1_000_000, "DECODED", (1, 40), 50, "10 of 30 drafts accepted")
-    assert "put out 50 tokens, 49 a second, 10 of 30 drafts accepted (steps 1 to 40)" in plain(response([drafted]))
+    assert "generated 50 tokens, 49 per second, 10 of 30 drafts accepted (steps 1 to 40)" in plain(response([drafted]))
 
 
 def test_choices_have_a_column():
@@ -130,7 +130,7 @@ def test_choices_have_a_column():
     text = plain(response(timeline, num_choices=3))
     assert "up to 512 of output for each of 3 choices" in text
     assert "  #0      computed 20 tokens" in text
-    assert "  #2      put out 5 tokens" in text
+    assert "  #2      generated 5 tokens" in text
 
 
 def test_what_was_left_out_is_told_where_it_was():

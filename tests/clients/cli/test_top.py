@@ -65,8 +65,8 @@ loop       late by 0.2 ms at the median, 3.1 ms at p99, 1,250.9 ms at most
 
 output          1,000 tokens/s
 prompt            750 tokens/s computed, 250 from the cache (25 %)
-steps            40.0 a second, 23.9 ms at the median
-requests         10.0 ended a second, 2.0 refused
+steps            40.0 per second, 23.9 ms at the median
+requests         10.0 ended per second, 2.0 refused
 
 in all     3,000 output tokens, 30 requests ended, 4 refused
            preempted: 7; workers replaced: 1

@@ -34,7 +34,7 @@ from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 PENSTOCK = Path(sys.executable).with_name("penstock")
 BUF = Path(__file__).parents[3] / "node_modules/.bin/buf"
 SHARD_A, SHARD_B = "a.safetensors", "b.safetensors"
-GREETING_ENDS = "Ctrl-C ends it."
+GREETING_ENDS = "Ctrl-C stops it."
 
 
 @contextmanager

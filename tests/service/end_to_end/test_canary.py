@@ -120,7 +120,7 @@ async def service(tmp_path):
         )
     try:
         assert process.stdout is not None
-        greeting = (await process.stdout.readuntil(b"Ctrl-C ends it.")).decode()
+        greeting = (await process.stdout.readuntil(b"Ctrl-C stops it.")).decode()
         addresses = {
             "grpc": address_in(greeting, "serves demo on {}\n"),
             "http": address_in(greeting, "http://{}/v1"),
