@@ -115,7 +115,8 @@ class RequestIntake:
         rank = self.rank(request, number, 0, cached_work)
         position = self._planner.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
-        prediction = self._predictor.predict(request, work, rank)
+        would_make_room = self._planner.would_make_room(request.tenant, rank)
+        prediction = self._predictor.predict(request, work, rank, would_make_room)
         # With no other request, trying again later cannot help, and nothing would be learned.
         self._admit(request, cached_work, None if is_first or self._predictor.needs_test else prediction)
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size

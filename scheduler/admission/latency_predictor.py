@@ -2,12 +2,11 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
 from statistics import median
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import StepResult
-from penstock.scheduler.planning.planner import Planner
+from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.sequence import RequestState
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import EngineFinishReason, Request
@@ -30,26 +29,24 @@ class LatencyPredictor:
 
     def __init__(
         self,
-        planner: Planner,
+        context: PlanningContext,
         model: StepTimeModel,
-        block_size: int,
         config: SchedulerConfig,
-        clock: Callable[[], float],
     ) -> None:
-        self._planner = planner
+        self._context = context
         self._model = model
-        self._block_size = block_size
-        self._clock = clock
+        self._block_size = context.kv.block_size
+        self._clock = context.clock
         self._in_flight: deque[StepWork] = deque()
-        self._answered_at = clock()
+        self._answered_at = self._clock()
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
-        self._queue_time = QueueTimeModel(model, planner.budget, config.target_itl_s)
-        self._learned_at = self._prompts_at = clock()
+        self._queue_time = QueueTimeModel(model, context.budget, config.target_itl_s)
+        self._learned_at = self._prompts_at = self._clock()
         """The last times that a request tested the predictions, and that a step computed prompts."""
 
     def configure(self, config: SchedulerConfig) -> None:
-        """Sets new limits. The planner has them already."""
-        self._queue_time.configure(self._planner.budget, config.target_itl_s)
+        """Sets new limits. The planning context has them already."""
+        self._queue_time.configure(self._context.budget, config.target_itl_s)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -120,15 +117,16 @@ class LatencyPredictor:
         self._queue_time.learn_total(live.work, expected_s, took_s)
         self._learned_at = self._clock()
 
-    def predict(self, request: Request, work: QueuedWork, rank: Rank) -> Prediction | None:
-        """Predicts the times of a request with this work that enters the queue now; None while too little is known."""
+    def predict(self, request: Request, work: QueuedWork, rank: Rank, would_make_room: bool) -> Prediction | None:
+        """Predicts the times of a request with this work that enters the queue now; None while too little is known.
+        ``would_make_room``: whether a running row would be preempted for it."""
         if self._clock() - self._learned_at > UNTESTED_S:
             self._queue_time.forget_lateness()
-        if self._planner.would_make_room(request.tenant, rank):
+        if would_make_room:
             load = self._load(NO_WORK)
             load.free_rows, load.free_blocks = max(1, load.free_rows), load.num_blocks
         else:
-            load = self._load(self._planner.waiting.work_ahead(request.tenant, rank, request.deadline))
+            load = self._load(self._context.waiting.work_ahead(request.tenant, rank, request.deadline))
         num_forks = request.n - request.num_prompts
         self._queue_time.learn_arrival(work)
         forks = fork_work(len(request.prompt_token_ids), num_forks, self._block_size) if num_forks else NO_WORK
@@ -137,7 +135,8 @@ class LatencyPredictor:
     @property
     def needs_test(self) -> bool:
         """Whether wrong predictions would stay unnoticed: no prompt was computed recently, and none will be."""
-        return self._is_untested and not self._planner.waiting.num_requests and not self._planner.running.prefilling
+        context = self._context
+        return self._is_untested and not context.waiting.num_requests and not context.running.prefilling
 
     @property
     def _is_untested(self) -> bool:
@@ -148,13 +147,13 @@ class LatencyPredictor:
         """The predicted time to the first token of a short request that enters the queue now; None while too little is
         known."""
         work = sequence_work(SHORT_PROMPT, SHORT_PROMPT, self._block_size)
-        prediction = self._queue_time.predict(self._load(self._planner.waiting.work), work, 1)
+        prediction = self._queue_time.predict(self._load(self._context.waiting.work), work, 1)
         return None if prediction is None else prediction.ttft_s
 
     def service_s(self, request: Request, work: QueuedWork) -> float | None:
         """Returns how long a request with this work takes if it begins now; None while too little is known."""
-        planner = self._planner
-        return self._queue_time.service_s(len(planner.running.decoding), planner.decode_kv, work, request.max_tokens)
+        num_decoding = len(self._context.running.decoding)
+        return self._queue_time.service_s(num_decoding, self._context.decode_kv, work, request.max_tokens)
 
     def alone_s(self, request: Request, work: QueuedWork) -> float | None:
         """Returns how long a request with this work takes when it runs alone; None while too little is known."""
@@ -177,8 +176,8 @@ class LatencyPredictor:
         return self._clock() + service_s > request.deadline and request.arrival + alone_s <= request.deadline
 
     def _load(self, ahead: QueuedWork) -> QueueLoad:
-        planner = self._planner
-        running, pool = planner.running, planner.kv.pool
+        context = self._context
+        running, pool = context.running, context.kv.pool
         in_flight_s = sum(self._model.predict(work) or 0.0 for work in self._in_flight)
         for sequence in running.prefilling:
             if not sequence.live.forked:  # its other sequences follow as soon as its prompt is computed
@@ -187,14 +186,14 @@ class LatencyPredictor:
         return QueueLoad(
             in_flight_s=max(0.0, in_flight_s - (self._clock() - self._answered_at)) if self._in_flight else 0.0,
             decodes=len(running.decoding),
-            decode_kv=planner.decode_kv,
+            decode_kv=context.decode_kv,
             prefill_tokens=sum(sequence.prefill_end - sequence.num_planned for sequence in running.prefilling),
             prefill_rows=len(running.prefilling),
             prefill_context=sum(sequence.prefill_end for sequence in running.prefilling),
             ahead=ahead,
             remaining=[sequence.length_limit - sequence.length_bound for sequence in running],
-            free_rows=planner.max_rows - len(running),
-            max_rows=planner.max_rows,
+            free_rows=context.max_rows - len(running),
+            max_rows=context.max_rows,
             free_blocks=pool.num_free,
             num_blocks=pool.num_blocks,
             block_size=self._block_size,

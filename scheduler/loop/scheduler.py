@@ -25,11 +25,10 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
 from penstock.scheduler.planning.allowance import Rated
+from penstock.scheduler.planning.context import new_context
 from penstock.scheduler.planning.planner import Counters, Planned, Planner
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
-from penstock.scheduler.planning.tenants import TenantAccounting
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.recovery.crash_bisector import CrashBisector
 from penstock.scheduler.request import Change, Context, EngineFinishReason, Request, RequestAccepted
 from penstock.scheduler.timeline import Cause, Timeline, Timelines
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
@@ -49,15 +48,14 @@ class Scheduler:
     ) -> None:
         hashing = ChainedHashing(facts.block_size) if config.enable_prefix_caching else NoHashing()
         self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing, facts.num_host_blocks)
-        self.tenants = TenantAccounting(config, clock)
+        context = new_context(self.kv, facts, config, clock)
+        self.tenants, self._bisector = context.tenants, context.bisector
         self.timelines = Timelines(config.explain_requests, clock)
-        self._bisector = CrashBisector()
         model = StepTimeModel(facts.copy_us_per_block * 1e-6)
         for measured in facts.measured_steps:
             model.observe(StepWork.measured(measured), measured.computed_us * 1e-6)
-        self._planner = Planner(self.kv, facts, config, self.tenants, model, self._bisector, clock)
-        self.predictor = LatencyPredictor(self._planner, model, facts.block_size, config, clock)
-        self._planner.prefill_adder.is_late = self.predictor.is_late
+        self.predictor = LatencyPredictor(context, model, config)
+        self._planner = Planner(context, facts, config, model, self.predictor.is_late)
         self._facts = facts
         self._intake = RequestIntake(self.kv, self._planner, self.predictor, self.tenants, facts, config, clock)
         self._output_processor = OutputProcessor(self._planner, self.predictor, clock, self._finish)
@@ -95,7 +93,7 @@ class Scheduler:
 
     @property
     def counters(self) -> Counters:
-        """Totals since the start."""
+        """Totals since the scheduler started."""
         return self._planner.counters
 
     def is_live(self, request_id: str) -> bool:

@@ -34,10 +34,10 @@ class PinnedPrefixes:
     def remove_all(self, but: SequenceState | None = None) -> bool:
         """Releases the blocks of all waiting sequences, which find them cached later or compute them; returns False if
         there are none."""
-        victims = [choice for choice in self._sequences if choice is not but]
-        for choice in victims:
-            self.remove(choice)
-            self._on_taken(choice)
+        victims = [sequence for sequence in self._sequences if sequence is not but]
+        for victim in victims:
+            self.remove(victim)
+            self._on_taken(victim)
         return bool(victims)
 
     def drop_sequences(self) -> None:

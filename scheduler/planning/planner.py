@@ -12,19 +12,15 @@ from dataclasses import dataclass, field
 from heapq import merge
 from typing import NamedTuple
 
-from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts, num_row_numbers
+from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts
+from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.pins import PinnedPrefixes
 from penstock.scheduler.planning.preemption import PreemptionPolicy
 from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN, PrefillAdder, PrefillRound
-from penstock.scheduler.planning.queues import RunningQueue, WaitingQueue
 from penstock.scheduler.planning.restoring import HostTierRestorePolicy
-from penstock.scheduler.planning.rows import RowIdAllocator
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
-from penstock.scheduler.planning.tenants import TenantAccounting
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.recovery.crash_bisector import CrashBisector
 from penstock.scheduler.request import SpeculationCounts
 from penstock.scheduler.timeline import Cause, lacked_blocks, made_room
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
@@ -59,53 +55,42 @@ class Planner:
 
     def __init__(
         self,
-        kv: KVCacheManager,
+        context: PlanningContext,
         facts: WorkerFacts,
         config: SchedulerConfig,
-        tenants: TenantAccounting,
         model: StepTimeModel,
-        bisector: CrashBisector,
-        clock: Callable[[], float],
+        is_late: Callable[[RequestState], bool],
     ) -> None:
-        self.kv = kv
+        """``is_late`` returns whether a request that has not begun can no longer meet its deadline."""
+        self.kv, self.waiting, self.running, self.rows = context.kv, context.waiting, context.running, context.rows
         self.counters = Counters()
-        self.running = RunningQueue()
-        self.waiting = WaitingQueue(config.policy, kv.wanted, kv.block_size)
-        self.rows: RowIdAllocator[SequenceState] = RowIdAllocator(num_row_numbers(facts.max_num_seqs))
-        self.max_rows = 0
-        self.budget = 0
-        self.decode_kv = 0
-        """Positions that the decoding rows of the last plan read."""
+        self._context = context
         self._facts = facts
-        self._tenants = tenants
         self._model = model
-        self._bisector = bisector
-        self._clock = clock
-        self._pinned = PinnedPrefixes(kv, self.waiting.update_work)
-        self.restore_policy = HostTierRestorePolicy(kv, model, facts)
-        self.prefill_adder = PrefillAdder(
-            kv, self.waiting, self.running, self.rows, self._pinned, bisector, self.restore_policy, clock
-        )
+        self._pinned = PinnedPrefixes(self.kv, self.waiting.update_work)
+        self.restore_policy = HostTierRestorePolicy(self.kv, model, facts)
+        self.prefill_adder = PrefillAdder(context, self._pinned, self.restore_policy, is_late)
         self.configure(config)
 
     def configure(self, config: SchedulerConfig) -> None:
         """Applies the limits and the policy of ``config`` from the next plan on. Ranks must be updated before."""
-        self.budget = config.token_budget(self._facts)
-        self.max_rows = self.prefill_adder.max_rows = config.max_rows(self._facts)
+        context = self._context
+        context.budget = config.token_budget(self._facts)
+        context.max_rows = config.max_rows(self._facts)
         # Every running row can decode in every step, so that none starves.
-        assert 0 < self.max_rows <= self.budget
+        assert 0 < context.max_rows <= context.budget
         self._target_itl_s = config.target_itl_s
-        self._preemption = PreemptionPolicy(config.policy, self.running, self.kv, self._tenants)
+        self._preemption = PreemptionPolicy(config.policy, context)
         self.waiting.arrange(config.policy)
         self.running.arrange()
-        while len(self.running) > self.max_rows:
+        while len(self.running) > context.max_rows:
             self._preempt(max(self.running, key=lambda sequence: sequence.rank), "fewer rows may run")
 
     def plan(self) -> Planned | None:
         """Returns the next step, or None if there is nothing to compute. The caller must submit it: it counts as in
         flight."""
-        self.kv.expire(self._clock())
-        if self._bisector:
+        self.kv.expire(self._context.clock())
+        if self._context.bisector:
             self._leave_alone_those_on_trial()
         self._make_room()
         planned = self._plan()
@@ -122,14 +107,14 @@ class Planner:
     def _plan(self) -> Planned:
         plan = StepPlan(self.counters.steps, [], [], [], [], [])
         drafting = self._plan_decodes(plan)
-        budget = self.budget - len(plan.decodes)
+        budget = self._context.budget - len(plan.decodes)
         chunked: list[SequenceState] = []
         if self.running.prefilling or len(self.waiting):
             chunked = self._plan_chunks(plan, self._prefill_budget(plan, budget))
         if drafting:
             self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks))
         self._close(plan, chunked)
-        return Planned(plan, StepWork.of(plan, self.decode_kv))
+        return Planned(plan, StepWork.of(plan, self._context.decode_kv))
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -187,7 +172,7 @@ class Planner:
             sequence.restart()
             self.waiting.put(sequence)
         self.rows.clear()
-        self.decode_kv = 0
+        self._context.decode_kv = 0
 
     def end_of(self, sequence: SequenceState) -> int:
         """Returns the first step that does not include the sequence."""
@@ -202,7 +187,7 @@ class Planner:
             self._preempt(sequence, "other requests run alone, to find out which one ended the worker")
 
     def publish_confirmed(self, sequence: SequenceState) -> None:
-        """Publishes the row's KV up to ``num_computed``, which a result has confirmed."""
+        """Publishes the row's full blocks up to ``num_computed``, the position that results have confirmed."""
         num_full = sequence.num_computed // self.kv.block_size
         if num_full > sequence.num_published:
             self._publish(sequence, num_full)
@@ -231,7 +216,7 @@ class Planner:
                 decode_kv += num_slots
             elif sequence.complete_from is None:
                 sequence.complete_from = plan.step
-        self.decode_kv = decode_kv
+        self._context.decode_kv = decode_kv
         return drafting
 
     def _plan_drafts(self, plan: StepPlan, drafting: list[tuple[int, SequenceState]], room: int) -> None:
@@ -303,7 +288,8 @@ class Planner:
         if not plan.decodes or not budget:
             return budget
         context = self.running.prefilling[0].num_planned if self.running.prefilling else 0
-        return self._model.max_prefill(len(plan.decodes), self.decode_kv, context, self._target_itl_s, budget)
+        decode_kv = self._context.decode_kv
+        return self._model.max_prefill(len(plan.decodes), decode_kv, context, self._target_itl_s, budget)
 
     def _plan_chunks(self, plan: StepPlan, budget: int) -> list[SequenceState]:
         """Plans chunks of histories, in order; returns the sequences that got one."""
@@ -317,7 +303,7 @@ class Planner:
             if sequence.state is SequenceStatus.WAITING:
                 if not self.prefill_adder.try_add(plan, sequence, this_round):
                     continue
-                self._tenants.began(sequence.live.tenant)
+                self._context.tenants.began(sequence.live.tenant)
             budget -= self._plan_chunk(plan, sequence, budget)
             chunked.append(sequence)
             if not budget:
@@ -329,7 +315,7 @@ class Planner:
         """Records why the first waiting sequence does not begin."""
         first = next(self.waiting.in_order(), None)
         if first is not None:
-            first.live.timeline.waits(first.index, Cause.BUDGET, self.budget)
+            first.live.timeline.waits(first.index, Cause.BUDGET, self._context.budget)
 
     def _behind(self) -> list[SequenceState]:
         """Returns the rows whose histories are not computed yet."""
@@ -372,7 +358,7 @@ class Planner:
         """Returns whether a request that arrives now would get the row and the blocks of a running one."""
         waiting = self.waiting
         num_own = waiting.queued_of(tenant).requests if waiting.by_turns else waiting.num_ahead(tenant, rank)
-        return not num_own and self._preemption.would_make_room(tenant, rank, self.max_rows)
+        return not num_own and self._preemption.would_make_room(tenant, rank)
 
     def _make_room(self) -> bool:
         """Preempts a row for the first waiting sequence that finds no room; returns False if there is none to
@@ -382,9 +368,7 @@ class Planner:
         sequence = self.prefill_adder.first_without_room()
         if sequence is None:
             return False
-        victim = self._preemption.victim_for_waiting(
-            sequence, self.prefill_adder.num_missing_for(sequence), self.max_rows
-        )
+        victim = self._preemption.victim_for_waiting(sequence, self.prefill_adder.num_missing_for(sequence))
         if victim is None:
             return False
         sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is only for this sequence

@@ -8,21 +8,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.planning.queues import RunningQueue
+from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
-from penstock.scheduler.planning.tenants import TenantAccounting, TenantUse
+from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.policy import Policy, Rank
 
 
 class PreemptionPolicy:
     """Chooses the row to preempt."""
 
-    def __init__(self, policy: Policy, running: RunningQueue, kv: KVCacheManager, tenants: TenantAccounting) -> None:
+    def __init__(self, policy: Policy, context: PlanningContext) -> None:
         self._policy = policy
-        self._running = running
-        self._kv = kv
-        self._tenants = tenants
+        self._context = context
+        self._running, self._kv, self._tenants = context.running, context.kv, context.tenants
         self._shares: dict[TenantUse, float] = {}
         """The tenants' dominant shares when the plan began. They stay until the next plan; otherwise two rows could
         preempt each other."""
@@ -66,7 +64,7 @@ class PreemptionPolicy:
             return self._cheapest(running.held)
         own = self._order(needy)
         unplanned = chain(running.prefilling, (row for row in not_planned if row.state is SequenceStatus.DECODING))
-        later = [choice for choice in unplanned if self._order(choice) > own]
+        later = [row for row in unplanned if self._order(row) > own]
         return self._cheapest(self._last(later)) if later else needy
 
     @property
@@ -74,32 +72,32 @@ class PreemptionPolicy:
         """Whether any row might be preempted for a waiting sequence."""
         return bool(self._running.held) or self._policy in (Policy.PRIORITY, Policy.FAIR)
 
-    def would_make_room(self, tenant: str, rank: Rank, max_rows: int) -> bool:
+    def would_make_room(self, tenant: str, rank: Rank) -> bool:
         """Returns whether a row would be preempted for a request that has yet to arrive, with no other request of its
         tenant ahead of it."""
         if self._policy is Policy.PRIORITY:
             return any(sequence.rank[0] > rank[0] for sequence in self._running)
         if self._policy is not Policy.FAIR:
             return False
-        tenants, num_rows = self._tenants, min(max_rows, len(self._running) + 1)
+        tenants, num_rows = self._tenants, min(self._context.max_rows, len(self._running) + 1)
         if tenants.num_rows(tenant) + 1 > max(1.0, num_rows * tenants.share_of(tenant)):
             return False
         return any(
             use.num_rows > 1 and use.num_rows - 1 >= num_rows * tenants.share_beside(use, tenant) for use in tenants
         )
 
-    def victim_for_waiting(self, sequence: SequenceState, num_blocks: int, max_rows: int) -> SequenceState | None:
-        """Returns the row to preempt for a sequence that waits for ``num_blocks`` or for one of ``max_rows``; None if
-        there is none, or if it would not be enough."""
+    def victim_for_waiting(self, sequence: SequenceState, num_blocks: int) -> SequenceState | None:
+        """Returns the row to preempt for a sequence that waits for ``num_blocks`` or for a row; None if there is none,
+        or if it would not be enough."""
         if self._running.held:
             return self._cheapest(self._running.held)
-        inferior = self._after(sequence, num_blocks, max_rows)
+        inferior = self._after(sequence, num_blocks)
         pool = self._kv.pool
         if not inferior or pool.num_free + pool.num_freed(other.block_ids for other in inferior) < num_blocks:
             return None
         return self._cheapest(self._last(inferior))
 
-    def _after(self, waiting: SequenceState, num_blocks: int, max_rows: int) -> list[SequenceState]:
+    def _after(self, waiting: SequenceState, num_blocks: int) -> list[SequenceState]:
         """Returns the rows that come after a sequence that waits for ``num_blocks`` or for a row."""
         if self._policy is Policy.PRIORITY:
             return [sequence for sequence in self._running if sequence.rank[0] > waiting.rank[0]]
@@ -107,7 +105,7 @@ class PreemptionPolicy:
             return []
         # A tenant below its share takes from a tenant above its share, and only up to its share, so no row goes back
         # and forth.
-        num_rows = min(max_rows, len(self._running) + 1)
+        num_rows = min(self._context.max_rows, len(self._running) + 1)
         poor, share = waiting.live.tenant, self._tenants.share
         rich: set[TenantUse] = set()
         if poor.num_rows + 1 <= max(1.0, num_rows * share(poor)):

@@ -6,14 +6,11 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
+from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.pins import PinnedPrefixes
-from penstock.scheduler.planning.queues import RunningQueue, WaitingQueue
 from penstock.scheduler.planning.restoring import HostTierRestorePolicy
-from penstock.scheduler.planning.rows import RowIdAllocator
 from penstock.scheduler.planning.sequence import RequestState, SequenceState
-from penstock.scheduler.recovery.crash_bisector import CrashBisector
 from penstock.scheduler.timeline import Cause
 
 MAX_ADDED_TOKENS = 1 << 18
@@ -42,30 +39,21 @@ class PrefillAdder:
 
     def __init__(
         self,
-        kv: KVCacheManager,
-        waiting: WaitingQueue,
-        running: RunningQueue,
-        rows: RowIdAllocator[SequenceState],
+        context: PlanningContext,
         pinned: PinnedPrefixes,
-        bisector: CrashBisector,
         restore_policy: HostTierRestorePolicy,
-        clock: Callable[[], float],
+        is_late: Callable[[RequestState], bool],
     ) -> None:
-        self.max_rows = 0
-        self.is_late: Callable[[RequestState], bool] = lambda live: False
-        """Returns whether a request that has not begun can no longer meet its deadline."""
+        """``is_late`` returns whether a request that has not begun can no longer meet its deadline."""
         self.num_cached_tokens = 0
         """Positions that the prefix cache saved, since the start."""
-        self._kv = kv
-        self._waiting = waiting
-        self._running = running
-        self._rows = rows
+        self._context = context
+        self._kv, self._waiting, self._running = context.kv, context.waiting, context.running
         self._pinned = pinned
-        self._bisector = bisector
         self._restore_policy = restore_policy
-        self._clock = clock
+        self._is_late = is_late
         # A row that begins leaves this many blocks to the running ones; otherwise it would often be preempted at once.
-        self._reserved_blocks = kv.pool.num_blocks // 100
+        self._reserved_blocks = self._kv.pool.num_blocks // 100
         self._late: list[RequestState] = []
 
     def take_late(self) -> list[RequestState]:
@@ -79,15 +67,15 @@ class PrefillAdder:
         for sequence in self._waiting.in_order():
             if this_round.is_over:
                 return
-            if len(self._running) >= self.max_rows or not self._rows.num_free:
-                sequence.live.timeline.waits(sequence.index, Cause.ROWS, self.max_rows)
+            if not self._has_row() or not self._context.rows.num_free:
+                sequence.live.timeline.waits(sequence.index, Cause.ROWS, self._context.max_rows)
                 return
             if not self._is_kept_back(sequence):
                 yield sequence
 
     def try_add(self, plan: StepPlan, sequence: SequenceState, this_round: PrefillRound) -> bool:
         """Begins a row, if there is room for it."""
-        if this_round.is_over or len(self._running) >= self.max_rows:
+        if this_round.is_over or not self._has_row():
             return False
         timeline, num_tokens = sequence.live.timeline, len(sequence.token_ids)
         if sequence.in_flight or (plan.added and this_round.num_added_tokens + num_tokens > MAX_ADDED_TOKENS):
@@ -120,7 +108,7 @@ class PrefillAdder:
         sequence = next((sequence for sequence in self._waiting.in_order() if not self._is_kept_back(sequence)), None)
         if sequence is None or sequence.in_flight:
             return None
-        has_room = len(self._running) < self.max_rows and not self._lacks_blocks(sequence)
+        has_room = self._has_row() and not self._lacks_blocks(sequence)
         return None if has_room else sequence
 
     def num_blocks_for(self, sequence: SequenceState) -> int:
@@ -149,14 +137,18 @@ class PrefillAdder:
         if live.started_at is None and live.request.deadline is not None:
             if sequence.index and live in self._late:
                 return True  # its first prompt was checked already, and there may be thousands
-            if self.is_late(live):
+            if self._is_late(live):
                 self._late.append(live)
                 return True
         return False
 
     def may_run(self, live: RequestState) -> bool:
         """Returns whether a request may be in a step now, given the requests on trial after a crash."""
-        return not self._bisector or self._bisector.may_run(live.request.request_id)
+        bisector = self._context.bisector
+        return not bisector or bisector.may_run(live.request.request_id)
+
+    def _has_row(self) -> bool:
+        return len(self._running) < self._context.max_rows
 
     def _lacks_blocks(self, sequence: SequenceState) -> bool:
         """Returns whether it was tried with at least as many free blocks as there are now."""
@@ -205,11 +197,11 @@ class PrefillAdder:
         self._pinned.remove(sequence)
         num_cached = num_cached_blocks * self._kv.block_size
         if live.started_at is None:
-            live.started_at = self._clock()
+            live.started_at = self._context.clock()
         if sequence.is_new:
             live.usage.cached_tokens += num_cached
         self.num_cached_tokens += num_cached
-        row, epoch = self._rows.allocate_row(sequence)
+        row, epoch = self._context.rows.allocate_row(sequence)
         sequence.start_row(row, epoch, block_ids, num_cached_blocks, self._kv.block_size)
         live.timeline.began(sequence.index, plan.step, num_cached)
         self._running.add_sequence(sequence)

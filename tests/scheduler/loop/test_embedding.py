@@ -139,7 +139,7 @@ def test_whether_a_request_is_late_is_asked_once_however_many_prompts_it_has(wor
         asked.append(live)
         return True
 
-    world.scheduler._planner.prefill_adder.is_late = is_late
+    world.scheduler._planner.prefill_adder._is_late = is_late
     late = world.add(embed("late", [[1] * 4] * 9, deadline=1000.0))
     assert not world.schedule()
     assert late.finished.reason is EngineFinishReason.DEADLINE

@@ -221,7 +221,7 @@ def test_what_can_no_longer_meet_its_deadline_costs_no_step(world_type, new_requ
 def test_what_is_late_ends_once_where_a_plan_is_made_anew(world_type, new_request):
     """The first try finds it late and is empty; room is made; the second try finds it late again."""
     world = world_type(8, config(policy=Policy.PRIORITY))
-    world.scheduler._planner.prefill_adder.is_late = lambda live: live.request.request_id == "late"
+    world.scheduler._planner.prefill_adder._is_late = lambda live: live.request.request_id == "late"
     world.add(new_request("running", prompt(18), max_tokens=1, priority=1))
     assert begun(world) == ["running"]
     world.add(new_request("large", prompt(24, first=3), max_tokens=2))
@@ -234,7 +234,7 @@ def test_what_is_late_ends_once_where_a_plan_is_made_anew(world_type, new_reques
 def test_nobody_waits_behind_a_request_that_is_late(world_type, new_request):
     """Held rows have all blocks; whoever comes first is found late; the next one has room made for it at once."""
     world = world_type(12, config(enable_prefix_caching=False))
-    world.scheduler._planner.prefill_adder.is_late = lambda live: live.request.request_id == "late"
+    world.scheduler._planner.prefill_adder._is_late = lambda live: live.request.request_id == "late"
     world.add(new_request("held", prompt(40), max_tokens=4))
     step(world)
     world.scheduler.hold("held", True)
@@ -249,7 +249,7 @@ def test_what_was_late_and_is_not_ends_no_step_that_it_is_in(world_type, new_req
     """Found late by the first try of a plan, in time by the second; its choices fork when it is submitted."""
     world = world_type(8, config(policy=Policy.PRIORITY))
     answers = iter([True])
-    world.scheduler._planner.prefill_adder.is_late = lambda live: next(answers, False)
+    world.scheduler._planner.prefill_adder._is_late = lambda live: next(answers, False)
     world.add(new_request("running", prompt(18), max_tokens=1, priority=1))
     assert begun(world) == ["running"]
     world.add(new_request("large", prompt(24, first=3), max_tokens=2))
