@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo, check_checkpoint
+from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import WorkerConfig, WorkerFacts
 
@@ -76,6 +77,69 @@ class SynchronousBackend(ABC):
         return lambda: result
 
 
+def context_of(config: WorkerConfig, spec: ModelSpec) -> int:
+    """Returns the number of positions that a row may have. Raises ModelError if the config exceeds the model's."""
+    max_model_len = config.max_model_len or spec.max_positions
+    if max_model_len > spec.max_positions:
+        raise ModelError(
+            f"--max-model-len {max_model_len}: the model was made for {spec.max_positions}; give at most that"
+        )
+    return max_model_len
+
+
+class HostTier(Protocol):
+    """The slots of the host tier."""
+
+    num_slots: int
+
+    def measure_copy_us(self) -> float:
+        """Returns the approximate time to copy one block."""
+        ...
+
+
+def build_worker_facts(
+    config: WorkerConfig,
+    info: CheckpointInfo,
+    *,
+    backend: str,
+    dtype: str,
+    kv_cache_dtype: str,
+    quantization: str,
+    default_budget: int,
+    num_blocks: int,
+    kv_bytes: int,
+    weight_bytes: int,
+    host_tier: HostTier | None = None,
+    num_threads: int = 0,
+    instruction_set: str = "",
+) -> WorkerFacts:
+    """Returns the facts of a loaded model. ``default_budget`` is the number of tokens in a step unless the config sets
+    it. ``kv_bytes`` and ``weight_bytes`` are those of this rank."""
+    spec = info.spec
+    return WorkerFacts(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        vocab_size=spec.vocab_size,
+        max_model_len=context_of(config, spec),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or default_budget,
+        architecture=spec.architecture,
+        backend=backend,
+        device=config.device,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        quantization=quantization,
+        instruction_set=instruction_set,
+        num_threads=num_threads,
+        hidden_size=spec.hidden_size,
+        tensor_parallel_size=config.tensor_parallel_size,
+        num_host_blocks=0 if host_tier is None else host_tier.num_slots,
+        copy_us_per_block=0.0 if host_tier is None else host_tier.measure_copy_us(),
+    )
+
+
 BackendFactory = Callable[[WorkerConfig, CheckpointInfo], Backend]
 Objection = Callable[[WorkerConfig, CheckpointInfo], str | None]
 """Returns why a backend cannot run a model with this config; None if it can."""
@@ -99,7 +163,7 @@ BACKENDS = {
     "cuda": _Entry(f"{_HERE}.cuda.backend:load", f"{_HERE}.cuda.backend:unsupported_reason", "cuda"),
     "reference": _Entry(f"{_HERE}.reference.backend:load", None, None),
 }
-"""Backends by name. ``auto`` takes the first that can run the model."""
+"""Backends by name. ``auto`` picks the first one that can run the model."""
 
 
 def load_backend(config: WorkerConfig) -> Backend:

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.kernels.cpu.bindings import LANES, LibraryMissing, SampledToken, StorageFormat, address, find_kernels
 from penstock.kernels.cpu.program import Library, Memory, Program, Step, typed_library
-from penstock.models.backends.base import SynchronousBackend
+from penstock.models.backends.base import SynchronousBackend, build_worker_facts, context_of
 from penstock.models.backends.cpu.cpu_cores import choose_cores
 from penstock.models.backends.cpu.memory import FirstPages, allocate_pages
 from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
@@ -272,11 +272,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     quantization = info.choose_quantization(config.quantization)
     _check_tiers(config)
     formats = _formats(config, dtype, quantization)
-    max_model_len = config.max_model_len or spec.max_positions
-    if max_model_len > spec.max_positions:
-        raise ModelError(
-            f"--max-model-len {max_model_len}: the model was made for {spec.max_positions}; give at most that"
-        )
+    max_model_len = context_of(config, spec)
     kernels = find_kernels()
     assert kernels is not None, "every machine runs the generic kernels"
     cores = choose_cores(config.cpu_pinning, config.num_threads)
@@ -302,25 +298,19 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     num_blocks = num_kv_blocks(config, num_bytes, max_model_len)
     pages = allocate_pages(library, num_blocks, num_bytes)
     instruction_set = kernels.name.decode()
-    budget = _default_budget(spec, instruction_set, config.num_threads)
-    facts = WorkerFacts(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        vocab_size=spec.vocab_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or budget,
-        architecture=spec.architecture,
+    facts = build_worker_facts(
+        config,
+        info,
         backend="cpu",
-        device=config.device,
         dtype=dtype,
         kv_cache_dtype="int8" if formats.kv is StorageFormat.INT8 else dtype,
-        weight_bytes=model.weight_bytes,
-        kv_bytes=num_blocks * num_bytes,
         quantization=quantization,
-        instruction_set=instruction_set,
+        default_budget=_default_budget(spec, instruction_set, config.num_threads),
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * num_bytes,
+        weight_bytes=model.weight_bytes,
         num_threads=config.num_threads,
-        hidden_size=spec.hidden_size,
+        instruction_set=instruction_set,
     )
     return CpuBackend(model, pages, model.program(pages), facts, spec.num_parameters, num_logits, config.num_threads)
 

@@ -17,7 +17,7 @@ from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.wide import widened
-from penstock.models.backends.base import Finish
+from penstock.models.backends.base import Finish, build_worker_facts, context_of
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
 from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
@@ -29,7 +29,7 @@ from penstock.models.backends.cuda.step_io import Size, StepInputs, StepOutputs
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
 from penstock.models.backends.tensor_parallel import TensorParallel
-from penstock.models.backends.torch_common.device import allocated, context_of, torch_device
+from penstock.models.backends.torch_common.device import allocated, torch_device
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import add_to_vectors, prompt_parts
@@ -41,7 +41,7 @@ from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFact
 logger = logging.getLogger(__name__)
 
 SHARED_BYTES = 227 << 10
-"""The shared memory of a program that tile sizes assume."""
+"""The shared memory per program that the tile sizes assume."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {"fp8": torch.float8_e4m3fn}
 """The dtypes of the KV cache besides that of the activations."""
@@ -198,7 +198,7 @@ class CudaBackend:
 
 
 def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None:
-    """Returns why this backend cannot run the model with this config, with the remedy; None if it can."""
+    """Returns why this backend cannot run the model with this config, and a remedy; None if it can."""
     spec = info.spec
     if not config.device.startswith("cuda") and not interpreted():
         return f"--device is {config.device}, and this backend is for GPUs: give --device cuda, or leave --backend out"
@@ -264,25 +264,18 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     pages = _take_pages(config, spec, kv_dtype, max_model_len, device, parallel)
     by_block = pages.movedim(1, 0)
     host_pages = take_host_pages(config, [by_block], by_block[0].nbytes, pages.nbytes)
-    facts = WorkerFacts(
-        num_blocks=pages.shape[1],
-        block_size=PAGE_SLOTS,
-        vocab_size=spec.vocab_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max_batched_tokens,
-        architecture=spec.architecture,
+    facts = build_worker_facts(
+        config,
+        info,
         backend="cuda",
-        device=config.device,
         dtype=dtype_name,
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else dtype_name,
-        weight_bytes=weights.num_bytes,
-        kv_bytes=pages.nbytes,
         quantization=quantization,
-        hidden_size=spec.hidden_size,
-        tensor_parallel_size=parallel.size,
-        num_host_blocks=host_pages.num_slots,
-        copy_us_per_block=host_pages.measure_copy_us(),
+        default_budget=MAX_BATCHED_TOKENS,
+        num_blocks=pages.shape[1],
+        kv_bytes=pages.nbytes,
+        weight_bytes=weights.num_bytes,
+        host_tier=host_pages,
     )
     model = CudaModel(spec, weights, pages, shape, parallel, linears, config.feature_layers)
     return CudaBackend(spec, model, memory, host_pages, facts)

@@ -10,12 +10,12 @@ from torch.nn import functional
 from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.kernels.reference.ops import attention, rotate, soft_cap
 from penstock.kernels.reference.wide import widened
-from penstock.models.backends.base import SynchronousBackend
+from penstock.models.backends.base import SynchronousBackend, build_worker_facts, context_of
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
 from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups
 from penstock.models.backends.tensor_parallel import TensorParallel
-from penstock.models.backends.torch_common.device import allocated, context_of, torch_device
+from penstock.models.backends.torch_common.device import allocated, torch_device
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
@@ -148,8 +148,8 @@ def attend(
     slots: Tensor,
     groups: list[AttentionGroup],
 ) -> Tensor:
-    """Computes the attention of one layer with its output projection, (T, columns of qkv) -> (T, hidden): the rank's
-    summand. Writes the KV of every token."""
+    """Computes one layer's attention and output projection, (T, hidden) -> (T, hidden): this rank's part of the sum.
+    Writes the KV of every token."""
     rotated = spec.query_size + spec.kv_size
     qkv = layer.qkv(x)
     heads = layer.qk_norm(qkv[:, :rotated]).view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
@@ -201,26 +201,19 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     with allocated(num_blocks, device):
         pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
     host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
-    facts = WorkerFacts(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        vocab_size=spec.vocab_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or MAX_BATCHED_TOKENS,
-        architecture=spec.architecture,
+    facts = build_worker_facts(
+        config,
+        info,
         backend="reference",
-        device=config.device,
         dtype=dtype_name,
         kv_cache_dtype=dtype_name,
-        weight_bytes=weights.num_bytes,
-        kv_bytes=pages.num_bytes,
         quantization=quantization,
+        default_budget=MAX_BATCHED_TOKENS,
+        num_blocks=num_blocks,
+        kv_bytes=pages.num_bytes,
+        weight_bytes=weights.num_bytes,
+        host_tier=host_pages,
         num_threads=config.num_threads if device.type == "cpu" else 0,
-        hidden_size=spec.hidden_size,
-        tensor_parallel_size=parallel.size,
-        num_host_blocks=host_pages.num_slots,
-        copy_us_per_block=host_pages.measure_copy_us(),
     )
     return ReferenceBackend(spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel)
 

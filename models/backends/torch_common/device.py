@@ -5,9 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
-from penstock.scheduler.plan import WorkerConfig
 
 
 def torch_device(name: str) -> torch.device:
@@ -25,16 +23,6 @@ def torch_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ModelError(f"--device {name}: cannot be used ({reason}): choose cpu, or repair the driver") from error
     return device
-
-
-def context_of(config: WorkerConfig, spec: ModelSpec) -> int:
-    """Returns the number of positions that a row may have. Raises ModelError if the config exceeds the model's."""
-    max_model_len = config.max_model_len or spec.max_positions
-    if max_model_len > spec.max_positions:
-        raise ModelError(
-            f"--max-model-len {max_model_len}: the model was made for {spec.max_positions}; give at most that"
-        )
-    return max_model_len
 
 
 @contextmanager
