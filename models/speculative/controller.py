@@ -45,7 +45,7 @@ class Drafted:
     """The drafts of a step."""
 
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """By row number."""
+    """The drafts by row number."""
     records: Mapping[int, tuple[RowRecord, list[float]]] = field(default_factory=dict)
     """The records of the rows that a drafter proposed for, with its confidences, by row number."""
     seconds: float = 0.0
@@ -358,7 +358,7 @@ class _StepTime(NamedTuple):
 
     num_tokens: int
     seconds: float
-    """Without drafting and reading."""
+    """The time of the step without drafting and reading."""
     reading_s: float
     is_fenced: bool
     has_chunks: bool

@@ -38,7 +38,7 @@ class Eager(SpeculationController):
     def __init__(self, drafter: Drafter, max_drafts: int) -> None:
         super().__init__(drafter, max_drafts, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
 
-    def draft(self, wanted: list[Wanted], plan: StepPlan) -> Drafted:
+    def _draft(self, wanted: list[Wanted], plan: StepPlan, choosing_s: float) -> Drafted:
         drafts, room = {}, plan.max_drafts
         for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True):
             token_ids = valid_part(one, proposal).token_ids[: min(one.max_drafts, room)]

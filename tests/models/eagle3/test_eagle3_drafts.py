@@ -54,12 +54,10 @@ class Watched(SpeculationController):
         self._propose = drafter.propose
         self.proposed = []
 
-    def choose(self, table, plan):
+    def propose(self, plan, table, wait_for_tokens, forced):
         wanted = [Wanted(table[decode.row], decode.max_tokens - 1) for decode in plan.decodes if decode.max_tokens > 1]
         assert all(self._drafter.is_ready(row) for row, _ in wanted)
-        return wanted
-
-    def draft(self, wanted, plan):
+        wait_for_tokens()
         drafts = {}
         for (row, most), (token_ids, confidences) in zip(wanted, self._propose(wanted), strict=True):
             assert len(token_ids) == len(confidences) == most
