@@ -139,7 +139,7 @@ def _algorithm(entry: Mapping[str, Any]) -> str | None:
 
 
 def _key(entry: dict[str, Any], where: str) -> jwt.PyJWK:
-    """Returns a key. Raises FileError."""
+    """Parses one entry of a JWKS. Raises FileError."""
     try:
         key = jwt.PyJWK(entry, _algorithm(entry))
     except (jwt.PyJWTError, TypeError, ValueError):
