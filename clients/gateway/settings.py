@@ -13,21 +13,21 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """The settings of the app."""
+    """The settings of the gateway's app."""
 
     service: ConnectionOptions = field(default_factory=lambda: ConnectionOptions(DEFAULT_TARGET))
-    """The connection to the gRPC service. With an ``api_key`` every request is sent under that key, whatever key its
-    caller sends; without one each caller's own key is passed on."""
+    """The connection to the gRPC service. With an ``api_key``, every request uses that key, whatever key its caller
+    sends; without one, each caller's own key is passed on."""
     api_key_file: WatchedFiles[str] | None = None
     """The file of that ``api_key``, read again when it changes; None: the key is fixed."""
     tenant_header: str = ""
-    """The HTTP header, in small letters, that names the tenant of a request; empty: none."""
+    """The HTTP header, in lower case, that names the tenant of a request; empty: none."""
     requires_tenant: bool = False
     """Whether requests without that header are refused."""
     allowed_hosts: AllowedHosts | None = None
-    """The values of ``Host`` that are accepted if callers need no key; None: any."""
+    """The accepted values of ``Host`` if callers need no key; None: any."""
     metrics_target: str = ""
-    """``host:port`` of the service's metrics; empty: the gateway shows none."""
+    """The ``host:port`` of the service's metrics; empty: the gateway does not show them."""
     exposed_address: str = ""
     """The address at which other machines can reach the gateway, for the warning if they need no key; empty: no
     warning."""
@@ -36,17 +36,17 @@ class GatewaySettings:
     reasoning_parser: str = AUTO
     """A format of reasoning, or AUTO or NONE."""
     max_body_bytes: int = 16 << 20
-    """The limit for an HTTP request. A prompt of 4 MiB, the service's limit, may be larger in JSON."""
+    """The limit on the body of a request. A prompt of 4 MiB, the service's limit, may be larger in JSON."""
     max_bodies_bytes: int = 128 << 20
-    """The limit for all bodies in memory; one tenant may use half of it."""
+    """The limit on all bodies in memory; one tenant may use half of it."""
     body_timeout_s: float = 30.0
     """How long a request's body may take to arrive."""
     request_timeout_s: float | None = None
     """The deadline of a generation; None: until the caller disconnects."""
     call_timeout_s: float = 30.0
-    """The deadline of a short call to the service: its model, its tokenizer."""
+    """The deadline of a short call to the service, such as one to its tokenizer."""
     max_callers: int = 64
-    """The limit of tenants with a stream to the service."""
+    """The limit on tenants with a stream to the service."""
     idle_caller_s: float = 60.0
     """How long a tenant's stream is kept open without a request."""
     recheck_caller_s: float = 30.0

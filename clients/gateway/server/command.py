@@ -35,7 +35,7 @@ examples:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
        -d '{"messages": [{"role": "user", "content": "Hi!"}]}'
 
-It may start before the service does: it answers 503 until that serves. /docs describes the API.
+The gateway may start before the service: until the service is ready, it responds with 503. /docs describes the API.
 """
 _HEADER = re.compile(r"[a-z0-9-]{1,64}")
 

@@ -138,8 +138,8 @@ def _host(host: str) -> str:
 
 
 class HttpServer(uvicorn.Server):
-    """Ends at the first signal after running responses have ended, and at the second immediately. Prints a greeting
-    when it serves."""
+    """Stops at the first signal after running responses have ended, and at the second immediately. Prints a greeting
+    once it serves."""
 
     def __init__(self, app: FastAPI, http: HttpSettings, greeting: str = "") -> None:
         self._places = places = ConnectionPlaces(http.max_connections, http.max_unread_bytes)
@@ -165,7 +165,7 @@ class HttpServer(uvicorn.Server):
                 loop.remove_signal_handler(each)
 
     async def _beat(self, heartbeat: int) -> None:
-        """Writes a byte per second of the clock: a busy loop runs this less often, but is still alive."""
+        """Writes a byte every second, or less often while the loop is busy."""
         while True:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the supervisor does not read
                 os.write(heartbeat, b".")
