@@ -315,7 +315,7 @@ class Scheduler:
         for sequence in self._planner.waiting:
             sequence.live.timeline.waits(sequence.index, Cause.WORKER)
         for request_id in self._bisector.crashed(fatal) if fatal else []:
-            logger.error("request %s ended the worker twice while it ran alone; it is refused", request_id)
+            logger.error("request %s crashed the worker twice while it ran alone; it is refused", request_id)
             self.abort(request_id, EngineFinishReason.KILLED_WORKER)
         for request_id in fatal.keys() - self._requests.keys():
             self._bisector.drop_request(request_id)

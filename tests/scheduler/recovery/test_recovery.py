@@ -127,7 +127,7 @@ async def test_reliability_figure_14_one_killer_among_64_is_refused_alone(new_en
         received.check_end()
         assert received.finished.reason is EngineFinishReason.LENGTH
     assert engine.stats().restarts <= 9
-    assert f"request {place} ended the worker twice" in caplog.text
+    assert f"request {place} crashed the worker twice" in caplog.text
 
 
 async def test_killers_in_every_place_and_with_every_feature(new_engine, submit):
