@@ -12,8 +12,8 @@ import msgspec
 from penstock.models.batch.batch import Batch, FeatureLines
 from penstock.models.batch.rows import Row, RowTable
 from penstock.models.speculative.acceptance import AcceptanceEstimate, RowAcceptance
-from penstock.models.speculative.ask_costs import DraftCost
 from penstock.models.speculative.cost_model import StepCost
+from penstock.models.speculative.draft_cost import DraftCost
 from penstock.models.speculative.draft_lengths import choose_lengths, choose_rounds
 from penstock.models.speculative.draft_rows import DraftedRows, RowRecord
 from penstock.models.speculative.drafter import Drafter, Proposal, Wanted, valid_part

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.models.speculative.ask_costs import DraftCost
+from penstock.models.speculative.draft_cost import DraftCost
 from penstock.models.speculative.draft_rows import TRIAL, DraftedRows, RowRecord
 from penstock.models.speculative.drafter import Drafter, Wanted
 

@@ -14,7 +14,7 @@ from penstock.models.batch.rows import Row, RowTable
 from penstock.models.speculative.controller import NOTHING, Drafted, SpeculationController
 from penstock.models.speculative.cost_model import SIZES
 from penstock.models.speculative.drafter import Wanted
-from penstock.models.structured_output.put_off import without_late
+from penstock.models.structured_output.deferred_rows import without_late
 from penstock.scheduler.plan import (
     AddedRow,
     Chunk,

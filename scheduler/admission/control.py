@@ -4,8 +4,8 @@ import math
 
 from penstock.scheduler.config import RETRY_AFTER_MS, SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.planning.allowance import Rated, TenantRateLimit
 from penstock.scheduler.planning.queues import Queued
+from penstock.scheduler.planning.rate_limit import Rated, TenantRateLimit
 from penstock.scheduler.request import RefusalKind, Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
 

@@ -10,8 +10,8 @@ from penstock.scheduler.admission.control import AdmissionControl, check_rate, c
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.planning.allowance import Rated
 from penstock.scheduler.planning.planner import Planner
+from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
 from penstock.scheduler.planning.tenants import TenantAccounting
 from penstock.scheduler.policy import Policy, Rank, rank_of

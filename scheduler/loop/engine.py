@@ -18,7 +18,8 @@ from penstock.scheduler.engine_stats import EngineState, EngineStats
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.planning.allowance import Rated
+from penstock.scheduler.planning.planner import Counters
+from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.recovery.restarts import FIRST_DELAY_S
 from penstock.scheduler.recovery.supervisor import WorkerSupervisor
@@ -362,11 +363,16 @@ class Engine:
         for callback in self._callbacks:
             callback(state)
 
+    @property
+    def counters(self) -> Counters:
+        """Totals since the start; 0 until a worker has started."""
+        return Counters() if self._scheduler is None else self._scheduler.counters
+
     def stats(self) -> EngineStats:
         """Returns a snapshot, cheap enough to take every second."""
         if self._scheduler is None:
             return EngineStats(self.state, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, refused=self._num_refused)
-        scheduler, counters = self._scheduler, self._scheduler.counters
+        scheduler, counters = self._scheduler, self.counters
         return EngineStats(
             state=self.state,
             requests=scheduler.num_requests,

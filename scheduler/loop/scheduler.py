@@ -24,9 +24,9 @@ from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
-from penstock.scheduler.planning.allowance import Rated
 from penstock.scheduler.planning.context import new_context
 from penstock.scheduler.planning.planner import Counters, Planned, Planner
+from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import Change, Context, EngineFinishReason, Request, RequestAccepted

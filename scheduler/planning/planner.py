@@ -15,10 +15,10 @@ from typing import NamedTuple
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts
 from penstock.scheduler.planning.context import PlanningContext
-from penstock.scheduler.planning.pins import PinnedPrefixes
+from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
 from penstock.scheduler.planning.preemption import PreemptionPolicy
 from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN, PrefillAdder, PrefillRound
-from penstock.scheduler.planning.restoring import HostTierRestorePolicy
+from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import SpeculationCounts

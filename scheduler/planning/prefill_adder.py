@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 from penstock.scheduler.planning.context import PlanningContext
-from penstock.scheduler.planning.pins import PinnedPrefixes
-from penstock.scheduler.planning.restoring import HostTierRestorePolicy
+from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
+from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState
 from penstock.scheduler.timeline import Cause
 

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple, cast
 
 from penstock.kv.wanted import WantedBlocks
-from penstock.scheduler.planning.lane import OrderedQueue
+from penstock.scheduler.planning.ordered_queue import OrderedQueue
 from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
 from penstock.scheduler.policy import Policy, Rank
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work

@@ -17,7 +17,7 @@ from enum import Enum, auto
 import msgspec
 
 from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams, TokenLogprobs
-from penstock.scheduler.planning.stop_checker import OutputBuffer
+from penstock.scheduler.planning.output_buffer import OutputBuffer
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import (

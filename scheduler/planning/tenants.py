@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.planning.allowance import Rated, TenantRateLimit
+from penstock.scheduler.planning.rate_limit import Rated, TenantRateLimit
 
 MAX_REMEMBERED = 4096
 """The number of tenants without a live request whose turns are kept."""

@@ -15,7 +15,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from penstock.clients.host.error_frames import release_frames
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.planning.allowance import Rated
+from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import (
     Change,
     Context,

@@ -9,7 +9,7 @@ import grpc
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.planning.allowance import Rated
+from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import (
     Embedded,
     EngineFinishReason,

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from penstock.scheduler.planning.allowance import Rated
+from penstock.scheduler.planning.rate_limit import Rated
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.config.text_size import utf8_bytes

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.kernels.cpu.bindings import LANES, LibraryMissing, SampledToken, StorageFormat, address, find_kernels
 from penstock.kernels.cpu.program import Library, Memory, Program, Step, typed_library
 from penstock.models.backends.base import SynchronousBackend, build_worker_facts, context_of
-from penstock.models.backends.cpu.cpu_cores import choose_cores
+from penstock.models.backends.cpu.cores import choose_cores
 from penstock.models.backends.cpu.memory import FirstPages, allocate_pages
 from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.sampling import SamplingRows

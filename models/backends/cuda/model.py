@@ -27,7 +27,7 @@ from penstock.kernels.reference.wide import widened
 from penstock.models.backends.cuda.linear import CudaLinears
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
-from penstock.models.backends.torch_common.rotations import cos_sin_tables
+from penstock.models.backends.torch_common.rope_tables import cos_sin_tables
 from penstock.models.backends.torch_common.weights import (
     ExpertMlp,
     HeadNorm,

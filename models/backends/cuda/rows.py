@@ -18,7 +18,7 @@ from penstock.kernels.cuda.sampling.tensors import (
     number_line,
 )
 from penstock.kernels.cuda.step import DeviceRows
-from penstock.models.backends.cuda.cuda_words import BadWordsPool
+from penstock.models.backends.cuda.bad_words import BadWordsPool
 from penstock.models.batch.batch import Batch
 from penstock.models.batch.rows import Row, RowTable
 

@@ -20,7 +20,7 @@ from penstock.models.backends.torch_common.host_pages import HostPages, take_hos
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import result_of
-from penstock.models.backends.torch_common.rotations import cos_sin_tables
+from penstock.models.backends.torch_common.rope_tables import cos_sin_tables
 from penstock.models.backends.torch_common.weights import LayerWeights, Weights
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo

@@ -11,7 +11,7 @@ from penstock.kernels.cpu.bindings import LANES, SampledToken, SamplingRow, addr
 from penstock.kernels.cpu.program import Library, Memory, Program, Step
 from penstock.models.backends.base import Backend
 from penstock.models.backends.cpu.backend import DTYPES, SMALL_STEP, CpuBackend
-from penstock.models.backends.cpu.cpu_cores import choose_cores
+from penstock.models.backends.cpu.cores import choose_cores
 from penstock.models.backends.cpu.memory import allocate_pages
 from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.weights import FileTensors

@@ -11,7 +11,7 @@ from penstock.models.backends.reference.attention_groups import attention_groups
 from penstock.models.backends.reference.backend import ReferenceBackend, attend
 from penstock.models.backends.torch_common.device import allocated
 from penstock.models.backends.torch_common.kv_pages import KVPages
-from penstock.models.backends.torch_common.rotations import cos_sin_tables
+from penstock.models.backends.torch_common.rope_tables import cos_sin_tables
 from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.speculative.eagle.head import Floats, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
 from penstock.models.speculative.eagle.head_weights import HeadWeights, load_head_weights

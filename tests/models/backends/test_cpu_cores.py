@@ -7,7 +7,7 @@ import pytest
 from waiting import wait_until
 
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.cpu.cpu_cores import choose_cores
+from penstock.models.backends.cpu.cores import choose_cores
 from penstock.models.errors import ModelError
 
 MACHINE = 8

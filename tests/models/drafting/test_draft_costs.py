@@ -5,8 +5,8 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.models.speculative.ask_costs import DraftCost
 from penstock.models.speculative.cost_model import MEASURE_S, SIZES, StepCost
+from penstock.models.speculative.draft_cost import DraftCost
 from penstock.models.speculative.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths, choose_rounds
 
 acceptance = st.lists(

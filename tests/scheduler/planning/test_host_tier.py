@@ -5,7 +5,7 @@ import pytest
 from penstock.kv.manager import ChainedHashing, KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan, WorkerFacts
-from penstock.scheduler.planning.restoring import HostTierRestorePolicy
+from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.testing.fake_worker import BrokenPlan, CheckedSlots, FakeWorker, token_of_history
 from penstock.scheduler.testing.simulation import cpu_step_s
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.planning.allowance import Rated, TenantRateLimit, TokenBucket
+from penstock.scheduler.planning.rate_limit import Rated, TenantRateLimit, TokenBucket
 from penstock.scheduler.planning.tenants import MAX_REMEMBERED, TenantAccounting
 from penstock.scheduler.request import RefusalKind, Refused
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.planning.stop_checker import OutputBuffer
+from penstock.scheduler.planning.output_buffer import OutputBuffer
 from penstock.scheduler.request import EngineFinishReason, StopMatch, TextDelta
 
 EOS = 9
