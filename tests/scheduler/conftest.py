@@ -2,6 +2,7 @@
 operation."""
 
 import random
+import time
 from collections import Counter, deque
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 from known_requests import (
     BLOCK_SIZE,
+    ENGINE_VOCAB_SIZE,
     HIDDEN_SIZE,
     MAX_MODEL_LEN,
     TEXTS,
     VOCAB_SIZE,
     PlainText,
     Received,
+    make_prompt,
     make_request,
 )
 
@@ -26,6 +29,7 @@ from penstock.scheduler.planning.queues import WaitingQueue
 from penstock.scheduler.planning.sequence import SequenceStatus
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import Change, EngineFinishReason, Prompt, Refused, Request
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeRow, FakeWorker, token_of_history
 from penstock.scheduler.timing.queued_work import total_work
 
@@ -204,6 +208,29 @@ class World:
         self.plans.append(plan)
         return True
 
+    def next_plan(self) -> StepPlan:
+        assert self.schedule(), "nothing is planned"
+        self.check()
+        return self.plans[-1]
+
+    def begin(self) -> list[str]:
+        """Makes a plan and returns the requests that begin in it."""
+        rows = self.scheduler._planner.rows
+        return [rows.current(added.row).live.request.request_id for added in self.next_plan().added]
+
+    def step(self) -> list[str]:
+        """Makes a plan, answers it and returns the requests that began in it."""
+        names = self.begin()
+        self.answer()
+        self.check()
+        return names
+
+    def learn_step_time(self) -> None:
+        """Has the scheduler find out that a step takes a second, whatever is in it."""
+        for number in range(3):
+            self.add(make_request(f"teacher {number}", make_prompt(8), max_tokens=20))
+            self.drain()
+
     def answer(self) -> bool:
         """Answers the oldest plan, if there is one. Every token for a choice that lives on is taken."""
         if not self.plans:
@@ -328,3 +355,22 @@ def received_type() -> type[Received]:
 @pytest.fixture(scope="session")
 def plain_text() -> type[PlainText]:
     return PlainText
+
+
+@pytest.fixture
+async def executor() -> FakeExecutor:
+    return FakeExecutor(num_blocks=400, vocab_size=ENGINE_VOCAB_SIZE)
+
+
+@pytest.fixture
+def submit():
+    """Submits a request to an engine; blocks of 16, as the fake executor has them."""
+
+    def submit(engine, name, length=20, first=0, prompt=None, **fields):
+        prompt = prompt or [(first + position) % ENGINE_VOCAB_SIZE for position in range(length)]
+        request = make_request(name, prompt, block_size=16, **{"arrival": time.monotonic()} | fields)
+        received = Received(request, max_model_len=4096, vocab_size=ENGINE_VOCAB_SIZE)
+        engine.submit(request)
+        return received
+
+    return submit

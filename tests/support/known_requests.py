@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
+from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Pooling, SamplingParams, TokenLogprobs
 from penstock.scheduler.planning.sequence import sampling_of_choice
 from penstock.scheduler.request import (
@@ -24,6 +25,8 @@ from penstock.scheduler.testing.fake_worker import token_of_history, vector_of
 VOCAB_SIZE, BLOCK_SIZE = 7, 4
 MAX_MODEL_LEN = 44
 HIDDEN_SIZE = 3
+ENGINE_VOCAB_SIZE = 100
+"""The vocabulary of the fake executors that engines run on."""
 
 
 class PlainText:
@@ -207,3 +210,12 @@ def make_request(
     defaults: dict[str, Any] = {"sampling": SamplingParams(), "max_tokens": 4, "make_text": PlainText}
     hashes = hash_blocks(prompt, block_size, salt)
     return Request(name, prompt, hashes, sink=lambda _: None, tenant=tenant, hash_salt=salt, **defaults | fields)
+
+
+def make_prompt(length: int, first: int = 0) -> list[int]:
+    return [(first + position * position // 5) % VOCAB_SIZE for position in range(length)]
+
+
+def make_config(**changes: Any) -> SchedulerConfig:
+    """Small limits, so that a few requests reach them."""
+    return SchedulerConfig(**{"max_num_seqs": 5, "max_num_batched_tokens": 64} | changes)

@@ -2,37 +2,11 @@
 
 import math
 
+from known_requests import make_config, make_prompt
+
 from penstock.scheduler.admission.latency_predictor import UNTESTED_S
-from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.request import EngineFinishReason
 from penstock.scheduler.timing.queued_work import sequence_work
-
-
-def config(**changes):
-    return SchedulerConfig(**{"max_num_seqs": 5, "max_num_batched_tokens": 64} | changes)
-
-
-def prompt(length, first=0):
-    return [(first + position * position // 5) % 7 for position in range(length)]
-
-
-def begun(world):
-    assert world.schedule(), "nothing is planned"
-    rows = world.scheduler._planner.rows
-    return [rows.current(added.row).live.request.request_id for added in world.plans[-1].added]
-
-
-def step(world):
-    names = begun(world)
-    world.answer()
-    world.check()
-    return names
-
-
-def learn(world, new_request):
-    for number in range(3):
-        world.add(new_request(f"teacher {number}", prompt(8), max_tokens=20))
-        world.drain()
 
 
 def knows_no_lateness(world):
@@ -41,13 +15,13 @@ def knows_no_lateness(world):
 
 def test_what_is_cached_is_not_counted_when_a_request_might_be_late(world_type, new_request):
     """A turn of a conversation computes little; alone and without a cache it would take its whole prompt's time."""
-    world = world_type(100, config(max_num_batched_tokens=8))
-    learn(world, new_request)
-    shared = prompt(40)
+    world = world_type(100, make_config(max_num_batched_tokens=8))
+    world.learn_step_time()
+    shared = make_prompt(40)
     world.add(new_request("first", shared, max_tokens=1))
     world.drain()
-    world.add(new_request("other", prompt(8, first=5), max_tokens=30))
-    step(world)
+    world.add(new_request("other", make_prompt(8, first=5), max_tokens=30))
+    world.step()
     turn = world.add(new_request("turn", [*shared, 1], max_tokens=1, deadline=math.inf))
     request = world.scheduler._requests["turn"].request
     request.deadline = world.now + 2.5
@@ -57,11 +31,11 @@ def test_what_is_cached_is_not_counted_when_a_request_might_be_late(world_type, 
 
 
 def test_who_is_cut_by_a_deadline_that_was_too_short_tells_nothing_of_load(world_type, new_request):
-    world = world_type(100, config())
-    learn(world, new_request)
+    world = world_type(100, make_config())
+    world.learn_step_time()
     for number in range(8):
         now = world.now
-        received = world.add(new_request(str(number), prompt(8), max_tokens=30, deadline=now + 5, arrival=now))
+        received = world.add(new_request(str(number), make_prompt(8), max_tokens=30, deadline=now + 5, arrival=now))
         world.drain()
         assert received.finished.reason is EngineFinishReason.DEADLINE
         assert received.token_ids[0]
@@ -69,11 +43,11 @@ def test_who_is_cut_by_a_deadline_that_was_too_short_tells_nothing_of_load(world
 
 
 def test_streams_that_nobody_reads_tell_nothing_of_load(world_type, new_request):
-    world = world_type(100, config())
-    learn(world, new_request)
+    world = world_type(100, make_config())
+    world.learn_step_time()
     for number in range(8):
-        world.add(new_request(str(number), prompt(8), max_tokens=10))
-        step(world)
+        world.add(new_request(str(number), make_prompt(8), max_tokens=10))
+        world.step()
         world.scheduler.hold(str(number), True)
         world.now += 1000.0
         world.scheduler.hold(str(number), False)
@@ -82,11 +56,11 @@ def test_streams_that_nobody_reads_tell_nothing_of_load(world_type, new_request)
 
 
 def test_a_worker_that_died_tells_nothing_of_load(world_type, new_request):
-    world = world_type(100, config())
-    learn(world, new_request)
+    world = world_type(100, make_config())
+    world.learn_step_time()
     for number in range(8):
-        world.add(new_request(str(number), prompt(8), max_tokens=10))
-    step(world)
+        world.add(new_request(str(number), make_prompt(8), max_tokens=10))
+    world.step()
     world.recover(blames_step=False)
     world.now += 1000.0
     world.drain()
@@ -95,16 +69,16 @@ def test_a_worker_that_died_tells_nothing_of_load(world_type, new_request):
 
 def test_a_bad_start_is_found_out(world_type, new_request):
     """The first prompt took very long. Beside a stream that only decodes nothing would ever tell that others do not."""
-    world = world_type(100, config())
-    world.add(new_request("long", prompt(2), max_tokens=40))
+    world = world_type(100, make_config())
+    world.add(new_request("long", make_prompt(2), max_tokens=40))
     world.step_us = 1_000_000_000
-    step(world)
+    world.step()
     world.step_us = 1_000_000
     for _ in range(8):
-        step(world)
+        world.step()
 
     def add(name):
-        return world.add(new_request(name, prompt(8), deadline=world.now + 20, arrival=world.now))
+        return world.add(new_request(name, make_prompt(8), deadline=world.now + 20, arrival=world.now))
 
     assert add("refused") is None
     world.now += UNTESTED_S
@@ -117,28 +91,28 @@ def test_a_bad_start_is_found_out(world_type, new_request):
 
 def test_bad_times_are_forgotten(world_type, new_request):
     """Beside one long stream, so that somebody is always there."""
-    world = world_type(100, config())
-    learn(world, new_request)
+    world = world_type(100, make_config())
+    world.learn_step_time()
     for _ in range(8):
         for expected_s in (2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0):
             world.scheduler.predictor._queue_time.learn_total(sequence_work(8, 8, 4), expected_s, math.inf)
-    world.add(new_request("long", prompt(2), max_tokens=40))
-    step(world)
+    world.add(new_request("long", make_prompt(2), max_tokens=40))
+    world.step()
     fields = {"max_tokens": 4}
-    assert world.add(new_request("refused", prompt(8), deadline=world.now + 9, **fields)) is None
+    assert world.add(new_request("refused", make_prompt(8), deadline=world.now + 9, **fields)) is None
     world.now += UNTESTED_S
-    assert world.add(new_request("taken", prompt(8), deadline=world.now + 9, **fields)) is not None
+    assert world.add(new_request("taken", make_prompt(8), deadline=world.now + 9, **fields)) is not None
     world.drain()
 
 
 def test_the_next_plan_waits_for_most_of_a_step_once_steps_are_known(world_type, new_request):
-    world = world_type(100, config())
+    world = world_type(100, make_config())
     predictor = world.scheduler.predictor
-    world.add(new_request("first", prompt(8), max_tokens=40))
+    world.add(new_request("first", make_prompt(8), max_tokens=40))
     world.schedule()
     assert predictor.spare_s == 0.0, "nothing is known yet"
     world.drain()
-    world.add(new_request("second", prompt(8, first=3), max_tokens=2))
+    world.add(new_request("second", make_prompt(8, first=3), max_tokens=2))
     assert predictor.spare_s == 0.0, "the worker has nothing to do"
     world.schedule()
     step_s = predictor.oldest_step_s

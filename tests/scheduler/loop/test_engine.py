@@ -1,11 +1,10 @@
 """The step loop, over a fake executor: what happens when something arrives, ends, or breaks."""
 
 import asyncio
-import random
 import time
-from contextlib import suppress
 
 import pytest
+from known_requests import ENGINE_VOCAB_SIZE
 from waiting import until
 
 from penstock.kv.manager import KVCacheManager
@@ -16,49 +15,8 @@ from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.planning.planner import Planner
-from penstock.scheduler.planning.prefill_adder import PrefillAdder
-from penstock.scheduler.request import Change, EngineFinishReason, RefusalKind, Refused, TextDelta
+from penstock.scheduler.request import Change, EngineFinishReason, RefusalKind, Refused
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-
-VOCAB_SIZE = 100
-
-
-@pytest.fixture
-async def executor():
-    return FakeExecutor(num_blocks=400, vocab_size=VOCAB_SIZE)
-
-
-@pytest.fixture
-async def engine(executor):
-    engine = Engine(executor)
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
-@pytest.fixture
-def submit(new_request, received_type):
-    """Submits a request to an engine; blocks of 16, as the fake executor has them."""
-
-    def submit(engine, name, length=20, first=0, **fields):
-        prompt = [(first + position) % VOCAB_SIZE for position in range(length)]
-        fields = {"make_text": Ids, "arrival": time.monotonic()} | fields
-        request = new_request(name, prompt, block_size=16, **fields)
-        received = received_type(request, max_model_len=4096, vocab_size=VOCAB_SIZE)
-        engine.submit(request)
-        return received
-
-    return submit
-
-
-class Ids:
-    """Lets every token go, without text."""
-
-    def feed(self, token_id):
-        return TextDelta(1, "")
-
-    def finish(self):
-        return TextDelta(0, "")
 
 
 async def turns_until(condition):
@@ -70,7 +28,7 @@ async def turns_until(condition):
 
 
 async def test_whoever_comes_while_a_step_computes_is_in_the_next_one(submit, monkeypatch):
-    executor = FakeExecutor(vocab_size=VOCAB_SIZE, seconds_per_step=0.3)
+    executor = FakeExecutor(vocab_size=ENGINE_VOCAB_SIZE, seconds_per_step=0.3)
     plans, take = [], executor.submit
 
     def submit_and_note(plan):
@@ -168,7 +126,7 @@ async def test_abort_ends_a_request_once(engine, submit):
 
 
 async def test_deadlines_end_running_and_waiting_requests(submit):
-    engine = Engine(FakeExecutor(vocab_size=VOCAB_SIZE, seconds_per_step=0.002), SchedulerConfig(max_num_seqs=1))
+    engine = Engine(FakeExecutor(vocab_size=ENGINE_VOCAB_SIZE, seconds_per_step=0.002), SchedulerConfig(max_num_seqs=1))
     await engine.start()
     deadline = time.monotonic() + 0.3
     running = submit(engine, "running", max_tokens=3000, deadline=time.monotonic() + 3600)
@@ -231,14 +189,14 @@ async def test_a_sink_that_raises_does_not_keep_others_from_their_end(engine, ex
     assert second.finished.reason is EngineFinishReason.INTERNAL
 
 
-async def test_a_sink_may_end_its_request_as_soon_as_it_is_accepted(engine, new_request, received_type):
+async def test_a_sink_may_end_its_request_as_soon_as_it_is_accepted(engine, new_request):
     ends = []
 
     def sink(event):
         ends.append(event)
         engine.abort("one", EngineFinishReason.CANCELLED)
 
-    request = new_request("one", [1, 2, 3], block_size=16, make_text=Ids, deadline=time.monotonic() + 3600)
+    request = new_request("one", [1, 2, 3], block_size=16, deadline=time.monotonic() + 3600)
     request.sink = sink
     engine.submit(request)
     await asyncio.wait_for(engine.wait_idle(), 120)
@@ -247,7 +205,7 @@ async def test_a_sink_may_end_its_request_as_soon_as_it_is_accepted(engine, new_
 
 
 async def test_a_refused_request_leaves_nothing_behind(submit):
-    engine = Engine(FakeExecutor(num_blocks=10, vocab_size=VOCAB_SIZE))
+    engine = Engine(FakeExecutor(num_blocks=10, vocab_size=ENGINE_VOCAB_SIZE))
     await engine.start()
     with pytest.raises(Refused):
         submit(engine, "one", 1000, deadline=time.monotonic() + 3600)
@@ -337,75 +295,4 @@ async def test_an_executor_that_cannot_start_is_told():
     with pytest.raises(ExecutorError, match="name another"):
         await engine.start()
     assert states == [EngineState.FAILED]
-    await engine.stop()
-
-
-async def run_load(engine, submit, seed):
-    """Requests that share prefixes, in a pool that is too small for them; some are cancelled."""
-    rng = random.Random(seed)
-    requests = []
-    for number in range(60):
-        sampling = SamplingParams(seed=number, logprobs=rng.choice((None, 1)))
-        received = submit(
-            engine,
-            str(number),
-            rng.randint(1, 120),
-            first=rng.choice((0, 0, 50)),
-            max_tokens=rng.randint(1, 60),
-            n=rng.choice((1, 1, 2)),
-            sampling=sampling,
-        )
-        requests.append(received)
-        if rng.random() < 0.2:
-            engine.abort(str(rng.randrange(number + 1)), EngineFinishReason.CANCELLED)
-        for _ in range(rng.randrange(6)):
-            await asyncio.sleep(0)
-    await engine.wait_idle()
-    return requests
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed):
-    """The fake worker knows whose KV each slot holds, poisons what is given out again, and checks every read."""
-    engine = Engine(FakeExecutor(num_blocks=20, vocab_size=VOCAB_SIZE), SchedulerConfig(max_num_batched_tokens=64))
-    await engine.start()
-    for received in await run_load(engine, submit, seed):
-        received.check_end()
-        assert received.finished.reason is not EngineFinishReason.INTERNAL
-    assert engine.stats().preemptions > 0
-    assert engine.stats().cached_tokens > 0
-    assert engine.stats().kv_usage == 0.0
-    await engine.stop()
-
-
-def publish_before_the_plan_is_closed(patch):
-    begin = PrefillAdder._begin
-
-    def begin_and_publish(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
-        begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
-        num_full = len(sequence.token_ids) // prefill_adder._kv.block_size
-        prefill_adder._kv.publish(block_ids, sequence.hashes, num_cached_blocks, num_full, sequence.token_ids)
-
-    patch.setattr(PrefillAdder, "_begin", begin_and_publish)
-
-
-def free_a_block_too_early(patch):
-    begin = PrefillAdder._begin
-
-    def begin_and_free(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
-        begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
-        prefill_adder._kv.free(sequence.block_ids[-1:])
-
-    patch.setattr(PrefillAdder, "_begin", begin_and_free)
-
-
-@pytest.mark.parametrize("plant", [publish_before_the_plan_is_closed, free_a_block_too_early])
-async def test_reliability_figure_2_planted_bug_is_caught(submit, monkeypatch, caplog, plant):
-    plant(monkeypatch)
-    engine = Engine(FakeExecutor(num_blocks=20, vocab_size=VOCAB_SIZE), SchedulerConfig(max_num_batched_tokens=64))
-    await engine.start()
-    with suppress(Refused):  # once the engine has failed
-        await run_load(engine, submit, 0)
-    assert engine.state is EngineState.FAILED
-    assert "BrokenPlan" in caplog.text
     await engine.stop()

@@ -2,18 +2,14 @@
 
 import pytest
 
-from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Chunk, Decode, SamplingParams
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import (
-    Change,
     EngineFinishReason,
     RefusalKind,
     Refused,
-    RequestFinished,
-    SequenceDelta,
     StopMatch,
-    TextDelta,
 )
 
 
@@ -30,20 +26,14 @@ def world(world_type):
     return world_type(64, config())
 
 
-def next_plan(world):
-    assert world.schedule()
-    world.check()
-    return world.plans[-1]
-
-
 def test_a_prompt_is_computed_in_chunks_beside_rows_that_decode(world, new_request):
     world.add(new_request("first", prompt(6)))
-    plan = next_plan(world)
+    plan = world.next_plan()
     assert plan.chunks == [Chunk(plan.added[0].row, 0, 6)]
     world.add(new_request("second", prompt(34, first=3)))
     plans = []
     for _ in range(3):
-        plans.append(next_plan(world))
+        plans.append(world.next_plan())
         world.answer()
     row = plans[0].added[0].row
     # One token of the budget of 16 is the first row's in every step.
@@ -54,10 +44,10 @@ def test_a_prompt_is_computed_in_chunks_beside_rows_that_decode(world, new_reque
 
 def test_a_row_is_never_continued_past_its_last_token(world, new_request):
     received = world.add(new_request("one", prompt(5), max_tokens=3))
-    next_plan(world)
-    next_plan(world)
+    world.next_plan()
+    world.next_plan()
     world.answer()
-    next_plan(world)
+    world.next_plan()
     world.answer()
     # The third and last token is in flight: nothing is left to plan.
     assert not world.schedule()
@@ -70,8 +60,8 @@ def test_a_row_is_never_continued_past_its_last_token(world, new_request):
 def test_nothing_follows_a_stop_though_a_step_was_in_flight(world, new_request):
     request = new_request("one", prompt(5), max_tokens=20, sampling=SamplingParams(stop_token_ids=tuple(range(7))))
     received = world.add(request)
-    next_plan(world)
-    assert next_plan(world).decodes  # submitted before anybody knows that the first token stops
+    world.next_plan()
+    assert world.next_plan().decodes  # submitted before anybody knows that the first token stops
     world.answer()
     assert received.finished is not None
     assert received.finished.usage.output_tokens == 1
@@ -110,12 +100,12 @@ def test_a_follower_goes_on_when_its_leader_is_cancelled(world, new_request):
     world.add(new_request("leader", prompt(40)))
     follower = world.add(new_request("follower", prompt(40)))
     other = world.add(new_request("other", prompt(3, first=5)))
-    next_plan(world)
+    world.next_plan()
     world.answer()
-    plan = next_plan(world)
+    plan = world.next_plan()
     assert [added.num_prompt_tokens for added in plan.added] == []
     world.scheduler.abort("leader", EngineFinishReason.CANCELLED)
-    plan = next_plan(world)
+    plan = world.next_plan()
     assert [(added.num_prompt_tokens, added.num_computed) for added in plan.added] == [(40, 32), (3, 0)]
     world.drain()
     assert follower.finished.usage.cached_tokens == 32
@@ -126,8 +116,8 @@ def test_a_waiting_follower_lets_others_pass(world, new_request):
     world.add(new_request("leader", prompt(17)))
     world.add(new_request("follower", prompt(17)))
     world.add(new_request("other", prompt(3, first=5)))
-    next_plan(world)
-    assert [added.token_ids for added in next_plan(world).added] == [prompt(17), prompt(3, first=5)]
+    world.next_plan()
+    assert [added.token_ids for added in world.next_plan().added] == [prompt(17), prompt(3, first=5)]
     world.drain()
 
 
@@ -155,9 +145,9 @@ def test_output_is_cached_too(world, new_request):
 def test_choices_share_the_prompt_and_compute_its_tail(world_type, new_request, enable_prefix_caching):
     world = world_type(64, config(enable_prefix_caching=enable_prefix_caching, max_num_batched_tokens=64))
     received = world.add(new_request("one", prompt(22), n=4, max_tokens=6, sampling=SamplingParams(seed=9)))
-    first = next_plan(world)
+    first = world.next_plan()
     assert len(first.added) == 1
-    second = next_plan(world)
+    second = world.next_plan()
     assert [added.num_computed for added in second.added] == [20] * 3
     shared = first.added[0].block_ids[:5]
     assert all(added.block_ids[:5] == shared for added in second.added)
@@ -202,7 +192,7 @@ def test_the_token_in_flight_of_a_preempted_row_is_kept(world_type, new_request)
         if len(world.plans) == 2:
             world.answer()
         num_known = len(second.token_ids.get(0, []))
-        next_plan(world)
+        world.next_plan()
     assert world.plans[-1].dropped
     assert any(decode.row in world.plans[-1].dropped for decode in world.plans[-2].decodes)
     world.answer()
@@ -228,7 +218,7 @@ def test_prompt_logprobs_read_no_cache(world, new_request):
     world.drain()
     received = world.add(new_request("asking", prompt(16), sampling=SamplingParams(prompt_logprobs=2)))
     assert received.accepted.cached_tokens == 0
-    assert next_plan(world).added[0].num_computed == 0
+    assert world.next_plan().added[0].num_computed == 0
     world.drain()
     assert len(received.prompt_logprobs) == 15
 
@@ -236,14 +226,14 @@ def test_prompt_logprobs_read_no_cache(world, new_request):
 def test_a_cancelled_request_frees_its_blocks_at_once_and_its_row_later(world_type, new_request):
     world = world_type(8, config(max_num_seqs=1))
     world.add(new_request("one", prompt(30), max_tokens=2))
-    row = next_plan(world).added[0].row
-    next_plan(world)
+    row = world.next_plan().added[0].row
+    world.next_plan()
     world.scheduler.abort("one", EngineFinishReason.CANCELLED)
     assert world.scheduler.kv.usage == 0.0
     assert not world.scheduler.abort("one", EngineFinishReason.CANCELLED)
     world.add(new_request("two", prompt(31, first=2), max_tokens=2))
     world.answer()
-    plan = next_plan(world)
+    plan = world.next_plan()
     # All blocks are given out again in the plan that drops the row, whose number rests.
     assert plan.dropped == [row]
     assert plan.added[0].row != row
@@ -264,7 +254,7 @@ def test_admission_is_bounded(world_type, new_request):
     assert refusal("late", 3, deadline=-1.0).kind is RefusalKind.DEADLINE
     assert world.add(new_request("just fits", prompt(30), max_tokens=11)).accepted.queue_position == 0
     assert refusal("tokens", 1).kind is RefusalKind.QUEUE_FULL
-    next_plan(world)
+    world.next_plan()
     assert world.add(new_request("1", prompt(3))).accepted.queue_position == 0
     assert world.add(new_request("2", prompt(3))).accepted.queue_position == 1
     assert refusal("requests", 3).retry_after_ms is not None
@@ -276,11 +266,11 @@ def test_usage_and_timings(world_type, new_request):
     world = world_type(64, config())
     world.scheduler = type(world.scheduler)(world.facts, world.config, clock=lambda: now[0])
     received = world.add(new_request("one", prompt(5), max_tokens=2, arrival=99.5))
-    next_plan(world)
+    world.next_plan()
     now[0] = 102.0
     world.answer()
     now[0] = 103.0
-    next_plan(world)
+    world.next_plan()
     world.answer()
     timings = received.finished.timings
     assert (timings.queued_us, timings.prefill_us, timings.first_token_us) == (500_000, 2_000_000, 2_500_000)
@@ -291,107 +281,6 @@ def test_usage_and_timings(world_type, new_request):
     assert waiting.finished.message == "too late"
     assert waiting.finished.timings.queued_us == waiting.finished.timings.total_us == 1_000_000
     assert waiting.finished.timings.first_token_us == 0
-
-
-def test_a_broken_text_state_ends_its_request_alone(world, new_request):
-    class Broken:
-        def feed(self, token_id):
-            raise ValueError("no such token")
-
-        def finish(self):
-            raise AssertionError("nothing may follow")
-
-    broken = world.add(new_request("broken", prompt(5), make_text=Broken))
-    whole = world.add(new_request("whole", prompt(5, first=2)))
-    while world.alive():
-        world.schedule()
-        world.answer()
-        world.check()
-    assert broken.finished.reason is EngineFinishReason.INTERNAL
-    assert "no such token" not in broken.finished.message
-    whole.check_end()
-
-
-def broken_text():
-    raise ValueError("no text")
-
-
-def test_a_request_without_a_text_leaves_nothing_behind(world_type, new_request):
-    world = world_type(100, config(tenants={"a": TenantLimits(max_live_requests=1)}))
-    with pytest.raises(ValueError, match="no text"):
-        world.scheduler.add_request(new_request("broken", prompt(8), tenant="a", make_text=broken_text))
-    assert not list(world.scheduler.tenants)
-    assert world.scheduler.explain("broken") is None
-    assert world.add(new_request("good", prompt(8), tenant="a")) is not None
-    world.drain()
-
-
-class EndlessText:
-    """Holds everything back, and cannot let it go."""
-
-    def feed(self, token_id):
-        return TextDelta(0, "")
-
-    def finish(self):
-        raise ValueError("no text")
-
-
-def test_a_text_that_cannot_be_cut_ends_its_request_alone(world_type, new_request):
-    world = world_type(100, config())
-    world.add(new_request("other", prompt(8), max_tokens=10))
-    broken = world.add(new_request("broken", prompt(8), max_tokens=10, make_text=EndlessText))
-    for _ in range(4):
-        next_plan(world)
-        world.answer()
-    assert world.scheduler.update_request("broken", Change(max_tokens=2))
-    assert broken.finished.reason is EngineFinishReason.INTERNAL
-    world.check()
-    del world.received["broken"]
-    world.drain()
-
-
-@pytest.mark.parametrize("part", ["kv.retain", "tenants.leave", "predictor.ended"])
-def test_whatever_fails_at_the_end_of_a_request_its_caller_is_told(world, new_request, monkeypatch, part):
-    received = world.add(new_request("one", prompt(8), max_tokens=3, retain_s=5.0))
-    next_plan(world)
-    world.answer()
-    owner, name = part.split(".")
-    monkeypatch.setattr(getattr(world.scheduler, owner), name, broken_text)
-    with pytest.raises((ValueError, TypeError)):
-        world.scheduler.abort("one", EngineFinishReason.CANCELLED)
-    world.scheduler.abandon(EngineFinishReason.INTERNAL, "the scheduler failed")
-    assert received.finished is not None
-
-
-def test_a_limit_that_comes_with_the_last_token_changes_nothing(world_type, new_request):
-    world = world_type(100, config())
-    received = world.add(new_request("one", prompt(8), max_tokens=3))
-
-    def sink(event):
-        received.sink(event)
-        if isinstance(event, SequenceDelta) and event.end is not None:
-            world.scheduler.update_request("one", Change(max_tokens=1))
-
-    received.request.sink = sink
-    world.drain()
-    assert received.finished.reason is EngineFinishReason.LENGTH
-
-
-def test_a_sink_may_abort_its_request(world, new_request):
-    received = world.add(new_request("one", prompt(5), n=2, max_tokens=3))
-    take = received.sink
-
-    def sink(event):
-        take(event)
-        if not isinstance(event, RequestFinished):
-            world.scheduler.abort("one", EngineFinishReason.CANCELLED)
-
-    received.request.sink = sink
-    while world.alive():
-        world.schedule()
-        world.answer()
-    world.drain()
-    assert received.finished.reason is EngineFinishReason.CANCELLED
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+from known_requests import ENGINE_VOCAB_SIZE
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
@@ -17,14 +18,8 @@ from penstock.scheduler.recovery.watchdog import StepWatchdog
 from penstock.scheduler.request import Change, EngineFinishReason, RefusalKind, Refused
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 
-VOCAB_SIZE = 100
 POISON = 77
 """A prompt with this token twice in a row kills."""
-
-
-@pytest.fixture
-async def executor():
-    return FakeExecutor(num_blocks=400, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture
@@ -45,21 +40,6 @@ async def new_engine():
 @pytest.fixture
 async def engine(new_engine, executor):
     return await new_engine(executor)
-
-
-@pytest.fixture
-def submit(new_request, received_type, plain_text):
-    """Submits a request to an engine; blocks of 16, as the fake executor has them."""
-
-    def submit(engine, name, length=20, first=0, prompt=None, **fields):
-        prompt = prompt or [(first + position) % VOCAB_SIZE for position in range(length)]
-        fields = {"make_text": plain_text, "arrival": time.monotonic()} | fields
-        request = new_request(name, prompt, block_size=16, **fields)
-        received = received_type(request, max_model_len=4096, vocab_size=VOCAB_SIZE)
-        engine.submit(request)
-        return received
-
-    return submit
 
 
 async def until(condition):
@@ -85,7 +65,7 @@ def random_fields(rng):
 @pytest.mark.parametrize("seed", range(3))
 async def test_no_token_is_lost_repeated_or_changed(new_engine, submit, seed, blames_step):
     rng = random.Random(seed)
-    executor = FakeExecutor(num_blocks=60, vocab_size=VOCAB_SIZE)
+    executor = FakeExecutor(num_blocks=60, vocab_size=ENGINE_VOCAB_SIZE)
     engine = await new_engine(executor, SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=32))
     requests = [
         submit(engine, str(number), rng.randint(1, 120), rng.choice((0, 50)), **random_fields(rng))
@@ -115,7 +95,7 @@ def poisoned(row):
 
 @pytest.mark.parametrize("place", [0, 40, 63])
 async def test_reliability_figure_14_one_killer_among_64_is_refused_alone(new_engine, submit, place, caplog):
-    engine = await new_engine(FakeExecutor(num_blocks=1000, vocab_size=VOCAB_SIZE, kills=poisoned))
+    engine = await new_engine(FakeExecutor(num_blocks=1000, vocab_size=ENGINE_VOCAB_SIZE, kills=poisoned))
     requests = [
         submit(engine, str(number), first=number, max_tokens=30, prompt=[POISON] * 20 if number == place else None)
         for number in range(64)
@@ -135,7 +115,7 @@ async def test_killers_in_every_place_and_with_every_feature(new_engine, submit)
         return row.history[0] == POISON and len(row.history) >= row.num_prompt_tokens + row.history[1]
 
     rng = random.Random(1)
-    executor = FakeExecutor(num_blocks=60, vocab_size=VOCAB_SIZE, kills=kills)
+    executor = FakeExecutor(num_blocks=60, vocab_size=ENGINE_VOCAB_SIZE, kills=kills)
     engine = await new_engine(executor, SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=16))
     requests = {}
     for number in range(40):
@@ -320,7 +300,7 @@ class HangingExecutor(FakeExecutor):
 
 
 async def test_a_step_that_does_not_end_is_fatal_and_found_out(new_engine, submit, caplog):
-    engine = await new_engine(HangingExecutor(vocab_size=VOCAB_SIZE), step_limit_s=0.05)
+    engine = await new_engine(HangingExecutor(vocab_size=ENGINE_VOCAB_SIZE), step_limit_s=0.05)
     others = [submit(engine, str(number), first=number, max_tokens=40) for number in range(4)]
     await until(lambda: engine.stats().steps > 8)  # so that the model of steps says something
     killer = submit(engine, "hangs", prompt=[POISON] * 5, max_tokens=5)
