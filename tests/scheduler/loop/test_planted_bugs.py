@@ -8,12 +8,12 @@ from penstock.kv.host_tier import HostTier
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.loop.scheduler import Scheduler
+from penstock.scheduler.planning.output_buffer import OutputBuffer
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.preemption import PreemptionPolicy
 from penstock.scheduler.planning.prefill_adder import PrefillAdder
 from penstock.scheduler.planning.rows import RowIdAllocator
 from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
-from penstock.scheduler.planning.stop_checker import OutputBuffer
 from penstock.scheduler.recovery.crash_bisector import CrashBisector
 
 
