@@ -34,22 +34,22 @@ def _vllm_cache_config(now: Snapshot) -> LabelledValues:
 
 def _loop_lag(now: Snapshot) -> LabelledValues:
     lag = now.loop_lag.over(MAX_SAMPLES)
-    return [] if lag is None else [("p50", lag.p50_s), ("p99", lag.p99_s), ("max", lag.max_s)]
+    return [] if lag is None else [(("p50",), lag.p50_s), (("p99",), lag.p99_s), (("max",), lag.max_s)]
 
 
 def _by_position(counts: Sequence[int]) -> LabelledValues:
-    return ((str(index), count) for index, count in enumerate(counts))
+    return [((str(index),), count) for index, count in enumerate(counts)]
 
 
 def _by_tenant(read: Callable[[TenantTotals], int]) -> Callable[[Snapshot], LabelledValues]:
-    return lambda now: ((tenant, read(totals)) for tenant, totals in now.metrics.tenants.items())
+    return lambda now: [((tenant,), read(totals)) for tenant, totals in now.metrics.tenants.items()]
 
 
 def _live_requests_by_tenant(now: Snapshot) -> LabelledValues:
     live = Counter(dict.fromkeys(now.metrics.tenants, 0))
     for use in now.engine.busy_tenants():
         live[now.metrics.tenant_label(use.name)] += use.num_live
-    return live.items()
+    return [((tenant,), count) for tenant, count in live.items()]
 
 
 def _durations(now: Snapshot) -> LabelledValues:
@@ -59,7 +59,7 @@ def _durations(now: Snapshot) -> LabelledValues:
 
 
 def _prompt_tokens(now: Snapshot) -> int:
-    return now.stats.prefill_tokens + now.stats.cached_tokens
+    return now.counters.prefill_tokens + now.stats.cached_tokens
 
 
 INSTRUMENTS = (
@@ -69,7 +69,7 @@ INSTRUMENTS = (
                "Always 1; the labels describe the service.",
                ("version", "model", "architecture", "backend", "device", "dtype", "quantization", "kv_cache_dtype")),
     Instrument("penstock.state", GAUGE, "",
-               lambda now: ((state.name.lower(), int(state is now.stats.state)) for state in EngineState),
+               lambda now: [((state.name.lower(),), int(state is now.stats.state)) for state in EngineState],
                "1 for the current state of the engine, 0 for all other states.", ("state",)),
     Instrument("penstock.live_requests", GAUGE, "{request}", lambda now: now.stats.requests,
                "Requests that have not ended, including waiting ones."),
@@ -98,27 +98,27 @@ INSTRUMENTS = (
 
     # The engine, since the start ------------------------------------------------------------------------------------
 
-    Instrument("penstock.steps", COUNTER, "{step}", lambda now: now.stats.steps,
+    Instrument("penstock.steps", COUNTER, "{step}", lambda now: now.counters.steps,
                "Planned steps."),
-    Instrument("penstock.decode_rows", COUNTER, "{row}", lambda now: now.stats.decode_rows,
+    Instrument("penstock.decode_rows", COUNTER, "{row}", lambda now: now.counters.decode_rows,
                "Rows that steps continued; divided by the steps, the rows in a step."),
-    Instrument("penstock.prefill_tokens", COUNTER, "{token}", lambda now: now.stats.prefill_tokens,
+    Instrument("penstock.prefill_tokens", COUNTER, "{token}", lambda now: now.counters.prefill_tokens,
                "Prompt tokens that were computed, including those computed again after a preemption."),
     Instrument("penstock.cached_tokens", COUNTER, "{token}", lambda now: now.stats.cached_tokens,
                "Prompt tokens that were found in the prefix cache."),
     Instrument("penstock.restored_tokens", COUNTER, "{token}", lambda now: now.stats.restored_tokens,
                "Cached tokens whose KV was copied back from host memory."),
-    Instrument("penstock.output_tokens", COUNTER, "{token}", lambda now: now.stats.output_tokens,
+    Instrument("penstock.output_tokens", COUNTER, "{token}", lambda now: now.counters.output_tokens,
                "Sampled tokens."),
-    Instrument("penstock.drafts", COUNTER, "{draft}", lambda now: now.stats.speculation.steps,
+    Instrument("penstock.drafts", COUNTER, "{draft}", lambda now: now.counters.speculation.steps,
                "Computed drafts: one per row and step."),
     Instrument("penstock.drafted_tokens", COUNTER, "{token}",
-               lambda now: _by_position(now.stats.speculation.drafted_at),
+               lambda now: _by_position(now.counters.speculation.drafted_at),
                "Drafted tokens, by their position in the draft, from 0.", _POSITION),
     Instrument("penstock.accepted_tokens", COUNTER, "{token}",
-               lambda now: _by_position(now.stats.speculation.accepted_at),
+               lambda now: _by_position(now.counters.speculation.accepted_at),
                "Drafted tokens that were accepted.", _POSITION),
-    Instrument("penstock.preemptions", COUNTER, "{preemption}", lambda now: now.stats.preemptions,
+    Instrument("penstock.preemptions", COUNTER, "{preemption}", lambda now: now.counters.preemptions,
                "Rows that gave up their blocks to other rows."),
     Instrument("penstock.worker_restarts", COUNTER, "{restart}", lambda now: now.stats.restarts,
                "Workers that were replaced."),
@@ -150,11 +150,11 @@ INSTRUMENTS = (
                "From arrival to the end of a request; the error type is its status if that is not OK.",
                (*_GENAI, "error.type"), buckets.GENAI_DURATION),
     Instrument("gen_ai.server.time_to_first_token", HISTOGRAM, "s",
-               lambda now: ((name, times.first_token) for name, times in now.metrics.operations.items()),
+               lambda now: [((name,), times.first_token) for name, times in now.metrics.operations.items()],
                "From arrival to the first token, for requests that ended with OK.",
                _GENAI, buckets.GENAI_FIRST_TOKEN),
     Instrument("gen_ai.server.time_per_output_token", HISTOGRAM, "s",
-               lambda now: ((name, times.output_token) for name, times in now.metrics.operations.items()),
+               lambda now: [((name,), times.output_token) for name, times in now.metrics.operations.items()],
                "From the first token to the end, divided by the tokens after the first, for requests that ended with "
                "OK.", _GENAI, buckets.GENAI_OUTPUT_TOKEN),
 
@@ -174,27 +174,28 @@ INSTRUMENTS = (
                ("max_lora", "running_lora_adapters", "waiting_lora_adapters")),
     Instrument("vllm:prompt_tokens_total", COUNTER, "{token}", _prompt_tokens,
                "Prompt tokens, computed or from the cache.", _VLLM),
-    Instrument("vllm:generation_tokens_total", COUNTER, "{token}", lambda now: now.stats.output_tokens,
+    Instrument("vllm:generation_tokens_total", COUNTER, "{token}", lambda now: now.counters.output_tokens,
                "Same as penstock_output_tokens_total.", _VLLM),
     Instrument("vllm:prefix_cache_queries_total", COUNTER, "{token}",
                lambda now: _prompt_tokens(now) if now.engine.config.enable_prefix_caching else 0,
                "Prompt tokens that were looked up in the prefix cache.", _VLLM),
     Instrument("vllm:prefix_cache_hits_total", COUNTER, "{token}", lambda now: now.stats.cached_tokens,
                "Same as penstock_cached_tokens_total.", _VLLM),
-    Instrument("vllm:num_preemptions_total", COUNTER, "{preemption}", lambda now: now.stats.preemptions,
+    Instrument("vllm:num_preemptions_total", COUNTER, "{preemption}", lambda now: now.counters.preemptions,
                "Same as penstock_preemptions_total.", _VLLM),
-    Instrument("vllm:spec_decode_num_drafts_total", COUNTER, "{draft}", lambda now: now.stats.speculation.steps,
+    Instrument("vllm:spec_decode_num_drafts_total", COUNTER, "{draft}", lambda now: now.counters.speculation.steps,
                "Same as penstock_drafts_total.", _VLLM),
     Instrument("vllm:spec_decode_num_draft_tokens_total", COUNTER, "{token}",
-               lambda now: now.stats.speculation.drafted,
+               lambda now: now.counters.speculation.drafted,
                "Same as penstock_drafted_tokens_total, over all positions.", _VLLM),
     Instrument("vllm:spec_decode_num_accepted_tokens_total", COUNTER, "{token}",
-               lambda now: now.stats.speculation.accepted,
+               lambda now: now.counters.speculation.accepted,
                "Same as penstock_accepted_tokens_total, over all positions.", _VLLM),
     Instrument("vllm:spec_decode_num_accepted_tokens_per_pos_total", COUNTER, "{token}",
-               lambda now: _by_position(now.stats.speculation.accepted_at),
+               lambda now: _by_position(now.counters.speculation.accepted_at),
                "Same as penstock_accepted_tokens_total.", (*_VLLM, *_POSITION)),
-    Instrument("vllm:request_success_total", COUNTER, "{request}", lambda now: now.metrics.finished.items(),
+    Instrument("vllm:request_success_total", COUNTER, "{request}",
+               lambda now: [((reason,), count) for reason, count in now.metrics.finished.items()],
                "Accepted requests that ended: stop, length, abort or error.", (*_VLLM, "finished_reason")),
     Instrument("vllm:time_to_first_token_seconds", HISTOGRAM, "s", lambda now: now.metrics.first_token,
                "From arrival to the first output, recorded as soon as the output is there.",

@@ -8,6 +8,7 @@ import importlib.metadata
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from penstock.scheduler.loop.engine import Engine
@@ -15,7 +16,7 @@ from penstock.scheduler.plan import WorkerFacts
 from penstock.service.telemetry.catalog import INSTRUMENTS
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.histogram import Distribution, Histogram
-from penstock.service.telemetry.instrument import Instrument, LabelledValues, Snapshot
+from penstock.service.telemetry.instrument import Instrument, Snapshot
 from penstock.service.telemetry.metrics import Metrics
 
 READ_S = 5.0
@@ -45,46 +46,40 @@ class MetricsReader:
         self, engine: Engine, facts: WorkerFacts, metrics: Metrics, loop_lag: LoopLag, model_name: str
     ) -> None:
         self._engine = engine
-        self._facts = facts
-        self._metrics = metrics
-        self._loop_lag = loop_lag
-        self._model_name = model_name
-        self._version = importlib.metadata.version("penstock")
-        self._common_labels = {
+        version = importlib.metadata.version("penstock")
+        self._snapshot = partial(Snapshot, engine, facts, metrics, loop_lag, model_name, version)
+        common = {
             "model_name": model_name,
             "engine": "0",  # there is one engine
             "gen_ai.provider.name": "penstock",
             "gen_ai.request.model": model_name,
         }
+        self._rows = [(instrument, [common.get(name) for name in instrument.labels]) for instrument in INSTRUMENTS]
 
     def read(self) -> list[Reading]:
         """Returns every metric, including those without a point."""
-        now = Snapshot(
-            self._engine,
-            self._engine.stats(),
-            self._facts,
-            self._metrics,
-            self._loop_lag,
-            self._model_name,
-            self._version,
-        )
-        return [Reading(instrument, self._points(instrument, now)) for instrument in INSTRUMENTS]
+        now = self._snapshot(self._engine.counters, self._engine.stats())
+        return [Reading(instrument, _points(instrument, common, now)) for instrument, common in self._rows]
 
-    def _points(self, instrument: Instrument, now: Snapshot) -> list[Point]:
-        found = instrument.read(now)
-        if found is None:
-            return []
-        values: LabelledValues = [((), found)] if isinstance(found, int | float | Histogram) else found
-        common = [self._common_labels.get(name) for name in instrument.labels]
-        has_common = any(common)
-        points = []
-        for labels, value in values:
-            labels = (labels,) if isinstance(labels, str) else labels
-            if has_common:
-                own = iter(labels)
-                labels = tuple(next(own) if label is None else label for label in common)
-            points.append(Point(labels, value.read(instrument.bounds) if isinstance(value, Histogram) else value))
-        return points
+
+def _points(instrument: Instrument, common: list[str | None], now: Snapshot) -> list[Point]:
+    """Reads one metric. ``common`` has None for each label whose value the reader returns."""
+    found = instrument.read(now)
+    if found is None:
+        return []
+    if isinstance(found, (int, float, Histogram)):
+        found = [((), found)]
+    if any(common):
+        found = [(_merge(common, labels), value) for labels, value in found]
+    return [
+        Point(labels, value.read(instrument.bounds) if isinstance(value, Histogram) else value)
+        for labels, value in found
+    ]
+
+
+def _merge(common: list[str | None], labels: tuple[str, ...]) -> tuple[str, ...]:
+    own = iter(labels)
+    return tuple([next(own) if label is None else label for label in common])
 
 
 class LoopReader:

@@ -7,6 +7,7 @@ from enum import Enum, auto
 from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.planning.planner import Counters
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.histogram import Histogram
 from penstock.service.telemetry.metrics import Metrics
@@ -15,8 +16,8 @@ _SUFFIXES = {"s": "_seconds", "1": "_ratio", "By": "_bytes"}
 _VLLM = "vllm:"
 
 Value = float | Histogram
-LabelledValues = Iterable[tuple[str | tuple[str, ...], Value]]
-"""The values of a metric, each with its own label or labels, in the order of the instrument's."""
+LabelledValues = Iterable[tuple[tuple[str, ...], Value]]
+"""The values of a metric, each with its labels in the order of the instrument's."""
 
 
 class MetricKind(Enum):
@@ -33,13 +34,14 @@ class Snapshot:
     """The objects that metrics are read from. Nothing else runs while they are read."""
 
     engine: Engine
-    stats: EngineStats
     facts: WorkerFacts
     metrics: Metrics
     loop_lag: LoopLag
     model_name: str
     version: str
     """The version of penstock."""
+    counters: Counters
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
