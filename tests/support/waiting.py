@@ -16,6 +16,12 @@ async def until(condition: Callable[..., Any]) -> Any:
     return found
 
 
+async def turns(number: int = 20) -> None:
+    """Lets the event loop run its ready callbacks this many times."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
 def wait_until(condition: Callable[..., Any]) -> Any:
     """Waits until ``condition()`` is true, and returns its value; for tests without an event loop."""
     while not (found := condition()):

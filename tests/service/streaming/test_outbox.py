@@ -3,73 +3,18 @@
 import asyncio
 
 import pytest
-from waiting import until
+from waiting import turns, until
 
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta, StopMatch
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.streaming import buffer_budget as backlog_module, outbox as outbox_module, pacing as alarm_module
-from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
-from penstock.service.streaming.messages import stream_message
-from penstock.service.streaming.outbox import Outbox
+from penstock.service.streaming import pacing as alarm_module
+from penstock.service.streaming.buffer_budget import WritePacer
 from penstock.service.streaming.pending_message import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PART_BYTES, OutputForm
 from penstock.v1 import generation_pb2 as pb
 
 TEXT = OutputForm(text=True, token_ids=False)
 BOTH = OutputForm(text=True, token_ids=True)
-
-
-class Writer:
-    """Takes messages at once, unless ``blocked``."""
-
-    def __init__(self):
-        self.messages = []
-        self.stalls = []
-        self.pace = None
-        """Set for each message that it takes, where it is not None."""
-        self.open = asyncio.Event()
-        self.open.set()
-
-    async def write(self, raw):
-        self.messages.append(pb.GenerateResponse.FromString(raw))
-        await asyncio.sleep(0)
-        await self.open.wait()
-        if (pace := self.pace) is not None:
-            await pace.wait()
-            pace.clear()
-
-
-@pytest.fixture
-async def make_outbox():
-    """Outboxes whose ``run`` is a task."""
-    tasks = []
-
-    def make(pacer=None, heartbeat_s=60.0, run=True, buffer_budget=None):
-        writer = Writer()
-        outbox = Outbox(
-            writer.write,
-            stream_message,
-            pacer or WritePacer(),
-            buffer_budget or BufferBudget(),
-            lambda: pb.SERVICE_STATE_SERVING,
-            writer.stalls.append,
-            heartbeat_s,
-        )
-        task = asyncio.create_task(outbox.run()) if run else None
-        if task is not None:
-            tasks.append(task)
-        return outbox, writer, task
-
-    yield make
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def turns(number=20):
-    """Lets the loop turn, without waiting."""
-    for _ in range(number):
-        await asyncio.sleep(0)
 
 
 def delta(text="a", ids=(97,), choice=0, **fields):
@@ -284,171 +229,6 @@ async def test_a_busy_stream_has_none(make_outbox):
         outbox.delta(1, delta(), TEXT, False)
         await asyncio.sleep(0.01)
     assert not any(message.HasField("heartbeat") for message in writer.messages)
-
-
-def pending(outbox):
-    return outbox._buffer_budget.num_bytes
-
-
-async def fill(outbox, num_bytes):
-    """In parts of 1 KB, as steps bring them."""
-    for _ in range(num_bytes // 1000):
-        outbox.delta(1, delta("x" * 952, []), TEXT, False)
-        await asyncio.sleep(0)
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Bounds that a test fills at once."""
-    monkeypatch.setattr(backlog_module, "MAX_STREAM_BYTES", 200_000)
-    monkeypatch.setattr(outbox_module, "MAX_STALLED_BYTES", 400_000)
-    monkeypatch.setattr(outbox_module, "BLOCKED_S", 0.0)
-
-
-async def test_a_stream_that_is_not_read_is_stalled_and_goes_on_when_it_has_drained(make_outbox, small):
-    outbox, writer, task = make_outbox()
-    writer.open.clear()
-    await fill(outbox, 199_000)
-    assert (writer.stalls, outbox.is_stalled) == ([], False)
-    await fill(outbox, 101_000)  # what was under way
-    assert (writer.stalls, outbox.is_stalled) == ([True], True)
-    assert pending(outbox) > 280_000
-    writer.pace = asyncio.Event()
-    writer.open.set()
-    while pending(outbox) > 100_000:
-        assert outbox.is_stalled
-        await turns(2)
-        writer.pace.set()
-    await turns()
-    assert (writer.stalls, outbox.is_stalled) == ([True, False], False)
-    pace, writer.pace = writer.pace, None
-    pace.set()
-    outbox.close()
-    await task
-    assert sum(len(d.text) for message in writer.messages for d in message.deltas) == 300 * 952
-    assert pending(outbox) == 0
-
-
-async def test_who_fills_a_stream_is_told_later_and_never_amid_a_call(make_outbox, small):
-    outbox, writer, _ = make_outbox(run=False)
-    outbox.delta(1, delta("x" * 50_000, []), TEXT, False)
-    for _ in range(5):
-        outbox.delta(1, delta("x" * 50_000, []), TEXT, False)
-        assert not writer.stalls
-    await turns(1)
-    assert writer.stalls == [True]
-
-
-async def test_a_stalled_reader_that_takes_nothing_is_cut_off_and_holds_no_memory(make_outbox, small, monkeypatch):
-    monkeypatch.setattr(outbox_module, "STALLED_S", 0.05)
-    monkeypatch.setattr(outbox_module, "SLOWEST_BYTES_PER_S", 1e9)
-    outbox, writer, task = make_outbox()
-    writer.open.clear()
-    await fill(outbox, 250_000)
-    assert not task.done()
-    with pytest.raises(ServiceError) as error:
-        await task
-    assert error.value.reason is Reason.READER_TOO_SLOW
-    assert len(writer.messages) == 1
-    assert not outbox._has_more
-    assert pending(outbox) == 0
-
-
-async def test_a_slow_reader_that_takes_something_is_not_cut_off(make_outbox, small, monkeypatch):
-    """A message of 64 KB at 1 KB/s takes longer than the time in which a reader must take something."""
-    monkeypatch.setattr(outbox_module, "STALLED_S", 0.05)
-    monkeypatch.setattr(outbox_module, "SLOWEST_BYTES_PER_S", 10_000)
-    outbox, writer, task = make_outbox()
-    writer.pace = asyncio.Event()
-    await fill(outbox, 250_000)
-    writer.pace.set()  # takes the first part, which left alone
-    for _ in range(3):
-        await turns()
-        assert outbox.is_stalled
-        await asyncio.sleep(0.1)
-        assert not task.done()
-        writer.pace.set()
-    while outbox.is_stalled:
-        await turns(2)
-        writer.pace.set()
-    await turns()
-    assert writer.stalls == [True, False]
-    assert not task.done()
-
-
-async def test_messages_behind_one_that_is_held_up_are_small(make_outbox, monkeypatch):
-    monkeypatch.setattr(outbox_module, "BLOCKED_S", 0.0)
-    outbox, writer, task = make_outbox()
-    writer.open.clear()
-    await fill(outbox, 200_000)
-    writer.open.set()
-    outbox.close()
-    await task
-    assert max(message.ByteSize() for message in writer.messages) <= outbox_module.HELD_UP_PART_BYTES
-    assert len(writer.messages) > 20
-
-
-async def test_a_stalled_stream_that_fills_on_is_cut_off_at_once(make_outbox, small):
-    outbox, writer, task = make_outbox()
-    writer.open.clear()
-    await fill(outbox, 500_000)
-    with pytest.raises(ServiceError) as error:
-        await task
-    assert error.value.reason is Reason.READER_TOO_SLOW
-    assert pending(outbox) == 0
-
-
-async def test_all_streams_together_have_a_bound_and_the_fullest_is_stalled_first(make_outbox, monkeypatch):
-    monkeypatch.setattr(backlog_module, "MAX_TOTAL_BYTES", 2_000_000)
-    buffer_budget = BufferBudget()
-    streams = [make_outbox(buffer_budget=buffer_budget) for _ in range(12)]
-    for _, writer, _ in streams:
-        writer.open.clear()
-    first = streams[0][0]
-    while not first.is_stalled:
-        await fill(first, 1_000)
-    assert 990_000 <= buffer_budget.num_bytes < 1_010_000  # alone it has half
-    while not all(outbox.is_stalled for outbox, _, _ in streams[:10]):
-        for outbox, _, _ in streams[:10]:
-            if not outbox.is_stalled:
-                await fill(outbox, 1_000)
-    assert 1_890_000 < buffer_budget.num_bytes <= 2_000_000
-    reader, writer, _ = streams[11]
-    writer.open.set()
-    await fill(reader, 1_000_000)
-    assert not reader.is_stalled  # it is read, however slow the others are
-    held = [task for _, _, task in streams]
-    for task in held:
-        task.cancel()
-    await asyncio.gather(*held, return_exceptions=True)
-    assert buffer_budget.num_bytes == 0
-
-
-async def test_a_message_that_cannot_be_made_ends_the_stream(make_outbox, monkeypatch):
-    """Even where it is made early, because the next one begins: whoever put it in is not to blame."""
-    outbox, writer, task = make_outbox()
-    writer.open.clear()
-    await turns()
-    monkeypatch.setattr(outbox, "_encode", lambda batch: 1 / 0)
-    await fill(outbox, 200_000)
-    writer.open.set()
-    with pytest.raises(ZeroDivisionError):
-        await task
-    assert pending(outbox) == 0
-
-
-async def test_a_reader_that_comes_back_gets_everything(make_outbox):
-    outbox, writer, task = make_outbox()
-    writer.open.clear()
-    for step in range(200):
-        outbox.delta(1, delta(f"{step},"), TEXT, False)
-        await asyncio.sleep(0)
-    writer.open.set()
-    outbox.close()
-    await task
-    text = "".join(d.text for message in writer.messages for d in message.deltas)
-    assert text == "".join(f"{step}," for step in range(200))
-    assert len(writer.messages) < 10
 
 
 @pytest.mark.parametrize("is_blocked", [True, False])
