@@ -8,6 +8,7 @@ import threading
 import grpc
 import pytest
 import tokenizers
+from letters import letters, next_letter
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.clients import AsyncClient, Client, Delta, Finished, FinishReason, RequestFailed, UpdateRefused
@@ -45,15 +46,6 @@ def byte_tokenizer(tmp_path_factory):
     library.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
     return Tokenizer.load(directory)
-
-
-def next_letter(history, sampling):
-    """a, b, c ... by the length of the history."""
-    return ord("a") + len(history) % 26
-
-
-def letters(num_prompt_tokens, num_tokens):
-    return "".join(chr(next_letter(range(num_prompt_tokens + i), None)) for i in range(num_tokens))
 
 
 class RealService:

@@ -14,16 +14,11 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
-from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine_stats import EngineState
-from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app import server as server_module
 from penstock.service.app.running_service import SERVICES
-from penstock.service.rpc.health import LIVENESS
 from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc, model_pb2, tokenizer_pb2
 
 Status = health_pb2.HealthCheckResponse
@@ -44,92 +39,13 @@ def frame(ref=0, max_tokens=ENDLESS):
     return pb.GenerateRequest(start=start(ref, max_tokens))
 
 
-async def health_of(channel, service=""):
-    return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))).status
-
-
 async def to_its_end(call):
     while await call.read() is not grpc.aio.EOF:
         pass
 
 
 class TestItself:
-    """Health, reflection, the model and the tokenizer."""
-
-    async def test_health(self, start_service):
-        service = await start_service()
-        for name in ("", LIVENESS, *SERVICES):
-            assert await health_of(service.channel, name) == Status.SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await health_of(service.channel, "nothing")
-        assert error.value.code() is grpc.StatusCode.NOT_FOUND
-
-    async def test_reliability_figure_4_health_follows_the_worker(self, start_service, details_of):
-        service = await start_service()
-        service.executor.may_start.clear()
-        watchers = [
-            health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest(service=name))
-            for name in ("", SERVICES[0], "")
-        ]
-        assert [(await watcher.read()).status for watcher in watchers] == [Status.SERVING] * 3
-        watchers.pop().cancel()  # one that leaves takes nothing from the others
-        service.executor.die()
-        async with asyncio.timeout(HANGS_S):
-            assert [(await watcher.read()).status for watcher in watchers] == [Status.NOT_SERVING] * 2
-        assert await health_of(service.channel, LIVENESS) == Status.SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await service.generation.Complete(pb.CompleteRequest(start=start()))
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert details_of(error.value)["RetryInfo"].retry_delay.ToMilliseconds() == 1000
-        service.executor.may_start.set()
-        assert [(await watcher.read()).status for watcher in watchers] == [Status.SERVING] * 2
-        await service.generation.Complete(pb.CompleteRequest(start=start(max_tokens=3)))
-
-    async def test_a_change_of_state_is_told_on_streams(self, start_service):
-        service = await start_service()
-        call = service.generation.Generate()
-        await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
-        await until(lambda: service.server._running.generation._outboxes)
-        service.engine.drain()
-        message = await call.read()
-        assert message.heartbeat.state == pb.SERVICE_STATE_DRAINING
-        assert service.engine.state is EngineState.DRAINING
-
-    async def test_streams_are_told_that_the_worker_is_replaced_and_go_on(self, start_service, new_reading):
-        service = await start_service()
-        service.executor.may_start.clear()
-        call = service.generation.Generate()
-        await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
-        await until(lambda: service.server._running.generation._outboxes)
-        service.executor.die()
-        assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_RECOVERING
-        service.executor.may_start.set()
-        assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_SERVING
-        await call.write(frame(max_tokens=3))
-        await call.done_writing()
-        assert [end.status.code for end in (await new_reading().read(call)).outcomes[0].finished] == [0]
-
-    async def test_a_worker_that_cannot_be_replaced_is_the_end_and_streams_are_told(self, start_service, details_of):
-        executor = FakeExecutor(vocab_size=258)
-        service = await start_service(executor, engine=Engine(executor, restart_delay_s=0.001))
-        executor.fails_to_start.extend([ExecutorError("no memory", blames_step=True)] * 5)
-        call = service.generation.Generate()
-        await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
-        await until(lambda: service.server._running.generation._outboxes)
-        executor.die()
-        while (await call.read()).heartbeat.state != pb.SERVICE_STATE_DRAINING:
-            pass
-        await call.write(frame())
-        [finished] = (await call.read()).finished
-        assert finished.status.code == grpc.StatusCode.UNAVAILABLE.value[0]
-        assert details_of(finished.status)["RetryInfo"].retry_delay.ToMilliseconds() == 5000
-
-    async def test_an_idle_stream_has_heartbeats(self, start_service):
-        service = await start_service(heartbeat_s=0.05)
-        call = service.generation.Generate()
-        await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
-        for _ in range(3):
-            assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_SERVING
+    """Reflection, the model and the tokenizer."""
 
     @pytest.mark.parametrize("version", ["v1", "v1alpha"])
     async def test_reflection_describes_every_service_that_it_lists(self, start_service, version):
