@@ -1,4 +1,4 @@
-"""``penstock serve`` as a process: what it prints works when pasted, what is wrong is one line, and it ends as told."""
+"""``penstock serve`` as a process: what it prints works when pasted, and what is wrong is one line."""
 
 import hashlib
 import json
@@ -6,62 +6,29 @@ import re
 import shlex
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import threading
-import time
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 from google.protobuf import json_format
-from waiting import wait_until
+from serve_process import PENSTOCK, SHARD_B, serving, target_of, write_shard, write_small_model
 
-from penstock.clients import Client
-from penstock.clients.errors import RequestFailed
 from penstock.kernels.cpu.bindings import LEVELS, find_kernels
-from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.service.app import serve
 from penstock.service.app.usage_examples import Administration, Transport, UsageExamples
 from penstock.service.config.addresses import Address
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
-PENSTOCK = Path(sys.executable).with_name("penstock")
 BUF = Path(__file__).parents[3] / "node_modules/.bin/buf"
-SHARD_A, SHARD_B = "a.safetensors", "b.safetensors"
-GREETING_ENDS = "Ctrl-C stops it."
 
 
-@contextmanager
-def serving(*arguments, command=(PENSTOCK, "serve"), **options):
-    """A process that serves, and what it printed; killed at the end if it still runs."""
-    process = subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
-    try:
-        lines = []
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if GREETING_ENDS in line:
-                break
-        else:
-            pytest.fail(f"it never served: {process.communicate()[1]}")
-        yield process, "".join(lines)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def target_of(greeting):
-    match = re.match(r"penstock \S+ serves \S+ on (\S+)", greeting)
-    assert match is not None, greeting
-    return match[1]
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    return write_small_model(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")
@@ -221,53 +188,6 @@ def test_the_printed_administration_answers(greeting):
 # What is wrong with a model -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory):
-    """The demo's tokenizer with a tiny model of two shards, written by hand."""
-    directory = tmp_path_factory.mktemp("small")
-    demo = resolve_model(DEMO)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo / name, directory)
-    config = json.loads((demo / "config.json").read_text())
-    tokenizer_size = json.loads((demo / "tokenizer.json").read_text())["added_tokens"][-1]["id"] + 1
-    config |= {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": tokenizer_size}
-    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}
-    config.pop("layer_types", None)
-    (directory / "config.json").write_text(json.dumps(config))
-    layer = "model.layers.0"
-    shapes = {
-        "model.embed_tokens.weight": [tokenizer_size, 16],
-        f"{layer}.input_layernorm.weight": [16],
-        f"{layer}.self_attn.q_proj.weight": [16, 16],
-        f"{layer}.self_attn.k_proj.weight": [8, 16],
-        f"{layer}.self_attn.v_proj.weight": [8, 16],
-        f"{layer}.self_attn.o_proj.weight": [16, 16],
-        f"{layer}.self_attn.q_norm.weight": [8],
-        f"{layer}.self_attn.k_norm.weight": [8],
-        f"{layer}.post_attention_layernorm.weight": [16],
-        f"{layer}.mlp.gate_proj.weight": [16, 16],
-        f"{layer}.mlp.up_proj.weight": [16, 16],
-        f"{layer}.mlp.down_proj.weight": [16, 16],
-        "model.norm.weight": [16],
-    }
-    names = list(shapes)
-    shards = {SHARD_A: names[:6], SHARD_B: names[6:]}
-    for shard, held in shards.items():
-        write_shard(directory / shard, {name: shapes[name] for name in held})
-    weight_map = {name: shard for shard, held in shards.items() for name in held}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return directory
-
-
-def write_shard(path, shapes, dtype="F32", size=4):
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + size * shape[0] * (shape[1] if len(shape) > 1 else 1)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    encoded = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(end))
-
-
 def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -353,137 +273,3 @@ def test_what_the_worker_finds_wrong_is_one_line_too(what, small_model):
     assert done.returncode == 1
     assert done.stdout == ""
     assert named in one_line(done.stderr)
-
-
-# How it ends ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def long_request(target):
-    """A request that runs, in a thread; its failure is in the list."""
-    runs, failures = threading.Event(), []
-
-    def run():
-        with Client(target) as client:
-            try:
-                for _ in client.stream("long", max_tokens=15_000, ignore_eos=True):
-                    runs.set()
-            except RequestFailed as failure:
-                failures.append(failure)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert runs.wait(120)
-    yield failures
-    thread.join(120)
-    assert not thread.is_alive()
-
-
-def ended(process):
-    """Whether it runs no more; whoever inherited it may still have to reap it."""
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def test_a_second_interrupt_ends_it_at_once(small_model):
-    with (
-        serving(small_model, "--port", "0", "--kv-cache-memory-bytes=64M") as (process, greeting),
-        long_request(target_of(greeting)) as failures,
-    ):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-        assert process.poll() is None, "running requests have their grace"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 0
-    assert [failure.code for failure in failures] == [grpc.StatusCode.UNAVAILABLE]
-
-
-SLOW_TOKENIZER = """
-import sys, time
-from penstock.service.app import command
-from penstock.service.text import tokenizer
-
-def encode(self, text, *arguments):
-    print("a thread is busy", file=sys.stderr, flush=True)
-    time.sleep(60)
-
-tokenizer.Tokenizer.encode = encode
-sys.exit(command.main(sys.argv[1:]))
-"""
-
-
-def test_it_ends_in_time_though_a_text_is_being_tokenized(small_model):
-    """Two seconds after the grace; the rest is for a slow machine."""
-    arguments = (small_model, "--port", "0", "--kv-cache-memory-bytes=64M", "--shutdown-grace=0")
-    with (
-        serving(*arguments, command=(sys.executable, "-P", "-c", SLOW_TOKENIZER)) as (process, greeting),
-        grpc.insecure_channel(target_of(greeting)) as channel,
-    ):
-        start = pb.Start(text="long")
-        call = GenerationServiceStub(channel).Complete.future(pb.CompleteRequest(start=start))
-        while "a thread is busy" not in process.stderr.readline():
-            pass
-        process.terminate()
-        assert process.wait(120) == 0
-        assert call.code() is grpc.StatusCode.UNAVAILABLE
-
-
-IMPATIENT = """
-import sys
-from penstock.scheduler.loop.engine import Engine
-from penstock.service.app import command
-
-Engine.__init__.__kwdefaults__["restart_delay_s"] = 0.01
-sys.exit(command.main(sys.argv[1:]))
-"""
-
-
-def test_when_the_worker_cannot_be_replaced_requests_are_told_and_the_status_is_not_0(small_model, tmp_path):
-    model = shutil.copytree(small_model, tmp_path / "model")
-    with (
-        serving(model, "--port=0", "--kv-cache-memory-bytes=64M", command=(sys.executable, "-P", "-c", IMPATIENT)) as (
-            process,
-            greeting,
-        ),
-        long_request(target_of(greeting)) as failures,
-    ):
-        shutil.rmtree(model)
-        (worker,) = workers_of(process)
-        worker.send_signal(signal.SIGKILL)
-        errors = process.communicate(timeout=120)[1]
-    assert process.returncode == 1
-    assert [failure.code for failure in failures] == [grpc.StatusCode.UNAVAILABLE]
-    assert errors.count("another worker did not start: ") == 5
-    assert "the engine has failed" in errors
-    assert "Traceback" not in errors
-
-
-def workers_of(process):
-    """Not other children, such as one that is asked for GPUs."""
-    found = []
-    for child in psutil.Process(process.pid).children():
-        with suppress(psutil.Error):
-            found += [child] if "penstock.models.worker.main" in " ".join(child.cmdline()) else []
-    return found
-
-
-def catches(process, number):
-    """Whether a signal is its own to answer by now."""
-    status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    (caught,) = (line.split()[1] for line in status if line.startswith("SigCgt:"))
-    return int(caught, 16) >> (number - 1) & 1
-
-
-def test_a_signal_while_it_loads_ends_it_and_its_worker():
-    with subprocess.Popen([PENSTOCK, "serve", "--port", "0"], stderr=subprocess.PIPE) as process:
-        try:
-            wait_until(lambda: catches(process, signal.SIGTERM))
-            (worker,) = workers_of(process)
-        finally:
-            process.terminate()
-        errors = process.communicate(timeout=120)[1]
-    assert process.returncode == 128 + signal.SIGTERM
-    wait_until(lambda: ended(worker))
-    assert b"Traceback" not in errors
