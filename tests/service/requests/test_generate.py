@@ -1,66 +1,25 @@
 """From a start to a request: defaults, cost, and what goes together and what doesn't."""
 
-import time
-
 import grpc
 import pytest
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Context
-from penstock.service.config.limits import ModelLimits, Validator
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.generate import (
     MAX_LOGPROB_ENTRIES,
     MAX_TOKENS_IN_ALL,
     MAX_WHOLE_ANSWER,
-    Origin,
-    RequestBuilder,
     ResponseMode,
 )
-from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.text import tokenizer as tokenizer_module
 from penstock.service.text.detokenizer import IdsOnly
-from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb
 
 EOS = 256
-
-
-@pytest.fixture
-def make_builder(byte_tokenizer):
-    pools = []
-
-    def make(max_model_len=4096, max_sequence_tokens=None, tokenizer=None, defaults=None):
-        tokenizer = tokenizer or byte_tokenizer
-        pool = TokenizerPool(tokenizer, block_size=16, max_prompt_tokens=max_model_len - 1)
-        pools.append(pool)
-        validator = Validator(ModelLimits(tokenizer.vocab_size, max_model_len))
-        return RequestBuilder(
-            validator,
-            pool,
-            "bytes",
-            max_sequence_tokens or max_model_len,
-            max_retain_s=600.0,
-            grammars=GrammarChecks(tokenizer),
-            defaults=defaults,
-        )
-
-    yield make
-    for pool in pools:
-        pool.close()
-
-
-@pytest.fixture
-def convert(make_builder):
-    async def convert(start, builder=None, tenant="default", answer=ResponseMode.STREAMED, context=None, **origin):
-        builder = builder or make_builder()
-        builder.check(start)
-        whose = Origin("id", tenant, arrival=time.monotonic(), **origin)
-        return await builder.prepare(start, whose, lambda event: None, answer, context)
-
-    return convert
 
 
 def start(text="hello", output=None, **sampling):
