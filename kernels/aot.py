@@ -21,10 +21,10 @@ from penstock.kernels.cuda.activation import gated_activation_variant
 from penstock.kernels.cuda.attention.paged import attention_variants
 from penstock.kernels.cuda.core.launch import TYPES, KernelVariant
 from penstock.kernels.cuda.model_shapes import SHAPES, ModelShape
-from penstock.kernels.cuda.moe.fused_moe import experts_variants
+from penstock.kernels.cuda.moe.fused_moe import fused_moe_variants
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm_variant, rms_norm_variant
-from penstock.kernels.cuda.quantized.gemm import product_variants
+from penstock.kernels.cuda.quantized.gemm import gemm_variants
 from penstock.kernels.cuda.quantized.weights import Codes, WeightLayout
 from penstock.kernels.cuda.rope_kv import RopeKv, rope_kv_variant
 from penstock.kernels.cuda.sampling.logprobs import logprobs_variants
@@ -54,7 +54,7 @@ def variants(shape: ModelShape) -> Iterator[KernelVariant]:
     if shape.intermediate_size is not None:
         yield gated_activation_variant(shape.dtype, shape.intermediate_size, shape.activation)
     if shape.experts is not None:
-        yield from experts_variants(ExpertsShape.of(shape))
+        yield from fused_moe_variants(ExpertsShape.of(shape))
     yield rope_kv_variant(
         RopeKv(
             dtype=shape.dtype,
@@ -104,7 +104,7 @@ def float_variants(shape: ModelShape) -> Iterator[KernelVariant]:
         products.append((shape.experts.num_experts, shape.hidden_size, shape.experts.biased))
     for rows, columns, is_biased in products:
         layout = WeightLayout(Codes(shape.dtype), rows, columns)
-        yield from product_variants(layout, shape.dtype, shape.max_tokens, deterministic=True, is_biased=is_biased)
+        yield from gemm_variants(layout, shape.dtype, shape.max_tokens, deterministic=True, is_biased=is_biased)
 
 
 def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelVariant]:
@@ -112,7 +112,7 @@ def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelV
     for rows, columns, is_biased in shape.products:
         layout = WeightLayout(rows=rows, columns=columns, **QUANTIZED[quantization])
         for deterministic in (False, True):
-            yield from product_variants(
+            yield from gemm_variants(
                 layout, shape.dtype, shape.max_tokens, deterministic=deterministic, is_biased=is_biased
             )
 

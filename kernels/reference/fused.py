@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.reference.ops import rms_norm, rotate
-from penstock.kernels.reference.wide import widened
+from penstock.kernels.reference.upcast import upcast
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, eps: float, delta_weight: Tensor | None = None) -> Tensor:
@@ -39,7 +39,7 @@ def rope_kv(
     for which, made in enumerate((key, value)):
         if scales is not None:
             limit = torch.finfo(pages.dtype).max
-            made = (widened(made) / scales[which].unsqueeze(1)).clamp(-limit, limit)
+            made = (upcast(made) / scales[which].unsqueeze(1)).clamp(-limit, limit)
         pages[page, which, :, slot] = made[stored].to(pages.dtype)
     return query
 
@@ -98,7 +98,7 @@ def narrow_inputs(x: Tensor, dtype: torch.dtype, group: int = 0) -> tuple[Tensor
     """Quantises x (T, K) to a dtype of one byte, int8 or float8_e4m3fn. Returns the codes and the scales (T, groups);
     their products approximate x."""
     limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    parts = widened(x).split(group or x.shape[1], dim=1)
+    parts = upcast(x).split(group or x.shape[1], dim=1)
     largest = torch.stack([part.abs().amax(1) for part in parts], dim=1)
     scales = torch.where(largest == 0, 1.0, largest / limit)
     scaled = [part / scales[:, index : index + 1] for index, part in enumerate(parts)]

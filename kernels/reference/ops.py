@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.reference.wide import widened
+from penstock.kernels.reference.upcast import upcast
 
 MAX_SCORES = 1 << 18
 """Scores computed by one product in ``attention``: as many as stay in a CPU's cache."""
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     ``x`` is (..., D), ``weight`` broadcasts against it, and is multiplied in its own dtype; returns the shape and dtype
     of ``x``.
     """
-    wide = widened(x)
+    wide = upcast(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
@@ -38,7 +38,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     half = cos.shape[1]
     assert cos.shape == sin.shape == (x.shape[0], half)
-    low, high = widened(x[..., :half]), widened(x[..., half : 2 * half])
+    low, high = upcast(x[..., :half]), upcast(x[..., half : 2 * half])
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)
@@ -74,7 +74,7 @@ def choose_experts(logits: Tensor, num_chosen: int, normalise: bool) -> tuple[Te
     probabilities in at least fp32, both (T, num_chosen). ``normalise`` divides the chosen probabilities by their
     sum."""
     chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
-    probabilities = widened(logits).softmax(-1).gather(-1, chosen)
+    probabilities = upcast(logits).softmax(-1).gather(-1, chosen)
     return chosen, probabilities / probabilities.sum(-1, keepdim=True) if normalise else probabilities
 
 
@@ -127,9 +127,9 @@ def attention(
     # (K, B, G, Q, D): the queries of all heads of a group are multiplied with their keys at once.
     scaled = query * (head_dim**-0.5 if scale is None else scale)
     scaled = scaled.view(rows, num_queries, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)
-    sinks = None if sinks is None else widened(sinks).view(num_kv_heads, 1, group, 1)
+    sinks = None if sinks is None else upcast(sinks).view(num_kv_heads, 1, group, 1)
     if num_queries == 1:
-        scores = _capped(widened(torch.matmul(scaled.squeeze(3), key.transpose(2, 3))), cap)
+        scores = _capped(upcast(torch.matmul(scaled.squeeze(3), key.transpose(2, 3))), cap)
         weights = _softmax(scores.masked_fill_(hidden, -math.inf), sinks)
         return torch.matmul(weights.to(value.dtype), value).transpose(0, 1).reshape(query.shape)
     hidden = hidden.expand(rows, num_queries, num_keys).unsqueeze(1)
@@ -141,7 +141,7 @@ def attention(
         part = scaled[head, :, :, queries].reshape(rows, -1, head_dim)
         # Keys times queries, since a product packs its right operand: with few queries, packing the keys would be most
         # of the work.
-        scores = widened(torch.matmul(key[head, :, seen], part.transpose(1, 2))).transpose(1, 2).contiguous()
+        scores = upcast(torch.matmul(key[head, :, seen], part.transpose(1, 2))).transpose(1, 2).contiguous()
         scores = _capped(scores, cap).view(rows, group, -1, scores.shape[-1])
         scores.masked_fill_(hidden[:, :, queries, seen], -math.inf)
         weights = _softmax(scores, None if sinks is None else sinks[head, :, :, None]).to(value.dtype)

@@ -87,7 +87,7 @@ def context_of(config: WorkerConfig, spec: ModelSpec) -> int:
     return max_model_len
 
 
-class HostTier(Protocol):
+class HostSlots(Protocol):
     """The slots of the host tier."""
 
     num_slots: int
@@ -109,7 +109,7 @@ def build_worker_facts(
     num_blocks: int,
     kv_bytes: int,
     weight_bytes: int,
-    host_tier: HostTier | None = None,
+    host_tier: HostSlots | None = None,
     num_threads: int = 0,
     instruction_set: str = "",
 ) -> WorkerFacts:

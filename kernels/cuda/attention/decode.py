@@ -25,7 +25,7 @@ from penstock.kernels.cuda.attention.common import (
     shared_arguments,
     shared_values,
 )
-from penstock.kernels.cuda.attention.merge import join_variant
+from penstock.kernels.cuda.attention.merge import merge_variant
 from penstock.kernels.cuda.attention.plan import DecodeShape, extent
 from penstock.kernels.cuda.core.launch import KernelVariant
 
@@ -182,7 +182,7 @@ def decode_attention(
         workspace.mixed,
         workspace.weights,
     )
-    join_variant(shape).launch(
+    merge_variant(shape).launch(
         (workspace.num_programs, min(shape.tiles.block_m, shape.max_rows)),
         batch.query_starts,
         batch.contexts,

@@ -15,7 +15,7 @@ BLOCK_JOINED = tl.constexpr(32)
 
 
 @triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["num_sequences"])
-def join_kernel(
+def merge_kernel(
     query_starts,
     contexts,
     unit_starts,
@@ -84,10 +84,10 @@ def join_kernel(
 
 
 @functools.cache
-def join_variant(shape: DecodeShape) -> KernelVariant:
+def merge_variant(shape: DecodeShape) -> KernelVariant:
     """The variant that merges the partial results of ``decode_variant`` of the same shape."""
     return KernelVariant(
-        join_kernel,
+        merge_kernel,
         {
             **dict.fromkeys(("query_starts", "contexts", "unit_starts"), torch.int32),
             "sinks": torch.float32,

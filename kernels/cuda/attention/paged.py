@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import PagedKV, RaggedRows
 from penstock.kernels.cuda.attention.decode import DecodeWorkspace, decode_attention, decode_variant
-from penstock.kernels.cuda.attention.merge import join_variant
+from penstock.kernels.cuda.attention.merge import merge_variant
 from penstock.kernels.cuda.attention.plan import DecodeShape, WorkStarts, plan_variant
 from penstock.kernels.cuda.attention.prefill import prefill_attention, prefill_variant
 from penstock.kernels.cuda.core.launch import KernelVariant
@@ -47,5 +47,5 @@ def paged_attention(
 
 def attention_variants(shape: DecodeShape) -> list[KernelVariant]:
     """All variants that ``plan_attention`` and ``paged_attention`` launch for a shape."""
-    decoding = [decode_variant(shape), join_variant(shape)] if shape.max_queries else []
+    decoding = [decode_variant(shape), merge_variant(shape)] if shape.max_queries else []
     return [plan_variant(shape), *decoding, prefill_variant(shape.attention)]

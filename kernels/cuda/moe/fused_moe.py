@@ -43,7 +43,7 @@ class ExpertsWeights:
 
 
 @dataclass(frozen=True)
-class ExpertsRoom:
+class ExpertsWorkspace:
     """The kernels' intermediate results. The layers of a model share one instance, one after another."""
 
     routes: Routes
@@ -53,7 +53,7 @@ class ExpertsRoom:
     """(P, H) in the model's dtype: the weighted results, with those of a token adjacent."""
 
     @classmethod
-    def allocate(cls, shape: ExpertsShape, max_tokens: int, device: torch.device) -> "ExpertsRoom":
+    def allocate(cls, shape: ExpertsShape, max_tokens: int, device: torch.device) -> "ExpertsWorkspace":
         """Allocates room for steps of up to ``max_tokens`` tokens."""
         pairs = shape.num_pairs(max_tokens)
         return cls(
@@ -71,8 +71,8 @@ class ExpertsRoom:
         check(self.parts, (max_pairs, shape.hidden_size), shape.dtype)
 
 
-def experts_variants(shape: ExpertsShape) -> Iterator[KernelVariant]:
-    """All variants that ``mix_experts`` launches, for any number of tokens."""
+def fused_moe_variants(shape: ExpertsShape) -> Iterator[KernelVariant]:
+    """All variants that ``fused_moe`` launches, for any number of tokens."""
     mixture = shape.mixture
     yield route_variant(mixture, shape.logits_dtype)
     yield group_variant(mixture.num_experts, mixture.per_token)
@@ -82,13 +82,13 @@ def experts_variants(shape: ExpertsShape) -> Iterator[KernelVariant]:
     yield sum_variant(shape.dtype, shape.hidden_size, mixture.per_token)
 
 
-def mix_experts(
+def fused_moe(
     shape: ExpertsShape,
     x: Tensor,
     logits: Tensor,
     weights: ExpertsWeights,
     query_starts: Tensor,
-    room: ExpertsRoom,
+    room: ExpertsWorkspace,
     out: Tensor,
 ) -> None:
     """out_t = sum over t's experts e of p_te * (down_e(act(g) * u) + b_e), where g = gate_e(x_t), u = up_e(x_t).

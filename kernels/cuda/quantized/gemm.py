@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check, num_warps, product_dtype
 from penstock.kernels.cuda.core.launch import KernelVariant
-from penstock.kernels.cuda.quantized.gemm_kernels import join_kernel, product_kernel
+from penstock.kernels.cuda.quantized.gemm_kernels import gemm_kernel, reduce_kernel
 from penstock.kernels.cuda.quantized.inputs import gather_inputs, gather_variant, narrow_inputs, narrow_variant
 from penstock.kernels.cuda.quantized.tiles import (
     PART_TOKENS,
@@ -31,7 +31,7 @@ BLOCK_JOINED = 1024
 
 
 @dataclass(frozen=True)
-class ProductRoom:
+class GemmWorkspace:
     """The workspace of products. Products that run one after another may share one."""
 
     deterministic: bool
@@ -52,7 +52,7 @@ class ProductRoom:
         device: torch.device,
         *,
         deterministic: bool,
-    ) -> "ProductRoom":
+    ) -> "GemmWorkspace":
         """Allocates room for products with these weights and up to ``max_tokens`` tokens of the given dtype."""
         part_tokens = min(max_tokens, STEADY_PART_TOKENS if deterministic else PART_TOKENS)
         num_partials, input_bytes, num_scales = 0, 0, 0
@@ -89,7 +89,7 @@ def _finish(layout: WeightLayout, is_biased: bool) -> tuple[dict[str, torch.dtyp
 
 
 @cache
-def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: GemmTiles, is_biased: bool) -> KernelVariant:
+def gemm_variant(layout: WeightLayout, dtype: torch.dtype, tiles: GemmTiles, is_biased: bool) -> KernelVariant:
     """The variant of the kernel that multiplies."""
     is_int4 = layout.codes is Codes.INT4
     finish, absent = _finish(layout, is_biased)
@@ -122,17 +122,17 @@ def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: GemmTiles, 
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": layout.block,
     }
-    return KernelVariant(product_kernel, arguments, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    return KernelVariant(gemm_kernel, arguments, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
 @cache
-def join_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> KernelVariant:
+def reduce_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> KernelVariant:
     """The variant of the kernel that adds up the parts."""
     has_scales = not (layout.codes is Codes.INT4 or layout.codes.are_floats or layout.group)
     finish, absent = _finish(layout, is_biased)
     block = min(triton.next_power_of_2(layout.rows), BLOCK_JOINED)
     return KernelVariant(
-        join_kernel,
+        reduce_kernel,
         {
             "partials": torch.float32,
             **({"scales": torch.float32} if has_scales else {}),
@@ -151,21 +151,21 @@ def join_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> K
     )
 
 
-def product_variants(
+def gemm_variants(
     layout: WeightLayout, dtype: torch.dtype, max_tokens: int, *, deterministic: bool, is_biased: bool
 ) -> Iterator[KernelVariant]:
-    """All variants that ``product`` launches for such a weight and 1 to ``max_tokens`` tokens."""
+    """All variants that ``gemm`` launches for such a weight and 1 to ``max_tokens`` tokens."""
     if layout.is_ordered:
         yield gather_variant(dtype, layout.columns)
     if layout.narrows_inputs:
         yield narrow_variant(dtype, layout.codes.value, layout.columns, layout.group)
     for tiles in all_tiles(layout, dtype, max_tokens, deterministic=deterministic):
-        yield product_variant(layout, dtype, tiles, is_biased)
+        yield gemm_variant(layout, dtype, tiles, is_biased)
     if num_parts(layout) > 1:
-        yield join_variant(layout, dtype, is_biased)
+        yield reduce_variant(layout, dtype, is_biased)
 
 
-def product(x: Tensor, weight: QuantizedWeight, out: Tensor, room: ProductRoom, bias: Tensor | None = None) -> None:
+def gemm(x: Tensor, weight: QuantizedWeight, out: Tensor, room: GemmWorkspace, bias: Tensor | None = None) -> None:
     """out = x W^T + bias, summed in fp32; if the weight narrows inputs, x is first quantised by ``narrow_inputs``.
 
     ``x`` is (T, K) and ``out`` (T, N), both of the same dtype, which is the weight's if that is not quantised; ``bias``
@@ -201,7 +201,7 @@ def _multiply(
     x: Tensor,
     weight: QuantizedWeight,
     out: Tensor,
-    room: ProductRoom,
+    room: GemmWorkspace,
     input_scales: Tensor | None,
     bias: Tensor | None,
     tiles: GemmTiles,
@@ -210,7 +210,7 @@ def _multiply(
     layout, tokens, is_biased = weight.layout, x.shape[0], bias is not None
     finish = [tensor for tensor in (input_scales, bias) if tensor is not None]
     grid = (triton.cdiv(tokens, tiles.block_t) * triton.cdiv(layout.rows, tiles.block_n), tiles.parts)
-    variant = product_variant(layout, out.dtype, tiles, is_biased)
+    variant = gemm_variant(layout, out.dtype, tiles, is_biased)
     operands = [tensor for tensor in (x, weight.codes, weight.scales, weight.zeros) if tensor is not None]
     if layout.narrows_groups:
         operands.append(finish.pop(0))
@@ -219,7 +219,7 @@ def _multiply(
         return
     assert room.partials.numel() >= tiles.parts * tokens * layout.rows
     variant.launch(grid, *operands, room.partials, tokens)
-    joined = join_variant(layout, out.dtype, is_biased)
+    joined = reduce_variant(layout, out.dtype, is_biased)
     has_scales = weight.scales is not None and weight.zeros is None and not layout.group
     scales = [weight.scales] if has_scales else []
     blocks = triton.cdiv(layout.rows, joined.constants["BLOCK"])

@@ -115,7 +115,7 @@ def _finished(total, rows, inside, row_scales, input_scale, bias):
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["num_tokens"])
-def product_kernel(
+def gemm_kernel(
     x,
     codes,
     scales,
@@ -135,8 +135,8 @@ def product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A program's second index is its part. With several parts, ``out`` is (PARTS, T, N) fp32, and join_kernel finishes
-    it."""
+    """A program's second index is its part. With several parts, ``out`` is (PARTS, T, N) fp32, and reduce_kernel
+    finishes it."""
     tokens, rows = _block_of_program(num_tokens, ROWS, BLOCK_T, BLOCK_N)
     live = tokens < num_tokens
     tokens = tokens.to(tl.int64)
@@ -171,7 +171,7 @@ def product_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["num_tokens"])
-def join_kernel(
+def reduce_kernel(
     partials,
     scales,
     input_scales,

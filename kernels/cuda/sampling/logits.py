@@ -34,7 +34,7 @@ def _penalised(x, seen, own):
 
 
 @triton.jit
-def survey(
+def process_logits(
     logits,
     num_lines,
     rows,

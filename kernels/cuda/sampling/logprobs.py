@@ -21,7 +21,7 @@ TAKEN = tl.constexpr(-(1 << 31))
 
 
 @dataclass(frozen=True)
-class LogprobsRoom:
+class LogprobsWorkspace:
     """The kernels' intermediate results, for N sampled positions."""
 
     bests: Tensor
@@ -159,13 +159,13 @@ def logprobs_variants(shape: SamplerShape) -> tuple[KernelVariant, KernelVariant
     )
 
 
-def make_logprobs_room(shape: SamplerShape, num_lines: int, device: torch.device) -> LogprobsRoom:
+def make_logprobs_workspace(shape: SamplerShape, num_lines: int, device: torch.device) -> LogprobsWorkspace:
     """Allocates room for ``num_lines`` sampled positions."""
 
     def empty(dtype: torch.dtype, *sizes: int) -> Tensor:
         return torch.empty(num_lines, shape.slices, *sizes, dtype=dtype, device=device)
 
-    return LogprobsRoom(
+    return LogprobsWorkspace(
         empty(torch.float32), empty(torch.float32), empty(torch.int32, MAX_TOP), empty(torch.int32, MAX_TOP)
     )
 
@@ -176,7 +176,7 @@ def logprobs(
     num_lines: Tensor,
     num_top: Tensor,
     token_ids: Tensor,
-    room: LogprobsRoom,
+    room: LogprobsWorkspace,
     chosen: Tensor,
     top_ids: Tensor,
     top: Tensor,

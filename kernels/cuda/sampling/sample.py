@@ -3,14 +3,14 @@ CPU: each step has the same meaning, order and precision.
 
 There are eight kernels with fixed grids. A kernel that a position does not need returns immediately.
 
-    forbid          positions           bits of stops that come too early, and of ends of bad words
-    survey          positions x slices  penalties, biases, masks; the best of each slice
-    weigh           positions x slices  ln of the sum of e^score, for top-p
-    bin_weights     positions x slices  a histogram of the first filter's weights over scores
-    list_keys       positions x slices  the keys in the bin where the filter ends
-    find_threshold  positions           where filters end, among these keys
-    draw            positions x slices  min-p, noise; the best of each slice
-    choose          positions           the best of all slices
+    forbid           positions           bits of stops that come too early, and of ends of bad words
+    process_logits   positions x slices  penalties, biases, masks; the best of each slice
+    sum_top_p_mass   positions x slices  ln of the sum of e^score, for top-p
+    build_histogram  positions x slices  a histogram of the first filter's weights over scores
+    list_candidates  positions x slices  the keys in the bin where the filter ends
+    find_threshold   positions           where filters end, among these keys
+    draw             positions x slices  min-p, noise; the best of each slice
+    choose           positions           the best of all slices
 
 Slices of the vocabulary are the same in every batch, and sums over slices are sums of integers. The token therefore
 depends only on the position's logits and row, and on the position itself.
@@ -25,23 +25,23 @@ from torch import Tensor
 from penstock.kernels.cuda.core.common import check
 from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.sampling.draw import choose, draw
-from penstock.kernels.cuda.sampling.logits import survey
+from penstock.kernels.cuda.sampling.logits import process_logits
 from penstock.kernels.cuda.sampling.tensors import (
     NUM_INTEGERS,
     NUM_NUMBERS,
-    ROOM,
+    WORKSPACE,
     Lines,
-    SamplerRoom,
     SamplerRows,
     SamplerShape,
+    SamplerWorkspace,
     sizes_of,
 )
 from penstock.kernels.cuda.sampling.token_masks import forbid
-from penstock.kernels.cuda.sampling.top_k_top_p import bin_weights, find_threshold, list_keys, weigh
+from penstock.kernels.cuda.sampling.top_k_top_p import build_histogram, find_threshold, list_candidates, sum_top_p_mass
 
 OF_LINES = (forbid, find_threshold, choose)
 """Kernels with one program per sampled position. The others have one for each of its slices."""
-KERNELS = (forbid, survey, weigh, bin_weights, list_keys, find_threshold, draw, choose)
+KERNELS = (forbid, process_logits, sum_top_p_mass, build_histogram, list_candidates, find_threshold, draw, choose)
 """All kernels in the order of their launches."""
 
 GIVEN = {
@@ -60,7 +60,7 @@ GIVEN = {
     "word_tokens": torch.int32,
     "token_ids": torch.int32,
 }
-"""The types of the kernels' arguments, except logits and the fields of ``SamplerRoom``."""
+"""The types of the kernels' arguments, except logits and the fields of ``SamplerWorkspace``."""
 
 
 def sampling_variants(shape: SamplerShape) -> list[KernelVariant]:
@@ -70,7 +70,7 @@ def sampling_variants(shape: SamplerShape) -> list[KernelVariant]:
 
 @cache
 def _variant(kernel: Any, shape: SamplerShape) -> KernelVariant:
-    kinds = {**GIVEN, **{name: kind for name, (kind, *_) in ROOM.items()}, "logits": shape.dtype}
+    kinds = {**GIVEN, **{name: kind for name, (kind, *_) in WORKSPACE.items()}, "logits": shape.dtype}
     constants = {
         "VOCAB": shape.vocab_size,
         "STRIDE": shape.stride,
@@ -90,7 +90,7 @@ def _variant(kernel: Any, shape: SamplerShape) -> KernelVariant:
 
 
 def sample(
-    shape: SamplerShape, logits: Tensor, rows: SamplerRows, lines: Lines, room: SamplerRoom, token_ids: Tensor
+    shape: SamplerShape, logits: Tensor, rows: SamplerRows, lines: Lines, room: SamplerWorkspace, token_ids: Tensor
 ) -> None:
     """Writes the token of each sampled position to ``token_ids`` (N,) int32.
 
@@ -100,7 +100,7 @@ def sample(
     num_lines = len(lines.rows)
     check(logits, (num_lines, shape.stride), shape.dtype)
     _check(shape, rows, lines)
-    for name, (kind, *sizes) in ROOM.items():
+    for name, (kind, *sizes) in WORKSPACE.items():
         check(getattr(room, name), (num_lines, *sizes_of(shape, sizes)), kind)
     check(token_ids, (num_lines,), torch.int32)
     values = {"logits": logits, **vars(rows), **vars(lines), **vars(room)}

@@ -121,7 +121,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class SamplerRoom:
+class SamplerWorkspace:
     """The kernels' intermediate results, for N sampled positions. Nothing is kept between steps."""
 
     scores: Tensor
@@ -180,7 +180,7 @@ def integer_line(
     return [signed, top_k, counts, biases, free_from, *words]
 
 
-ROOM: dict[str, tuple[torch.dtype, *tuple[int | str, ...]]] = {
+WORKSPACE: dict[str, tuple[torch.dtype, *tuple[int | str, ...]]] = {
     "scores": (torch.float32, "vocab_size"),
     "forbidden": (torch.int32, "mask_words"),
     "num_forbidden": (torch.int32,),
@@ -194,8 +194,8 @@ ROOM: dict[str, tuple[torch.dtype, *tuple[int | str, ...]]] = {
     "drawn": (torch.float64, "slices"),
     "drawn_ids": (torch.int32, "slices"),
 }
-"""Types of the fields of ``SamplerRoom``, and their sizes per sampled position. A size is a number or the name of an
-attribute of ``SamplerShape``."""
+"""Types of the fields of ``SamplerWorkspace``, and their sizes per sampled position. A size is a number or the name of
+an attribute of ``SamplerShape``."""
 
 
 def sizes_of(shape: SamplerShape, sizes: Sequence[int | str]) -> tuple[int, ...]:
@@ -203,11 +203,11 @@ def sizes_of(shape: SamplerShape, sizes: Sequence[int | str]) -> tuple[int, ...]
     return tuple(size if isinstance(size, int) else getattr(shape, size) for size in sizes)
 
 
-def make_room(shape: SamplerShape, num_lines: int, device: torch.device) -> SamplerRoom:
+def make_workspace(shape: SamplerShape, num_lines: int, device: torch.device) -> SamplerWorkspace:
     """Allocates room for ``num_lines`` sampled positions."""
-    return SamplerRoom(
+    return SamplerWorkspace(
         **{
             name: torch.empty(num_lines, *sizes_of(shape, sizes), dtype=kind, device=device)
-            for name, (kind, *sizes) in ROOM.items()
+            for name, (kind, *sizes) in WORKSPACE.items()
         }
     )

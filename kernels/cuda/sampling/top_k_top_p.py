@@ -76,7 +76,7 @@ def crossing_of(binned, line, wanted, BINS: tl.constexpr):
 
 
 @triton.jit
-def weigh(
+def sum_top_p_mass(
     num_lines,
     rows,
     numbers,
@@ -105,7 +105,7 @@ def weigh(
 
 
 @triton.jit
-def bin_weights(
+def build_histogram(
     num_lines,
     rows,
     numbers,
@@ -143,7 +143,7 @@ def bin_weights(
 
 
 @triton.jit
-def list_keys(
+def list_candidates(
     num_lines,
     rows,
     numbers,

@@ -16,7 +16,7 @@ from penstock.kernels.cuda.core.launch import interpreted, launches, shared_byte
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
-from penstock.kernels.reference.wide import widened
+from penstock.kernels.reference.upcast import upcast
 from penstock.models.backends.base import Finish, build_worker_facts, context_of
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
@@ -194,7 +194,7 @@ class CudaBackend:
 
     def _wide_logits(self, hidden: Tensor) -> Tensor:
         # A copy, since a part of the hidden states may start at an address that kernels cannot read from.
-        return widened(self._model.logits(hidden.clone()))
+        return upcast(self._model.logits(hidden.clone()))
 
 
 def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None:

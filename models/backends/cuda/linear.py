@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.cuda.quantized.gemm import ProductRoom, product
+from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.quantize import CHUNK, GROUP, quantize_fp8, quantize_int4, quantize_int8
 from penstock.kernels.cuda.quantized.tiles import changes
 from penstock.kernels.cuda.quantized.weights import (
@@ -45,7 +45,7 @@ class CudaLinears:
         self._deterministic = deterministic
         self._made: list[QuantizedWeight] = []
         self._dtype = torch.float32
-        self._room: ProductRoom | None = None
+        self._room: GemmWorkspace | None = None
 
     def make(
         self,
@@ -104,7 +104,7 @@ class CudaLinears:
         """Allocates room for steps of at most ``max_tokens``, after all linears are made."""
         layouts = [weight.layout for weight in self._made]
         self._dtype = dtype
-        self._room = ProductRoom.allocate(layouts, dtype, max_tokens, self._device, deterministic=self._deterministic)
+        self._room = GemmWorkspace.allocate(layouts, dtype, max_tokens, self._device, deterministic=self._deterministic)
 
     def changes(self) -> list[int]:
         """Returns the numbers of tokens from which different kernels run."""
@@ -115,7 +115,7 @@ class CudaLinears:
         ]
 
     @property
-    def room(self) -> ProductRoom:
+    def room(self) -> GemmWorkspace:
         """The room that all products use in turn."""
         assert self._room is not None
         return self._room
@@ -133,7 +133,7 @@ class CudaLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """(T, K) -> (T, N)."""
         out = x.new_empty(len(x), self.weight.layout.rows)
-        product(x, self.weight, out, self.owner.room, self.bias)
+        gemm(x, self.weight, out, self.owner.room, self.bias)
         return out
 
 

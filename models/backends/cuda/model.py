@@ -17,13 +17,13 @@ from penstock.kernels.cuda.attention.decode import DecodeWorkspace
 from penstock.kernels.cuda.attention.paged import paged_attention
 from penstock.kernels.cuda.attention.plan import DecodeShape, WorkStarts, plan_attention
 from penstock.kernels.cuda.model_shapes import ModelShape
-from penstock.kernels.cuda.moe.fused_moe import ExpertsRoom, ExpertsWeights, mix_experts
+from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
 from penstock.kernels.cuda.rope_kv import rope_kv
 from penstock.kernels.cuda.step import StepTensors
 from penstock.kernels.reference.ops import soft_cap
-from penstock.kernels.reference.wide import widened
+from penstock.kernels.reference.upcast import upcast
 from penstock.models.backends.cuda.linear import CudaLinears
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
@@ -94,10 +94,10 @@ class CudaModel:
         self._attention: dict[int | None, list[WindowAttention]] = {window: [] for window in shape.windows}
         for decode in shape.attention():
             self._attention[decode.attention.window].append(_attention(decode, shape.max_sequences, self.device))
-        self._mixture: tuple[ExpertsShape, ExpertsRoom] | None = None
+        self._mixture: tuple[ExpertsShape, ExpertsWorkspace] | None = None
         if shape.experts is not None:
             experts = ExpertsShape.of(shape)
-            self._mixture = experts, ExpertsRoom.allocate(experts, shape.max_tokens, self.device)
+            self._mixture = experts, ExpertsWorkspace.allocate(experts, shape.max_tokens, self.device)
         ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=self.device)
         none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
         self._kv = [
@@ -147,7 +147,7 @@ class CudaModel:
         """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 if they are capped."""
         logits = self._parallel.gather_columns(self._weights.head(hidden), self._num_logits)
         cap = self._spec.logit_soft_cap
-        return logits if cap is None else soft_cap(widened(logits), cap)
+        return logits if cap is None else soft_cap(upcast(logits), cap)
 
     def _plan(self, rows: RaggedRows, longest: int) -> Mapping[int | None, WindowAttention]:
         """Divides the step's attention for each window."""
@@ -240,7 +240,7 @@ class CudaModel:
         shape, room = self._mixture
         weights = ExpertsWeights(mlp.gate_up, mlp.down, mlp.gate_up_bias, mlp.down_bias)
         out = torch.zeros_like(x)  # tokens without a sequence get nothing
-        mix_experts(shape, x, mlp.router(x), weights, query_starts, room, out)
+        fused_moe(shape, x, mlp.router(x), weights, query_starts, room, out)
         return out
 
 

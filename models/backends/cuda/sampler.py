@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.accept_drafts import accept
-from penstock.kernels.cuda.sampling.logprobs import LogprobsRoom, logprobs, make_logprobs_room
+from penstock.kernels.cuda.sampling.logprobs import LogprobsWorkspace, logprobs, make_logprobs_workspace
 from penstock.kernels.cuda.sampling.sample import sample
-from penstock.kernels.cuda.sampling.tensors import SamplerRoom, SamplerShape, make_room
+from penstock.kernels.cuda.sampling.tensors import SamplerShape, SamplerWorkspace, make_workspace
 from penstock.models.backends.cuda.rows import CudaRows
 from penstock.models.backends.cuda.step_io import Size, StepInputs, StepOutputs
 
-Room = TypeVar("Room", SamplerRoom, LogprobsRoom)
+Room = TypeVar("Room", SamplerWorkspace, LogprobsWorkspace)
 
 
 class CudaSampler:
@@ -20,8 +20,8 @@ class CudaSampler:
 
     def __init__(self, shape: SamplerShape, max_sampled: int, device: torch.device) -> None:
         self._shape = shape
-        self._room = make_room(shape, max_sampled, device)
-        self._logprobs_room = make_logprobs_room(shape, max_sampled, device)
+        self._room = make_workspace(shape, max_sampled, device)
+        self._logprobs_room = make_logprobs_workspace(shape, max_sampled, device)
 
     def choose(
         self, size: Size, logits: Tensor, inputs: StepInputs, rows: CudaRows, outputs: StepOutputs, last: Tensor

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.kernels.reference.ops import attention, rotate, soft_cap
-from penstock.kernels.reference.wide import widened
+from penstock.kernels.reference.upcast import upcast
 from penstock.models.backends.base import SynchronousBackend, build_worker_facts, context_of
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
@@ -129,7 +129,7 @@ class ReferenceBackend(SynchronousBackend):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32."""
-        logits = widened(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
+        logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
 
     @property

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.reference.ops import clamped_gate, gated_activation
-from penstock.kernels.reference.wide import widened
+from penstock.kernels.reference.upcast import upcast
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
 from penstock.models.backends.torch_common.weights import (
     DenseLinear,
@@ -166,7 +166,7 @@ class _Filler:
 
     def norm(self, name: str, size: int, part: Part = WHOLE) -> RmsNorm:
         """Returns a norm. Its weight is in at least fp32, since 16 bits may lose what the offset adds."""
-        weight = widened(torch.empty(size, dtype=self.dtype, device=self.device))
+        weight = upcast(torch.empty(size, dtype=self.dtype, device=self.device))
         self.source.fill(f"{name}.weight", weight, part)
         return RmsNorm(weight.add_(self.spec.norm_offset), self.spec.norm_eps)
 

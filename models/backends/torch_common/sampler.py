@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.reference.sampling import keep_min_p, keep_top_k, keep_top_p, sample
-from penstock.kernels.reference.wide import widened
+from penstock.kernels.reference.upcast import upcast
 from penstock.models.batch.batch import Sampled
 from penstock.models.batch.forbidden import forbidden_ids
 from penstock.models.batch.rows import Ids
@@ -42,7 +42,7 @@ def sample_positions(
 
 def log_softmax(logits: Tensor) -> Tensor:
     """Returns log-probabilities over the last dimension, in at least fp32."""
-    return widened(logits).log_softmax(-1)
+    return upcast(logits).log_softmax(-1)
 
 
 def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iterator[TokenLogprobs]:

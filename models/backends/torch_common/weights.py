@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.reference.ops import choose_experts, rms_norm
-from penstock.kernels.reference.wide import widened
+from penstock.kernels.reference.upcast import upcast
 from penstock.models.backends.tensor_parallel import TensorParallel
 
 Layer = Callable[[Tensor], Tensor]
@@ -88,7 +88,7 @@ class SharedWholeNorm:
         """``x`` is (T, the rank's queries and keys side by side)."""
         norms = (self.query, self.key)
         sizes = [len(norm.weight) for norm in norms]
-        parts = [widened(part) for part in torch.split(x, sizes, dim=1)]
+        parts = [upcast(part) for part in torch.split(x, sizes, dim=1)]
         sums = torch.cat([part.square().sum(1, keepdim=True) for part in parts], dim=1)
         self.parallel.all_reduce(sums)
         scaled = [

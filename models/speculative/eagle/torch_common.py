@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.reference.sampling import keyed_gumbel
-from penstock.kernels.reference.wide import widened
+from penstock.kernels.reference.upcast import upcast
 from penstock.models.speculative.eagle.head import Draws
 
 
@@ -44,7 +44,7 @@ def draw_tensors(draws: Draws, device: torch.device) -> DrawTensors:
 def draw_drafts(logits: Tensor, target_ids: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Drawn:
     """Chooses the argmax of the logits over the temperature plus the noise of the model's ids; at temperature 0, of the
     logits only. ``logits`` is (S, V). ``target_ids`` is (V,) int64: the model's ids."""
-    logits = widened(logits)
+    logits = upcast(logits)
     is_drawn = temperatures > 0.0
     noise = keyed_gumbel(seeds[:, None], positions[:, None], target_ids)
     noise = torch.where(is_drawn[:, None], noise, 0.0)

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from penstock.kernels.cuda.model_shapes import SHAPES, Mixture
-from penstock.kernels.cuda.moe.fused_moe import ExpertsRoom, ExpertsWeights, mix_experts
+from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
 from penstock.kernels.cuda.moe.shapes import DECODE, MIDDLE, PREFILL, ExpertsShape
 from penstock.kernels.reference import ops as reference
 from penstock.models.backends.torch_common.weights import ExpertMlp
@@ -45,11 +45,11 @@ def run(shape, x, logits, weights, num_live=None, room=None, out=None):
     live = len(x) if num_live is None else num_live
     query_starts = torch.tensor([0, live // 2, live], dtype=torch.int32, device=x.device)
     if room is None:
-        room = ExpertsRoom.allocate(shape, len(x), x.device)
+        room = ExpertsWorkspace.allocate(shape, len(x), x.device)
         room.parts.fill_(torch.nan)
         room.activations.fill_(torch.nan)
     out = torch.full_like(x, torch.nan) if out is None else out
-    mix_experts(shape, x, logits, weights, query_starts, room, out)
+    fused_moe(shape, x, logits, weights, query_starts, room, out)
     return out
 
 
@@ -164,7 +164,7 @@ def test_tokens_that_do_not_count_are_kept(device):
 
 def test_a_room_serves_smaller_steps_and_layers_in_place(device):
     shape = make_shape(4, 2, 40, 24)
-    room = ExpertsRoom.allocate(shape, 40, device)
+    room = ExpertsWorkspace.allocate(shape, 40, device)
     for tokens in (40, 3, 17):
         x, logits = random_inputs(shape, tokens, device)
         weights = random_weights(shape, device)
@@ -197,13 +197,13 @@ def test_mixture_at_size(model, tokens, device):
 @pytest.mark.gpu
 def test_one_graph_serves_any_routing(device):
     shape = make_shape(16, 2, 256, 128, BF16)
-    weights, room = random_weights(shape, device), ExpertsRoom.allocate(shape, 64, device)
+    weights, room = random_weights(shape, device), ExpertsWorkspace.allocate(shape, 64, device)
     x, logits = random_inputs(shape, 64, device)
     query_starts, out = torch.tensor([0, 64], dtype=torch.int32, device=device), torch.empty_like(x)
-    mix_experts(shape, x, logits, weights, query_starts, room, out)
+    fused_moe(shape, x, logits, weights, query_starts, room, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        mix_experts(shape, x, logits, weights, query_starts, room, out)
+        fused_moe(shape, x, logits, weights, query_starts, room, out)
     for num_live in (64, 1, 40):
         for held, new in zip((x, logits), random_inputs(shape, 64, device), strict=True):
             held.copy_(new)
@@ -223,8 +223,8 @@ def test_what_does_not_fit_is_refused(device):
     with pytest.raises(AssertionError):
         run(shape, x, logits, replace(weights, down_bias=weights.down[:, :, 0].contiguous()))
     with pytest.raises(AssertionError):
-        run(shape, x, logits, weights, room=ExpertsRoom.allocate(shape, 2, device))
-    fewer_tiles = ExpertsRoom.allocate(make_shape(1, 1, 40, 24), 6, device)
+        run(shape, x, logits, weights, room=ExpertsWorkspace.allocate(shape, 2, device))
+    fewer_tiles = ExpertsWorkspace.allocate(make_shape(1, 1, 40, 24), 6, device)
     with pytest.raises(AssertionError):
         run(shape, x, logits, weights, room=fewer_tiles)
     with pytest.raises(AssertionError):

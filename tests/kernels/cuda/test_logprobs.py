@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from penstock.kernels.cuda.sampling.logprobs import MAX_TOP, logprobs, make_logprobs_room
+from penstock.kernels.cuda.sampling.logprobs import MAX_TOP, logprobs, make_logprobs_workspace
 from penstock.kernels.cuda.sampling.tensors import SamplerShape
 
 
@@ -13,7 +13,7 @@ def compute(shape, logits, num_top, token_ids):
     lines, device = len(num_top), logits.device
     padded = torch.full((lines + 1, shape.stride), math.nan, dtype=shape.dtype, device=device)
     padded[:lines, : shape.vocab_size] = logits
-    room = make_logprobs_room(shape, lines + 1, device)
+    room = make_logprobs_workspace(shape, lines + 1, device)
     for part in vars(room).values():
         part.view(torch.uint8).fill_(0xA7)
     chosen = torch.full((lines + 1,), 7.0, device=device)

@@ -70,6 +70,6 @@ def test_products_read_ahead_and_use_tensor_cores():
 def test_products_of_a_model_are_named(quantization, monkeypatch, capsys):
     monkeypatch.setattr(ahead, "measure", lambda variant, capability: KernelResources(describe(variant), 1, 32, 0))
     ahead.main(["Llama-3.1-8B", "--quantization", quantization])
-    lines = [line for line in capsys.readouterr().out.splitlines() if "product_kernel" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "gemm_kernel" in line]
     for rows, columns in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
         assert sum(f"ROWS={rows} COLUMNS={columns} " in line for line in lines) >= 4

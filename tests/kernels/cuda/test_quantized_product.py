@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels.cuda.quantized.gemm import ProductRoom, product
+from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.inputs import narrow_inputs
 from penstock.kernels.cuda.quantized.weights import Codes, QuantizedWeight, keep_floats, pack_bytes, pack_int4
 from penstock.kernels.reference.fused import dequantize
@@ -60,9 +60,9 @@ def of_form(form, rows, columns, device, dtype=torch.bfloat16):
 
 
 def multiply(x: torch.Tensor, weight: QuantizedWeight, bias=None, *, deterministic=False) -> torch.Tensor:
-    room = ProductRoom.allocate([weight.layout], x.dtype, len(x), x.device, deterministic=deterministic)
+    room = GemmWorkspace.allocate([weight.layout], x.dtype, len(x), x.device, deterministic=deterministic)
     out = torch.full((len(x), weight.layout.rows), torch.nan, dtype=x.dtype, device=x.device)
-    product(x, weight, out, room, bias)
+    gemm(x, weight, out, room, bias)
     return out
 
 
@@ -160,17 +160,17 @@ def test_more_tokens_than_there_is_room_for_parts(device, monkeypatch):
 def test_what_does_not_fit_is_refused(device):
     weight, _ = random_bytes(16, 1024, torch.int8, device)
     x, out = torch.zeros(2, 1024, device=device), torch.zeros(2, 16, device=device)
-    room = ProductRoom.allocate([weight.layout], x.dtype, 1, x.device, deterministic=False)
+    room = GemmWorkspace.allocate([weight.layout], x.dtype, 1, x.device, deterministic=False)
     with pytest.raises(AssertionError):
-        product(x, weight, out, room)
-    room = ProductRoom.allocate([weight.layout], x.dtype, 2, x.device, deterministic=False)
-    product(x, weight, out, room)
+        gemm(x, weight, out, room)
+    room = GemmWorkspace.allocate([weight.layout], x.dtype, 2, x.device, deterministic=False)
+    gemm(x, weight, out, room)
     with pytest.raises(AssertionError):
-        product(x[:, :512].contiguous(), weight, out, room)
+        gemm(x[:, :512].contiguous(), weight, out, room)
     with pytest.raises(AssertionError):
-        product(x, weight, out.half(), room)
+        gemm(x, weight, out.half(), room)
     with pytest.raises(AssertionError):
-        product(x, weight, out, room, torch.zeros(16, dtype=torch.bfloat16, device=device))
+        gemm(x, weight, out, room, torch.zeros(16, dtype=torch.bfloat16, device=device))
 
 
 SIZES = [(6144, 4096), (28672, 4096), (4096, 14336), (1024, 3072)]
@@ -204,13 +204,13 @@ def test_results_do_not_depend_on_the_batch_at_size(rows, columns, form, device)
 def test_a_graph_captures_it(tokens, form, device):
     weight, _ = of_form(form, 1024, 4096, device)
     x = random_inputs(tokens, 4096, torch.bfloat16, device)
-    room = ProductRoom.allocate([weight.layout], x.dtype, tokens, device, deterministic=False)
+    room = GemmWorkspace.allocate([weight.layout], x.dtype, tokens, device, deterministic=False)
     out = torch.empty(tokens, 1024, dtype=x.dtype, device=device)
-    product(x, weight, out, room)  # compiles
+    gemm(x, weight, out, room)  # compiles
     expected = out.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        product(x, weight, out, room)
+        gemm(x, weight, out, room)
     out.zero_()
     graph.replay()
     assert torch.equal(out, expected)

@@ -14,7 +14,7 @@ from penstock.kernels.cuda.sampling.tensors import (
     SamplerRows,
     SamplerShape,
     integer_line,
-    make_room,
+    make_workspace,
     number_line,
 )
 from penstock.models.backends.torch_common.sampler import sample_positions
@@ -128,7 +128,7 @@ class Batch:
         padded = torch.full((num_sampled, self.shape.stride), math.nan, dtype=self.shape.dtype, device=DEVICE)
         padded[: len(self.rows), : self.shape.vocab_size] = logits
         token_ids = tensor([-5] * num_sampled, torch.int32)
-        self.room = make_room(self.shape, num_sampled, DEVICE)
+        self.room = make_workspace(self.shape, num_sampled, DEVICE)
         for part in vars(self.room).values():
             part.view(torch.uint8).fill_(0xA7)
         sample(self.shape, padded, self.device_rows(), self.lines(), self.room, token_ids)
@@ -341,7 +341,7 @@ def test_a_graph_samples_what_its_inputs_say_by_then():
     batch.sample(torch.randn(20, shape.vocab_size))  # compiles
     logits = torch.randn(20, shape.vocab_size, device=DEVICE).to(shape.dtype)
     tokens = tensor([0] * 20, torch.int32)
-    on_device, lines, room = batch.device_rows(), batch.lines(), make_room(shape, 20, DEVICE)
+    on_device, lines, room = batch.device_rows(), batch.lines(), make_workspace(shape, 20, DEVICE)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sample(shape, logits, on_device, lines, room, tokens)

@@ -33,7 +33,7 @@ import json, sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
-from penstock.kernels.cuda.quantized.gemm import ProductRoom, product
+from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.weights import pack_bytes, pack_int4
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.quantized_reader import read_matrix
@@ -52,9 +52,9 @@ for kind, path, name in json.loads((folder / "wanted.json").read_text()):
     if weight.layout.is_ordered:
         ordered.add(kind)
     x = inputs[str(weight.layout.columns)].clone()  # where a kernel may read it
-    room = ProductRoom.allocate([weight.layout], x.dtype, len(x), device, deterministic=False)
+    room = GemmWorkspace.allocate([weight.layout], x.dtype, len(x), device, deterministic=False)
     out = torch.full((len(x), weight.layout.rows), torch.nan, device=device)
-    product(x, weight, out, room)
+    gemm(x, weight, out, room)
     outputs[f"{kind}: {name}"] = out
 assert len(ordered) == 3, ordered
 assert all("act-order" in kind for kind in ordered), ordered

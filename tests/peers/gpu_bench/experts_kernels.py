@@ -7,13 +7,13 @@ from torch import Tensor
 
 from gpu_bench.kernels import ULP, Case, Make, distance
 from gpu_bench.sizes import Model, Sizes
-from penstock.kernels.cuda.moe.fused_moe import ExpertsRoom, ExpertsWeights, mix_experts
+from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.reference import ops as reference
 
 
 def mixture(model: Model, sizes: Sizes, device: torch.device, *, decodes: bool) -> Case:
-    """mix_experts, routing with it."""
+    """fused_moe, routing with it."""
     shape = ExpertsShape.of(model.shape)
     tokens = sizes.kernels.batch if decodes else sizes.kernels.tokens
     experts, hidden, inner = shape.mixture.num_experts, shape.hidden_size, shape.intermediate_size
@@ -28,8 +28,8 @@ def mixture(model: Model, sizes: Sizes, device: torch.device, *, decodes: bool) 
     logits = torch.randn(tokens, experts, device=device).to(shape.logits_dtype)
     query_starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     out = torch.empty_like(x)
-    room = ExpertsRoom.allocate(shape, tokens, device)
-    run = partial(mix_experts, shape, x, logits, weights, query_starts, room, out)
+    room = ExpertsWorkspace.allocate(shape, tokens, device)
+    run = partial(fused_moe, shape, x, logits, weights, query_starts, room, out)
 
     def error() -> float:
         run()
@@ -38,7 +38,7 @@ def mixture(model: Model, sizes: Sizes, device: torch.device, *, decodes: bool) 
     used = len(set(logits.topk(shape.mixture.per_token, dim=1).indices.flatten().tolist()))
     num_bytes = used * 3 * hidden * inner * shape.dtype.itemsize + x.nbytes + out.nbytes
     products = 6.0 * shape.num_pairs(tokens) * hidden * inner
-    return Case("mix_experts", f"{tokens} tokens", error, ULP[shape.dtype], run, num_bytes, products)
+    return Case("fused_moe", f"{tokens} tokens", error, ULP[shape.dtype], run, num_bytes, products)
 
 
 def expected_of(shape: ExpertsShape, x: Tensor, logits: Tensor, weights: ExpertsWeights) -> Tensor:

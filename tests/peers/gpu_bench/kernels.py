@@ -12,7 +12,7 @@ from gpu_bench.sizes import Model, Sizes
 from gpu_bench.timing import seconds
 from penstock.kernels.cuda.activation import gated_activation
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
-from penstock.kernels.cuda.quantized.gemm import ProductRoom, product
+from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.weights import keep_floats
 from penstock.kernels.cuda.rope_kv import rope_kv
 from penstock.kernels.cuda.step import DeviceRows, StepTensors, commit, prepare
@@ -205,20 +205,20 @@ def preparation(model: Model, sizes: Sizes, device: torch.device) -> Case:
 
 
 def floats_product(model: Model, sizes: Sizes, device: torch.device, *, is_prompt: bool) -> Case:
-    """product, of the MLP's last matrix, as --deterministic has it."""
+    """gemm, of the MLP's last matrix, as --deterministic has it."""
     shape, tokens = model.shape, sizes.kernels.tokens if is_prompt else sizes.kernels.batch
     x = torch.randn(tokens, model.intermediate_size, device=device).to(shape.dtype)
     matrix = torch.randn(shape.hidden_size, model.intermediate_size, device=device).to(shape.dtype)
     weight, out = keep_floats(matrix), x.new_empty(tokens, shape.hidden_size)
-    room = ProductRoom.allocate([weight.layout], x.dtype, tokens, device, deterministic=True)
-    run = partial(product, x, weight, out, room)
+    room = GemmWorkspace.allocate([weight.layout], x.dtype, tokens, device, deterministic=True)
+    run = partial(gemm, x, weight, out, room)
 
     def error() -> float:
         run()
         return distance(out, x.float() @ matrix.float().T)
 
     read, operations = x.nbytes + matrix.nbytes + out.nbytes, 2.0 * tokens * matrix.numel()
-    return Case("product", f"{tokens} tokens, deterministic", error, ULP[shape.dtype], run, read, operations)
+    return Case("gemm", f"{tokens} tokens, deterministic", error, ULP[shape.dtype], run, read, operations)
 
 
 CASES: list[Make] = [

@@ -8,14 +8,14 @@ from torch import Tensor
 from gpu_bench.kernels import Case, Make
 from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.accept_drafts import accept
-from penstock.kernels.cuda.sampling.logprobs import MAX_TOP, logprobs, make_logprobs_room
+from penstock.kernels.cuda.sampling.logprobs import MAX_TOP, logprobs, make_logprobs_workspace
 from penstock.kernels.cuda.sampling.sample import sample
 from penstock.kernels.cuda.sampling.tensors import (
     Lines,
     SamplerRows,
     SamplerShape,
     integer_line,
-    make_room,
+    make_workspace,
     number_line,
 )
 from penstock.kernels.reference import sampling as reference_sampling
@@ -70,7 +70,7 @@ def sampling(
         mask_words=_integers(1, shape.mask_words, device=device),
     )
     token_ids = torch.empty_like(zeros)
-    run = partial(sample, shape, logits, rows, told, make_room(shape, lines, device), token_ids)
+    run = partial(sample, shape, logits, rows, told, make_workspace(shape, lines, device), token_ids)
 
     def error() -> float:
         run()
@@ -99,7 +99,7 @@ def probabilities(model: Model, sizes: Sizes, device: torch.device) -> Case:
     top_ids, top = _integers(lines, MAX_TOP, device=device), torch.empty(lines, MAX_TOP, device=device)
     wanted = _integers(lines, device=device, value=TOP)
     num_sampled = _integers(1, device=device, value=lines)
-    room = make_logprobs_room(shape, lines, device)
+    room = make_logprobs_workspace(shape, lines, device)
     run = partial(logprobs, shape, logits, num_sampled, wanted, token_ids, room, chosen, top_ids, top)
 
     def error() -> float:

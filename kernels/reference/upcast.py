@@ -4,6 +4,6 @@ import torch
 from torch import Tensor
 
 
-def widened(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """``x`` in at least fp32: 16-bit floats are converted, others returned as they are."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
