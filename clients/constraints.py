@@ -57,22 +57,26 @@ def is_gbnf(grammar: str) -> bool:
 
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the mutually exclusive flags for constraints; ``constraint_settings`` reads them."""
-    flags = parser.add_argument_group("what answers must match (one of them; default: nothing)")
+    flags = parser.add_argument_group("constraints on answers (at most one; default: none)")
     one = flags.add_mutually_exclusive_group()
     one.add_argument(
-        "--json-schema", type=_schema, dest="constraint", metavar="FILE|JSON", help="a JSON schema, or a file with it"
+        "--json-schema", type=_schema, dest="constraint", metavar="FILE|JSON", help="a JSON schema, or a file with one"
     )
     one.add_argument(
         "--any-json", action="store_const", const={"any_json": True}, dest="constraint", help="any JSON object"
     )
     one.add_argument(
-        "--regex", type=_regex, dest="constraint", metavar="REGEX", help="for all of the answer, as Rust's regex has it"
+        "--regex",
+        type=_regex,
+        dest="constraint",
+        metavar="REGEX",
+        help="a regular expression for the whole answer, in Rust's syntax",
     )
     one.add_argument(
         "--grammar", type=_grammar, dest="constraint", metavar="FILE", help="a file with a grammar, in Lark or GBNF"
     )
     one.add_argument(
-        "--choice", action="append", metavar="TEXT", help="the answer is this text; repeated: one of these"
+        "--choice", action="append", metavar="TEXT", help="the answer must be this text, or one of these if repeated"
     )
 
 

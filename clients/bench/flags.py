@@ -22,7 +22,7 @@ _OWN_OPTIONS = {"max_tokens", "continue_from", "n"}
 
 _EPILOG = """\
 Times are measured by the client, from the moment it sends a request. The same seed gives the same requests for any
-server. Exit status: 0 if a request was answered, 1 if the run could not start or no request was answered, 2 for invalid
+server. Exit status: 0 if at least one request was answered, 1 if none was or the run could not start, 2 for invalid
 flags, 130 if it was interrupted (the results so far are reported).
 
 examples:
@@ -46,7 +46,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("specify the service once: as TARGET or with --target")
     arguments.target = arguments.address or arguments.target
     if arguments.rate is not None and arguments.concurrency is not None:
-        parser.error("--rate and --concurrency exclude each other; use one of them")
+        parser.error("--rate and --concurrency cannot be combined; use one of them")
     if arguments.burstiness != 1 and arguments.rate is None:
         parser.error("--burstiness needs --rate")
     if arguments.prefixes > 1 and not arguments.prefix_tokens:
@@ -56,7 +56,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.api == "openai":
         if arguments.vocab_size is None:
             parser.error(
-                "--api openai needs --vocab-size: prompts are random token ids, and such a server reports no size"
+                "--api openai needs --vocab-size: prompts are random token ids, and such a server does not report its "
+                "vocabulary size"
             )
     elif arguments.endpoint is not None:
         parser.error("--endpoint needs --api openai")
@@ -101,10 +102,10 @@ def _body_setting(text: str) -> tuple[str, object]:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "bench",
-        "Measures latency and throughput of a running service.",
+        "Measures the latency and throughput of a running service.",
         _EPILOG,
     )
-    parser.add_argument("address", nargs="?", metavar="TARGET", help="the service, the same as --target")
+    parser.add_argument("address", nargs="?", metavar="TARGET", help="the service; same as --target")
     _add_api(parser.add_argument_group("API"))
     _add_arrivals(parser.add_argument_group("arrivals"))
     _add_shape(parser.add_argument_group("requests"))
@@ -122,7 +123,9 @@ def _add_api(flags: "argparse._ArgumentGroup") -> None:
         default="grpc",
         help="penstock's gRPC API, or OpenAI's HTTP API (default: grpc)",
     )
-    flags.add_argument("--model", metavar="NAME", help="the model, which must be served (default: the served one)")
+    flags.add_argument(
+        "--model", metavar="NAME", help="the model, which the service must serve (default: the served one)"
+    )
     flags.add_argument(
         "--streams",
         type=_streams,
@@ -133,7 +136,7 @@ def _add_api(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument(
         "--endpoint",
         metavar="PATH",
-        help="with --api openai; /v1/chat/completions gets words (default: /v1/completions)",
+        help="the path for --api openai; /v1/chat/completions gets words (default: /v1/completions)",
     )
     flags.add_argument("--timeout-ms", type=_whole, metavar="MS", help="deadline of each request (default: none)")
     flags.add_argument(
@@ -141,10 +144,12 @@ def _add_api(flags: "argparse._ArgumentGroup") -> None:
         type=_whole,
         default=MAX_OUTSTANDING,
         metavar="N",
-        help=f"conversations in flight, at most; others are counted but not sent (default: {MAX_OUTSTANDING})",
+        help=f"maximum number of conversations in flight; others are counted but not sent (default: {MAX_OUTSTANDING})",
     )
     flags.add_argument(
-        "--resend-context", action="store_true", help="send the whole conversation in each later turn, over grpc too"
+        "--resend-context",
+        action="store_true",
+        help="send the whole conversation in each later turn, even with --api grpc",
     )
 
 
@@ -169,7 +174,7 @@ def _add_arrivals(flags: "argparse._ArgumentGroup") -> None:
         "--trace",
         type=Path,
         metavar="FILE.jsonl",
-        help="requests of a file, at its times unless --rate or --concurrency is set",
+        help="send the requests in a file, at its times unless --rate or --concurrency is set",
     )
     flags.add_argument(
         "--num-requests",
@@ -189,7 +194,7 @@ def _add_arrivals(flags: "argparse._ArgumentGroup") -> None:
         type=_whole_or_zero,
         default=4,
         metavar="N",
-        help="requests before the run, not counted (default: 4)",
+        help="number of requests before the run, which are not counted (default: 4)",
     )
 
 
@@ -225,7 +230,7 @@ def _add_shape(flags: "argparse._ArgumentGroup") -> None:
         "--vocab-size",
         type=_whole,
         metavar="N",
-        help="limit of token ids (default: the service's; --api openai needs it)",
+        help="limit on token ids (default: the service's vocabulary size; required with --api openai)",
     )
     flags.add_argument(
         "--set",
@@ -233,9 +238,9 @@ def _add_shape(flags: "argparse._ArgumentGroup") -> None:
         default=[],
         dest="settings",
         metavar="NAME=VALUE",
-        help="an option of every request, such as temperature=0.7, tenant=a, priority=1 (default: temperature=0 and "
+        help="an option for every request, such as temperature=0.7, tenant=a, priority=1 (default: temperature=0 and "
         "repetition_penalty=1); "
-        "with --api openai any field of the body, NAME= to leave it out; may be repeated",
+        "with --api openai, any field of the body, or NAME= to leave it out; may be repeated",
     )
 
 
@@ -244,10 +249,12 @@ def _add_output(flags: "argparse._ArgumentGroup") -> None:
         "--slo",
         type=_told(Slo.parse),
         metavar="BOUNDS",
-        help="limits within which a request counts as goodput: ttft=500ms,itl=50ms,tpot=40ms,e2e=5s, or some of these",
+        help="limits that a request must meet to count as goodput: any of ttft=500ms,itl=50ms,tpot=40ms,e2e=5s",
     )
     flags.add_argument(
-        "--json", metavar="FILE", help="write all figures, and times and tokens of each request; - is stdout"
+        "--json",
+        metavar="FILE",
+        help="write all figures, and the times and tokens of each request, as JSON; - is stdout",
     )
     flags.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot of the distributions")
 

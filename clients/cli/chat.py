@@ -32,7 +32,7 @@ _HELP = '''\
 /reset             start a new conversation
 /system TEXT       set the system message; without TEXT, show it; "/system -" removes it
 /set NAME=VALUE    set a request option, such as temperature=0.7; "NAME=" restores its default; plain /set shows all
-/stats             show speed and tokens of the last answer and of all
+/stats             show speed and tokens of the last answer and of all answers
 /exit              leave; Ctrl-D does the same
 Ctrl-C stops the current answer. A line that ends in a backslash continues on the next line. All lines between two lines
 of """ are one message.'''
@@ -270,7 +270,7 @@ def _describe(client: Client) -> GetModelResponse:
     except Unreachable as failure:
         raise PenstockError(
             f"{failure.message}\nstart one in another terminal: penstock serve\n"
-            "or name another: penstock chat --target HOST:PORT"
+            "or connect to a different one: penstock chat --target HOST:PORT"
         ) from None
     if not model.has_chat_template:
         raise PenstockError(f"{model.name} has no chat template; use penstock generate to send plain prompts")
@@ -280,10 +280,13 @@ def _describe(client: Client) -> GetModelResponse:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "chat",
-        "Chats with a running service in the terminal. A turn sends only what is new while the service has the rest.",
+        "Chats with a running service in the terminal. Each turn sends only the new message, if the service still has\n"
+        "the earlier ones.",
         f"in the chat:\n{_HELP}\n\n{_EPILOG}",
     )
-    parser.add_argument("--once", metavar="TEXT", help="send this, print the answer and exit; - reads standard input")
+    parser.add_argument(
+        "--once", metavar="TEXT", help="send this message, print the answer and exit; - reads standard input"
+    )
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
     add_setting_flag(parser, "a request option, such as temperature=0.7; may be repeated")
     add_constraint_flags(parser)

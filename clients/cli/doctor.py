@@ -20,9 +20,9 @@ _OPTIONAL = {
 }
 """Extras that a service does not need, and their purpose."""
 _DISPENSABLE = {
-    "transformers": "the tests compare with it",
+    "transformers": "the tests compare results with it",
     "triton": "GPU kernels need it",
-    "uvloop": "without it the event loop costs twice as much",
+    "uvloop": "without it, the event loop takes twice as much CPU time",
 }
 _LOW_MEMORY = 2 << 30
 
@@ -62,9 +62,9 @@ def main(argv: list[str]) -> int:
         "Shows what this machine has, which backend penstock serve will use, and what is missing.",
         "examples:\n"
         "  penstock doctor                                                        this machine\n"
-        "  penstock doctor --target penstock.example.com:50051 --tls-ca ca.pem    the way to a service\n\n"
+        "  penstock doctor --target penstock.example.com:50051 --tls-ca ca.pem    the connection to a service\n\n"
         "exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may still work);\n"
-        "with --target 0 if the service answers, 1 if not",
+        "with --target: 0 if the service answers, 1 if not",
     )
     parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
     add_connection_flags(parser, "check the connection to this service, or unix:PATH, instead of this machine")
@@ -194,7 +194,7 @@ def describe(machine: Machine, library: CpuLibrary, choice: BackendChoice, findi
     if choice.backend is None:
         yield f"penstock serve cannot run: {choice.why}"
     else:
-        yield f"penstock serve will use the backend {choice.backend} on {choice.device}: {choice.why}"
+        yield f"penstock serve will use the {choice.backend} backend on {choice.device}: {choice.why}"
     for finding in findings:
         yield f"{finding.kind.value}: {finding.what}"
         yield f"  -> {finding.remedy}"

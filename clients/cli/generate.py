@@ -30,11 +30,11 @@ _LOCAL_SERVICE = "penstock.service.app.embedded"
 
 _EPILOG = """\
 input line:  {"id": 1, "prompt": "Once upon a time", "max_tokens": 50, "temperature": 0}
-             with prompt, prompt_token_ids or messages, and options by their names in the protos
+             with prompt, prompt_token_ids or messages, and options named as in the protos
 output line: {"id": 1, "text": "...", "token_ids": [...], "finish_reason": "stop", "usage": {...}}
-             or {"id": 1, "error": {"code": "INVALID_ARGUMENT", "message": "..."}}; in the order in which requests end
+             or {"id": 1, "error": {"code": "INVALID_ARGUMENT", "message": "..."}}, in the order in which requests end
 
-Lines of OpenAI's Batch API are answered in its format (needs the extra 'gateway'):
+A line in the format of OpenAI's Batch API gets a result in that format (needs the extra 'gateway'):
              {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
 Run the same command again to resume: ids that are already in OUT are skipped.
@@ -221,14 +221,14 @@ def _num_lines(file: BinaryIO) -> int | None:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "generate",
-        "Runs a file of requests. It can be interrupted at any time and resumes when it is run again.",
+        "Runs a file of requests. Can be interrupted at any time; run the same command again to resume.",
         _EPILOG,
     )
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="run this model here: a directory, a Hugging Face id, or demo; also takes the flags of penstock serve "
+        help="run this model here: a directory, a Hugging Face id, or demo; accepts the flags of penstock serve too "
         "(needs penstock[server])",
     )
     parser.add_argument("--input", required=True, metavar="IN.jsonl", help="file of requests; - is standard input")
@@ -237,16 +237,20 @@ def _parser() -> CommandParser:
     parser.add_argument("--retry-failed", action="store_true", help="remove failed lines from OUT and retry them")
     add_setting_flag(parser, "an option for lines that do not set it, such as max_tokens=100; may be repeated")
     parser.add_argument(
-        "--concurrency", type=_positive, default=256, metavar="N", help="concurrent requests, at most (default: 256)"
+        "--concurrency",
+        type=_positive,
+        default=256,
+        metavar="N",
+        help="maximum number of concurrent requests (default: 256)",
     )
     parser.add_argument(
         "--retry-for",
         type=float,
         metavar="SECONDS",
-        help="how long to retry while the service is away or busy (default: 300; 2 for a model that runs here)",
+        help="how long to retry while the service is unavailable or busy (default: 300; 2 for a model that runs here)",
     )
     add_constraint_flags(parser)
-    add_connection_flags(parser, "use a running service instead")
+    add_connection_flags(parser, "use this running service instead")
     return parser
 
 

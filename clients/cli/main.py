@@ -30,7 +30,7 @@ COMMANDS = {
     ),
     "chat": Command("penstock.clients.cli.chat:main", "chat with a running service in the terminal"),
     "generate": Command("penstock.clients.cli.generate:main", "run a JSONL file of requests; can be resumed"),
-    "bench": Command("penstock.clients.bench.main:main", "measure latency and throughput of a service", "bench"),
+    "bench": Command("penstock.clients.bench.main:main", "measure the latency and throughput of a service", "bench"),
     "top": Command("penstock.clients.cli.admin.top:main", "show live statistics of a running service"),
     "explain": Command("penstock.clients.cli.admin.explain:main", "show where a request's time went"),
     "drain": Command("penstock.clients.cli.admin.command:drain", "refuse new requests and finish running ones"),
@@ -43,7 +43,7 @@ _EXAMPLES = """\
 examples:
   penstock serve                       the built-in demo model on 127.0.0.1:50051
   penstock serve Qwen/Qwen3-0.6B       a model from the Hugging Face Hub
-  penstock gateway                     OpenAI's HTTP API in front of it, on http://127.0.0.1:8000/v1
+  penstock gateway                     OpenAI's HTTP API for that service, at http://127.0.0.1:8000/v1
   penstock chat                        chat with the served model
   penstock chat --once "Say hello."    one question, one answer
   penstock generate demo --input in.jsonl --output out.jsonl

@@ -18,7 +18,7 @@ from penstock.clients.requests import start_from_line
 TARGET_VARIABLE = "PENSTOCK_TARGET"
 ADMIN_VARIABLE = "PENSTOCK_ADMIN"
 KEY_VARIABLE = "PENSTOCK_API_KEY"
-_OF_KEY = f"file with the API key; otherwise ${KEY_VARIABLE} (default: none)"
+_OF_KEY = f"file with the API key (default: the key in ${KEY_VARIABLE}, if set)"
 DEFAULT_ADMIN = "127.0.0.1:50052"
 """The default address of the admin listener of ``penstock serve``."""
 
@@ -88,7 +88,7 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
     """Adds ``--admin``, and the flags that ``admin_connection`` reads."""
     add_connection_flags(
         parser,
-        f"the service's admin listener, or unix:PATH; otherwise ${ADMIN_VARIABLE} (default: {DEFAULT_ADMIN})",
+        f"address of the service's admin listener, or unix:PATH (default: ${ADMIN_VARIABLE}, or {DEFAULT_ADMIN})",
         "--admin",
     )
 

@@ -45,12 +45,12 @@ def _connect(service: ConnectionOptions) -> Reached | None:
         if not service.target.startswith("unix:") and _speaks_tls(service.target):
             return Reached(
                 "the service requires TLS",
-                "pass --tls, and --tls-ca FILE if the certificate is from a CA of your own",
+                "pass --tls, and --tls-ca FILE if the certificate is from your own CA",
             )
     except OSError as error:
         return Reached(
             f"cannot connect to {service.target}: {error.strerror or error}",
-            "check the address, that penstock serve runs there, and that it does not listen on 127.0.0.1 only",
+            "check the address, that penstock serve runs there, and that it does not listen only on 127.0.0.1",
         )
     return None
 
@@ -96,7 +96,7 @@ async def _call(service: ConnectionOptions) -> Reached:
     except RequestFailed as failure:
         if failure.code is grpc.StatusCode.UNAUTHENTICATED:
             return Reached(failure.message, f"pass a key or a token with --api-key-file FILE or in ${KEY_VARIABLE}")
-        return Reached(str(failure), "check that this is the callers' listener of a penstock service")
+        return Reached(str(failure), "check that this is a penstock service, and not its admin listener")
     except TimeoutError:
         return Reached("connected, but the service does not respond", "check the service's log and load")
     return Reached("", "", model.name, model.version)

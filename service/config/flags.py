@@ -176,7 +176,7 @@ class FlagParser(argparse.ArgumentParser):
                 metavar = field.metadata["metavar"] or (f"{{{','.join(map(str, choices))}}}" if choices else None)
                 help_text = f"{text} (default: {shown})"
                 flags.add_argument(_name(field), type=_Argument(field), metavar=metavar, help=help_text)
-        flags.add_argument("--config", metavar="FILE", help="a YAML file of flags (default: none)")
+        flags.add_argument("--config", metavar="FILE", help="a YAML file with flags (default: none)")
 
 
 class _Argument:

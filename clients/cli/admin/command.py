@@ -51,7 +51,7 @@ examples:
   penstock settings --max-queued-requests 100 --json
 
 Settings of a tenant that are not given get their defaults: a weight of 1, no caps and no rates. Either all changes are
-made or none, and no request is lost. Changes end with the process; to keep one, pass it to penstock serve too.
+made or none, and no request is lost. Changes last until the service stops; to keep one, pass it to penstock serve too.
 """
 
 
@@ -136,7 +136,7 @@ def _settings_parser() -> argparse.ArgumentParser:
         "--target-itl",
         type=float,
         metavar="MS",
-        help="target time between the tokens of a stream, kept by computing prompts in chunks; 0: the service's choice",
+        help="target time between a stream's tokens, met by computing prompts in chunks; 0: the service decides",
     )
     for name, explanation in _LIMITS.items():
         changes.add_argument(_FLAGS[name], type=int, metavar="N", help=explanation)
@@ -150,7 +150,7 @@ def _settings_parser() -> argparse.ArgumentParser:
     )
     changes.add_argument("--default-tenant", metavar="KEY=VALUE,...", help="the settings of all other tenants")
     changes.add_argument(
-        "--forget-tenant", action="append", default=[], metavar="NAME", help="go back to the default settings"
+        "--forget-tenant", action="append", default=[], metavar="NAME", help="reset this tenant to the default settings"
     )
     parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
     return parser

@@ -133,7 +133,7 @@ def test_the_progress_bar(open_terminal, threaded_service):
     ("arguments", "message"),
     [
         (["a", "--target", "b"], "specify the service once"),
-        (["--rate", "3", "--concurrency", "4"], "--rate and --concurrency exclude each other"),
+        (["--rate", "3", "--concurrency", "4"], "--rate and --concurrency cannot be combined"),
         (["--rate", "0"], "--rate: expected a number above 0, got 0"),
         (["--burstiness", "2"], "--burstiness needs --rate"),
         (["--prefixes", "2"], "--prefixes needs --prefix-tokens"),
