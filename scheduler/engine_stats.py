@@ -20,6 +20,23 @@ class EngineState(Enum):
     STOPPED = auto()
 
 
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    """Positions computed in chunks, including those of preempted rows."""
+    decode_rows: int = 0
+    """Decoding rows, summed over all steps."""
+    preemptions: int = 0
+    output_tokens: int = 0
+    """Tokens chosen, including those that are never shown."""
+    refused: int = 0
+    """Requests that were not admitted."""
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of the engine. Counts of tokens and steps are totals since the start."""

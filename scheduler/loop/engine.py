@@ -14,11 +14,10 @@ from contextlib import contextmanager, suppress
 
 from penstock.kv.events import KvEventLog
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine_stats import EngineState, EngineStats
+from penstock.scheduler.engine_stats import Counters, EngineState, EngineStats
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.planning.planner import Counters
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.recovery.restarts import FIRST_DELAY_S

@@ -22,10 +22,11 @@ from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
 from penstock.scheduler.admission.intake import RequestIntake
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine_stats import Counters
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
 from penstock.scheduler.planning.context import new_context
-from penstock.scheduler.planning.planner import Counters, Planned, Planner
+from penstock.scheduler.planning.planner import Planned, Planner
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Rank

@@ -8,11 +8,11 @@ the budget is for drafts, which never take anything from other rows.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from heapq import merge
 from typing import NamedTuple
 
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine_stats import Counters
 from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
@@ -21,26 +21,8 @@ from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN, PrefillAdde
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.request import SpeculationCounts
 from penstock.scheduler.timeline import Cause, lacked_blocks, made_room
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    """Positions computed in chunks, including those of preempted rows."""
-    decode_rows: int = 0
-    """Decoding rows, summed over all steps."""
-    preemptions: int = 0
-    output_tokens: int = 0
-    """Tokens chosen, including those that are never shown."""
-    refused: int = 0
-    """Requests that were not admitted."""
-    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
 class Planned(NamedTuple):

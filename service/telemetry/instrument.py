@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from penstock.scheduler.engine_stats import EngineStats
+from penstock.scheduler.engine_stats import Counters, EngineStats
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.planning.planner import Counters
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.histogram import Histogram
 from penstock.service.telemetry.metrics import Metrics
