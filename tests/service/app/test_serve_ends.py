@@ -91,6 +91,7 @@ def test_it_ends_in_time_though_a_text_is_being_tokenized(small_model):
     ):
         start = pb.Start(text="long")
         call = GenerationServiceStub(channel).Complete.future(pb.CompleteRequest(start=start))
+        assert process.stderr is not None
         while "a thread is busy" not in process.stderr.readline():
             pass
         process.terminate()
