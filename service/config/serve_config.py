@@ -39,7 +39,7 @@ class ServeConfig:
         group="the model",
     )
     revision: str | None = flag(
-        None, "the branch, tag or commit of a model on the hub; only a commit always has the same files",
+        None, "the branch, tag or commit of a model on the hub; only a commit always refers to the same files",
         metavar="NAME", shown="the main branch",
     )  # fmt: skip
     served_model_name: str | None = flag(
@@ -74,7 +74,7 @@ class ServeConfig:
         shown="the model's own",
     )
     pooling: str | None = flag(
-        None, "the hidden states that make an embedding: the last token's, the mean of all, or the first token's",
+        None, "the hidden states that form an embedding: the last token's, the mean of all, or the first token's",
         choices=["last", "mean", "cls"], shown="from the model's 1_Pooling/config.json, or last",
     )  # fmt: skip
     host: str | None = flag(
@@ -96,7 +96,7 @@ class ServeConfig:
         shown="two ports after the service's, on 127.0.0.1; off with a Unix socket",
     )  # fmt: skip
     max_connections: int = flag(
-        MAX_CONNECTIONS, "limit on open gRPC connections, or fewer if the limit of open files is too low; idle ones "
+        MAX_CONNECTIONS, "limit on open gRPC connections; lower if the limit on open files requires it. Idle ones "
         "are closed to make room for new ones", metavar="N", low=1, high=1 << 20,
     )  # fmt: skip
     http_port: int | None = flag(
@@ -119,8 +119,8 @@ class ServeConfig:
         metavar="ORIGINS", shown="none",
     )  # fmt: skip
     allowed_hosts: str | None = flag(
-        None, "further host names for HTTP and for metrics, separated by commas; *.example.com is every name below "
-        "it, * is any name. Requests with another Host are refused for metrics, and for HTTP if callers need no key",
+        None, "additional host names for HTTP and metrics, separated by commas; *.example.com is every name below "
+        "it, * is any name. Requests with any other Host are refused for metrics, and for HTTP if callers need no key",
         metavar="NAMES", shown="addresses, names without a dot and this machine's name",
     )  # fmt: skip
     unknown_fields: str = flag(
@@ -133,12 +133,12 @@ class ServeConfig:
     )  # fmt: skip
     tls_cert: Path | None = flag(
         None, "the service's certificate and intermediate certificates, in PEM", metavar="FILE",
-        shown="no TLS", group="TLS and authentication; changed files are read again",
+        shown="no TLS", group="TLS and authentication; changed files are reloaded",
     )  # fmt: skip
     tls_key: Path | None = flag(None, "the certificate's private key, in PEM", metavar="FILE", shown="none")
     tls_client_ca: Path | None = flag(
         None,
-        "callers need a certificate signed by one of these, in PEM",
+        "CA certificates, in PEM; callers need a certificate signed by one of them",
         metavar="FILE",
         shown="no client certificates",
     )
@@ -176,16 +176,16 @@ class ServeConfig:
     deterministic: bool = flag(
         False,
         "on one GPU: a request's results are bit-identical in every batch. Matrix products then use slower kernels, "
-        "and attention does not split a row's context. On the backend cpu they always are",
+        "and attention does not split a row's context. Results of the cpu backend always are",
     )
     tensor_parallel_size: int = flag(
-        1, "ranks that share the model: each is a process on a GPU of its own, with a part of every matrix; also runs "
-        "on CPUs, in plain torch, for trying it", metavar="N", low=1, high=64,
+        1, "ranks that share the model: each is a process on its own GPU, with a part of every matrix; also runs on "
+        "CPUs, in plain torch, for testing", metavar="N", low=1, high=64,
     )  # fmt: skip
     dtype: str = flag(
         "auto",
-        "the type of weights and activations; auto is the checkpoint's. The backend cpu has only bfloat16 and float32: "
-        "there, auto is bfloat16 for float16 and float32 for float64",
+        "the type of weights and activations; auto is the checkpoint's. The cpu backend supports only bfloat16 and "
+        "float32, so its auto is bfloat16 for float16, and float32 for float64",
         choices=["auto", "float32", "bfloat16", "float16", "float64"],
     )
     quantization: str = flag(
@@ -195,20 +195,20 @@ class ServeConfig:
         choices=["none", "int8", "int4", "fp8", "gptq", "awq", "compressed-tensors"],
     )  # fmt: skip
     load_format: str = flag(
-        "auto", "auto reads safetensors; dummy makes up weights, for measurements", choices=["auto", "dummy"]
+        "auto", "auto reads safetensors; dummy makes up weights, for benchmarks", choices=["auto", "dummy"]
     )
     threads: int | None = flag(
         None, "compute threads on a CPU", metavar="N", low=1, high=1024, shown="the cores that the service may use"
     )
     cpu_pinning: str = flag(
         "auto",
-        "whether each of those threads stays on a core of its own; auto is on if the service may use only some of the "
-        "machine's cores, and --threads is all of those", choices=["auto", "on", "off"],
+        "whether each of those threads is pinned to its own core; auto is on if the service may use only some of the "
+        "machine's cores, and --threads covers all of those", choices=["auto", "on", "off"],
     )  # fmt: skip
     block_size: int = flag(16, "tokens per block of the KV cache", metavar="N", choices=[16], group="the KV cache")
     kv_cache_dtype: str = flag(
         "auto",
-        "the type of the KV cache: int8 on the backend cpu, fp8 on cuda; auto is the type of the activations",
+        "the type of the KV cache: int8 on the cpu backend, fp8 on cuda; auto is the type of the activations",
         choices=["auto", "int8", "fp8"],
     )
     allow_additional_properties: bool = flag(
@@ -231,7 +231,7 @@ class ServeConfig:
         "recomputing is faster; K, M, G are powers of 1024", metavar="BYTES", low=0, is_size=True, shown="none",
     )  # fmt: skip
     conversation_ttl: float = flag(
-        600.0, "how long an ended request can be continued, and how long its KV is retained for that",
+        600.0, "how long a request can be continued after it ends, and how long its KV is retained for that",
         metavar="SECONDS", low=0, high=86_400,
     )  # fmt: skip
     conversation_tokens: int = flag(
@@ -245,15 +245,15 @@ class ServeConfig:
         shown="fair with --api-keys-file, --jwt-jwks-file or --tenants-file, else fcfs",
     )  # fmt: skip
     target_itl: float = flag(
-        0.0, "target time between a stream's tokens while prompts are computed, in chunks that fit; a high one favours "
-        "prompts", metavar="MS", low=0, high=60_000, shown="120, or twice the time of a step without prompts",
+        0.0, "target time between a stream's tokens while prompts are computed, in chunks that fit; a high target "
+        "favours prompts", metavar="MS", low=0, high=60_000, shown="120, or twice the time of a step without prompts",
     )  # fmt: skip
     max_num_seqs: int = flag(
         256, "limit on the sequences in a step, within its token budget", metavar="N", low=1, high=4096
     )
     max_num_batched_tokens: int | None = flag(
         None, "token budget of a step", metavar="N", low=1, high=1 << 20,
-        shown="2048; on the backend cpu, 64 to 256, for about 0.15 s",
+        shown="2048; on the cpu backend, 64 to 256, for about 0.15 s",
     )  # fmt: skip
     speculative_config: str | None = flag(
         None, 'speculative decoding, which never changes output; the method is ngram, suffix, draft_model or eagle3, '
@@ -269,7 +269,7 @@ class ServeConfig:
     )
     explain_requests: int = flag(
         1000,
-        "ended requests that penstock explain can show",
+        "number of ended requests that penstock explain can show",
         metavar="N",
         low=0,
         high=100_000,
