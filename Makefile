@@ -1,4 +1,5 @@
-# `make` alone lists the verbs. Every verb that needs the environment makes it first, so `make test` works on a new clone.
+# `make` without a target lists the targets. Each creates the environment first if it needs one, so `make test` works on
+# a new clone.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -9,9 +10,9 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Added to the end of the command that a verb runs.
+# Appended to the command that a target runs.
 ARGS ?=
-# A package index to take torch from, as well as the ordinary one: where only CUDA builds are offered, name one with CPU builds.
+# An additional package index for torch. Set it to an index of CPU builds if the ordinary one has only CUDA builds.
 PENSTOCK_TORCH_INDEX ?=
 
 # Tests and checks never reach a model hub.
@@ -23,46 +24,46 @@ LINKS := .dev/.made
 NODE := node_modules/.made
 
 .PHONY: help
-help: ## list the verbs
-	@echo "usage: make VERB [VENV=.venv] [PYTHON=python3] [ARGS='...']"
+help: ## list the targets
+	@echo "usage: make TARGET [VENV=.venv] [PYTHON=python3] [ARGS='...']"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' \
 	  | while IFS=$$'\t' read -r verb text; do printf '  %-12s %s\n' "$$verb" "$$text"; done
 
 # ----------------------------------------------------------------------------------------------------------- environment
 
 .PHONY: setup native lock
-setup: $(ENVIRONMENT) $(LINKS) $(NATIVE) ## make the environment, .venv, with every dependency; the second time it does nothing
+setup: $(ENVIRONMENT) $(LINKS) $(NATIVE) ## create .venv with all dependencies; does nothing if it is up to date
 
-# Everything is checked by its hash but torch, and what CUDA builds of it bring along: a CPU build of the same version comes
-# from another index, or from this machine, and has another hash. It is fixed by its version. The first call resolves
-# nothing: requirements.lock has it all.
+# pip checks the hash of every package except torch and the packages that CUDA builds of torch depend on. A CPU build of
+# the same version has another hash, so torch is pinned by its version. The first call resolves nothing, since
+# requirements.lock is complete.
 $(ENVIRONMENT): pyproject.toml setup.py constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
-	  || { echo "penstock needs Python 3.11 to 3.13; name one: make setup PYTHON=python3.12" >&2; exit 1; }
+	  || { echo "penstock needs Python 3.11 to 3.13: set one with make setup PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --require-hashes --no-deps -r requirements.lock
 	$(BIN)/pip install -c constraints.txt $(if $(PENSTOCK_TORCH_INDEX),--extra-index-url "$(PENSTOCK_TORCH_INDEX)") torch
 	$(BIN)/pip install --no-deps --no-build-isolation -e .
 	@touch $@
 
-# The environment's own installation has built it already, unless a source is newer by now, or there is no compiler.
+# Installing penstock has built the library already, unless a source has changed since or there is no compiler.
 $(NATIVE): kernels/cpu/build.py $(wildcard kernels/cpu/csrc/*/*) | $(ENVIRONMENT)
 	@$(BIN)/python -P kernels/cpu/build.py --if-possible
 	@touch $@
 
-native: $(ENVIRONMENT) ## build the CPU library, with all that the C++ compiler has to say; CXX=clang++ names one
+native: $(ENVIRONMENT) ## build the CPU library and show the compiler's output; CXX=clang++ chooses the compiler
 	$(BIN)/python -P kernels/cpu/build.py
 	@touch $(NATIVE)
 
-# For every Python and platform at once, with the versions of constraints.txt.
-lock: ## write requirements.lock anew, after a change of pyproject.toml or constraints.txt; needs uv
+# One file for every Python and platform, with the versions of constraints.txt.
+lock: ## update requirements.lock after a change to pyproject.toml or constraints.txt; needs uv
 	@command -v uv >/dev/null || { echo "uv resolves for all platforms at once: pip install uv" >&2; exit 1; }
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	  --constraints constraints.txt --extra server --extra dev pyproject.toml \
 	  | awk '/^[A-Za-z0-9]/ { keeps = !/^(torch|nvidia-[a-z0-9-]*|cuda-[a-z]*)==/ } keeps' > requirements.lock
 
-# What tools need to see and git need not: the namespace `penstock` as a folder of links, and types of google.rpc, for
-# mypy and pyright; the files of google.rpc that the contract imports, for buf, which would fetch them otherwise.
+# Files for tools, which git ignores: the namespace `penstock` as a folder of links, and the types of google.rpc, for
+# mypy and pyright; and the protos of google.rpc that the contract imports, for buf, which would download them otherwise.
 $(LINKS): $(ENVIRONMENT)
 	@rm -rf .dev && mkdir -p .dev/protos/google/rpc .dev/types
 	@$(link-rooms)
@@ -74,8 +75,8 @@ $(LINKS): $(ENVIRONMENT)
 link-rooms = mkdir -p .dev/penstock; ln -sfn ../../protos/penstock/v1 .dev/penstock/v1; \
   for room in clients kernels kv models scheduler service; do ln -sfn ../../$$room .dev/penstock/$$room; done
 
-# A machine with a GPU may have no package index. Where its Python has torch it is run as it is, on the checkout, and
-# what needs packages that it lacks is left out.
+# A machine with a GPU may have no package index. If its Python has torch, that Python runs on the checkout, and tests
+# that need a missing package are left out.
 define on-gpu
 @test -x $(BIN)/python || $(PYTHON) -c 'import torch, triton' 2>/dev/null || $(MAKE) setup
 @$(link-rooms)
@@ -96,53 +97,53 @@ $(NODE): package.json package-lock.json
 serve: setup ## serve the demo model on 127.0.0.1:50051; PORT=... and ARGS='MODEL' change that
 	$(BIN)/penstock serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
-# -P keeps tests/ off sys.path, where tests/kernels would answer to `import kernels`.
+# -P keeps tests/ off sys.path. Otherwise `import kernels` would find tests/kernels.
 bench: setup ## print the benchmark figures of the documentation, each with its command
 	PYTHONPATH=tests/peers $(BIN)/python -P tests/bench.py $(ARGS)
 
-# Where other engines' environments, and the models, go.
+# The folder for the other engines' environments and for the models.
 PEERS ?= .peers
 
-bench-peers: setup ## install the other engines, each in an environment of its own below PEERS=.peers
+bench-peers: setup ## install the other engines, each in its own environment in PEERS=.peers
 	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench.install --peers $(PEERS) $(ARGS)
 
-bench-cpu: setup ## compare ours with the other engines on CPUs, by turns; two hours
+bench-cpu: setup ## compare penstock with the other engines on a CPU, in turns; takes two hours
 	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench --peers $(PEERS) $(ARGS)
 
-bench-spec: setup ## measure what speculative decoding gains, on the CPU; half an hour
+bench-spec: setup ## measure the gain of speculative decoding on a CPU; takes half an hour
 	PYTHONPATH=tests/peers $(BIN)/python -P -m spec_bench --peers $(PEERS) $(ARGS)
 
-bench-gpu: ## measure kernels, steps and service on a GPU, beside transformers; 8 minutes. TINY=1: without one, tiny
+bench-gpu: ## measure kernels, steps and the service on a GPU; 8 minutes. TINY=1: a tiny run without a GPU
 	$(on-gpu) -m gpu_bench $(if $(TINY),--tiny) --json build/bench-gpu.json $(ARGS)
 
 # ------------------------------------------------------------------------------------------------------------------ test
 
 .PHONY: test test-gpu soak nocompiler sanitize emulate
-# Some processes take tests from each other. Of more than four each would mostly load what the others have loaded too.
+# The processes take tests from each other. With more than four, most of the time goes into loading the same models again.
 BY_TURNS := -n logical --maxprocesses 4 --dist worksteal
-test: setup ## run the tests; ARGS='-k name' runs some, ARGS='-n 0' all in one process, as a debugger wants it
+test: setup ## run the tests; ARGS='-k name' selects some, ARGS='-n 0' uses one process, as a debugger needs
 	$(BIN)/pytest $(BY_TURNS) $(ARGS)
 
-# Where plugins are missing that the configuration names, the kernels' tests run without it, those at least that need no
-# more than torch.
+# If pytest's plugins are missing, the kernels' tests run without the configuration that needs them. Tests that need more
+# than torch are left out.
 WITHOUT_PLUGINS := --config-file=/dev/null --rootdir=. --import-mode=importlib --continue-on-collection-errors
 test-gpu: ## run the tests that need a GPU
 	$(on-gpu) -m pytest $$($$python -c 'import msgspec, pytest_asyncio, pytest_timeout' 2>/dev/null \
 	  || echo $(WITHOUT_PLUGINS) tests/kernels/cuda) -m gpu $(ARGS)
 
-soak: setup ## run the long tests at their full numbers, then sanitize and emulate; with ARGS, the long tests alone
+soak: setup ## run the long tests in full, then sanitize and emulate; with ARGS, only the long tests
 	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)
 	$(if $(ARGS),,$(MAKE) sanitize emulate)
 
-nocompiler: setup ## run the tests as on a machine without a C++ compiler, so without the CPU library
+nocompiler: setup ## run the tests as on a machine without a C++ compiler, and so without the CPU library
 	CXX=/none PENSTOCK_CPU_LIBRARY=/none $(BIN)/pytest $(BY_TURNS) $(ARGS)
 
 KERNEL_TESTS := tests/kernels/test_cpu_*.py
 
-# The sanitizer's library comes first, then libstdc++, whose exceptions it watches: torch throws some. Python gets memory
-# from malloc, so that what lies beyond a bytes object is guarded as well. Python itself leaks at its end. A sanitizer ends
-# the process: captured as a file, what it prints would be lost. It doesn't see what AMX's instructions read and write, so
-# their registers are software here.
+# The sanitizer's library is loaded first, then libstdc++, whose exceptions it intercepts: torch throws some. Python
+# allocates with malloc, so that reads beyond a bytes object are detected too. Leaks are ignored, since Python leaks at
+# exit. A sanitizer ends the process, and with pytest's default capture its report would be lost. It cannot see the
+# memory that AMX instructions access, so AMX is emulated in software here.
 SANITIZED := build/sanitized
 sanitize: setup ## run the kernels' tests with AddressSanitizer and UBSan
 	CXX=g++ $(BIN)/python -P kernels/cpu/build.py --sanitize --software-tiles --out $(SANITIZED)
@@ -151,7 +152,7 @@ sanitize: setup ## run the kernels' tests with AddressSanitizer and UBSan
 	  PENSTOCK_CPU_LIBRARY=$(SANITIZED)/libpenstock_cpu.so $(BIN)/python -P -m pytest --timeout=0 --capture=sys \
 	  $(KERNEL_TESTS) $(ARGS)
 
-# Of two machines, one has AVX2 and no AVX512, the other neither. numpy's BLAS asks the real machine and must be told.
+# One machine has AVX2 but not AVX512, the other has neither. numpy's BLAS would detect the real CPU, so it is set.
 EMULATED := emulate-Haswell emulate-Nehalem
 .PHONY: $(EMULATED)
 emulate: $(EMULATED) ## run the kernels' tests on older processors; needs qemu-x86_64 (Debian: qemu-user)
@@ -164,29 +165,31 @@ $(EMULATED): emulate-%: setup
 
 # ----------------------------------------------------------------------------------------------------------------- check
 
-.PHONY: check check-fast lint types imports contract format
-check: lint types imports contract ## all that follows; `make -k check` goes on after a failure
+.PHONY: check check-fast lint wording types imports contract format
+check: lint wording types imports contract ## all of the checks below; `make -k check` continues after a failure
 
-# What .pre-commit-config.yaml runs on the files of a commit, here on all of them.
-check-fast: lint ## the part of check that takes seconds, and the wording of comments and docs
-	$(BIN)/python -P tests/english.py
+# The same checks as in .pre-commit-config.yaml, which runs them on the files of a commit.
+check-fast: lint wording ## the checks that take seconds
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check $(ARGS)
 	$(BIN)/ruff format --check
 
+wording: setup ## tests/english.py: the wording of comments, docstrings, messages and docs
+	$(BIN)/python -P tests/english.py
+
 TYPES := types-3.11 types-3.12 types-3.13
 .PHONY: $(TYPES)
-types: $(TYPES) ## mypy, strictly, for every Python that penstock runs on
+types: $(TYPES) ## mypy --strict for every Python version that penstock supports
 $(TYPES): types-%: setup
 	$(BIN)/mypy --python-version $*
 
-imports: setup ## import-linter: who may import whom
+imports: setup ## import-linter: which folders may import which
 	$(BIN)/lint-imports
 
-# The contract may change freely until the first release; from then on, never in a way that breaks a caller. Compared are
-# the descriptor sets, since a release has no .dev/protos to build from; a test proves that the new one is up to date.
-contract: setup $(NODE) ## buf: the protos' style, comments, and nothing broken since the last release
+# Until the first release the contract may change freely. After that, no change may break a caller. buf compares the
+# descriptor sets, since a release has no .dev/protos to build from. A test checks that the new one is up to date.
+contract: setup $(NODE) ## buf: the style of the protos, and no breaking change since the last release
 	node_modules/.bin/buf lint
 	@release=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || true); \
 	if [ -z "$$release" ]; then echo "buf breaking: no release to compare with"; exit 0; fi; \
@@ -195,7 +198,7 @@ contract: setup $(NODE) ## buf: the protos' style, comments, and nothing broken 
 	echo "buf breaking against $$release"; \
 	node_modules/.bin/buf breaking protos/penstock/v1/descriptor.binpb --against "$$old"
 
-format: setup ## rewrite the code as ruff wants it
+format: setup ## fix and format the code with ruff
 	$(BIN)/ruff check --fix $(ARGS)
 	$(BIN)/ruff format
 
@@ -207,14 +210,15 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 docs: setup ## build the site of docs/ in build/site; a broken link or anchor fails
 	$(MKDOCS) build $(ARGS)
 
-docs-serve: setup ## serve that site on 127.0.0.1:8001, and build it again after each change; PORT=... changes that
+docs-serve: setup ## serve the site on 127.0.0.1:8001 and rebuild it after each change; PORT=... sets the port
 	$(MKDOCS) serve --dev-addr 127.0.0.1:$(or $(PORT),8001) $(ARGS)
 
 # -------------------------------------------------------------------------------------------------------------- generate
 
-# Where the generated files go; a test generates them elsewhere and compares.
+# The folder of the generated files. A test generates them elsewhere and compares.
 PROTO_OUT ?= protos
-# The descriptor set is for callers without the sources: grpcurl, gateways that transcode. With what a Status may carry.
+# The descriptor set is for callers without the sources, such as grpcurl and gateways that transcode. It includes the
+# details that a Status may carry.
 PROTOC = $(BIN)/python -P -m grpc_tools.protoc -I protos -I $(SITE)
 
 .PHONY: protos stubs
@@ -235,7 +239,7 @@ stubs:
 # ----------------------------------------------------------------------------------------------------------------- clean
 
 .PHONY: clean
-clean: ## remove what the verbs made, except the environments
+clean: ## remove everything that the targets created, except the environments
 	rm -rf .dev .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	rm -f kernels/cpu/*.so $(NATIVE)
 	find clients kernels kv models protos scheduler service tests -name __pycache__ -prune -exec rm -rf {} +

@@ -76,7 +76,7 @@ Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope
 
 
 class NormPlacement(Enum):
-    """Where a layer applies its RMS norms. In the formulas, f is attention or the MLP."""
+    """The placement of a layer's RMS norms. In the formulas, f is attention or the MLP."""
 
     PRE = auto()
     """x += f(norm(x))"""
