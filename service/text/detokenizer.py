@@ -2,6 +2,9 @@
 
 Text is released at the ends of tokens, so that it is exactly the text of the tokens released with it. All released text
 together is what ``Tokenizer.decode`` makes of the same ids. A token costs one look-up; nothing is decoded twice.
+
+The DecodeStream of ``tokenizers`` is not used. It drops a character that is incomplete at the end, and it decodes the
+tokens of an incomplete character again for each new token, so that 4,000 stray bytes cost 1 ms per token.
 """
 
 import codecs
