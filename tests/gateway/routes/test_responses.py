@@ -305,7 +305,7 @@ def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
         ({"tools": [{"type": "hammer"}]}, "tools[0].type", "'function', 'custom' or 'namespace'"),
         ({"include": ["everything"]}, "include[0]", "message.output_text.logprobs"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "send the item itself"),
-        ({"input": [{"type": "computer_call"}]}, "input[0]", "may be message, function_call"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]", "must be message, function_call"),
         ({"input": [FETCHED | {"output": [{"type": "input_image"}]}]}, "input[0].output[0]", "must be text:"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "must be text:"),
         ({"input": [{"role": "user", "content": [{"type": ["text"]}]}]}, "input[0].content[0]", "must be text:"),

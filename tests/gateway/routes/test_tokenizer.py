@@ -59,8 +59,8 @@ def test_tokens_become_text_special_ones_included(post):
     [
         ("/tokenize", {}, None, "send one of prompt and messages"),
         ("/tokenize", {"prompt": "a", "messages": HI}, None, "send one of prompt and messages"),
-        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "send messages instead"),
-        ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens", "the chat template has"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "only with messages"),
+        ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens", "the chat template adds"),
         ("/tokenize", {"prompt": "a", "chat_template": "x"}, "chat_template", "not supported"),
         ("/tokenize", {"prompt": "a", "pormpt": "b"}, "pormpt", "did you mean prompt"),
         ("/detokenize", {"tokens": [300]}, "tokens[0]", "258"),
