@@ -157,8 +157,8 @@ def measure(variant: KernelVariant, capability: int) -> KernelResources:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    figures = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    figures = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", output)}
     spilled = figures["STACK"] + figures["LOCAL"]
     return KernelResources(describe(variant), int(compiled.metadata.shared), figures["REG"], spilled)
 

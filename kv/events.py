@@ -123,9 +123,9 @@ class KvEventReader:
         """Resumes after a change that another reader of the same log has reported, if the log still knows all later
         changes. Otherwise, and by default, it starts from the beginning."""
         self._log = log
-        self._told = after_sequence if stream_id == log.stream_id else 0
+        self._reported = after_sequence if stream_id == log.stream_id else 0
         # Changes up to here have been reported or are pending.
-        self._taken = self._told
+        self._taken = self._reported
         self._pending: deque[bytes] = deque()
 
     def read(self, max_bytes: int) -> KvChanges:
@@ -133,25 +133,25 @@ class KvEventReader:
         when there is nothing new."""
         cleared = not self._log.knows_since(self._taken)
         if cleared:
-            self._told = 0
+            self._reported = 0
             self._take(self._log.hashes)
         elif not self._pending:
             self._take(dict.fromkeys(self._log.changed_since(self._taken)))
-        removed, stored = self._tell(max_bytes)
+        removed, stored = self._take_changes(max_bytes)
         if not self._pending:
-            self._told = self._taken
-        return KvChanges(self._told, cleared, removed, stored)
+            self._reported = self._taken
+        return KvChanges(self._reported, cleared, removed, stored)
 
     @property
     def is_up_to_date(self) -> bool:
         """Whether there is nothing left to report."""
-        return self._told == self._log.sequence
+        return self._reported == self._log.sequence
 
     def _take(self, hashes: Iterable[bytes]) -> None:
         self._pending = deque(hashes)
         self._taken = self._log.sequence
 
-    def _tell(self, max_bytes: int) -> tuple[list[bytes], list[StoredBlock]]:
+    def _take_changes(self, max_bytes: int) -> tuple[list[bytes], list[StoredBlock]]:
         removed: list[bytes] = []
         stored: list[StoredBlock] = []
         num_bytes = 0

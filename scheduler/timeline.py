@@ -98,7 +98,7 @@ class _Track:
         self.num_accepted = 0
         """The number of these that were accepted."""
 
-    def tell_drafts(self, entry: TimelineEntry) -> None:
+    def add_drafts(self, entry: TimelineEntry) -> None:
         """Adds the counts of drafts to an entry of decoding."""
         if self.num_drafted:
             entry.detail = f"{self.num_accepted} of {self.num_drafted} drafts accepted"
@@ -172,7 +172,7 @@ class Timeline:
         if track.entry is not None and track.entry.kind is EntryKind.DECODED:
             track.entry.last_step = step - 1
             track.entry.num_tokens = num_output_tokens - track.num_output_tokens
-            track.tell_drafts(track.entry)
+            track.add_drafts(track.entry)
 
     # The queue ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Timeline:
         now."""
         if predicted_ttft_s is not None:
             self.predicted_ttft_s = self._clock() - self.arrival + predicted_ttft_s
-        self._tell(EntryKind.ACCEPTED, detail=f"position {position} in the queue")
+        self._add_event(EntryKind.ACCEPTED, detail=f"position {position} in the queue")
         if position:
             self.waits(0, Cause.TURN, position)
         else:
@@ -196,7 +196,7 @@ class Timeline:
         kind = EntryKind.HELD if cause is Cause.SUSPECT else EntryKind.WAITED
         entry = self._open(kind, choice, detail=cause.value.format(*numbers))
         if track.cause is None or track.entry is None:
-            self._go_on(track, entry)
+            self._continue_with(track, entry)
         elif track.cause_before is cause and track.wait_before is not None and entry.at - track.entry.at < INTERLUDE_S:
             track.entry, track.wait_before = track.wait_before, None
             track.entry.until = None
@@ -213,7 +213,7 @@ class Timeline:
         if self._hold is None:
             for track in self._tracks:
                 if track.cause is not None:
-                    self._go_on(track, None)
+                    self._continue_with(track, None)
             self._hold = self._open(EntryKind.HELD, 0, detail=Cause.UNREAD.value)
 
     def released(self) -> None:
@@ -226,8 +226,8 @@ class Timeline:
 
     def began(self, choice: int, step: int, num_cached_tokens: int) -> None:
         """Records that a sequence got a row, with this many tokens of its history from the prefix cache."""
-        self._go_on(self._tracks[choice], None)
-        self._tell(EntryKind.BEGAN, choice, step, num_cached_tokens)
+        self._continue_with(self._tracks[choice], None)
+        self._add_event(EntryKind.BEGAN, choice, step, num_cached_tokens)
 
     def prefilled(self, choice: int, step: int, num_tokens: int) -> None:
         """Records that this many tokens of its history are computed in this step."""
@@ -239,7 +239,7 @@ class Timeline:
                 entry.last_step = step
                 entry.num_tokens += num_tokens
                 return
-        self._go_on(track, self._open(EntryKind.PREFILLED, choice, step, num_tokens))
+        self._continue_with(track, self._open(EntryKind.PREFILLED, choice, step, num_tokens))
 
     def will_decode(self, choice: int, step: int) -> None:
         """Records that this step has the last chunk of its history, and chooses a token; then the row decodes."""
@@ -250,7 +250,7 @@ class Timeline:
         track = self._tracks[choice]
         track.decodes_from = None
         track.num_drafted = track.num_accepted = 0
-        self._go_on(track, self._open(EntryKind.DECODED, choice, step))
+        self._continue_with(track, self._open(EntryKind.DECODED, choice, step))
 
     def drafted(self, choice: int, num_drafted: int, num_accepted: int) -> None:
         """Records the computed and accepted drafts of a step that has its result."""
@@ -272,18 +272,18 @@ class Timeline:
             track.decoded = track.entry
         elif track.decoded is not None:  # tokens of steps whose results came after it had left
             track.decoded.num_tokens += num_output_tokens - track.num_output_tokens
-            track.tell_drafts(track.decoded)
+            track.add_drafts(track.decoded)
         track.num_output_tokens = num_output_tokens
-        self._go_on(track, None)
+        self._continue_with(track, None)
 
     def preempted(self, choice: int, step: int, why: str) -> None:
         """Records that its row was preempted when this step was planned; it waits again."""
-        self._tell(EntryKind.PREEMPTED, choice, step, detail=why)
+        self._add_event(EntryKind.PREEMPTED, choice, step, detail=why)
         self.waits(choice, Cause.NEXT_PLAN)
 
     def restarted(self, step: int) -> None:
         """Records that the worker died before this step was planned, with everything computed for the request."""
-        self._tell(EntryKind.RESTARTED, 0, step, detail="the worker died: all is computed again")
+        self._add_event(EntryKind.RESTARTED, 0, step, detail="the worker died: all is computed again")
 
     # The request --------------------------------------------------------------------------------------------------
 
@@ -296,21 +296,21 @@ class Timeline:
             changes.append(f"deadline in {change.deadline - self._clock():.1f} s")
         if change.max_tokens is not None:
             changes.append(f"at most {change.max_tokens} tokens")
-        self._tell(EntryKind.UPDATED, detail=", ".join(changes))
+        self._add_event(EntryKind.UPDATED, detail=", ".join(changes))
 
     def ended(self, reason: str) -> None:
         """Records its end."""
         for track in self._tracks:
-            self._go_on(track, None)
+            self._continue_with(track, None)
         self._tracks = []  # frees those of a request with thousands of sequences
         self.released()
         self.ended_by = reason
         self.ended_at = self._clock()
-        self._tell(EntryKind.ENDED, detail=reason)
+        self._add_event(EntryKind.ENDED, detail=reason)
 
     # Entries ------------------------------------------------------------------------------------------------------
 
-    def _go_on(self, track: _Track, entry: TimelineEntry | None) -> None:
+    def _continue_with(self, track: _Track, entry: TimelineEntry | None) -> None:
         """Ends the sequence's current entry, and continues with ``entry``."""
         self._settle(track)
         if track.entry is not None:
@@ -334,7 +334,7 @@ class Timeline:
         if entry.kind is not EntryKind.WAITED or now - entry.at >= MIN_WAIT_S:
             self._add(entry)
 
-    def _tell(
+    def _add_event(
         self, kind: EntryKind, choice: int = 0, step: int | None = None, num_tokens: int = 0, detail: str = ""
     ) -> None:
         now = self._clock()

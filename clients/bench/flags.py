@@ -202,14 +202,14 @@ def _add_shape(flags: "argparse._ArgumentGroup") -> None:
     forms = "N, uniform:A-B, normal:MEAN,DEVIATION or lognormal:MEAN,DEVIATION"
     flags.add_argument(
         "--prompt-tokens",
-        type=_told(parse_lengths),
+        type=_reporting(parse_lengths),
         default=parse_lengths("512"),
         metavar="LENGTHS",
         help=f"prompt tokens of each turn: {forms} (default: 512)",
     )
     flags.add_argument(
         "--output-tokens",
-        type=_told(parse_lengths),
+        type=_reporting(parse_lengths),
         default=parse_lengths("128"),
         metavar="LENGTHS",
         help="output tokens of each turn (default: 128); stop tokens are ignored unless --set ignore_eos=false",
@@ -247,7 +247,7 @@ def _add_shape(flags: "argparse._ArgumentGroup") -> None:
 def _add_output(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument(
         "--slo",
-        type=_told(Slo.parse),
+        type=_reporting(Slo.parse),
         metavar="BOUNDS",
         help="limits that a request must meet to count as goodput: any of ttft=500ms,itl=50ms,tpot=40ms,e2e=5s",
     )
@@ -259,7 +259,7 @@ def _add_output(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot of the distributions")
 
 
-def _told(parse: Callable[[str], T]) -> Callable[[str], T]:
+def _reporting(parse: Callable[[str], T]) -> Callable[[str], T]:
     """Wraps a parser for argparse, which hides the message of a ValueError."""
 
     def read(text: str) -> T:

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     if report is None:
         print("interrupted during warm-up", file=sys.stderr)
         return _INTERRUPTED
-    _tell(arguments, report, about)
+    _write_report(arguments, report, about)
     if report.was_stopped:
         return _INTERRUPTED
     return 0 if report.ok else 1
@@ -194,7 +194,7 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def _tell(arguments: argparse.Namespace, report: Report, about: dict[str, Any]) -> None:
+def _write_report(arguments: argparse.Namespace, report: Report, about: dict[str, Any]) -> None:
     """Writes the requested outputs. Raises OSError."""
     summary = report.summary(arguments.slo)
     title = f"{about['model']} at {about['target']} ({about['api']}): {about['load']}"

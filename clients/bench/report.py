@@ -186,13 +186,13 @@ class Report:
 
     def _failed(self) -> dict[str, dict[str, Any]]:
         """The failures, most frequent first, each with its first error message."""
-        said = {record.failure: record.error for record in reversed(self.records)}
-        return {failure: {"count": count, "error": said[failure]} for failure, count in self.failures.most_common()}
+        messages = {record.failure: record.error for record in reversed(self.records)}
+        return {failure: {"count": count, "error": messages[failure]} for failure, count in self.failures.most_common()}
 
     def _predictions(self) -> dict[str, Any] | None:
         """The errors of the service's predicted times to first token, relative to the real ones."""
         pairs = [(r.predicted_ttft_s, r.ttft_s) for r in self.ok]
-        errors = [abs(told - real) / real for told, real in pairs if told is not None and real]
+        errors = [abs(predicted - real) / real for predicted, real in pairs if predicted is not None and real]
         return _figures(errors)
 
     def _request(self, record: Record) -> dict[str, Any]:

@@ -24,8 +24,8 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
     requests = summary["requests"]
     yield _line("requests", f"{requests['ok']:,} of {requests['sent']:,} answered")
     for status, failed in requests["failed"].items():
-        said = " ".join(failed["error"].split())[:_MAX_SHOWN]
-        yield _line("", f"{failed['count']:,} {status}: {said}")
+        message = " ".join(failed["error"].split())[:_MAX_SHOWN]
+        yield _line("", f"{failed['count']:,} {status}: {message}")
     yield _line("duration", f"{summary['seconds']:.2f} s" + (" (stopped early)" if summary["was_stopped"] else ""))
     cached = summary["cached_tokens"] / summary["prompt_tokens"] if summary["prompt_tokens"] else 0
     yield _line(
@@ -34,8 +34,8 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
         f"{summary['prompt_tokens_per_s']:,.1f} prompt tokens/s ({cached:.0%} cached)",
     )
     if (drafts := summary["speculation"]) is not None:
-        told = f"{drafts['drafted_tokens']:,} tokens, {drafts['accepted_share']:.0%} of them accepted"
-        yield _line("drafts", f"{told}; {drafts['mean_length']:.2f} tokens per step with drafts")
+        counts = f"{drafts['drafted_tokens']:,} tokens, {drafts['accepted_share']:.0%} of them accepted"
+        yield _line("drafts", f"{counts}; {drafts['mean_length']:.2f} tokens per step with drafts")
     if goodput := summary.get("goodput"):
         bounds = ", ".join(f"{name} {_time(bound)}" for name, bound in goodput["slo_s"].items())
         good = f"{goodput['requests_per_s']:,.2f} requests/s, {goodput['share']:.1%} of all requests"

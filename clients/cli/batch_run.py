@@ -69,10 +69,10 @@ class BatchRun:
                         await slots.acquire()
                         group.create_task(self._answer(job)).add_done_callback(lambda _: slots.release())
         except ExceptionGroup as failures:
-            told, bugs = failures.split((PenstockError, OSError))
-            if told is None or bugs is not None:
+            expected, bugs = failures.split((PenstockError, OSError))
+            if expected is None or bugs is not None:
                 raise
-            raise told.exceptions[0] from None
+            raise expected.exceptions[0] from None
 
     def _next_job(self, number: int, raw: bytes) -> Job | HttpJob | None:
         """Returns the request of a line, unless it is done already. Writes the error of an invalid line."""
@@ -105,7 +105,7 @@ class BatchRun:
                 return await request.completion()
 
         try:
-            answer = await self._ask(send)
+            answer = await self._call(send)
         except RequestFailed as failure:
             await self._stop_if_gone(failure)
             self._done(failure_record(job.id, failure))
@@ -118,7 +118,7 @@ class BatchRun:
             return await self.gateway.post(job.url, job.body)
 
         try:
-            answer = await self._ask(post)
+            answer = await self._call(post)
         except HttpRefused as refused:
             await self._stop_if_gone(refused)
             answer = refused.answer
@@ -127,7 +127,7 @@ class BatchRun:
         self.output_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
         self._done(http_record(job.id, answer.status, answer.headers.get("x-request-id", ""), body))
 
-    async def _ask(self, send: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, send: Callable[[], Awaitable[T]]) -> T:
         """Sends a request, with retries while the service is away or busy."""
         give_up = 0.0
         for pause in _pauses():

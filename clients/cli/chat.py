@@ -103,7 +103,7 @@ class ChatSession:
     def ask(self, text: str) -> bool:
         """Sends the user's message and shows the answer as it arrives. Ctrl-C ends the answer; the part so far is kept,
         and False is returned. Raises RequestFailed and TooLong; a message without an answer is dropped."""
-        self._tell_dropped(self.conversation.ask(text, self._room()))
+        self._note_dropped(self.conversation.ask(text, self._room()))
         answer = ChatAnswer()
         try:
             try:
@@ -111,7 +111,7 @@ class ChatSession:
             except RequestFailed as failure:
                 if not self.conversation.continue_from or failure.code not in _GONE:
                     raise
-                self._tell_dropped(self.conversation.send_all(self._room()))
+                self._note_dropped(self.conversation.send_all(self._room()))
                 self._receive(answer)
             return True
         except KeyboardInterrupt:
@@ -174,7 +174,7 @@ class ChatSession:
                     answer.finished = event
                     answer.ended_by = f"ended by {event.reason.value}"
 
-    def _tell_dropped(self, dropped: int) -> None:
+    def _note_dropped(self, dropped: int) -> None:
         if dropped:
             what = "turn is" if dropped == 1 else f"{dropped} turns are"
             self._screen.note(f"[the context is full: the oldest {what} dropped]")

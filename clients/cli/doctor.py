@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     add_connection_flags(parser, "check the connection to this service, or unix:PATH, instead of this machine")
     arguments = parser.parse_args(argv)
     if arguments.target is not None:
-        return _look_at(connection(arguments, arguments.target), as_json=arguments.json)
+        return _examine_service(connection(arguments, arguments.target), as_json=arguments.json)
     machine, library = inspect_machine(), inspect_cpu_library()
     choice, findings = choose(machine, library), list(examine(machine, library))
     if arguments.json:
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     return int(any(finding.kind is FindingKind.MISSING for finding in findings))
 
 
-def _look_at(service: ConnectionOptions, *, as_json: bool) -> int:
+def _examine_service(service: ConnectionOptions, *, as_json: bool) -> int:
     """Reports whether a service can be reached; returns the exit status."""
     reached = reach(service)
     if as_json:
@@ -137,9 +137,9 @@ def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
     if not (library.levels or needed) and machine.default_device()[0] == "cpu":
         what = f"models run in plain torch, many times slower: {library.problem}"
         yield Finding(FindingKind.ADVICE, what, library.remedy)
-    told = {package.name for package in missing if package.extra not in _OPTIONAL}  # some are in two extras
+    listed = {package.name for package in missing if package.extra not in _OPTIONAL}  # some are in two extras
     for extra, purpose in _OPTIONAL.items():
-        names = [package.name for package in missing if package.extra == extra and package.name not in told]
+        names = [package.name for package in missing if package.extra == extra and package.name not in listed]
         if names:
             what = f"not installed: {', '.join(names)} ({purpose})"
             yield Finding(FindingKind.ADVICE, what, f"pip install 'penstock[{extra}]'")

@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         except (KeyboardInterrupt, asyncio.CancelledError):
             print("\ninterrupted; run the same command again to resume", file=sys.stderr)
             return 130
-    _tell(batch, time.monotonic() - began)
+    _print_summary(batch, time.monotonic() - began)
     return 1 if batch.num_failed else 0
 
 
@@ -124,7 +124,7 @@ async def _run(
     return batch
 
 
-def _tell(batch: BatchRun, seconds: float) -> None:
+def _print_summary(batch: BatchRun, seconds: float) -> None:
     skipped = f"{batch.num_skipped:,} were already done, " if batch.num_skipped else ""
     print(
         f"{batch.num_done:,} lines done, {skipped}{batch.num_failed:,} failed in all; "

@@ -38,13 +38,13 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Shows a message that is not from the model."""
-        self._tell(text, _DIM)
+        self._print(text, _DIM)
 
     def error(self, text: str) -> None:
         """Shows an error."""
-        self._tell(text, _RED)
+        self._print(text, _RED)
 
-    def _tell(self, text: str, colour: str) -> None:
+    def _print(self, text: str, colour: str) -> None:
         print(f"{colour}{text}{_PLAIN}" if self._has_colours else text, file=sys.stderr, flush=True)
 
 

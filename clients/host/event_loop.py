@@ -13,7 +13,7 @@ from pathlib import Path
 COLLECT_AFTER_BYTES = 64 << 20
 """Growth of the process after which the collector runs. The collector itself counts objects, and a few of them may hold
 hundreds of megabytes."""
-LOOK_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 1.0
 TRIM_INTERVAL_S = 10.0
 """Giving 600 MB back takes 70 ms, in which nothing can be allocated."""
 _MEMORY = Path("/proc/self/statm")
@@ -63,14 +63,14 @@ class MemoryWatch:
         """Checks once per second, until ``stop``."""
         with suppress(OSError):
             self._least_bytes = self._resident_bytes()
-            self._timer = loop.call_later(LOOK_INTERVAL_S, self._look_again, loop)
+            self._timer = loop.call_later(CHECK_INTERVAL_S, self._check_again, loop)
 
     def stop(self) -> None:
         """Stops checking. Safe to call twice."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Collects if the process has grown enough."""
         num_bytes = self._resident_bytes()
         if num_bytes - self._least_bytes >= COLLECT_AFTER_BYTES:
@@ -83,10 +83,10 @@ class MemoryWatch:
             self._wants_trim, self._trimmed_at = False, time.monotonic()
             threading.Thread(target=self._trim, name="trim", daemon=True).start()
 
-    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = loop.call_later(LOOK_INTERVAL_S, self._look_again, loop)
+    def _check_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(CHECK_INTERVAL_S, self._check_again, loop)
         with suppress(OSError):
-            self.look()
+            self.check()
 
 
 def _trim_heap() -> None:

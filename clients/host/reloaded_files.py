@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 _log = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 1.0
 _SETTLED_S = 2.0
 """A file that changed less than this ago is read again: with a clock of 4 ms, two writes may have the same time."""
 
@@ -105,14 +105,14 @@ class WatchedFiles(Generic[_Loaded]):
     def refresh(self) -> Callable[[], None] | None:
         """See ``Watched``. Blocks, and changes only this object's own state, so it may run in a thread."""
         try:
-            return self._look()
+            return self._check()
         except FileError as error:
             self._complain(str(error))
         except Exception as error:
             self._complain(f"{self._names}: could not be applied ({type(error).__name__})", with_trace=True)
         return None
 
-    def _look(self) -> Callable[[], None] | None:
+    def _check(self) -> Callable[[], None] | None:
         seen = self._signatures()
         if seen is not None and seen == self._seen:
             return None
@@ -175,10 +175,10 @@ class WatchedFiles(Generic[_Loaded]):
 class FileWatch:
     """Checks files for changes while the process runs."""
 
-    def __init__(self, watched: Sequence[Watched], interval_s: float = LOOK_INTERVAL_S) -> None:
+    def __init__(self, watched: Sequence[Watched], interval_s: float = CHECK_INTERVAL_S) -> None:
         self._watched = watched
         self._interval_s = interval_s
-        self._look_now = asyncio.Event()
+        self._check_now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -186,9 +186,9 @@ class FileWatch:
         if self._watched:
             self._task = asyncio.create_task(self._run(), name="penstock file watch")
 
-    def look_now(self) -> None:
+    def check_now(self) -> None:
         """Checks now instead of at the next interval. Changed files are used after the check that follows."""
-        self._look_now.set()
+        self._check_now.set()
 
     def stop(self) -> None:
         """Stops checking."""
@@ -198,8 +198,8 @@ class FileWatch:
     async def _run(self) -> None:
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._look_now.wait(), self._interval_s)
-            self._look_now.clear()
+                await asyncio.wait_for(self._check_now.wait(), self._interval_s)
+            self._check_now.clear()
             for watched in self._watched:
                 try:
                     take = await asyncio.to_thread(watched.refresh)

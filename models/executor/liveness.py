@@ -19,20 +19,20 @@ class Heartbeat:
     def __init__(self, interval_s: float, now: float) -> None:
         """``length`` must be called every ``interval_s``."""
         self._interval_s = interval_s
-        self._heard_at = now
-        self._asked_at = now
+        self._received_at = now
+        self._checked_at = now
 
-    def heard(self, now: float) -> None:
+    def received(self, now: float) -> None:
         """Records a sign of life."""
-        self._heard_at = now
+        self._received_at = now
 
     def length(self, now: float) -> float:
         """Returns the length of the silence, in seconds."""
-        deaf = now - self._asked_at - self._interval_s
+        deaf = now - self._checked_at - self._interval_s
         if deaf > self._interval_s:
-            self._heard_at = min(now, self._heard_at + deaf)
-        self._asked_at = now
-        return now - self._heard_at
+            self._received_at = min(now, self._received_at + deaf)
+        self._checked_at = now
+        return now - self._received_at
 
 
 def is_stopped(pid: int) -> bool:

@@ -53,7 +53,7 @@ class TextFormatter(logging.Formatter):
         """Returns the traceback, and the error's type and text, or only what ``holds_texts`` allows."""
         if not self._holds_texts or ei[1] is None:
             return super().formatException(ei)
-        return "\n".join(_told(ei[1]))
+        return "\n".join(_lines_of(ei[1]))
 
 
 class JsonFormatter(TextFormatter):
@@ -85,15 +85,15 @@ def log_uncaught(loop: asyncio.AbstractEventLoop) -> None:
     def of_a_thread(arguments: threading.ExceptHookArgs) -> None:
         _log.error("a thread ended with an error", exc_info=arguments.exc_value)
 
-    def of_nobody(arguments: Any) -> None:
+    def of_unraisable(arguments: Any) -> None:
         _log.error("an exception could not be raised", exc_info=arguments.exc_value)
 
     loop.set_exception_handler(of_the_loop)
     threading.excepthook = of_a_thread
-    sys.unraisablehook = of_nobody
+    sys.unraisablehook = of_unraisable
 
 
-def _told(error: BaseException) -> Iterator[str]:
+def _lines_of(error: BaseException) -> Iterator[str]:
     """Yields the lines of an error and of its causes, the first cause first."""
     chain: list[BaseException] = []
     current: BaseException | None = error

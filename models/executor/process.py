@@ -228,7 +228,7 @@ class _Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads whole frames from the stream; a broken stream ends the worker."""
-        self._heartbeat.heard(asyncio.get_running_loop().time())
+        self._heartbeat.received(asyncio.get_running_loop().time())
         try:
             for kind, body in self._buffer.feed(data):
                 self._take(kind, body)
@@ -260,13 +260,13 @@ class _Link(asyncio.Protocol):
                 raise WireError(f"got a {kind.name} frame from the worker")
 
     def _watch_again(self) -> None:
-        self._watch = asyncio.get_running_loop().call_later(WATCH_INTERVAL_S, self._look)
+        self._watch = asyncio.get_running_loop().call_later(WATCH_INTERVAL_S, self._check_heartbeat)
 
     def _unwatch(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
 
-    def _look(self) -> None:
+    def _check_heartbeat(self) -> None:
         """Kills a process that is alive and makes no progress."""
         silence_s = self._heartbeat.length(asyncio.get_running_loop().time())
         limit = MAX_SILENCE_S if self.facts.done() else MAX_LOADING_SILENCE_S

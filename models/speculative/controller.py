@@ -340,7 +340,7 @@ class SpeculationController:
                     num_right = len(result.token_ids) - 1
                     record.acceptance.learn(confidences, num_right)
                     if num_right:
-                        record.tried_at = 0  # the next probe is this row's
+                        record.probed_at = 0  # the next probe is this row's
 
     def _learn_usual(self, proposals: list[Proposal]) -> None:
         for proposal in proposals:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from penstock.models.speculative.cost_model import StepCost
 
-ASK_S = 1e-5
+PROPOSAL_S = 1e-5
 """The assumed time of a proposal for one row, until it is known."""
 MIN_SCALE, MIN_TOKEN_S = 0.1, 1e-8
 RATE, READ_RATE = 0.1, 0.3
@@ -23,9 +23,9 @@ class DraftCost:
 
     def __init__(self, most: int) -> None:
         """``most`` is the maximum number of tokens in a step."""
-        self._table = StepCost(most, (ASK_S, 64 * ASK_S))
+        self._table = StepCost(most, (PROPOSAL_S, 64 * PROPOSAL_S))
         self._scale = 1.0
-        self._token_s = ASK_S
+        self._token_s = PROPOSAL_S
 
     def measure(self, run: Callable[[int], None], most: int, clock: Callable[[], float]) -> None:
         """Measures ``run(n)``, which proposes a draft for each of n rows, up to ``most``. ``clock`` returns seconds."""
@@ -34,15 +34,15 @@ class DraftCost:
 
     def seconds(self, num_rows: int, rounds: int = 1, backlog: int = 0) -> float:
         """Returns the time of proposals for rows that have ``backlog`` tokens to read besides each row's newest."""
-        return self._asking_s(num_rows, rounds) + backlog * self._token_s
+        return self._proposal_s(num_rows, rounds) + backlog * self._token_s
 
     def observe(self, num_rows: int, rounds: int, backlog: int, seconds: float) -> None:
         """Learns from the time of a proposal. Each part is corrected by its share of the expected time."""
         expected = self.seconds(num_rows, rounds, backlog)
         surprise = min(MAX_SURPRISE, seconds / expected) - 1.0
-        part = self._asking_s(num_rows, rounds) / expected
+        part = self._proposal_s(num_rows, rounds) / expected
         self._scale = max(MIN_SCALE, self._scale * (1.0 + RATE * surprise * part))
         self._token_s = max(MIN_TOKEN_S, self._token_s * (1.0 + READ_RATE * surprise * (1.0 - part)))
 
-    def _asking_s(self, num_rows: int, rounds: int) -> float:
+    def _proposal_s(self, num_rows: int, rounds: int) -> float:
         return self._scale * rounds * self._table.seconds(num_rows)

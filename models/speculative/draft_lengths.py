@@ -57,7 +57,7 @@ def choose_rounds(
     acceptance: Sequence[Sequence[float]],
     num_certain: int,
     seconds: Sequence[float],
-    asking: Callable[[int], float],
+    proposal_s: Callable[[int], float],
     last: int,
 ) -> Rounds:
     """Chooses how many rounds a drafter runs, if each draft takes one: like ``choose_lengths``, but before there are
@@ -66,8 +66,8 @@ def choose_rounds(
     most = max(map(len, acceptance), default=0)
 
     def expect(number: int) -> Rounds:
-        with_asking = [seconds[0], *(step_s + asking(number) for step_s in seconds[1:])]
-        counts, token_s = choose_lengths([row[:number] for row in acceptance], num_certain, with_asking)
+        with_proposals = [seconds[0], *(step_s + proposal_s(number) for step_s in seconds[1:])]
+        counts, token_s = choose_lengths([row[:number] for row in acceptance], num_certain, with_proposals)
         return Rounds(number if any(counts) else 0, counts, token_s)
 
     def best(numbers: Iterable[int]) -> Rounds:

@@ -11,14 +11,14 @@ TRIAL = 4
 class RowRecord:
     """The state of a row that may have drafts."""
 
-    __slots__ = ("acceptance", "asked_at", "is_followed", "max_drafts", "trials_left", "tried_at", "worth_s")
+    __slots__ = ("acceptance", "is_followed", "max_drafts", "probed_at", "proposed_at", "trials_left", "worth_s")
 
     def __init__(self, max_drafts: int, acceptance: RowAcceptance, worth_s: float) -> None:
         self.max_drafts = max_drafts
         self.acceptance = acceptance
         self.worth_s = worth_s
         """The seconds that drafting for the row saves per step, on recent average."""
-        self.asked_at = self.tried_at = 0
+        self.proposed_at = self.probed_at = 0
         """The last steps in which a draft was proposed, and computed, for the row although that did not pay."""
         self.is_followed = False
         """Whether the drafter reads the row's hidden states."""

@@ -55,7 +55,7 @@ class Prober:
         More than one row is chosen only within the time of a step. A trial that has begun goes on whatever is left."""
         spare_s, spent_s = self._propose_s - fence_s, 0.0
         chosen: list[Wanted] = []
-        for row, most in sorted(others, key=self._asked_at):
+        for row, most in sorted(others, key=self._proposed_at):
             record = self._rows[row]
             if self._drafter.feature_layers and not record.is_followed:
                 if self._may_start_trial(spare_s):
@@ -64,13 +64,13 @@ class Prober:
             proposal_s = self._cost.seconds(1, 1, self._drafter.backlog(row))
             if record.trials_left or spent_s + proposal_s <= (min(spare_s, step_s) if chosen else spare_s):
                 spent_s += proposal_s
-                record.asked_at = self._step
+                record.proposed_at = self._step
                 chosen.append(Wanted(row, 1 if self._drafter.by_rounds else most))
         self._propose_s -= fence_s if chosen else 0.0
         return chosen
 
-    def _asked_at(self, wanted: Wanted) -> int:
-        return self._rows[wanted.row].asked_at
+    def _proposed_at(self, wanted: Wanted) -> int:
+        return self._rows[wanted.row].proposed_at
 
     def add_draft(
         self, records: Sequence[RowRecord], acceptance: list[list[float]], counts: list[int], seconds: list[float]
@@ -83,7 +83,7 @@ class Prober:
         verify_s = max(seconds[total + 1] - seconds[total], MIN_VERIFY_SHARE * seconds[0])
         untried = [at for at, row in enumerate(acceptance) if row and not counts[at]]
         if untried and verify_s <= self._verify_s:
-            at = min(untried, key=lambda at: records[at].tried_at)
+            at = min(untried, key=lambda at: records[at].probed_at)
             counts[at] = 1
-            records[at].tried_at = self._step
+            records[at].probed_at = self._step
             self._verify_s -= verify_s

@@ -50,17 +50,17 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     prepare_child(FED_BY_STRANGERS)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    told = json.loads(requests.readline() or "null")
-    if told is None:
+    settings = json.loads(requests.readline() or "null")
+    if settings is None:
         return
     tokenizer: LLTokenizer | None = None
     try:
-        tokenizer = read_tokenizer(**told["tokenizer"])
+        tokenizer = read_tokenizer(**settings["tokenizer"])
         _answer(answers, {})
     except Exception as error:
         _answer(answers, {"error": one_line(str(error))})
-    convert = partial(to_grammar, **told["options"])
-    del told
+    convert = partial(to_grammar, **settings["options"])
+    del settings
     for line in requests if tokenizer is not None else ():
         wanted = json.loads(line)
         _answer(answers, _checked(tokenizer, wanted["kind"], wanted["text"], convert))
@@ -84,20 +84,20 @@ def _checked(tokenizer: Any, kind: str, text: str, convert: Callable[[str, str],
         finally:
             os._exit(1)  # whatever happens, the child must not run the parent's code
     os.close(writing)
-    said, has_ended = b"", False
+    output, has_ended = b"", False
     try:
         while (left := deadline - time.monotonic()) > 0 and select.select([reading], [], [], left)[0]:
             part = os.read(reading, 1 << 20)
             if not part:
                 has_ended = True
                 break
-            said += part
+            output += part
     finally:
         os.close(reading)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     with contextlib.suppress(ValueError):
-        answer: dict[str, str] = json.loads(said)
+        answer: dict[str, str] = json.loads(output)
         return answer
     return {"error": TOO_COSTLY} if has_ended else {"busy": TOO_BUSY}
 

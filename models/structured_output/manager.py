@@ -184,13 +184,13 @@ class StructuredOutputManager:
         """Adds a row's masks. Returns whether there are masks to compute for which the step waits."""
         matcher = work.matcher
         if not self.is_ready(work.row, work.known):
-            masks.sits_out(work)
+            masks.skip_row(work)
             return False
         if matcher.failure or matcher.fill(masks.words[work.sampled], work.end, work.drafts) > len(work.drafts):
             return False
         is_slow = matcher.grammar.is_apart or not (matcher.is_trusted or self._lane.takes_untrusted(work.tenant))
         if is_slow and self.puts_off:
-            masks.sits_out(work)
+            masks.skip_row(work)
             self._add_to_background(work.row, work.end, work.known)
             return False
         matcher.is_pending = True

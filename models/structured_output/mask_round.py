@@ -56,7 +56,7 @@ class MaskRound:
         self._open.add(work)
         work.words = self.words
 
-    def sits_out(self, work: RowWork) -> None:
+    def skip_row(self, work: RowWork) -> None:
         """Records that the step does not wait for a row."""
         self._open.discard(work)
         self.late.add(work.row.number)
@@ -72,7 +72,7 @@ class MaskRound:
         jobs = [MaskJob(tenant, self._known, partial(self._run_together, works)) for tenant, works in together.items()]
         alone = [work for work in self._works if not work.matcher.is_trusted]
         self._lane.add_jobs(
-            jobs + [MaskJob(work.tenant, self._known, partial(self._run_alone, work)) for work in alone]
+            jobs + [MaskJob(work.tenant, self._known, partial(self._run_single, work)) for work in alone]
         )
 
     def finish(self, works: Sequence[RowWork]) -> None:
@@ -89,7 +89,7 @@ class MaskRound:
         if num_late:
             self._on_late()
 
-    def _run_alone(self, work: RowWork) -> None:
+    def _run_single(self, work: RowWork) -> None:
         if not self._lock(work):
             return
         began_s = thread_time()
@@ -131,7 +131,7 @@ class MaskRound:
         assert self._background is not None
         with self._changed:
             if work in self._open:
-                self.sits_out(work)
+                self.skip_row(work)
             if not self._open:
                 self._changed.notify_all()
         self._background.add_work(work)
@@ -148,7 +148,7 @@ class MaskRound:
             while self._open and (left_s := self._left_s(*began)) > 0.0:
                 self._changed.wait(left_s)
             for work in list(self._open):
-                self.sits_out(work)
+                self.skip_row(work)
         words = self.words.copy() if self._late_lines else self.words
         for sampled in self._late_lines:
             words[sampled] = 0

@@ -188,7 +188,7 @@ def compute(works: Sequence[RowWork], words: Words, tools: MaskTools) -> None:
     empty if the row's output cannot continue, and after a draft that cannot come."""
     plain: list[tuple[LLMatcher, int]] = []
     drafted: list[tuple[LLMatcher, int, list[int]]] = []
-    asked: list[tuple[RowWork, LLMatcher, int]] = []
+    requested: list[tuple[RowWork, LLMatcher, int]] = []
     for work in works:
         library = work.matcher.at(work.row.history, work.end, tools.consume)
         if library is None:
@@ -203,9 +203,9 @@ def compute(works: Sequence[RowWork], words: Words, tools: MaskTools) -> None:
             drafted.append((library, first, rest))
         elif not is_found:
             plain.append((library, first))
-        asked.append((work, library, first))
+        requested.append((work, library, first))
     tools.fill(plain, drafted, words)
-    for work, library, first in asked:
+    for work, library, first in requested:
         tools.clear_unknown(words[first : work.sampled.stop])
         if library.is_error() or not words[first].any():
             work.fail()

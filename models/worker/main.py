@@ -228,18 +228,18 @@ def _alive(channel: Channel) -> Iterator[None]:
     """Sends a heartbeat every 500 ms, whatever the process computes."""
     over = threading.Event()
 
-    def tell() -> None:
+    def send() -> None:
         with contextlib.suppress(OSError):
             while not over.wait(ALIVE_INTERVAL_S):
                 channel.send(FrameKind.ALIVE, None)
 
-    teller = threading.Thread(target=tell, name="alive", daemon=True)
-    teller.start()
+    thread = threading.Thread(target=send, name="alive", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        teller.join()
+        thread.join()
 
 
 def _end_with(parent: int) -> None:

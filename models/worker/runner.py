@@ -234,7 +234,7 @@ class Runner:
         # Even a backend that is still computing has waited for the masks.
         late = frozenset() if batch.masks is None else batch.masks.late
         places = [
-            _sit_out(row, end, num) if row.number in late and num else _expect(row, end, num)
+            _skip_row(row, end, num) if row.number in late and num else _expect(row, end, num)
             for row, end, num in zip(batch.rows, ends, batch.num_sampled, strict=True)
         ]
         learned = self._newest = threading.Event()
@@ -275,7 +275,7 @@ def _with_idle(finish: Callable[[], StepResult], idle: list[RowResult]) -> StepR
     return result
 
 
-def _sit_out(row: Row, end: int, num_sampled: int) -> int:
+def _skip_row(row: Row, end: int, num_sampled: int) -> int:
     """Moves the row back to before the token that its next one is sampled from. Returns ``LATE``: no token is
     expected."""
     row.num_computed = end - num_sampled

@@ -117,7 +117,7 @@ class Engine:
         """Ends a request early; its sink has ``Finished`` when this returns. False if it is not alive."""
         if self._scheduler is None:
             return False
-        with self._failing_as_a_whole():
+        with self._failing_on_error():
             if not self._scheduler.abort(request_id, reason, message):
                 return False
         self._pump_soon()  # other requests may be waiting for its blocks
@@ -128,7 +128,7 @@ class Engine:
         changing anything."""
         if self._scheduler is None:
             return False
-        with self._failing_as_a_whole():
+        with self._failing_on_error():
             if not self._scheduler.update_request(request_id, change):
                 return False
         if change.deadline is not None and request_id in self._deadlines:
@@ -142,7 +142,7 @@ class Engine:
         """Holds a request back while its output is not read, or releases it. While it is held, it is in no plan, and
         loses its blocks before any other request."""
         if self._scheduler is not None:
-            with self._failing_as_a_whole():
+            with self._failing_on_error():
                 self._scheduler.hold(request_id, held)
             self._pump_soon()
 
@@ -218,7 +218,7 @@ class Engine:
         self._pump_is_due = False
         if self._task is None or self._task.done():
             return
-        with suppress(Exception), self._failing_as_a_whole():
+        with suppress(Exception), self._failing_on_error():
             self._pump()
 
     def _pump(self) -> None:
@@ -270,7 +270,7 @@ class Engine:
         self._executor.kill(f"a step took more than {limit_s:.3g} s")
 
     @contextmanager
-    def _failing_as_a_whole(self) -> Iterator[None]:
+    def _failing_on_error(self) -> Iterator[None]:
         """Fails the engine after an internal error, because the state of rows and blocks is then unknown."""
         try:
             yield

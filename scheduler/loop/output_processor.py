@@ -86,7 +86,7 @@ class OutputProcessor:
         except Exception as error:
             self._give_up(sequence.live, error)
         else:
-            self._tell(sequence, delta)
+            self._emit(sequence, delta)
 
     def _count_drafts(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
         sequence.live.speculation.count_step(num_drafted, num_accepted)
@@ -105,9 +105,9 @@ class OutputProcessor:
             self._give_up(live, error)
             return
         if delta is not None:
-            self._tell(sequence, delta)
+            self._emit(sequence, delta)
 
-    def _tell(self, sequence: SequenceState, delta: SequenceDelta) -> None:
+    def _emit(self, sequence: SequenceState, delta: SequenceDelta) -> None:
         sequence.live.request.sink(delta)
         if delta.end is not None:
             self._end(sequence, delta.end.reason)

@@ -166,10 +166,10 @@ class Scheduler:
         live = self._requests.get(request_id)
         if live is None:
             return self.timelines.find(request_id)
-        self._tell_so_far(live)
+        self._emit_so_far(live)
         return live.timeline
 
-    def _tell_so_far(self, live: RequestState) -> None:
+    def _emit_so_far(self, live: RequestState) -> None:
         for sequence in live.sequences:
             live.timeline.so_far(sequence.index, self._planner.end_of(sequence), sequence.output.num_tokens)
 
@@ -189,7 +189,7 @@ class Scheduler:
         for live in lives:
             request_id, context = live.request.request_id, None
             try:
-                self._tell_so_far(live)
+                self._emit_so_far(live)
                 context = self._close(live, reason)
             except Exception:
                 logger.exception("request %s: its accounts could not be closed", request_id)

@@ -73,7 +73,7 @@ class Planner:
         flight."""
         self.kv.expire(self._context.clock())
         if self._context.bisector:
-            self._leave_alone_those_on_trial()
+            self._isolate_suspects()
         self._make_room()
         planned = self._plan()
         while planned.plan.is_empty and self._make_room():
@@ -81,7 +81,7 @@ class Planner:
         plan = planned.plan
         if plan.is_empty:
             return None
-        plan.dropped = self.rows.say_drops()
+        plan.dropped = self.rows.take_drops()
         self.counters.steps += 1
         self.counters.decode_rows += len(plan.decodes)
         return planned
@@ -110,7 +110,7 @@ class Planner:
         if sequence.state is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             self._pinned.remove(sequence)
-            self._say_left(sequence)
+            self._record_left(sequence)
         else:
             self._leave(sequence)
         sequence.state = SequenceStatus.ENDED
@@ -135,7 +135,7 @@ class Planner:
                 # No sequence must wait for a prefix that is not being computed.
                 (self.kv.retract if held else self.kv.announce)(sequence, sequence.hashes[sequence.num_published :])
             if held:
-                self._say_left(sequence)
+                self._record_left(sequence)
             elif sequence.state is SequenceStatus.DECODING and not sequence.is_pooled:
                 live.timeline.decodes(sequence.index, self.counters.steps)
         live.held = held
@@ -146,7 +146,7 @@ class Planner:
         for sequence in waiting:
             self.waiting.remove(sequence)
         for sequence in begun:
-            self._say_left(sequence)
+            self._record_left(sequence)
             self.running.remove(sequence)
         self.kv.reset()
         self._pinned.drop_sequences()
@@ -160,10 +160,10 @@ class Planner:
         """Returns the first step that does not include the sequence."""
         return self.counters.steps if sequence.complete_from is None else sequence.complete_from
 
-    def _say_left(self, sequence: SequenceState) -> None:
+    def _record_left(self, sequence: SequenceState) -> None:
         sequence.live.timeline.left(sequence.index, self.end_of(sequence), sequence.output.num_tokens)
 
-    def _leave_alone_those_on_trial(self) -> None:
+    def _isolate_suspects(self) -> None:
         """Preempts every row that is not on trial, so that it holds no blocks that the rows on trial may need."""
         for sequence in [sequence for sequence in self.running if not self.prefill_adder.may_run(sequence.live)]:
             self._preempt(sequence, "other requests run alone, to find out which one ended the worker")
@@ -255,7 +255,7 @@ class Planner:
         self.waiting.put(sequence)
 
     def _leave(self, sequence: SequenceState) -> None:
-        self._say_left(sequence)
+        self._record_left(sequence)
         self.running.remove(sequence)
         self.kv.retract(sequence, sequence.hashes[sequence.num_published :])
         self.kv.free(sequence.block_ids)
@@ -277,7 +277,7 @@ class Planner:
         """Plans chunks of histories, in order; returns the sequences that got one."""
         chunked: list[SequenceState] = []
         if not budget:
-            self._say_spent()
+            self._record_spent()
             return chunked
         this_round, behind = PrefillRound(), self._behind()
         beginners = self.prefill_adder.schedulable(this_round)
@@ -289,11 +289,11 @@ class Planner:
             budget -= self._plan_chunk(plan, sequence, budget)
             chunked.append(sequence)
             if not budget:
-                self._say_spent()
+                self._record_spent()
                 break
         return chunked
 
-    def _say_spent(self) -> None:
+    def _record_spent(self) -> None:
         """Records why the first waiting sequence does not begin."""
         first = next(self.waiting.in_order(), None)
         if first is not None:

@@ -19,7 +19,7 @@ the loop's time for a plan."""
 MAX_OVERTAKEN = 32
 """The maximum number of sequences that may overtake one that lacks KV blocks. After that they wait for it, so it does
 not starve."""
-MAX_PASSED_OVER = 8
+MAX_WITHOUT_ROOM = 8
 """The maximum number of sequences without room that a plan examines."""
 
 
@@ -27,7 +27,7 @@ MAX_PASSED_OVER = 8
 class PrefillRound:
     """What one plan has found out about waiting sequences."""
 
-    passed_over: list[SequenceState] = field(default_factory=list)
+    without_room: list[SequenceState] = field(default_factory=list)
     """The sequences for which too few blocks are free."""
     num_added_tokens: int = 0
     is_over: bool = False
@@ -70,7 +70,7 @@ class PrefillAdder:
             if not self._has_row() or not self._context.rows.num_free:
                 sequence.live.timeline.waits(sequence.index, Cause.ROWS, self._context.max_rows)
                 return
-            if not self._is_kept_back(sequence):
+            if not self._is_blocked(sequence):
                 yield sequence
 
     def try_add(self, plan: StepPlan, sequence: SequenceState, this_round: PrefillRound) -> bool:
@@ -93,19 +93,19 @@ class PrefillAdder:
             if block_ids is not None:
                 self._begin(plan, sequence, block_ids, len(prefix) + len(restored))
                 this_round.num_added_tokens += num_tokens
-                for other in this_round.passed_over:
+                for other in this_round.without_room:
                     other.num_overtaken += 1
                 return True
             sequence.num_free_at_last_try = self._kv.pool.num_free
         timeline.waits(sequence.index, Cause.BLOCKS, self._kv.pool.num_free, self.num_blocks_for(sequence))
-        this_round.passed_over.append(sequence)
-        if sequence.num_overtaken >= MAX_OVERTAKEN or len(this_round.passed_over) == MAX_PASSED_OVER:
+        this_round.without_room.append(sequence)
+        if sequence.num_overtaken >= MAX_OVERTAKEN or len(this_round.without_room) == MAX_WITHOUT_ROOM:
             this_round.is_over = True
         return False
 
     def first_without_room(self) -> SequenceState | None:
         """Returns the sequence that would begin next, if it lacks only rows or blocks."""
-        sequence = next((sequence for sequence in self._waiting.in_order() if not self._is_kept_back(sequence)), None)
+        sequence = next((sequence for sequence in self._waiting.in_order() if not self._is_blocked(sequence)), None)
         if sequence is None or sequence.in_flight:
             return None
         has_room = self._has_row() and not self._lacks_blocks(sequence)
@@ -122,7 +122,7 @@ class PrefillAdder:
         prefix = sequence.pinned or self._kv.find_prefix(sequence.hashes, len(sequence.token_ids))
         return self.num_blocks_for(sequence) - sum(map(self._kv.pool.is_held, prefix))
 
-    def _is_kept_back(self, sequence: SequenceState) -> bool:
+    def _is_blocked(self, sequence: SequenceState) -> bool:
         """Returns whether something other than room keeps the sequence from beginning. Later sequences need not wait
         for that."""
         live = sequence.live

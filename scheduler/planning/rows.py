@@ -36,7 +36,7 @@ class RowIdAllocator(Generic[Holder]):
         assert row not in self._dropped
         self._dropped.append(row)
 
-    def say_drops(self) -> list[int]:
+    def take_drops(self) -> list[int]:
         """Returns the rows that the next plan must drop. They must be passed to ``reclaim`` after its result."""
         dropped, self._dropped = self._dropped, []
         return dropped

@@ -40,7 +40,7 @@ def _explained(timeline: Timeline, now: float, unix_now: float) -> pb.ExplainRes
     """Builds the response. Entries that have not ended are shown as if they ended ``now``, which is ``unix_now`` in
     Unix time."""
     arrival = timeline.arrival
-    told = pb.ExplainResponse(
+    response = pb.ExplainResponse(
         request_id=timeline.request_id,
         tenant=timeline.tenant,
         client_request_id=timeline.client_request_id,
@@ -53,10 +53,10 @@ def _explained(timeline: Timeline, now: float, unix_now: float) -> pb.ExplainRes
         omitted_entries=timeline.num_omitted,
     )
     if timeline.predicted_ttft_s is not None:
-        told.predicted_ttft_ms = milliseconds(timeline.predicted_ttft_s)
+        response.predicted_ttft_ms = milliseconds(timeline.predicted_ttft_s)
     if timeline.first_token_at is not None:
-        told.first_token_us = _microseconds(timeline.first_token_at - arrival)
-    return told
+        response.first_token_us = _microseconds(timeline.first_token_at - arrival)
+    return response
 
 
 def _entry(entry: TimelineEntry, arrival: float, now: float) -> pb.TimelineEntry:

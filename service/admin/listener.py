@@ -11,7 +11,7 @@ from penstock.service.config.addresses import Address
 from penstock.service.rpc.health import Health
 from penstock.service.rpc.reflection import add_reflection
 from penstock.service.transport.connections import MAX_ADMIN_CONNECTIONS, Connections
-from penstock.service.transport.transport import bind, for_this_user_alone, new_server
+from penstock.service.transport.transport import bind, new_server, only_for_this_user
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
@@ -45,7 +45,7 @@ class AdminListener:
 
     def bind(self) -> str:
         """Returns the address with the bound port. Only this user can open a Unix socket. Raises ListenError."""
-        with for_this_user_alone():
+        with only_for_this_user():
             bound = bind(self._server, self._address, self._tls)
         self._connections.add_listener(Address.parse(bound), MAX_ADMIN_CONNECTIONS)
         return bound

@@ -33,12 +33,12 @@ class StatsFeed:
         """Sends statistics at once and after every interval, until the caller leaves or the service ends. The request
         has been validated."""
         interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
-        num_told = self._loop_lag.num_samples - round(interval_ms / 1000 / PERIOD_S)
+        num_reported = self._loop_lag.num_samples - round(interval_ms / 1000 / PERIOD_S)
         await context.send_initial_metadata(())
         while True:
             num_samples = self._loop_lag.num_samples
-            lag = self._loop_lag.over(num_samples - num_told)
-            num_told = num_samples
+            lag = self._loop_lag.over(num_samples - num_reported)
+            num_reported = num_samples
             await write(context, self._read(lag))
             try:
                 async with asyncio.timeout(interval_ms / 1000):

@@ -13,16 +13,16 @@ class Effort:
 
     def __init__(self, pid: int) -> None:
         self._path = Path("/proc") / str(pid) / "stat"
-        self._used_s = self._look()[1]
+        self._used_s = self._read()[1]
 
     def is_starved(self, elapsed_s: float) -> bool:
         """Returns whether the process is ready to run but got little processor time since the last check,
         ``elapsed_s`` ago. A process that sleeps, is stopped or has ended is not ready."""
-        wants, used_s = self._look()
+        wants, used_s = self._read()
         got_s, self._used_s = used_s - self._used_s, used_s
         return wants and got_s < _STARVED * elapsed_s
 
-    def _look(self) -> tuple[bool, float]:
+    def _read(self) -> tuple[bool, float]:
         """Returns whether the process is ready to run, and its processor time in seconds."""
         try:
             fields = self._path.read_text().rpartition(")")[2].split()

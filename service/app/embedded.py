@@ -115,8 +115,8 @@ def _last_words(log: Path) -> str:
     """Returns the child's error message: penstock's own last line in the log if there is one, else the last line."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     own = [line.removeprefix(f"{PROGRAM}: ") for line in lines if line.startswith(f"{PROGRAM}: ")]
-    told = [line for line in own if not line.startswith("loading ")]
-    return (told or lines or ["its log is empty"])[-1]
+    relevant = [line for line in own if not line.startswith("loading ")]
+    return (relevant or lines or ["its log is empty"])[-1]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

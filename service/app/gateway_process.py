@@ -29,7 +29,7 @@ EXTRA = "gateway"
 _CHILD = "import sys; from penstock.service.app.gateway_child import main; main(*sys.argv[1:])"
 _BACKLOG = 2048
 """The maximum number of connections that wait while a gateway is replaced. The kernel's limit may be lower."""
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _END_TIMEOUT_S = 3.0
 """The time for final messages to reach HTTP clients after the service has ended their requests."""
 
@@ -219,12 +219,12 @@ class _Pulse(asyncio.Protocol):
         while self._silent_s < self._allowed_s and self._starved_s < self._patience.starved_s:
             # Counts its own checks instead of clock time: if the service itself was stopped for a while, that time
             # must not count against the child.
-            look_s = min(_LOOK_S, self._allowed_s)
-            await asyncio.sleep(look_s)
-            if effort.is_starved(look_s):
-                self._starved_s += look_s
+            check_s = min(_CHECK_S, self._allowed_s)
+            await asyncio.sleep(check_s)
+            if effort.is_starved(check_s):
+                self._starved_s += check_s
             else:
-                self._silent_s += look_s
+                self._silent_s += check_s
         if not drained.is_set():
             silent_s = self._silent_s + self._starved_s
             _log.error("the HTTP gateway sent no heartbeat for %.0f s; killing it", silent_s)

@@ -26,7 +26,7 @@ from penstock.service.config.addresses import Address, admin_address, http_addre
 from penstock.service.config.sampling_defaults import read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.text.tokenizer import Tokenizer, TokenizerError
-from penstock.service.text.tokenizer_files import TokenizerFacts, foresee_facts
+from penstock.service.text.tokenizer_files import TokenizerFacts, predict_facts
 
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
 _HTTP_GRACE_S = 10
@@ -137,7 +137,7 @@ def _scheduler_config(config: ServeConfig, tenants: TenantLimitsFile) -> Schedul
 def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
     """Returns a function that reads the tokenizer, and the facts about it that the worker needs. Most tokenizers' facts
     are known before they are read. ``num_rows`` is the model's vocabulary size."""
-    facts = foresee_facts(path, num_rows)
+    facts = predict_facts(path, num_rows)
     read = partial(Tokenizer.load, path, config.chat_template, num_rows, config.chat_template_timeout)
     if facts is None:
         tokenizer = read()

@@ -35,7 +35,7 @@ from penstock.service.telemetry.tracing import Exporter, Telemetry
 from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.transport.call_limits import CallLimits
 from penstock.service.transport.connections import max_connections
-from penstock.service.transport.transport import bind, for_this_user_alone, new_server
+from penstock.service.transport.transport import bind, new_server, only_for_this_user
 from penstock.v1 import (
     embedding_pb2,
     embedding_pb2_grpc,
@@ -164,7 +164,7 @@ class RunningService:
             bound = bind(self._server, address, self._tls)
             self._bound = address
             self._limits.connections.add_listener(Address.parse(bound), self._max_connections)
-            with for_this_user_alone():
+            with only_for_this_user():
                 for socket in private:
                     bind(self._server, socket)
         finally:

@@ -62,7 +62,7 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
     try:
         config = parse_config(argv)
     except ConfigError as error:
-        _tell(str(error))
+        _write(str(error))
         return USAGE_ERROR
     raise_open_files_limit()
     set_up_logging(config.log_format, config.log_level, holds_texts=True, handler=LogThread())
@@ -73,11 +73,11 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         prepared = prepare(config)
-        _say(config, logging.INFO, f"loading {config.model} ...")
+        _report(config, logging.INFO, f"loading {config.model} ...")
         with _reserved(prepared.server), asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_Life(prepared, worker).run(lifeline))
     except _REFUSALS as error:
-        _say(config, logging.CRITICAL, str(error))
+        _report(config, logging.CRITICAL, str(error))
         return 1
 
 
@@ -126,7 +126,7 @@ class _Life:
         log_uncaught(loop)
         # A terminal that closes sends SIGHUP too, and then the service must end.
         if self._prepared.server.watched and not os.isatty(0):
-            loop.add_signal_handler(signal.SIGHUP, self._server.look_at_files)
+            loop.add_signal_handler(signal.SIGHUP, self._server.check_files)
         if lifeline is not None:
             loop.add_reader(lifeline, self._on_lifeline, lifeline)
         if not await self._server.run(self._on_start):
@@ -137,9 +137,9 @@ class _Life:
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
         gc.freeze()  # the objects that exist now stay: the collector need not scan them again
-        self._greet(bound)
+        self._print_greeting(bound)
 
-    def _greet(self, bound: str) -> None:
+    def _print_greeting(self, bound: str) -> None:
         config, facts = self._prepared.server, self._engine.facts
         has_chat_template = self._server.tokenizer.has_chat_template
         wants_key = not isinstance(config.authenticator, AllowAll)
@@ -212,15 +212,15 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _say(config: ServeConfig, level: int, message: str) -> None:
+def _report(config: ServeConfig, level: int, message: str) -> None:
     """Writes to stderr, or to the log if its format is for programs."""
     if config.log_format == JSON:
         _log.log(level, "%s", _one_line(message))
     else:
-        _tell(message)
+        _write(message)
 
 
-def _tell(message: str) -> None:
+def _write(message: str) -> None:
     with contextlib.suppress(OSError):  # a full disk or a closed pipe must not end the service
         sys.stderr.write(f"{PROGRAM}: {_one_line(message)}\n")
 

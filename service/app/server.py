@@ -60,7 +60,7 @@ class Server:
         self._health = Health(SERVICES if self._admin_address is None else (*SERVICES, ADMIN_SERVICE))
         self._stats_log = StatsLog(engine.stats, config.stats_interval_s)
         self._loop_lag = LoopLag()
-        self._file_watch = FileWatch(config.watched, config.look_interval_s)
+        self._file_watch = FileWatch(config.watched, config.check_interval_s)
         if config.tenants is not None:
             config.tenants.on_change(self._take_tenants)
         self._stop_requested = asyncio.Event()
@@ -174,9 +174,9 @@ class Server:
             self._hurry.set()
         self._stop_requested.set()
 
-    def look_at_files(self) -> None:
+    def check_files(self) -> None:
         """Checks the operator's files for changes now. A change takes effect after the next check."""
-        self._file_watch.look_now()
+        self._file_watch.check_now()
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Gives running requests ``grace_s``, ends the rest with UNAVAILABLE, and stops everything. Safe to call
@@ -225,4 +225,4 @@ class Server:
     def _on_state(self, state: EngineState) -> None:
         self._health.set_ready(state is EngineState.SERVING and not self._stop_requested.is_set())
         if self._running is not None:
-            self._running.generation.tell_state()
+            self._running.generation.send_state()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.clients.host.reloaded_files import LOOK_INTERVAL_S, Watched, WatchedFiles
+from penstock.clients.host.reloaded_files import CHECK_INTERVAL_S, Watched, WatchedFiles
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import SpeculationConfig
@@ -42,7 +42,7 @@ class ServerConfig:
     """The file with the tenants' limits; ``scheduler`` starts with the same limits."""
     watched: Sequence[Watched] = ()
     """All files that are reloaded when they change."""
-    look_interval_s: float = LOOK_INTERVAL_S
+    check_interval_s: float = CHECK_INTERVAL_S
     embedding: PoolingConfig = field(default_factory=PoolingConfig)
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speculation: SpeculationConfig | None = None

@@ -44,19 +44,19 @@ class ServerTls:
 
     def credentials(self) -> grpc.ServerCredentials:
         """Returns the credentials for one listener."""
-        told = self.files.value
+        current = self.files.value
 
         def news() -> "_Configuration | None":
             # Called by gRPC at each new connection, in a thread of its own.
-            nonlocal told
+            nonlocal current
             now = self.files.value
-            if now is told:
+            if now is current:
                 return None
-            told = now
+            current = now
             return now
 
         # The stub lacks None, which means no change.
-        return grpc.dynamic_ssl_server_credentials(told, news, self.is_mutual)  # type: ignore[arg-type]
+        return grpc.dynamic_ssl_server_credentials(current, news, self.is_mutual)  # type: ignore[arg-type]
 
     def _load(self, chain: bytes, key: bytes, client_ca: bytes | None = None) -> _Configuration:
         """Checks the files, and returns gRPC's configuration. Raises FileError."""

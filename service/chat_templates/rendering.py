@@ -122,8 +122,8 @@ class CompiledTemplate:
     def _reason(self, refusal: TemplateRefusal) -> str:
         """Returns the refusal's reason if it is a constant of the template. Other reasons may contain the caller's
         text, which a status never repeats."""
-        said = str(refusal)
-        return f": {said[:_MAX_REASON]}" if said in self._facts.words else ""
+        message = str(refusal)
+        return f": {message[:_MAX_REASON]}" if message in self._facts.words else ""
 
     def _turn(self, message: TemplateMessage) -> dict[str, Any]:
         """Returns a message in the form that templates expect: fields that it lacks are left out."""

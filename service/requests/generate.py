@@ -255,9 +255,9 @@ class RequestBuilder:
     def _max_tokens(self, start: pb.Start, num_prompt_tokens: int) -> int:
         sampling = start.sampling
         max_tokens = self._left(num_prompt_tokens)
-        for asked in (sampling, self._defaults.sampling):
-            if asked.HasField("max_tokens"):
-                max_tokens = min(max_tokens, asked.max_tokens)
+        for given in (sampling, self._defaults.sampling):
+            if given.HasField("max_tokens"):
+                max_tokens = min(max_tokens, given.max_tokens)
                 break
         if sampling.min_tokens > max_tokens:
             raise invalid(

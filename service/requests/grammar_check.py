@@ -40,7 +40,7 @@ class GrammarChecks:
         any and has no rule for others."""
         facts = tokenizer.facts
         special_tokens = list(facts.special_tokens)
-        self._told = {
+        self._settings = {
             "tokenizer": {
                 "directory": str(tokenizer.directory),
                 "special_tokens": special_tokens,
@@ -85,7 +85,7 @@ class GrammarChecks:
         key = hashlib.sha256(f"{kind} {text}".encode()).digest()
         answer = self._remembered(key)
         if answer is None:
-            answer = await self._lane.run(functools.partial(self._ask, key, kind, text), len(text), tenant)
+            answer = await self._lane.run(functools.partial(self._request, key, kind, text), len(text), tenant)
         if "error" in answer:
             remedy = "change or omit it"
             raise invalid(f"constraint.{kind}", f"cannot be used as a constraint: {answer['error']}; {remedy}")
@@ -120,7 +120,7 @@ class GrammarChecks:
 
     # In the pool's thread ---------------------------------------------------------------------------------------------
 
-    def _ask(self, key: bytes, kind: str, text: str) -> dict[str, str]:
+    def _request(self, key: bytes, kind: str, text: str) -> dict[str, str]:
         answer = self._remembered(key)  # another request may have had the same meanwhile
         if answer is None:
             answer = self._answer({"kind": kind, "text": text})
@@ -157,7 +157,7 @@ class GrammarChecks:
                 bufsize=0,
                 env=child_environment(os.environ),
             )
-        answer = self._exchange(self._process, self._told, START_TIMEOUT_S)
+        answer = self._exchange(self._process, self._settings, START_TIMEOUT_S)
         if answer is None or "error" in answer:
             self._end(self._process)
             self._is_unusable = answer is not None

@@ -161,7 +161,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._live.add(live)
         return live
 
-    def tell_state(self) -> None:
+    def send_state(self) -> None:
         """Sends a heartbeat on every multiplexed stream, because the service's state has changed."""
         for outbox in self._outboxes:
             outbox.heartbeat()

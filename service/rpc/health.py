@@ -33,12 +33,12 @@ class Health(health_pb2_grpc.HealthServicer):
         if ready == self._ready:
             return
         self._ready = ready
-        self._tell()
+        self._notify()
 
     def close(self) -> None:
         """Ends all watches, because the service shuts down."""
         self._closed = True
-        self._tell()
+        self._notify()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         """Returns the current status. Fails with NOT_FOUND for an unknown service."""
@@ -63,7 +63,7 @@ class Health(health_pb2_grpc.HealthServicer):
                 raise ServiceError(Reason.SHUTDOWN, "the service is shutting down")
             await changed.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -62,14 +62,14 @@ class Instrument:
     """The upper bounds of a histogram's buckets."""
 
     @property
-    def is_for_prometheus_alone(self) -> bool:
+    def is_prometheus_only(self) -> bool:
         """Whether OpenTelemetry does not allow the name, because it has a colon."""
         return self.name.startswith(_VLLM)
 
     @property
     def prometheus_name(self) -> str:
         """The name on the page that Prometheus scrapes."""
-        if self.is_for_prometheus_alone:
+        if self.is_prometheus_only:
             return self.name
         suffix = "_total" if self.kind is MetricKind.COUNTER else ""
         return self.name.replace(".", "_") + _SUFFIXES.get(self.unit, "") + suffix

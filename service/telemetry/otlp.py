@@ -60,7 +60,7 @@ class MetricsPush:
             except TimeoutError:
                 continue
             except Exception as error:
-                _tell(error)
+                _warn(error)
                 continue
             self._send(readings)
 
@@ -73,7 +73,7 @@ class MetricsPush:
         try:
             self._exporter.export(self._data(readings), **options)
         except Exception as error:
-            _tell(error)
+            _warn(error)
 
     def _data(self, readings: Sequence[Reading]) -> "MetricsData":
         from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
@@ -84,7 +84,7 @@ class MetricsPush:
         return MetricsData([ResourceMetrics(self._resource, [scope], schema_url="")])
 
 
-def _tell(error: Exception) -> None:
+def _warn(error: Exception) -> None:
     """Logs an error without its text: gRPC's may contain OTEL_EXPORTER_OTLP_HEADERS, which may hold keys."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{frame.name} {frame.filename.rpartition('/')[2]}:{frame.lineno}"
@@ -115,7 +115,7 @@ def to_otlp(readings: Sequence[Reading], began_ns: int, now_ns: int) -> "list[Me
     found = []
     for reading in readings:
         instrument = reading.instrument
-        if instrument.is_for_prometheus_alone or not reading.points:
+        if instrument.is_prometheus_only or not reading.points:
             continue
         total = AggregationTemporality.CUMULATIVE
         points = [_point(instrument.labels, point, began_ns, now_ns) for point in reading.points]

@@ -67,7 +67,7 @@ class TokenizerFacts:
     """Settings in the files that have no effect, for the log."""
 
 
-def foresee_facts(directory: Path, num_rows: int | None = None) -> TokenizerFacts | None:
+def predict_facts(directory: Path, num_rows: int | None = None) -> TokenizerFacts | None:
     """Computes a tokenizer's facts in a tenth of the time that reading it takes. None if the library may give some
     tokens other ids than the file. ``num_rows``: the model's rows. Raises TokenizerError."""
     try:

@@ -28,7 +28,7 @@ MAX_ADMIN_CONNECTIONS = 64
 RESERVED_FILES = 48
 """Open files that are reserved for purposes other than connections, above all for the pipes and sockets of a new worker
 after a crash."""
-LOOK_S = 0.25
+CHECK_S = 0.25
 LIST_S = 5.0
 """Interval between two listings of connections while few files are new. Listing 4,096 connections takes 34 ms."""
 _MOST_FILES = 1 << 16
@@ -144,7 +144,7 @@ class Connections:
         """Starts to watch."""
         if self._limits and not self._is_blind:
             self._spare = _open_spare()
-            self._looking = asyncio.create_task(self._look(), name="connections")
+            self._looking = asyncio.create_task(self._check(), name="connections")
 
     def stop(self) -> None:
         """Stops watching."""
@@ -231,11 +231,11 @@ class Connections:
         async with self._listing:
             return await asyncio.to_thread(find)
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         loop = asyncio.get_running_loop()
         looked = loop.time()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             num_files = _num_files()
             is_late = looked + LIST_S <= loop.time()
             if not self.may_be_full(num_files) and not (is_late and self._has_many(num_files)):

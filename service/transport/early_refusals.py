@@ -98,7 +98,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         stops."""
         while True:
             state = await super()._request_registered_call(method)
-            context, num_bytes = _look_at(state)
+            context, num_bytes = _inspect(state)
             if num_bytes <= MAX_METADATA_BYTES:
                 return state
             self._refuse(context, num_bytes)
@@ -131,7 +131,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
     async def _request_call(self) -> Any:
         """Refuses calls of unknown methods. Never returns; raises what gRPC raises when the server stops."""
         while True:
-            self._refuse(*_look_at(await super()._request_call()))
+            self._refuse(*_inspect(await super()._request_call()))
 
     def _refuse(self, context: Any, num_bytes: int) -> None:
         if num_bytes > CUT_METADATA_BYTES:
@@ -142,7 +142,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         refusal.add_done_callback(self._refusals.discard)
 
 
-def _look_at(state: Any) -> tuple[Any, int]:
+def _inspect(state: Any) -> tuple[Any, int]:
     """Returns a call and the size of its metadata."""
     context = cygrpc._ServicerContext(state, None, None, asyncio.get_running_loop())  # noqa: SLF001
     metadata: Metadata = context.invocation_metadata()

@@ -84,7 +84,7 @@ def bind(server: grpc.aio.Server, address: Address, tls: ServerTls | None = None
 
 
 @contextmanager
-def for_this_user_alone() -> Iterator[None]:
+def only_for_this_user() -> Iterator[None]:
     """Gives a Unix socket that is created inside the block mode 0600 from the start."""
     previous = os.umask(0o177)
     try:

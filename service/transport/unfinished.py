@@ -16,8 +16,8 @@ from penstock.service.errors import Reason, ServiceError
 from penstock.service.transport.connections import ClientConnection, Connections, Peer, peer_of
 from penstock.service.transport.places import HeldPlace, Places, Rules
 
-LOOK_S = 0.5
-CALM_LOOK_S = 10.0
+CHECK_S = 0.5
+CALM_CHECK_S = 10.0
 MAX_UNFINISHED_BYTES = 256 << 20
 CALM_BYTES = 64 << 20
 """Growth of the process below which unfinished messages do not matter."""
@@ -60,33 +60,33 @@ class UnfinishedMessages:
         """Starts to watch, if the system reports the size of the process."""
         with suppress(OSError):
             self._least_bytes = self._resident_bytes()
-            self._looking = asyncio.create_task(self._look_again(), name="unfinished messages")
+            self._looking = asyncio.create_task(self._check_again(), name="unfinished messages")
 
     def stop(self) -> None:
         """Stops watching."""
         if self._looking is not None:
             self._looking.cancel()
 
-    async def _look_again(self) -> None:
+    async def _check_again(self) -> None:
         loop = asyncio.get_running_loop()
-        calm_look = loop.time()
+        calm_check = loop.time()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             num_bytes = self._resident_bytes()
             self._least_bytes = min(self._least_bytes, num_bytes)
             num_grown = num_bytes - self._least_bytes
             is_calm = num_grown < CALM_BYTES
-            is_due = loop.time() >= calm_look + CALM_LOOK_S if is_calm else num_grown > MAX_UNFINISHED_BYTES
+            is_due = loop.time() >= calm_check + CALM_CHECK_S if is_calm else num_grown > MAX_UNFINISHED_BYTES
             if not is_due or not self.reads.num_taken:
                 continue
             unfinished = await self._connections.unfinished_bytes()
             if is_calm:
-                calm_look = loop.time()
+                calm_check = loop.time()
                 self._settled = unfinished
             else:
-                self.look(unfinished)
+                self.check(unfinished)
 
-    def look(self, unfinished: Mapping[ClientConnection, int]) -> None:
+    def check(self, unfinished: Mapping[ClientConnection, int]) -> None:
         """Ends streams if too many bytes are unfinished. ``unfinished``: the number of such bytes by connection."""
         self._settled = {each: settled for each, settled in self._settled.items() if each in unfinished}
         left = {each: max(0, number - self._settled.get(each, 0)) for each, number in unfinished.items()}

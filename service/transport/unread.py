@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.clients.host.log_rate import LogRate
 from penstock.service.transport.call_end import WRITE_PATIENCE_S, CallEnder
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 SOON_S = 5.0
 """How long a response may stay unread even if there are too many."""
 MAX_BYTES_OF_TENANT = 64 << 20
@@ -48,17 +48,17 @@ class UnreadAnswers:
         loop = asyncio.get_running_loop()
         self._answers[task] = _Answer(tenant, request_id, num_bytes + CALL_BYTES, loop.time())
         if self._timer is None:
-            self._timer = loop.call_later(LOOK_S, self._look)
+            self._timer = loop.call_later(CHECK_S, self._check)
 
     def end(self, task: asyncio.Task[object]) -> None:
         """Ends the call of ``task``, and drops everything that it has to send."""
         self._ender.end(task)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         loop = asyncio.get_running_loop()
         for task in [task for task in self._answers if task.done()]:
             del self._answers[task]
-        self._timer = loop.call_later(LOOK_S, self._look) if self._answers else None
+        self._timer = loop.call_later(CHECK_S, self._check) if self._answers else None
         now = loop.time()
         for task in self._too_many(now):
             answer = self._answers.pop(task)

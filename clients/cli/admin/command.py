@@ -217,13 +217,13 @@ def _in_flags(failure: RequestFailed, arguments: argparse.Namespace) -> Penstock
     return PenstockError(f"{flag}:{inner} {problem}")
 
 
-def _as_dict(told: pb.Settings) -> dict[str, Any]:
+def _as_dict(settings: pb.Settings) -> dict[str, Any]:
     return {
-        "policy": _policy(told),
-        **{name: getattr(told, name) for name in _LIMITS},
-        "target_itl_ms": told.target_itl_ms or None,
-        "default_tenant": _tenant_dict(told.default_tenant),
-        "tenants": {tenant.tenant: _tenant_dict(tenant) for tenant in told.tenants},
+        "policy": _policy(settings),
+        **{name: getattr(settings, name) for name in _LIMITS},
+        "target_itl_ms": settings.target_itl_ms or None,
+        "default_tenant": _tenant_dict(settings.default_tenant),
+        "tenants": {tenant.tenant: _tenant_dict(tenant) for tenant in settings.tenants},
     }
 
 
@@ -232,14 +232,14 @@ def _tenant_dict(tenant: pb.TenantSettings) -> dict[str, float | None]:
     return {name: given.get(name) for name in ("weight", *_CAPS)}
 
 
-def _as_table(told: pb.Settings) -> str:
+def _as_table(settings: pb.Settings) -> str:
     rows = [
-        ("policy", _policy(told)),
-        *((_key(name), f"{getattr(told, name):,}") for name in _LIMITS),
-        ("target-itl", f"{told.target_itl_ms:g} ms" if told.target_itl_ms else "auto"),
+        ("policy", _policy(settings)),
+        *((_key(name), f"{getattr(settings, name):,}") for name in _LIMITS),
+        ("target-itl", f"{settings.target_itl_ms:g} ms" if settings.target_itl_ms else "auto"),
     ]
     lines = [f"{name:22}  {value}" for name, value in rows]
-    tenants = [("(all others)", told.default_tenant), *((tenant.tenant, tenant) for tenant in told.tenants)]
+    tenants = [("(all others)", settings.default_tenant), *((tenant.tenant, tenant) for tenant in settings.tenants)]
     width = max(len("tenant"), *(len(name) for name, _ in tenants))
     lines += ["", "  ".join([f"{'tenant':{width}}", "weight", *map(_key, _CAPS)])]
     for name, tenant in tenants:
@@ -249,8 +249,8 @@ def _as_table(told: pb.Settings) -> str:
     return "\n".join(lines)
 
 
-def _policy(told: pb.Settings) -> str:
-    return pb.SchedulingPolicy.Name(told.policy).removeprefix(_PREFIX).lower()
+def _policy(settings: pb.Settings) -> str:
+    return pb.SchedulingPolicy.Name(settings.policy).removeprefix(_PREFIX).lower()
 
 
 def _key(name: str) -> str:

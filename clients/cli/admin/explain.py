@@ -39,22 +39,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON (default: a timeline)")
     add_admin_flags(parser)
     arguments = parser.parse_args(argv)
-    told = asyncio.run(_ask(admin_connection(arguments), arguments.id))
+    response = asyncio.run(_fetch(admin_connection(arguments), arguments.id))
     if arguments.json:
-        print(json.dumps(as_dict(told), indent=2))
+        print(json.dumps(as_dict(response), indent=2))
         return 0
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    for line in describe(told, colours=colours, unicode=shows("░▒▓█◆", sys.stdout)):
+    for line in describe(response, colours=colours, unicode=shows("░▒▓█◆", sys.stdout)):
         print(line.rstrip())
     return 0
 
 
-async def _ask(service: ConnectionOptions, request_id: str) -> pb.ExplainResponse:
+async def _fetch(service: ConnectionOptions, request_id: str) -> pb.ExplainResponse:
     async with AdminClient.opened(service) as client:
         try:
-            told: pb.ExplainResponse = await client.call("Explain", pb.ExplainRequest(request_id=request_id))
+            response: pb.ExplainResponse = await client.call("Explain", pb.ExplainRequest(request_id=request_id))
         except RequestFailed as failure:
             if failure.code is grpc.StatusCode.NOT_FOUND:
                 raise PenstockError(f"{request_id}: {failure.message}") from None
             raise
-        return told
+        return response

@@ -13,7 +13,7 @@ _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, _DIM = "31", "32", "33", "34", "3
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Style:
     """The display of entries of one kind."""
 
     bar: str
@@ -23,19 +23,19 @@ class _Look:
 
 
 _INSTANT = "◆", "+"
-_LOOKS = {
-    pb.TIMELINE_KIND_ACCEPTED: _Look(*_INSTANT, _DIM),
-    pb.TIMELINE_KIND_WAITED: _Look("░", ".", _YELLOW),
-    pb.TIMELINE_KIND_BEGAN: _Look(*_INSTANT, _DIM),
-    pb.TIMELINE_KIND_PREFILLED: _Look("▓", "#", _BLUE),
-    pb.TIMELINE_KIND_DECODED: _Look("█", "=", _GREEN),
-    pb.TIMELINE_KIND_PREEMPTED: _Look(*_INSTANT, _MAGENTA),
-    pb.TIMELINE_KIND_RESTARTED: _Look(*_INSTANT, _RED),
-    pb.TIMELINE_KIND_HELD: _Look("▒", "~", _MAGENTA),
-    pb.TIMELINE_KIND_UPDATED: _Look(*_INSTANT, _CYAN),
-    pb.TIMELINE_KIND_ENDED: _Look(*_INSTANT, _DIM),
+_STYLES = {
+    pb.TIMELINE_KIND_ACCEPTED: _Style(*_INSTANT, _DIM),
+    pb.TIMELINE_KIND_WAITED: _Style("░", ".", _YELLOW),
+    pb.TIMELINE_KIND_BEGAN: _Style(*_INSTANT, _DIM),
+    pb.TIMELINE_KIND_PREFILLED: _Style("▓", "#", _BLUE),
+    pb.TIMELINE_KIND_DECODED: _Style("█", "=", _GREEN),
+    pb.TIMELINE_KIND_PREEMPTED: _Style(*_INSTANT, _MAGENTA),
+    pb.TIMELINE_KIND_RESTARTED: _Style(*_INSTANT, _RED),
+    pb.TIMELINE_KIND_HELD: _Style("▒", "~", _MAGENTA),
+    pb.TIMELINE_KIND_UPDATED: _Style(*_INSTANT, _CYAN),
+    pb.TIMELINE_KIND_ENDED: _Style(*_INSTANT, _DIM),
 }
-_UNKNOWN = _Look("?", "?", _DIM)
+_UNKNOWN = _Style("?", "?", _DIM)
 _SHARES = (
     (pb.TIMELINE_KIND_WAITED, "waiting"),
     (pb.TIMELINE_KIND_HELD, "held back"),
@@ -45,84 +45,85 @@ _SHARES = (
 _GOOD_ENDS = frozenset({"STOP", "LENGTH"})
 
 
-def describe(told: pb.ExplainResponse, *, colours: bool, unicode: bool) -> Iterator[str]:
+def describe(response: pb.ExplainResponse, *, colours: bool, unicode: bool) -> Iterator[str]:
     """Yields lines for a terminal. ``unicode``: whether it shows more than ASCII."""
-    yield from _Text(told, colours, unicode).lines()
+    yield from _Text(response, colours, unicode).lines()
 
 
 class _Text:
-    def __init__(self, told: pb.ExplainResponse, colours: bool, unicode: bool) -> None:
-        self._told = told
+    def __init__(self, response: pb.ExplainResponse, colours: bool, unicode: bool) -> None:
+        self._response = response
         self._colours = colours
         self._unicode = unicode
-        self._total_us = max((entry.at_us + entry.duration_us for entry in told.timeline), default=0)
+        self._total_us = max((entry.at_us + entry.duration_us for entry in response.timeline), default=0)
 
     def lines(self) -> Iterator[str]:
         yield from self._header()
         yield ""
-        choice = "  choice" if self._told.num_choices > 1 else ""
+        choice = "  choice" if self._response.num_choices > 1 else ""
         yield f"{'at, s':>9} {'for, s':>9}  {'':{_WIDTH}}{choice}"
         # Omitted entries are from the middle: the first half of the entries precedes them.
-        gap = len(self._told.timeline) // 2 if self._told.omitted_entries else -1
-        for index, entry in enumerate(self._told.timeline):
+        gap = len(self._response.timeline) // 2 if self._response.omitted_entries else -1
+        for index, entry in enumerate(self._response.timeline):
             if index == gap:
-                yield self._paint(f"{'':20} ... {self._told.omitted_entries:,} more entries are not kept ...", _DIM)
+                yield self._paint(f"{'':20} ... {self._response.omitted_entries:,} more entries are not kept ...", _DIM)
             yield self._entry(entry)
 
     def _header(self) -> Iterator[str]:
-        told = self._told
+        response = self._response
         total = _span(self._total_us)
-        if told.ended:
-            state = self._paint(f"ended: {told.ended}, after {total}", _GREEN if told.ended in _GOOD_ENDS else _RED)
+        if response.ended:
+            style = _GREEN if response.ended in _GOOD_ENDS else _RED
+            state = self._paint(f"ended: {response.ended}, after {total}", style)
         else:
-            state = self._paint(f"has lived for {total}", _CYAN)
-        yield f"request      {told.request_id}  {state}"
-        own_id = f"  (the caller's id: {told.client_request_id})" if told.client_request_id else ""
-        yield f"tenant       {told.tenant}{own_id}"
-        arrived = datetime.fromtimestamp(told.arrived_unix_us / 1e6, UTC)
+            state = self._paint(f"live for {total}", _CYAN)
+        yield f"request      {response.request_id}  {state}"
+        own_id = f"  (the caller's id: {response.client_request_id})" if response.client_request_id else ""
+        yield f"tenant       {response.tenant}{own_id}"
+        arrived = datetime.fromtimestamp(response.arrived_unix_us / 1e6, UTC)
         yield f"arrived      {arrived:%Y-%m-%d %H:%M:%S}.{arrived.microsecond // 1000:03d} UTC"
-        if told.max_tokens:
-            choices = f" for each of {told.num_choices} choices" if told.num_choices > 1 else ""
-            yield f"prompt       {told.prompt_tokens:,} tokens; up to {told.max_tokens:,} of output{choices}"
+        if response.max_tokens:
+            choices = f" for each of {response.num_choices} choices" if response.num_choices > 1 else ""
+            yield f"prompt       {response.prompt_tokens:,} tokens; up to {response.max_tokens:,} of output{choices}"
             yield f"first token  {self._first_token()}"
         else:  # only embeddings have no output
-            yield f"inputs       {told.num_choices:,} to embed; {told.prompt_tokens:,} tokens together"
-        if self._total_us and not told.omitted_entries:
+            yield f"inputs       {response.num_choices:,} to embed; {response.prompt_tokens:,} tokens together"
+        if self._total_us and not response.omitted_entries:
             yield f"time         {self._shares()}"
 
     def _first_token(self) -> str:
-        told = self._told
-        real = f"after {_span(told.first_token_us)}" if told.HasField("first_token_us") else "none"
-        if not told.ended and not told.HasField("first_token_us"):
+        response = self._response
+        real = f"after {_span(response.first_token_us)}" if response.HasField("first_token_us") else "none"
+        if not response.ended and not response.HasField("first_token_us"):
             real = "none yet"
-        if not told.HasField("predicted_ttft_ms"):
+        if not response.HasField("predicted_ttft_ms"):
             return f"{real}; none was predicted"
-        return f"{real}; predicted after {_span(told.predicted_ttft_ms * 1000)}"
+        return f"{real}; predicted after {_span(response.predicted_ttft_ms * 1000)}"
 
     def _shares(self) -> str:
         """Returns the shares of the first choice's time."""
         spent = {
-            kind: sum(entry.duration_us for entry in self._told.timeline if entry.kind == kind and not entry.choice)
+            kind: sum(entry.duration_us for entry in self._response.timeline if entry.kind == kind and not entry.choice)
             for kind, _ in _SHARES
         }
         shares = [f"{100 * spent[kind] / self._total_us:.0f} % {words}" for kind, words in _SHARES if spent[kind]]
-        of_first = " (of choice 0)" if self._told.num_choices > 1 else ""
+        of_first = " (of choice 0)" if self._response.num_choices > 1 else ""
         return ", ".join(shares or ["nothing was computed"]) + of_first
 
     def _entry(self, entry: pb.TimelineEntry) -> str:
-        look = _LOOKS.get(entry.kind, _UNKNOWN)
+        style = _STYLES.get(entry.kind, _UNKNOWN)
         lasted = f"{entry.duration_us / 1e6:9.3f}" if entry.duration_us else " " * 9
-        choice = f"  #{entry.choice:<5}" if self._told.num_choices > 1 else ""
-        goes_on = bool(not self._told.ended and entry.duration_us and self._end(entry) == self._total_us)
-        text = self._paint(_words(entry, goes_on), look.colour if look.colour not in (_GREEN, _BLUE) else "")
-        return f"{entry.at_us / 1e6:9.3f} {lasted}  {self._bar(entry, look)}{choice}  {text}"
+        choice = f"  #{entry.choice:<5}" if self._response.num_choices > 1 else ""
+        goes_on = bool(not self._response.ended and entry.duration_us and self._end(entry) == self._total_us)
+        text = self._paint(_words(entry, goes_on), style.colour if style.colour not in (_GREEN, _BLUE) else "")
+        return f"{entry.at_us / 1e6:9.3f} {lasted}  {self._bar(entry, style)}{choice}  {text}"
 
-    def _bar(self, entry: pb.TimelineEntry, look: _Look) -> str:
+    def _bar(self, entry: pb.TimelineEntry, style: _Style) -> str:
         scale = _WIDTH / max(1, self._total_us)
         start = min(_WIDTH - 1, int(entry.at_us * scale))
         stop = max(start + 1, min(_WIDTH, round(self._end(entry) * scale)))
-        mark = look.bar if self._unicode else look.plain_bar
-        return " " * start + self._paint(mark * (stop - start), look.colour) + " " * (_WIDTH - stop)
+        mark = style.bar if self._unicode else style.plain_bar
+        return " " * start + self._paint(mark * (stop - start), style.colour) + " " * (_WIDTH - stop)
 
     @staticmethod
     def _end(entry: pb.TimelineEntry) -> int:

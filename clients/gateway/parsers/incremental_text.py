@@ -241,14 +241,14 @@ class HeldSpace:
 
     def append_text(self, text: str) -> tuple[str, int]:
         """Adds text. Returns the text that is no longer held back, and the number of characters that are."""
-        said = text.rstrip()
-        space = text[len(said) :]
-        if said:
-            said = self.take_text() + said
+        visible = text.rstrip()
+        space = text[len(visible) :]
+        if visible:
+            visible = self.take_text() + visible
         if space:
             self._parts.append(space)
             self._length += len(space)
-        return said, self._length
+        return visible, self._length
 
     def take_text(self) -> str:
         """Releases and returns the text that was held back."""

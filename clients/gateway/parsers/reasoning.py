@@ -91,13 +91,13 @@ class ReasoningParser:
             reasoning, self._held = reasoning[:end], reasoning[end:]
         if not self._is_begun:
             reasoning = reasoning.lstrip()
-        said, _ = self._held_space.append_text(reasoning)
+        visible, _ = self._held_space.append_text(reasoning)
         if marker:
             self._held_space.take_text()
             self._in_reasoning, self._is_begun = False, False
-            return replace(self._answer_piece(answer), reasoning=said)
-        self._is_begun = self._is_begun or bool(said)
-        return ParsedDelta(reasoning=said)
+            return replace(self._answer_piece(answer), reasoning=visible)
+        self._is_begun = self._is_begun or bool(visible)
+        return ParsedDelta(reasoning=visible)
 
     def _answer_piece(self, text: str) -> ParsedDelta:
         if not self._is_begun:

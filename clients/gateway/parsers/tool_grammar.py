@@ -168,9 +168,9 @@ def _python_call(lark: _Lark, rule: str, tool: CallableTool) -> str:
     schema = tool.parameters or {}
     unknown = set(schema) - _HELD_KEYS
     if unknown or not isinstance(schema.get("properties", {}), Mapping):
-        told = " and ".join(sorted(unknown)) or "properties"
+        properties_named = " and ".join(sorted(unknown)) or "properties"
         raise CannotBeHeld(
-            f"the parameters of {tool.name} have {told}, which cannot be enforced in this model's format"
+            f"the parameters of {tool.name} have {properties_named}, which cannot be enforced in this model's format"
         )
     known = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = set(schema.get("required") or ())

@@ -62,7 +62,7 @@ class ToolCallParser:
         next(self._reading, None)
         self._add_rest(self._source.num_unread)
         space = self._held_space.take_text()
-        self._say(space, self._source.at - len(space))
+        self._add_text(space, self._source.at - len(space))
         return self._take()
 
     def _read(self) -> Reading[None]:
@@ -84,10 +84,10 @@ class ToolCallParser:
         if not text:
             return
         self._after_call = False
-        said, num_held = self._held_space.append_text(text)
-        self._say(said, end - num_held - len(said))
+        visible, num_held = self._held_space.append_text(text)
+        self._add_text(visible, end - num_held - len(visible))
 
-    def _say(self, text: str, begin: int) -> None:
+    def _add_text(self, text: str, begin: int) -> None:
         if text:
             self._content.append(text)
             self._content_length += len(text)

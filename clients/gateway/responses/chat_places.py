@@ -41,11 +41,11 @@ class ContentTokens:
     def take_entries(self, spans: Spans) -> list[PlacedEntry]:
         """Returns the entries of content at these positions, and drops those of earlier text."""
         taken: list[PlacedEntry] = []
-        told = 0
+        num_before = 0
         for begin, end in spans:
             while self._waiting and self._waiting[0][0] < end:
                 token_begin, token_end, entry = self._waiting.popleft()
                 if token_end > begin:
-                    taken.append((told + max(0, token_begin - begin), entry))
-            told += end - begin
+                    taken.append((num_before + max(0, token_begin - begin), entry))
+            num_before += end - begin
         return taken

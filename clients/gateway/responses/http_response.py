@@ -178,7 +178,7 @@ class _Ticks:
     def __enter__(self) -> "_Ticks":
         if self._seconds:
             self.postpone()
-            self._timer = self._loop.call_at(self._due, self._look)
+            self._timer = self._loop.call_at(self._due, self._check)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -189,11 +189,11 @@ class _Ticks:
         """Starts the wait again. Sets no timer, since it is called for each token."""
         self._due = self._loop.time() + self._seconds
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._loop.time() >= self._due:
             self._tick()
             self.postpone()
-        self._timer = self._loop.call_at(self._due, self._look)
+        self._timer = self._loop.call_at(self._due, self._check)
 
 
 async def until_gone(receive: Receive) -> None:

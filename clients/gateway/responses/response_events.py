@@ -46,17 +46,17 @@ class ResponseEvents:
         while calls and not calls[0].id:  # the rest of the open call comes before content that follows it
             events += self._call(calls.pop(0))
         if piece.reasoning:
-            events += self._turn_to(_Reasoning)
+            events += self._switch_to(_Reasoning)
             events.append(self._delta(piece.reasoning))
-        told = 0
+        begin = 0
         for call in calls:
-            events += self._say(piece, told, call.at, logprobs) + self._call(call)
-            told = call.at
-        return events + self._say(piece, told, len(piece.content), logprobs)
+            events += self._add_text(piece, begin, call.at, logprobs) + self._call(call)
+            begin = call.at
+        return events + self._add_text(piece, begin, len(piece.content), logprobs)
 
     def end(self, usage: Json, *, is_cut: bool) -> list[Json]:
         """Ends the answer; ``is_cut``: whether it reached its limit of tokens."""
-        events = [] if self._open or self.response["output"] else self._turn_to(_Message)
+        events = [] if self._open or self.response["output"] else self._switch_to(_Message)
         events += self._close("incomplete" if is_cut else "completed")
         self.response |= {
             "status": "incomplete" if is_cut else "completed",
@@ -72,11 +72,11 @@ class ResponseEvents:
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return [*events, self._of_response("response.failed")]
 
-    def _say(self, piece: ParsedDelta, begin: int, end: int, logprobs: Sequence[PlacedEntry]) -> list[Json]:
+    def _add_text(self, piece: ParsedDelta, begin: int, end: int, logprobs: Sequence[PlacedEntry]) -> list[Json]:
         """Adds a range of a part's content to a message."""
         if begin == end:
             return []
-        events = self._turn_to(_Message)
+        events = self._switch_to(_Message)
         assert isinstance(self._open, _Message)
         first, last = (bisect_left(logprobs, at, key=itemgetter(0)) for at in (begin, end))
         of_part = [entry for _, entry in logprobs[first:last]]
@@ -97,7 +97,7 @@ class ResponseEvents:
             self._open.breaks_off = True
         return events
 
-    def _turn_to(self, kind: "type[_Message | _Reasoning]") -> list[Json]:
+    def _switch_to(self, kind: "type[_Message | _Reasoning]") -> list[Json]:
         """Opens an item of this kind, unless the open one is."""
         if isinstance(self._open, kind):
             return []

@@ -50,9 +50,9 @@ def make_router() -> APIRouter:
         "input. With `stream`, the answer is a series of OpenAI's typed events; the last one has the whole answer.",
     )
     async def respond(body: ResponsesRequest, request: Request, caller: CallerDep) -> Response:
-        asked = as_chat(body)
-        report(asked.tools.hosted)
-        chat, names = asked.chat, asked.names
+        converted = as_chat(body)
+        report(converted.tools.hosted)
+        chat, names = converted.chat, converted.names
         check_chat(chat, caller)
         new_parser, shows_special_tokens = await parser_maker(chat, caller)
         try:
@@ -65,7 +65,7 @@ def make_router() -> APIRouter:
         reader = ChatReader(chat, caller, new_parser, specials=start.output.include_special_tokens)
         return StreamingOrWholeResponse(
             UpstreamRequest(caller, [start]),
-            ResponseWriter(body, caller, reader, asked.tools),
+            ResponseWriter(body, caller, reader, converted.tools),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
             caller_name=lambda _, field: names.caller_name(field),
@@ -79,13 +79,13 @@ def make_router() -> APIRouter:
         description="Counts the tokens in the prompt of a request to /v1/responses, without answering it.",
     )
     async def count(body: ResponsesRequest, caller: CallerDep) -> InputTokens:
-        asked = as_chat(body)
+        converted = as_chat(body)
         check_model(body.model, caller)
-        call = RenderChatRequest(chat=build_chat(asked.chat))
+        call = RenderChatRequest(chat=build_chat(converted.chat))
         try:
             rendered = await caller.call(caller.stubs.tokenizer.RenderChat, call)
         except RequestFailed as failure:
-            raise from_failure(failure, asked.names.caller_name) from None
+            raise from_failure(failure, converted.names.caller_name) from None
         return InputTokens(input_tokens=len(rendered.token_ids))
 
     return router

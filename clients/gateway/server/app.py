@@ -27,7 +27,7 @@ from penstock.clients.gateway.routes import (
 from penstock.clients.gateway.schemas.chat import ChatChunk
 from penstock.clients.gateway.schemas.unknown_fields import IgnoredFields
 from penstock.clients.gateway.server.exposure import exposure_warning
-from penstock.clients.gateway.server.key_file import LOOK_S
+from penstock.clients.gateway.server.key_file import CHECK_S
 from penstock.clients.gateway.server.middleware import OuterMiddleware
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import GatewayMetrics
@@ -63,7 +63,7 @@ async def _key_watch(link: ServiceLink) -> AsyncIterator[None]:
         _log.warning("%s was read again", file.files[0].path)
 
     file.on_change(use)
-    watch = FileWatch([file], LOOK_S)
+    watch = FileWatch([file], CHECK_S)
     watch.start()
     try:
         yield

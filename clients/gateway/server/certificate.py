@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.clients.host.reloaded_files import FileError, NamedFile, WatchedFiles
 
-LOOK_S = 5.0
+CHECK_S = 5.0
 
 _log = logging.getLogger(__name__)
 

@@ -172,9 +172,9 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _await_reader(self, num_unread: int) -> None:
-        self._unread = self.loop.call_later(self._write_timeout_s, self._look_at_reader, num_unread)
+        self._unread = self.loop.call_later(self._write_timeout_s, self._check_reader, num_unread)
 
-    def _look_at_reader(self, num_unread: int) -> None:
+    def _check_reader(self, num_unread: int) -> None:
         if (now_unread := self.transport.get_write_buffer_size()) < num_unread:
             self._await_reader(now_unread)
         else:

@@ -17,11 +17,11 @@ async def exposure_warning(link: ServiceLink) -> AsyncIterator[None]:
     if not link.settings.exposed_address:
         yield
         return
-    asking = asyncio.create_task(_warn(link), name="penstock-gateway-exposure")
+    task = asyncio.create_task(_warn(link), name="penstock-gateway-exposure")
     try:
         yield
     finally:
-        asking.cancel()
+        task.cancel()
 
 
 async def _warn(link: ServiceLink) -> None:

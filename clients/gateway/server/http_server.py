@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.clients.errors import PenstockError
-from penstock.clients.gateway.server.certificate import LOOK_S, certificate_files
+from penstock.clients.gateway.server.certificate import CHECK_S, certificate_files
 from penstock.clients.gateway.server.connection import TimeoutHttpProtocol
 from penstock.clients.gateway.server.connection_places import ConnectionPlaces
 from penstock.clients.gateway.server.tls_handshake import TlsHandshake
@@ -197,7 +197,7 @@ class HttpServer(uvicorn.Server):
             return TlsHandshake(context, self._places, partial(new_protocol, **given))
 
         self.config.http_protocol_class = protocol  # type: ignore[assignment]
-        self._certificate_watch = FileWatch([certificate_files(context, Path(chain), Path(key))], LOOK_S)
+        self._certificate_watch = FileWatch([certificate_files(context, Path(chain), Path(key))], CHECK_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stops accepting requests and waits for running responses."""

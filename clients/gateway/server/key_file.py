@@ -5,7 +5,7 @@ from pathlib import Path
 from penstock.clients.errors import PenstockError
 from penstock.clients.host.reloaded_files import FileError, NamedFile, WatchedFiles
 
-LOOK_S = 5.0
+CHECK_S = 5.0
 _MAX_BYTES = 4096
 _FLAG = "--api-key-file"
 

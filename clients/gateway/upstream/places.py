@@ -45,10 +45,10 @@ class Identity:
         self.checked_at = -1e9
         self._check: asyncio.Task[None] | None = None
 
-    async def check(self, ask: Callable[["Identity"], Awaitable[GetModelResponse]]) -> None:
+    async def check(self, fetch: Callable[["Identity"], Awaitable[GetModelResponse]]) -> None:
         """Requests the service's model under this key, once for all waiting callers. Raises RequestFailed."""
         if self._check is None:
-            self._check = asyncio.create_task(self._ask(ask), name="penstock-gateway-check")
+            self._check = asyncio.create_task(self._fetch_model(fetch), name="penstock-gateway-check")
             self._check.add_done_callback(_see)
         try:
             await asyncio.shield(self._check)
@@ -60,9 +60,9 @@ class Identity:
         for running in list(self.running):
             running.fail(failure)
 
-    async def _ask(self, ask: Callable[["Identity"], Awaitable[GetModelResponse]]) -> None:
+    async def _fetch_model(self, fetch: Callable[["Identity"], Awaitable[GetModelResponse]]) -> None:
         try:
-            self.model = await ask(self)
+            self.model = await fetch(self)
             self.checked_at = time.monotonic()
         finally:
             self._check = None

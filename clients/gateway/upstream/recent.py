@@ -11,28 +11,28 @@ T = TypeVar("T")
 class Recent(Generic[T]):
     """Fetches a response, at most once at a time, and keeps it briefly. For the event loop's thread."""
 
-    def __init__(self, ask: Callable[[], Awaitable[T]], kept_s: float) -> None:
-        self._ask = ask
+    def __init__(self, fetch: Callable[[], Awaitable[T]], kept_s: float) -> None:
+        self._fetch = fetch
         self._kept_s = kept_s
-        self._asking: asyncio.Task[T] | None = None
+        self._fetching: asyncio.Task[T] | None = None
         self._expires_at = 0.0
 
     async def get(self) -> T:
         """Returns the response. Raises the exception of the fetch; failures are not kept."""
-        asking = self._asking
-        if asking is None or (asking.done() and time.monotonic() >= self._expires_at):
-            asking = self._asking = asyncio.create_task(self._ask_once(), name="penstock-gateway-recent")
-            asking.add_done_callback(_see)
-        return await asyncio.shield(asking)
+        fetching = self._fetching
+        if fetching is None or (fetching.done() and time.monotonic() >= self._expires_at):
+            fetching = self._fetching = asyncio.create_task(self._fetch_once(), name="penstock-gateway-recent")
+            fetching.add_done_callback(_see)
+        return await asyncio.shield(fetching)
 
-    async def _ask_once(self) -> T:
+    async def _fetch_once(self) -> T:
         self._expires_at = 0.0
-        answer = await self._ask()
+        answer = await self._fetch()
         self._expires_at = time.monotonic() + self._kept_s
         return answer
 
 
-def _see(asking: "asyncio.Task[T]") -> None:
+def _see(fetching: "asyncio.Task[T]") -> None:
     """Marks a failure as seen: the callers that waited for it may be gone."""
-    if not asking.cancelled():
-        asking.exception()
+    if not fetching.cancelled():
+        fetching.exception()

@@ -276,7 +276,7 @@ class ServiceLink:
 
     async def _check(self, identity: Identity) -> None:
         try:
-            await identity.check(self._ask)
+            await identity.check(self._fetch_model)
         except RequestFailed as failure:
             if failure.code is not grpc.StatusCode.UNAUTHENTICATED:
                 raise
@@ -287,7 +287,7 @@ class ServiceLink:
             self._withdraw(identity, ended)
             raise failure from None
 
-    async def _ask(self, identity: Identity) -> GetModelResponse:
+    async def _fetch_model(self, identity: Identity) -> GetModelResponse:
         request = GetModelRequest(tenant=identity.tenant)
         model = await self.call(self.stubs.model.GetModel, request, identity.metadata)
         rate = model.requests_per_second if model.HasField("requests_per_second") else None

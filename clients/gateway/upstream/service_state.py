@@ -18,14 +18,14 @@ class ServiceState:
     """Finds out whether the service accepts requests, and whether callers need a key."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, settings: GatewaySettings, ask_for_keys: Callable[[], Awaitable[bool]]
+        self, channel: grpc.aio.Channel, settings: GatewaySettings, requires_keys: Callable[[], Awaitable[bool]]
     ) -> None:
-        """``ask_for_keys`` raises RequestFailed if the service does not respond."""
+        """``requires_keys`` raises RequestFailed if the service does not respond."""
         self._channel = channel
         self._timeout_s = settings.call_timeout_s
-        self._health = Recent(self._ask_for_health, _HEALTH_S)
+        self._health = Recent(self._fetch_health, _HEALTH_S)
         self._was_serving = False
-        self._keys = Recent(ask_for_keys, settings.recheck_caller_s)
+        self._keys = Recent(requires_keys, settings.recheck_caller_s)
         self._needed_key: bool | None = None
         """The service's last response."""
 
@@ -44,7 +44,7 @@ class ServiceState:
             needs_key = self._needed_key
         return needs_key
 
-    async def _ask_for_health(self) -> bool:
+    async def _fetch_health(self) -> bool:
         try:
             self._was_serving = await is_serving(self._channel, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:

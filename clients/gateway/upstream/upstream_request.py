@@ -78,7 +78,7 @@ class UpstreamRequest:
         after the last event of requests that failed, and Abandoned."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._passing = handle, over
-        self._tell()
+        self._notify()
         try:
             await over
         finally:
@@ -93,14 +93,14 @@ class UpstreamRequest:
     def nudge(self) -> None:
         """Calls the handler of ``pass_on``."""
         self._nudged = True
-        self._tell()
+        self._notify()
 
     def abandon(self) -> None:
         """Cancels the running requests after the caller has disconnected; pending calls raise Abandoned."""
         if self._cancels:
             self._failure = Abandoned()
             self.close()
-            self._tell()
+            self._notify()
 
     def close(self) -> None:
         """Cancels the running requests. Safe to call twice."""
@@ -123,7 +123,7 @@ class UpstreamRequest:
             self._caller.done()
         if len(self._waiting) - self._num_merged > self._max_unmerged:
             self._merge()
-        self._tell()
+        self._notify()
 
     def fail(self, index: int, failure: RequestFailed) -> None:
         """Receives the failure of one request, which ends the others."""
@@ -134,7 +134,7 @@ class UpstreamRequest:
         failure.request_id = failure.request_id or self.request_id
         self._failure, self.failed_index = failure, index
         self.close()
-        self._tell()
+        self._notify()
 
     @property
     def _is_accepted(self) -> bool:
@@ -150,7 +150,7 @@ class UpstreamRequest:
         finally:
             self._has_come = _never  # the condition refers to this object: a reference cycle
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Handles new events directly: waking a task for each token costs more than sending it."""
         if self._passing is None:
             if self._has_come():

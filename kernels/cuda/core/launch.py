@@ -125,14 +125,14 @@ class Launches:
             if interpreted():
                 patch_language_once()
             if self._is_warm:
-                self._tell(f"{variant.kernel.fn.__name__} {dict(variant.constants)}")
+                self._report_late(f"{variant.kernel.fn.__name__} {dict(variant.constants)}")
 
     def _on_compiled(self, **of: Any) -> None:
         """Called by Triton after each compilation. It may compile several forms of one variant."""
         if self._is_warm:
-            self._tell(str(of.get("repr")))
+            self._report_late(str(of.get("repr")))
 
-    def _tell(self, what: str) -> None:
+    def _report_late(self, what: str) -> None:
         self.late += 1
         logger.error("a kernel was compiled while requests waited, because the warm-up missed it: %s", what)
 

@@ -118,7 +118,7 @@ class CpuBackend(SynchronousBackend):
             **(features.fields if features else {}),
         )
         num_threads = 1 if len(batch.token_ids) <= self._small_step else self._num_threads
-        with self._first_pages.left_alone():
+        with self._first_pages.paused():
             if batch.masks is None:
                 self._program.run(step, num_threads)
             else:
@@ -161,14 +161,14 @@ class _Scores:
     def __init__(self, spans: list[tuple[Row, int, int, int]], num_logits: int) -> None:
         self._spans = spans
         parts = [np.arange(first, first + count) for _, first, count, _ in self._spans]
-        told = [row.history[position : position + count] for row, _, count, position in self._spans]
-        for part in told:
+        prompts = [row.history[position : position + count] for row, _, count, position in self._spans]
+        for part in prompts:
             assert max(part) < num_logits, "prompts' ids are checked against the tokenizer's vocabulary"
         tops = [min(row.sampling.prompt_logprobs or 0, num_logits) for row, _, _, _ in self._spans]
         self._tops = tops
         tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-        targets: Ids = np.array([token for part in told for token in part], dtype=np.int64)
-        num_tops: Ids = np.repeat(np.array(tops, dtype=np.int64), [len(part) for part in told])
+        targets: Ids = np.array([token for part in prompts for token in part], dtype=np.int64)
+        num_tops: Ids = np.repeat(np.array(tops, dtype=np.int64), [len(part) for part in prompts])
         room = max(tops, default=0)
         self._chosen = np.empty(len(tokens), dtype=np.float32)
         self._top_ids = np.empty((len(tokens), room), dtype=np.int32)

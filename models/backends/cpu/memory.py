@@ -42,7 +42,7 @@ class FirstPages:
         """None while a step is computed."""
 
     @contextmanager
-    def left_alone(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Stops the allocation while a step is computed."""
         self._quiet_since = None
         yield

@@ -137,12 +137,12 @@ class CudaBackend:
             # A copy, since the next step overwrites it.
             features = DeviceFeatures.of(made.features[: size.tokens].flatten(1).clone())
         with_tops = any(row.sampling.logprobs is not None for row in batch.rows)
-        told, ready = self._to_host(memory.outputs.snapshot(size.sampled, with_tops=with_tops))
+        copied, ready = self._to_host(memory.outputs.snapshot(size.sampled, with_tops=with_tops))
 
         def finish() -> BatchResult:
             if ready is not None:
                 ready.synchronize()
-            return BatchResult(memory.outputs.read(batch.sampled, told.numpy(), memory.rows.num_top), parts, features)
+            return BatchResult(memory.outputs.read(batch.sampled, copied.numpy(), memory.rows.num_top), parts, features)
 
         return finish
 

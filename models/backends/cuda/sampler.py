@@ -29,13 +29,13 @@ class CudaSampler:
         """Samples from ``logits`` (lines, V). Writes tokens and log-probabilities to the outputs. Returns how many of
         its lines' tokens each sequence keeps, (sequences,) int32, and writes the last of them to ``last``."""
         shape, sampled = self._shape, size.sampled
-        told = inputs.sampled(size, rows.masks)
+        lines = inputs.sampled(size, rows.masks)
         token_ids = outputs.part("token_ids", sampled)
-        sample(shape, logits, rows.sampler, told, _first(self._room, sampled), token_ids)
+        sample(shape, logits, rows.sampler, lines, _first(self._room, sampled), token_ids)
         logprobs(
             shape,
             logits,
-            told.num_lines,
+            lines.num_lines,
             inputs.part("num_top", sampled),
             token_ids,
             _first(self._logprobs_room, sampled),
@@ -48,7 +48,7 @@ class CudaSampler:
             shape,
             rows.sampler,
             inputs.part("line_starts", size.sequences + 1),
-            told.rows,
+            lines.rows,
             inputs.part("drafts", sampled),
             token_ids,
             accepted,

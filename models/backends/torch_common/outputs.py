@@ -53,9 +53,9 @@ def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_sa
     for first in range(0, len(hidden), num_sampled):
         logprobs = log_softmax(head(hidden[first : first + num_sampled]))
         at = position + first
-        told = row.history[at : at + len(logprobs)]
-        assert max(told) < logprobs.shape[1], "prompts' ids are checked against the tokenizer's vocabulary"
-        targets = torch.tensor(told, device=hidden.device)
+        token_ids = row.history[at : at + len(logprobs)]
+        assert max(token_ids) < logprobs.shape[1], "prompts' ids are checked against the tokenizer's vocabulary"
+        targets = torch.tensor(token_ids, device=hidden.device)
         parts.append(PromptLogprobsPart(row.number, row.epoch, at, _joined(logprobs, targets, num_top)))
     return parts
 

@@ -59,7 +59,7 @@ class CpuEagleHead:
         features = None if step.features is None else joined(step.features)
         given = None if step.hidden is None else joined([step.hidden])
         tables = np.ascontiguousarray(step.tables)
-        asked = Step(
+        step_of_head = Step(
             num_tokens=len(step.token_ids),
             num_rows=len(step.ends),
             num_sampled=num_sampled,
@@ -76,7 +76,7 @@ class CpuEagleHead:
             hidden=None if given is None else address(given),
             hidden_out=address(hidden),
         )
-        self._program.run(asked, 1 if len(step.token_ids) <= self._small_step else self._num_threads)
+        self._program.run(step_of_head, 1 if len(step.token_ids) <= self._small_step else self._num_threads)
         chosen = self._target_ids[[token.token_id for token in tokens]]
         drafts = [
             HeadDraft(token_id, math.exp(token.logprob), token.noise)

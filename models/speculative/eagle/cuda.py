@@ -114,7 +114,7 @@ class HeadLayer(CudaModel):
         super().__init__(head.spec, weights.common, pages, shape, ALONE, linears)
         self._hidden_norm = weights.hidden_norm
 
-    def go_on(self, x: Tensor, inputs: HeadInputs, size: Size) -> Made:
+    def continue_from(self, x: Tensor, inputs: HeadInputs, size: Size) -> Made:
         """Continues from (T, hidden), which is not modified. Writes the keys and values of every token that has a slot,
         and does no more if no draft is to be chosen."""
         [layer], spec, hidden = self._weights.layers, self._spec, self._spec.hidden_size
@@ -154,7 +154,7 @@ class CudaHead:
             torch.zeros(max(VERIFYING_STEPS[-1], shape.max_sequences), width, dtype=dtype, device=device)
             for width in widths
         )
-        self._told = torch.zeros(3, shape.max_sequences, dtype=torch.float64, device=device)
+        self._drafts_on_device = torch.zeros(3, shape.max_sequences, dtype=torch.float64, device=device)
         """Token ids, probabilities and noise, in a type that holds each of them without loss."""
         self._first = StepGraphs(lambda size: self._first_layers(size, self._features), self._choose, device)
         self._next = StepGraphs(lambda size: self._next_layers(size, self._hidden), self._choose, device)
@@ -183,24 +183,24 @@ class CudaHead:
                 torch.cat(given, out=kept[:num_tokens])
                 made = graphs.run(graph, lambda: None)
             if not num_drafts:
-                return HeadResult(list, DeviceFeatures.of(self._told[0, :0]), DeviceFeatures.of(made[0]))
+                return HeadResult(list, DeviceFeatures.of(self._drafts_on_device[0, :0]), DeviceFeatures.of(made[0]))
             # Copies, since the next step overwrites both.
-            hidden, told = made[0][:num_drafts].clone(), self._told[:, :num_drafts].clone()
-        return HeadResult(lambda: _drafts(told), DeviceFeatures.of(told[0]), DeviceFeatures.of(hidden))
+            hidden, drafts = made[0][:num_drafts].clone(), self._drafts_on_device[:, :num_drafts].clone()
+        return HeadResult(lambda: _drafts(drafts), DeviceFeatures.of(drafts[0]), DeviceFeatures.of(hidden))
 
     def _first_layers(self, size: Size, given: Tensor) -> Made:
         """Computes the layers from features."""
-        return self._layer.go_on(self._fc(given[: size.tokens]), self._inputs, size)
+        return self._layer.continue_from(self._fc(given[: size.tokens]), self._inputs, size)
 
     def _next_layers(self, size: Size, given: Tensor) -> Made:
         """Computes the layers from hidden states."""
-        return self._layer.go_on(given[: size.tokens], self._inputs, size)
+        return self._layer.continue_from(given[: size.tokens], self._inputs, size)
 
     def _choose(self, size: Size, made: Made) -> None:
         """Launches the choice of the drafts."""
         if size.sampled:
             drawn = draw_drafts(self._layer.logits(made[1]), self._target_ids, *self._inputs.draws(size))
-            for line, found in zip(self._told, drawn, strict=True):
+            for line, found in zip(self._drafts_on_device, drawn, strict=True):
                 line[: size.sampled].copy_(found)
 
     @torch.inference_mode()
@@ -223,9 +223,9 @@ class CudaHead:
             self._next.capture(decoding)
 
 
-def _drafts(told: Tensor) -> list[HeadDraft]:
-    """Returns a step's drafts from ``told``, (3, S)."""
-    return [HeadDraft(int(token_id), *rest) for token_id, *rest in told.T.tolist()]
+def _drafts(drafts: Tensor) -> list[HeadDraft]:
+    """Returns a step's drafts from ``drafts``, (3, S)."""
+    return [HeadDraft(int(token_id), *rest) for token_id, *rest in drafts.T.tolist()]
 
 
 def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> CudaHead:

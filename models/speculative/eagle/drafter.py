@@ -256,7 +256,7 @@ class EagleDrafter(Drafter):
             result = self._head.run(step)
             results.append((rows, result))
         for rows, result in results:
-            for row, draft in zip(rows, result.told(), strict=True):
+            for row, draft in zip(rows, result.drafts(), strict=True):
                 proposals[row].token_ids.append(draft.token_id)
                 proposals[row].confidences.append(_confidence(row.sampling.temperature, draft))
 

@@ -88,7 +88,7 @@ class HeadDraft(NamedTuple):
 class HeadResult(NamedTuple):
     """The result of a step."""
 
-    told: Callable[[], list[HeadDraft]]
+    drafts: Callable[[], list[HeadDraft]]
     """Waits for the S drafts and returns them."""
     token_ids: FeatureLines
     """(S,): their token ids. They can be passed to the next step without waiting."""

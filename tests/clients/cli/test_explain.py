@@ -111,7 +111,7 @@ def test_a_request_that_lives():
     ]
     told = response(timeline, ended="", predicted_ttft_ms=None, first_token_us=50_100)
     text = plain(told)
-    assert f"request      {ID}  has lived for 0.15 s\n" in text
+    assert f"request      {ID}  live for 0.15 s\n" in text
     assert "first token  after 50.1 ms; none was predicted\n" in text
     assert "generated 11 tokens so far, 100 per second (steps 1 to 11)" in text
     waiting = [timeline[0], entry(100, 70_000, "WAITED", detail="its turn: 3 ahead of it")]

@@ -50,49 +50,49 @@ async def watch(process):
 async def test_it_collects_each_time_that_the_process_has_grown_enough(process, watch):
     for number in range(3):
         process.grow(COLLECT_AFTER_BYTES - 1)
-        watch.look()
+        watch.check()
         assert process.num_collections == number
         process.grow(1)
-        watch.look()
+        watch.check()
         assert process.num_collections == number + 1
-    watch.look()
+    watch.check()
     assert process.num_collections == 3
 
 
 async def test_growth_counts_from_the_least_that_there_was(process, watch):
     process.grow(-COLLECT_AFTER_BYTES)
-    watch.look()
+    watch.check()
     process.grow(COLLECT_AFTER_BYTES)
-    watch.look()
+    watch.check()
     assert process.num_collections == 1
 
 
 async def test_garbage_is_not_taken_for_what_is_needed(process, watch):
     process.grow(COLLECT_AFTER_BYTES, garbage=COLLECT_AFTER_BYTES)
-    watch.look()
+    watch.check()
     process.grow(COLLECT_AFTER_BYTES - 1)
-    watch.look()
+    watch.check()
     assert process.num_collections == 1
 
 
 async def test_what_is_free_goes_back_to_the_system_now_and_then(process, watch, monkeypatch):
     process.grow(COLLECT_AFTER_BYTES)
-    watch.look()
+    watch.check()
     await until(lambda: process.num_trims == 1)
     process.grow(COLLECT_AFTER_BYTES)
-    watch.look()
+    watch.check()
     await asyncio.sleep(0.01)
     assert process.num_trims == 1  # it has just been done
     monkeypatch.setattr(event_loop, "TRIM_INTERVAL_S", 0.0)
-    watch.look()
+    watch.check()
     await until(lambda: process.num_trims == 2)
-    watch.look()
+    watch.check()
     await asyncio.sleep(0.01)
     assert process.num_trims == 2
 
 
 async def test_it_looks_by_itself_until_it_is_stopped(process, monkeypatch):
-    monkeypatch.setattr(event_loop, "LOOK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(event_loop, "CHECK_INTERVAL_S", 0.001)
     watch = MemoryWatch(process.size, process.collect)
     watch.start(asyncio.get_running_loop())
     process.grow(COLLECT_AFTER_BYTES)

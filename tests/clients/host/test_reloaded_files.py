@@ -241,7 +241,7 @@ async def test_the_watch_need_not_wait_for_its_interval():
 
     watch = FileWatch([Looks()], interval_s=3600)
     watch.start()
-    watch.look_now()
+    watch.check_now()
     await asyncio.wait_for(looked.wait(), 120)
     watch.stop()
 

@@ -45,7 +45,7 @@ def test_no_more_than_the_first_tokens_need():
 def test_nothing_is_taken_while_a_step_is_computed():
     pages = Pages(40 * SLICE_BYTES)
     first = FirstPages(pages, 1 << 20)
-    with first.left_alone():
+    with first.paused():
         first.start_prefault()
         time.sleep(0.1)
         assert not pages.taken

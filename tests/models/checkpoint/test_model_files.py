@@ -20,7 +20,7 @@ from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.service.config.sampling_defaults import AUTO, read_sampling_defaults
 from penstock.service.text.tokenizer import Tokenizer, TokenizerError
-from penstock.service.text.tokenizer_files import foresee_facts
+from penstock.service.text.tokenizer_files import predict_facts
 
 LIMITS = {
     CONFIG: MAX_CONFIG_BYTES,
@@ -78,7 +78,7 @@ def read_all(model):
     check_checkpoint(model)
     read_sampling_defaults(model, AUTO)
     read_embedding(model)
-    foresee_facts(model)
+    predict_facts(model)
     Tokenizer.load(model)
 
 

@@ -14,7 +14,7 @@ def test_silence_is_counted_from_the_last_sound():
     heartbeat = Heartbeat(0.25, now=100.0)
     for tick in range(1, 9):
         assert heartbeat.length(100.0 + tick / 4) == tick / 4
-    heartbeat.heard(102.0)
+    heartbeat.received(102.0)
     assert heartbeat.length(102.25) == 0.25
 
 
@@ -23,9 +23,9 @@ def test_time_in_which_we_could_not_listen_is_no_silence():
     assert heartbeat.length(100.25) == 0.25
     assert heartbeat.length(160.0) == pytest.approx(0.5)  # we were stopped for a minute
     assert heartbeat.length(160.25) == pytest.approx(0.75)
-    heartbeat.heard(160.3)
+    heartbeat.received(160.3)
     assert heartbeat.length(200.0) == pytest.approx(0.25, abs=0.06)
-    heartbeat.heard(230.0)
+    heartbeat.received(230.0)
     assert heartbeat.length(230.1) == 0.0
 
 

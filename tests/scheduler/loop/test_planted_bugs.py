@@ -88,10 +88,10 @@ def row_number_reused_at_once(patch):
 
 
 def row_number_reused_before_the_drop_is_answered(patch):
-    say_drops = RowIdAllocator.say_drops
+    take_drops = RowIdAllocator.take_drops
 
     def say_and_reclaim(rows):
-        dropped = say_drops(rows)
+        dropped = take_drops(rows)
         for row in dropped:
             rows._free.append(row)
         return dropped

@@ -79,7 +79,7 @@ async def service(start_service, files):
         authenticator=files.authenticator,
         tenants=files.tenants,
         watched=files.watched,
-        look_interval_s=0.01,
+        check_interval_s=0.01,
         admin_listen="127.0.0.1:0",
     )
 

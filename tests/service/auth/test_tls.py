@@ -219,7 +219,7 @@ class TestRotation:
         """Each rotation is in use before the next one; returns how many calls there were, none of which failed."""
         paths = mounted.paths if mutual else mounted.paths[:2]
         tls = ServerTls(*paths)
-        service = await start_service(tls=tls, watched=[tls.files], look_interval_s=0.02)
+        service = await start_service(tls=tls, watched=[tls.files], check_interval_s=0.02)
         client = tls_of(authority.pem, *(authority.issue("client") if mutual else ()))
         async with calls(service.target, client, rate) as done:
             for number in range(num_rotations):
@@ -244,7 +244,7 @@ class TestRotation:
         self, start_service, mounted, authority, tls_of, caplog
     ):
         tls = ServerTls(*mounted.paths)
-        service = await start_service(tls=tls, watched=[tls.files], look_interval_s=0.01)
+        service = await start_service(tls=tls, watched=[tls.files], check_interval_s=0.01)
         client = tls_of(authority.pem, *authority.issue("client"))
         chain, _ = authority.issue("new")
         _, other_key = authority.issue("other")
@@ -263,7 +263,7 @@ class TestRotation:
         self, start_service, mounted, authority, stranger, tls_of
     ):
         tls = ServerTls(*mounted.paths)
-        service = await start_service(tls=tls, watched=[tls.files], look_interval_s=0.01)
+        service = await start_service(tls=tls, watched=[tls.files], check_interval_s=0.01)
         client = tls_of(authority.pem, *authority.issue("client"))
         async with AsyncClient(service.target, tls=client) as old:
             await old.complete("hi", max_tokens=2)

@@ -18,7 +18,7 @@ from penstock.service.app.prepare import prepare
 from penstock.service.config.command_line import parse_config
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
-from penstock.service.text.tokenizer_files import foresee_facts
+from penstock.service.text.tokenizer_files import predict_facts
 from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 NUM_ROWS = 258
@@ -56,7 +56,7 @@ def tokenizer(directory):
 
 
 def foreseen(directory, num_rows=None):
-    facts = foresee_facts(directory, num_rows)
+    facts = predict_facts(directory, num_rows)
     assert facts is not None
     return facts
 

@@ -180,7 +180,7 @@ def test_names_follow_the_rules_of_both():
     pages = [instrument.prometheus_name for instrument in INSTRUMENTS]
     assert len(names) == len(set(names)) == len(set(pages))
     for instrument in INSTRUMENTS:
-        if not instrument.is_for_prometheus_alone:
+        if not instrument.is_prometheus_only:
             assert re.fullmatch(r"[a-z][a-z0-9_.]*", instrument.name)
         assert re.fullmatch(r"(vllm:)?[a-z][a-z0-9_]*", instrument.prometheus_name)
         assert instrument.prometheus_name.endswith("_total") == (instrument.kind is MetricKind.COUNTER)

@@ -12,7 +12,7 @@ from penstock.service.config.text_size import MAX_TEXT_BYTES
 from penstock.service.errors import ServiceError
 from penstock.service.text.special_tokens import _any_of
 from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
-from penstock.service.text.tokenizer_files import foresee_facts
+from penstock.service.text.tokenizer_files import predict_facts
 
 CORPUS = ["<|im_start|>user\nWhat is a penstock? assistant [INST] It is a gated pipe. [/INST] <s> naïve 你好\n\n"] * 4
 
@@ -127,7 +127,7 @@ def loaded(directories):
 
 @every_kind
 def test_facts_are_foreseen(kind, directories, loaded):
-    assert foresee_facts(directories[kind]) == loaded[kind].facts
+    assert predict_facts(directories[kind]) == loaded[kind].facts
 
 
 @pytest.fixture(scope="module")

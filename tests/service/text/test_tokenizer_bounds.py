@@ -7,7 +7,7 @@ import pytest
 
 from penstock.service.text.tokenizer import Tokenizer, TokenizerError
 from penstock.service.text.tokenizer_bounds import MAX_ADDED_TOKENS, MAX_TOKEN_BYTES, MAX_TOKEN_IDS
-from penstock.service.text.tokenizer_files import foresee_facts
+from penstock.service.text.tokenizer_files import predict_facts
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def refused(byte_tokenizer_path, tmp_path):
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
         problems = []
-        for read in (foresee_facts, Tokenizer.load):
+        for read in (predict_facts, Tokenizer.load):
             with pytest.raises(TokenizerError) as error:
                 read(tmp_path)
             problems.append(str(error.value))

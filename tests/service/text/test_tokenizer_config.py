@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from penstock.models.structured_output.compiler import read_tokenizer, to_grammar
 from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer, TokenizerError
-from penstock.service.text.tokenizer_files import foresee_facts
+from penstock.service.text.tokenizer_files import predict_facts
 
 START, END, PLAIN = "<|start|>", "<|stop|>", "(plain)"
 TEMPLATE = (
@@ -113,7 +113,7 @@ def test_tokens_are_those_of_transformers(write, load_oracle, layout):
     ids = served.encode_chat(TemplateInput(messages))
     assert served.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
     assert served.decode(ids, include_special_tokens=True) == oracle.decode(ids)
-    assert foresee_facts(path) == served.facts
+    assert predict_facts(path) == served.facts
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -163,7 +163,7 @@ def test_grammars_know_them(write, layout):
 )  # fmt: skip
 def test_what_has_no_effect_is_reported(write, files, says):
     path = write(**files)
-    facts = foresee_facts(path)
+    facts = predict_facts(path)
     assert facts == Tokenizer.load(path).facts
     [warning] = facts.warnings
     assert re.search(says, warning)
@@ -195,7 +195,7 @@ def test_what_has_its_effect_is_not_reported(write, layout):
 )
 def test_a_broken_file_is_named(write, name, content, says):
     path = write(**{name: content})
-    for read in (foresee_facts, Tokenizer.load):
+    for read in (predict_facts, Tokenizer.load):
         with pytest.raises(TokenizerError, match=says.replace("|", r"\|")) as caught:
             read(path)
         assert str(path / f"{name}.json") in str(caught.value)

@@ -8,7 +8,7 @@ import tokenizers
 
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer, TokenizerError
-from penstock.service.text.tokenizer_files import foresee_facts
+from penstock.service.text.tokenizer_files import predict_facts
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_facts_are_foreseen_where_the_file_has_the_ids(tmp_path, library, added,
     facts = Tokenizer.load(tmp_path).facts
     assert facts.special_tokens == ("<|none|>", "<|stop|>", "<|turn|>")
     assert [content for _, content in facts.added_tokens] == ["<|none|>"]
-    assert foresee_facts(tmp_path) == (facts if is_foreseen else None)
+    assert predict_facts(tmp_path) == (facts if is_foreseen else None)
 
 
 def test_an_end_token_that_is_not_marked_special_is_special_all_the_same(tmp_path, library):
@@ -141,7 +141,7 @@ def test_a_template_file_that_is_not_there_is_named(tmp_path, library):
 )
 def test_of_what_is_no_tokenizer_nothing_is_foreseen(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
-    assert foresee_facts(tmp_path) is None
+    assert predict_facts(tmp_path) is None
     with pytest.raises(TokenizerError, match="is not a valid tokenizer"):
         Tokenizer.load(tmp_path)
 

@@ -301,7 +301,7 @@ async def test_an_answer_that_nobody_reads_has_a_time_limit(start_service, path,
     """And then nothing is left of its call."""
     for module in (call_end, unread):
         monkeypatch.setattr(module, "WRITE_PATIENCE_S", 0.05)
-    monkeypatch.setattr(unread, "LOOK_S", 0.02)
+    monkeypatch.setattr(unread, "CHECK_S", 0.02)
     monkeypatch.setattr(unread, "SOON_S", 0.02)
     monkeypatch.setattr(outbox, "STALLED_S", 0.05)
     service = await start_service(authenticator=BearerAuthenticator([OneKey]), heartbeat_s=0.05)
@@ -317,7 +317,7 @@ async def test_an_answer_that_nobody_reads_has_a_time_limit(start_service, path,
 
 async def test_too_many_answers_that_nobody_reads_end_sooner(start_service, monkeypatch):
     """A tenant's oldest ones go first, and only as many as are too many."""
-    monkeypatch.setattr(unread, "LOOK_S", 0.02)
+    monkeypatch.setattr(unread, "CHECK_S", 0.02)
     monkeypatch.setattr(unread, "SOON_S", 0.0)
     monkeypatch.setattr(unread, "MAX_BYTES_OF_TENANT", 2 * unread.CALL_BYTES + 7000)
     service = await start_service(authenticator=BearerAuthenticator([OneKey]))

@@ -152,7 +152,7 @@ async def test_silent_connections_leave_room_for_callers(start_service, monkeypa
         def principal_of(self, credential):
             return Principal("one")
 
-    monkeypatch.setattr(connections, "LOOK_S", 0.02)
+    monkeypatch.setattr(connections, "CHECK_S", 0.02)
     service = await start_service(max_connections=8, authenticator=BearerAuthenticator([Keys]))
     host, _, port = service.target.rpartition(":")
     stop = asyncio.Event()

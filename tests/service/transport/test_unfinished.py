@@ -45,7 +45,7 @@ async def test_the_oldest_streams_of_the_guilty_connection_end(streams):
     found, wait = streams
     idle = await begin(wait, *[IDLE] * 3)
     guilty = await begin(wait, *[GUILTY] * 3)
-    found.look({IDLE: 2 * MIB, GUILTY: 256 * MIB + 9 * MIB})
+    found.check({IDLE: 2 * MIB, GUILTY: 256 * MIB + 9 * MIB})
     await asyncio.sleep(0.01)
     assert [task.done() for task in guilty] == [True, True, False]
     assert not any(task.done() for task in idle)
@@ -58,7 +58,7 @@ async def test_the_oldest_streams_of_the_guilty_connection_end(streams):
 async def test_nothing_ends_within_the_budget(streams):
     found, wait = streams
     tasks = await begin(wait, IDLE, GUILTY)
-    found.look({IDLE: 0, GUILTY: 256 * MIB})
+    found.check({IDLE: 0, GUILTY: 256 * MIB})
     await asyncio.sleep(0.01)
     assert not any(task.done() for task in tasks)
 
@@ -66,9 +66,9 @@ async def test_nothing_ends_within_the_budget(streams):
 async def test_what_a_stream_held_that_ended_counts_no_more(streams):
     found, wait = streams
     (first,) = await begin(wait, GUILTY)
-    found.look({GUILTY: 257 * MIB})
+    found.check({GUILTY: 257 * MIB})
     (second,) = await begin(wait, GUILTY)
-    found.look({GUILTY: 257 * MIB})
+    found.check({GUILTY: 257 * MIB})
     await asyncio.sleep(0.01)
     assert first.done()
     assert not second.done()
@@ -78,7 +78,7 @@ async def test_a_stream_with_a_recent_message_stays(streams, monkeypatch):
     monkeypatch.setattr(unfinished, "QUIET_S", 3600.0)
     found, wait = streams
     (task,) = await begin(wait, GUILTY)
-    found.look({GUILTY: 300 * MIB})
+    found.check({GUILTY: 300 * MIB})
     await asyncio.sleep(0.01)
     assert not task.done()
 
@@ -90,7 +90,7 @@ async def test_unfinished_messages_end_and_idle_streams_go_on(start_service, mon
         def principal_of(self, credential):
             return Principal("one")
 
-    for name, value in (("LOOK_S", 0.05), ("QUIET_S", 0.1), ("MAX_UNFINISHED_BYTES", 2 * MIB)):
+    for name, value in (("CHECK_S", 0.05), ("QUIET_S", 0.1), ("MAX_UNFINISHED_BYTES", 2 * MIB)):
         monkeypatch.setattr(unfinished, name, value)
     service = await start_service(authenticator=BearerAuthenticator([Keys]))
     limits = service.server._running._limits

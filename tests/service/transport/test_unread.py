@@ -23,9 +23,9 @@ class Ended:
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Those of tenants, and ``look`` for who is ended."""
+    """Those of tenants, and ``check`` for who is ended."""
     monkeypatch.setattr(unread, "SOON_S", 0.0)
-    monkeypatch.setattr(unread, "LOOK_S", 3600.0)
+    monkeypatch.setattr(unread, "CHECK_S", 3600.0)
     found = UnreadAnswers()
     monkeypatch.setattr(found, "_ender", Ended())
     return found
