@@ -254,14 +254,25 @@ async def test_waiting_calls_of_a_tenant_do_not_keep_another_out(start_service, 
         assert await admin.end(stream) == OK
 
 
+async def begin_in_order(service, client, path, number):
+    """Calls without a key. Each begins once the one before it holds a place, since gRPC may deliver them in another
+    order."""
+    open_calls = service.server._running._limits.open_calls
+    streams = []
+    while len(streams) < number:
+        streams.append(client.begin(path))
+        await client.put(streams[-1], bytes(5), ends=True)
+        await until(lambda: open_calls.num_taken == len(streams))
+    return streams
+
+
 async def test_a_call_without_a_key_counts_until_its_answer_is_sent(start_service, monkeypatch):
     monkeypatch.setattr(call_limits, "OPEN_CALLS_OF_HOST", 3)
     service = await start_service(authenticator=BearerAuthenticator([OneKey]))
     async with raw_client(service.target, window=0) as client:
-        streams = []
-        for _ in range(4):
-            streams.append(client.begin(CHECK))
-            await client.put(streams[-1], bytes(5), ends=True)
+        streams = await begin_in_order(service, client, CHECK, 3)
+        streams.append(client.begin(CHECK))
+        await client.put(streams[-1], bytes(5), ends=True)
         assert await client.end(streams[0]) in (EXHAUSTED, CANCELLED, "reset")
         assert not set(streams[1:]) & set(client.ended)
 
@@ -270,10 +281,9 @@ async def test_calls_without_a_key_that_last_give_way(start_service, monkeypatch
     monkeypatch.setattr(call_limits, "OPEN_CALLS_OF_HOST", 3)
     service = await start_service(authenticator=BearerAuthenticator([OneKey]))
     async with raw_client(service.target) as client:
-        watches = []
-        for _ in range(4):
-            watches.append(client.begin(WATCH))
-            await client.put(watches[-1], bytes(5), ends=True)
+        watches = await begin_in_order(service, client, WATCH, 3)
+        watches.append(client.begin(WATCH))
+        await client.put(watches[-1], bytes(5), ends=True)
         assert await client.end(watches[0]) == EXHAUSTED
         assert not set(watches[1:]) & set(client.ended)
 
