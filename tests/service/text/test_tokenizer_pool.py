@@ -105,6 +105,7 @@ async def test_nobody_waits_for_a_job_of_another_tenant(byte_tokenizer, num_byte
     greedy = [asyncio.ensure_future(pool.run(partial(work, "greedy"), num_bytes, "greedy")) for _ in range(8)]
     try:
         async with asyncio.timeout(120):
+            await until(lambda: bool(running))
             await pool.run(lambda: None, num_bytes, "modest")
             assert running == ["greedy"]
     finally:
