@@ -258,7 +258,7 @@ async def begin_in_order(service, client, path, number):
     """Calls without a key. Each begins once the one before it holds a place, since gRPC may deliver them in another
     order."""
     open_calls = service.server._running._limits.open_calls
-    streams = []
+    streams: list[int] = []
     while len(streams) < number:
         streams.append(client.begin(path))
         await client.put(streams[-1], bytes(5), ends=True)
