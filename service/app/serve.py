@@ -60,7 +60,8 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
     """Serves until it is stopped, or until the descriptor ``lifeline`` reaches its end, which stops it at once. Returns
     the exit status. ``worker`` is the worker's process, if it was started already."""
     try:
-        config = parse_config(argv)
+        # A private service gets all of its flags from its parent.
+        config = parse_config(argv, os.environ if lifeline is None else {})
     except ConfigError as error:
         _write(str(error))
         return USAGE_ERROR

@@ -1,13 +1,17 @@
-"""The command line of ``penstock serve``: its help, and how flags and a configuration file go together."""
+"""The command line of ``penstock serve``: its help, and how flags, the environment and a file go together."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from penstock.service.config.flags import ConfigError, FlagParser, read_file
+from penstock.service.config.flags import ConfigError, FlagParser, read_environment, read_file
 from penstock.service.config.serve_config import ServeConfig
 
 PROGRAM = "penstock serve"
+PREFIX = "PENSTOCK_SERVE_"
+"""The beginning of the environment variables that set flags."""
 _FLAGS_LISTED = f"{PROGRAM} --help lists them"
 
 _EPILOG = """\
@@ -17,6 +21,7 @@ examples:
   penstock serve ./my-model --listen unix:/run/penstock.sock --max-model-len 4096
   penstock serve --http-port 8000              also OpenAI's API and a chat page, at http://127.0.0.1:8000
   penstock serve --config serve.yaml           flags from a file; the command line overrides them
+  PENSTOCK_SERVE_MAX_NUM_SEQS=64 penstock serve    a flag from the environment, which overrides the file
   penstock serve --speculative-config '{"method": "ngram", "num_speculative_tokens": 8}'
 
 a configuration file has the flags' names as keys:
@@ -39,7 +44,8 @@ TLS with client certificates, and tokens of an identity provider in addition to 
   penstock serve --host 0.0.0.0 --tls-cert server.pem --tls-key server.key --tls-client-ca clients-ca.pem
   penstock serve --api-keys-file keys --jwt-jwks-file jwks.json --jwt-issuer https://id.example --jwt-audience penstock
 
-environment: HF_HOME and HF_TOKEN for the hub, HF_HUB_OFFLINE=1 to use only the cache;
+environment: PENSTOCK_SERVE_<FLAG> sets any flag, with _ for each -, and PENSTOCK_SERVE_CONFIG names a file;
+HF_HOME and HF_TOKEN for the hub, HF_HUB_OFFLINE=1 to use only the cache;
 OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317 sends traces and metrics there.
 """
 
@@ -48,28 +54,32 @@ _RIVALS = (
     ("kv_cache_memory_bytes", "gpu_memory_utilization"),
     ("gpu_memory_utilization", "kv_cache_memory_bytes"),
 )
-"""If the command line has the first flag, the second one in the file is ignored."""
+"""If the command line has the first flag, the second one in the environment and the file is ignored."""
 
 
-def parse_config(arguments: Sequence[str]) -> ServeConfig:
-    """Returns the configuration of a command line. Raises ConfigError; ``--help`` prints, and raises SystemExit."""
+def parse_config(arguments: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> ServeConfig:
+    """Returns the configuration of a command line, of the variables in ``environment``, and of the file that one of
+    them names; the first of these that sets a flag counts. Raises ConfigError; ``--help`` prints, and raises
+    SystemExit."""
     given = vars(_parser().parse_args(arguments))
-    file = given.pop("config", None)
+    from_environment, file = read_environment(environment, PREFIX, ServeConfig, _FLAGS_LISTED)
+    file = given.pop("config", file)
     named = given.pop("model_flag", None)
     if named is not None:
         if "model" in given:
             raise ConfigError(f"--model: the model is given twice, as {given['model']!r} too; leave one of them out")
         given["model"] = named
     values = {} if file is None else read_file(Path(file), ServeConfig, _FLAGS_LISTED)
-    if given.keys() & {"host", "port"}:
-        values.pop("listen", None)
-    for one, other in _RIVALS:
-        if one in given and other not in given:
-            values.pop(other, None)
-    if "listen" in given:
-        values.pop("host", None)
-        values.pop("port", None)
-    return ServeConfig(**{**values, **given})
+    return ServeConfig(**_overridden(_overridden(values, from_environment), given))
+
+
+def _overridden(values: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values with those of ``by``, and without flags that contradict these."""
+    ignored = {"listen"} if by.keys() & {"host", "port"} else set()
+    if "listen" in by:
+        ignored |= {"host", "port"}
+    ignored |= {other for one, other in _RIVALS if one in by and other not in by}
+    return {name: value for name, value in values.items() if name not in ignored} | by
 
 
 def _parser() -> FlagParser:

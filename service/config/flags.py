@@ -1,4 +1,6 @@
-"""Flags as fields of a frozen dataclass: a command line, a file and Python set the same fields, with the same bounds.
+"""Flags as fields of a frozen dataclass: a command line, the environment, a file and Python set the same fields, with
+the same bounds.
+
 This module knows no flag by name.
 """
 
@@ -6,7 +8,7 @@ import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
@@ -16,6 +18,10 @@ from penstock.clients.cli.command_parser import misspelt, nearest, shortened
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+_SWITCHES = {"true": True, "false": False, "1": True, "0": False, "on": True, "off": False, "yes": True, "no": False}
+"""The values of a variable for a flag that is on or off, in any case."""
 
 
 class ConfigError(Exception):
@@ -67,6 +73,39 @@ def read_file(path: Path, of: "type[DataclassInstance]", listed: str) -> dict[st
         except (ConfigError, ValueError) as error:
             raise ConfigError(f"--config {path}: {key}: {error}") from None
     return values
+
+
+def read_environment(
+    environment: Mapping[str, str], prefix: str, of: "type[DataclassInstance]", listed: str
+) -> tuple[dict[str, Any], str | None]:
+    """Returns the values of the variables that are named ``prefix`` and a flag in capitals, such as PREFIX_PORT, and
+    the path of a file from PREFIX_CONFIG. An empty variable counts as not set. ``listed`` is the end of an error: where
+    flags are listed. Raises ConfigError."""
+    fields = {f"{prefix}{field.name.upper()}": field for field in dataclasses.fields(of)}
+    texts = {name: text for name, text in environment.items() if name.startswith(prefix) and text}
+    file = texts.pop(f"{prefix}CONFIG", None)
+    values = {}
+    for name, text in texts.items():
+        field = fields.get(name)
+        if field is None:
+            near = nearest(name, list(fields))
+            hint = f"; did you mean {near}?" if near else ""
+            raise ConfigError(f"{name} in the environment is not a flag{hint}; {listed}")
+        try:
+            values[field.name] = _from_text(field, text)
+        except ConfigError as error:
+            # Kubernetes sets NAME_PORT=tcp://... in every pod for each Service NAME.
+            hint = "; set enableServiceLinks: false in the pod's spec" if text.startswith("tcp://") else ""
+            raise ConfigError(f"{name} in the environment: {error}{hint}") from None
+    return values, file
+
+
+def _from_text(field: "dataclasses.Field[Any]", text: str) -> Any:
+    if bool not in _types(field):
+        return _parse(field, text)
+    if text.lower() not in _SWITCHES:
+        raise ConfigError(f"must be {_one_of(list(_SWITCHES))}; it is {text!r}")
+    return _SWITCHES[text.lower()]
 
 
 def _from_file(field: "dataclasses.Field[Any]", value: object) -> Any:

@@ -1,14 +1,16 @@
-"""The flags of ``penstock serve``: named as they should be, checked once, from the command line, a file or Python."""
+"""The flags of ``penstock serve``: named as they should be, checked once, from the command line, the environment, a
+file or Python."""
 
 import dataclasses
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from penstock.scheduler.policy import Policy
-from penstock.service.config.command_line import parse_config
-from penstock.service.config.flags import ConfigError
+from penstock.service.config.command_line import PREFIX, parse_config
+from penstock.service.config.flags import ConfigError, read_environment
 from penstock.service.config.serve_config import ServeConfig
 
 AS_IN_VLLM = [
@@ -207,6 +209,66 @@ def test_a_bad_file_is_named_with_its_key(file, text, problem):
     assert problem in str(caught.value)
     assert "serve.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def value_of(field):
+    """A value of a flag, as text and as Python has it; not the default, if there are others."""
+    kinds = get_args(field.type) or (field.type,)
+    low, choices = field.metadata["low"], field.metadata["choices"]
+    if bool in kinds:
+        return str(not field.default).upper(), not field.default
+    if choices is not None:
+        return str(choices[-1]), choices[-1]
+    for kind in (int, float):
+        if kind in kinds:
+            value = kind((low or 0) + 1)
+            return str(value), value
+    return ("/x", Path("/x")) if Path in kinds else ("text", "text")
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(ServeConfig), ids=lambda field: field.name)
+def test_the_environment_sets_every_flag(field):
+    text, value = value_of(field)
+    name = f"PENSTOCK_SERVE_{field.name.upper()}"
+    assert read_environment({name: text, "PENSTOCK_SERVED": "x"}, PREFIX, ServeConfig, "") == (
+        {field.name: value},
+        None,
+    )
+    assert read_environment({name: ""}, PREFIX, ServeConfig, "") == ({}, None)
+
+
+def test_the_command_line_comes_before_the_environment_and_that_before_the_file(file):
+    [_, path] = file("port: 1\nmax-num-seqs: 1\nmax-num-batched-tokens: 512\n")
+    environment = {
+        "PENSTOCK_SERVE_CONFIG": path,
+        "PENSTOCK_SERVE_PORT": "2",
+        "PENSTOCK_SERVE_MAX_NUM_SEQS": "2",
+        "PENSTOCK_SERVE_ENABLE_PREFIX_CACHING": "off",
+    }
+    config = parse_config(["--port=3"], environment)
+    assert (config.port, config.max_num_seqs, config.max_num_batched_tokens) == (3, 2, 512)
+    assert config.enable_prefix_caching is False
+    assert parse_config(file("port: 1"), {"PENSTOCK_SERVE_LISTEN": "unix:/x"}).address == "unix:/x"
+    assert parse_config(["--port=3"], {"PENSTOCK_SERVE_LISTEN": "unix:/x"}).address == "127.0.0.1:3"
+    other = file("port: 4\n")
+    assert parse_config(other, {"PENSTOCK_SERVE_CONFIG": "/nowhere.yaml"}).port == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("MAX_NUM_SEQ", "5", "PENSTOCK_SERVE_MAX_NUM_SEQ in the environment is not a flag"),
+        ("MAX_NUM_SEQ", "5", "; did you mean PENSTOCK_SERVE_MAX_NUM_SEQS?; penstock serve --help lists them"),
+        ("PORT", "many", "PENSTOCK_SERVE_PORT in the environment: must be a whole number; it is 'many'"),
+        ("PORT", "tcp://10.0.0.1:50051", "set enableServiceLinks: false in the pod's spec"),
+        ("PORT", "70000", "--port: must be 0 to 65,535; it is 70,000"),
+        ("TRACE_ALL", "1", "is not a flag"),
+        ("ENABLE_PREFIX_CACHING", "maybe", "must be true, false, 1, 0, on, off, yes or no; it is 'maybe'"),
+    ],
+)
+def test_a_bad_variable_is_named(name, text, problem):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        parse_config([], {f"PENSTOCK_SERVE_{name}": text})
 
 
 def test_a_bound_holds_in_a_file_too(file):
