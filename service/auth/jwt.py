@@ -1,7 +1,7 @@
-"""JSON web tokens (RFC 7519) as credentials. A token must be signed by a key of a JWKS file, and be valid now, for this
+"""JSON web tokens (RFC 7519) as credentials. A token must be signed by a key of a JWKS, and be valid now, for this
 service and for a tenant.
 
-A key has one algorithm, whatever a token's header contains, and that algorithm is asymmetric: the JWKS file is not
+A key has one algorithm, whatever a token's header contains, and that algorithm is asymmetric: the JWKS is not
 enough to make a token. Errors give the reason only if the token's signature is valid.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import jwt
 
-from penstock.clients.host.reloaded_files import FileError, NamedFile
+from penstock.clients.host.reloaded_files import FileError
 from penstock.service.auth.identity import ACT_FOR_OTHERS, ADMIN, Principal
 from penstock.service.config.limits import TENANT_NAME
 from penstock.service.errors import Reason, ServiceError
@@ -55,7 +55,7 @@ class TokenRules:
 
 
 class TokenKeys:
-    """The keys of a JWKS file, and the rules for their tokens."""
+    """The keys of a JWKS, and the rules for their tokens."""
 
     def __init__(self, keys: Mapping[str, jwt.PyJWK], rules: TokenRules) -> None:
         """``keys`` are by their ids."""
@@ -63,16 +63,17 @@ class TokenKeys:
         self._rules = rules
 
     @classmethod
-    def parse(cls, file: NamedFile, content: bytes, rules: TokenRules) -> "TokenKeys":
-        """Parses a JWKS file (RFC 7517); keys that do not sign tokens are ignored. Raises FileError."""
+    def parse(cls, source: str, content: bytes, rules: TokenRules) -> "TokenKeys":
+        """Parses a JWKS (RFC 7517); keys that do not sign tokens are ignored. ``source`` is the start of error
+        messages. Raises FileError."""
         try:
-            entries = json.loads(file.text(content))["keys"]
+            entries = json.loads(content)["keys"]
             entries = [dict(entry) for entry in entries]
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise FileError(f'{file}: is not a JWKS; it must be JSON such as {{"keys": [...]}}') from None
+            raise FileError(f'{source}: is not a JWKS; it must be JSON such as {{"keys": [...]}}') from None
         keys: dict[str, jwt.PyJWK] = {}
         for number, entry in enumerate(entries):
-            where = f"{file}: keys[{number}]"
+            where = f"{source}: keys[{number}]"
             if not _signs(entry, where):
                 continue
             kid = entry.get("kid")
@@ -82,12 +83,21 @@ class TokenKeys:
                 raise FileError(f"{where}: another key has the kid {kid!r} too; remove one of them")
             keys[kid] = _key(entry, where)
         if not keys:
-            raise FileError(f"{file}: holds no key that signs tokens; RS256, ES256 and EdDSA (Ed25519) do")
+            raise FileError(f"{source}: holds no key that signs tokens; RS256, ES256 and EdDSA (Ed25519) do")
         return cls(keys, rules)
+
+    def lacks_key_of(self, credential: str) -> bool:
+        """Returns whether a credential is a token that names an unknown key. Its signature is not checked."""
+        if not _is_token(credential):
+            return False
+        try:
+            return jwt.get_unverified_header(credential).get("kid") not in self._keys
+        except (jwt.InvalidTokenError, TypeError, ValueError, RecursionError):
+            return False
 
     def principal_of(self, credential: str) -> Principal | None:
         """See ``Credentials``."""
-        if credential.count(".") != 2 or len(credential) > _MAX_TOKEN_BYTES:
+        if not _is_token(credential):
             return None
         rules = self._rules
         try:
@@ -119,10 +129,14 @@ class TokenKeys:
         return Principal(tenant, RIGHT_PREFIX + ACT_FOR_OTHERS in words, RIGHT_PREFIX + ADMIN in words)
 
 
+def _is_token(credential: str) -> bool:
+    return credential.count(".") == 2 and len(credential) <= _MAX_TOKEN_BYTES
+
+
 def _signs(entry: Mapping[str, Any], where: str) -> bool:
     """Returns whether a key signs tokens with a supported algorithm. Raises FileError for a secret."""
     if entry.get("kty") == "oct" or "d" in entry:
-        raise FileError(f"{where}: holds a secret; a JWKS file has only public keys, so remove it and make a new key")
+        raise FileError(f"{where}: holds a secret; a JWKS has only public keys, so remove it and make a new key")
     algorithm, operations = _algorithm(entry), entry.get("key_ops", ["verify"])
     return (
         algorithm is not None

@@ -12,6 +12,7 @@ from penstock.service.auth.identity import (
     BearerAuthenticator,
     Credentials,
 )
+from penstock.service.auth.jwks_url import JwksUrl
 from penstock.service.auth.jwt import JWKS_FLAG, TokenKeys, TokenRules
 from penstock.service.auth.tenant_limits import TENANTS_FLAG, TenantLimitsFile, parse_tenants
 from penstock.service.auth.tls import ServerTls
@@ -40,9 +41,13 @@ class OperatorFiles:
             kinds.append(lambda: keys.value)
         if config.jwt_jwks_file is not None:
             jwks_file, rules = NamedFile(JWKS_FLAG, config.jwt_jwks_file), _token_rules(config)
-            tokens = WatchedFiles([jwks_file], lambda content: TokenKeys.parse(jwks_file, content, rules))
+            tokens = WatchedFiles([jwks_file], lambda content: TokenKeys.parse(str(jwks_file), content, rules))
             watched.append(tokens)
             kinds.append(lambda: tokens.value)
+        if config.jwt_jwks_url is not None:
+            provider = JwksUrl(config.jwt_jwks_url, _token_rules(config))
+            watched.append(provider)
+            kinds.append(lambda: provider)
         tls = None
         if config.tls_cert is not None and config.tls_key is not None:
             tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)

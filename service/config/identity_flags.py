@@ -1,5 +1,6 @@
 """Checks that the flags for TLS, keys and tokens go together."""
 
+import re
 from typing import TYPE_CHECKING
 
 from penstock.service.config.flags import ConfigError
@@ -24,9 +25,21 @@ def check_identity(config: "ServeConfig") -> None:
             "--http-port: --tls-client-ca does not apply to HTTP, where anyone could call; give --api-keys-file or "
             "--jwt-jwks-file too, or leave --http-port out"
         )
-    if config.jwt_jwks_file is not None and not (config.jwt_issuer and config.jwt_audience):
+    _check_tokens(config)
+
+
+def _check_tokens(config: "ServeConfig") -> None:
+    if config.jwt_jwks_file is not None and config.jwt_jwks_url is not None:
+        raise ConfigError("--jwt-jwks-url: the keys come from --jwt-jwks-file already; leave one of them out")
+    if config.jwt_jwks_url is not None and not re.match(r"https://[^/?#@\s]+(/\S*)?$", config.jwt_jwks_url):
+        raise ConfigError(
+            f"--jwt-jwks-url: must be a URL such as https://id.example/jwks.json; it is {config.jwt_jwks_url!r}"
+        )
+    source = "--jwt-jwks-url" if config.jwt_jwks_file is None else "--jwt-jwks-file"
+    has_keys = config.jwt_jwks_file is not None or config.jwt_jwks_url is not None
+    if has_keys and not (config.jwt_issuer and config.jwt_audience):
         missing = [name for name in ("issuer", "audience") if not getattr(config, f"jwt_{name}")]
-        raise ConfigError(f"--jwt-jwks-file: needs {' and '.join(f'--jwt-{name}' for name in missing)} as well")
-    if config.jwt_jwks_file is None and (config.jwt_issuer or config.jwt_audience):
+        raise ConfigError(f"{source}: needs {' and '.join(f'--jwt-{name}' for name in missing)} as well")
+    if not has_keys and (config.jwt_issuer or config.jwt_audience):
         given = "--jwt-issuer" if config.jwt_issuer else "--jwt-audience"
-        raise ConfigError(f"{given}: needs --jwt-jwks-file as well, with the keys that sign tokens")
+        raise ConfigError(f"{given}: needs --jwt-jwks-file or --jwt-jwks-url as well, with the keys that sign tokens")

@@ -149,6 +149,9 @@ class ServeConfig:
     jwt_jwks_file: Path | None = flag(
         None, "public keys of JSON web tokens: RS256, ES256 or EdDSA", metavar="FILE", shown="no tokens"
     )
+    jwt_jwks_url: str | None = flag(
+        None, "an https URL with such keys, which is fetched every 5 minutes", metavar="URL", shown="no tokens"
+    )
     jwt_issuer: str | None = flag(None, "required iss of a token", metavar="NAME", shown="none")
     jwt_audience: str | None = flag(None, "required aud of a token, or one of its values", metavar="NAME", shown="none")
     jwt_tenant_claim: str = flag("tenant", "the claim that names a token's tenant", metavar="NAME")
@@ -347,7 +350,7 @@ class ServeConfig:
     @property
     def has_credentials(self) -> bool:
         """Whether callers need a key or a token."""
-        return self.api_keys_file is not None or self.jwt_jwks_file is not None
+        return any(source is not None for source in (self.api_keys_file, self.jwt_jwks_file, self.jwt_jwks_url))
 
     @property
     def policy(self) -> Policy:

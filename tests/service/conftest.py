@@ -259,18 +259,18 @@ def other_issuer() -> Issuer:
 
 
 class Authority:
-    """Signs certificates that are good for an hour, from an hour ago on."""
+    """Signs certificates that are good for a day, from an hour ago on."""
 
     def __init__(self, name: str) -> None:
         self._now = datetime.datetime.now(datetime.UTC)
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         is_authority = x509.BasicConstraints(ca=True, path_length=None)
-        self.pem = self._sign(self._name, self._key.public_key(), is_authority, -1, 1)
+        self.pem = self._sign(self._name, self._key.public_key(), is_authority, -1, 24)
         """Its own certificate."""
 
     def issue(
-        self, name: str = "penstock.test", key: Any = None, begin_h: float = -1, end_h: float = 1
+        self, name: str = "penstock.test", key: Any = None, begin_h: float = -1, end_h: float = 24
     ) -> tuple[bytes, bytes]:
         """A chain for this machine and its key, in PEM; good from and to so many hours from now."""
         key = key or ec.generate_private_key(ec.SECP256R1())

@@ -5,20 +5,19 @@ import hashlib
 import hmac
 import json
 import time
-from pathlib import Path
 
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from penstock.clients.host.reloaded_files import FileError, NamedFile
+from penstock.clients.host.reloaded_files import FileError
 from penstock.service.auth.identity import Principal
 from penstock.service.auth.jwt import TokenKeys, TokenRules
 from penstock.service.errors import Reason, ServiceError
 
 RULES = TokenRules("https://id.example", "penstock", leeway_s=10)
-FILE = NamedFile("--jwt-jwks-file", Path("jwks.json"))
+FILE = "--jwt-jwks-file jwks.json"
 
 
 def base64url(content):
