@@ -1,101 +1,121 @@
-"""``/docs``: the API's description as one page of HTML, for people. Needs no scripts, and so no other server."""
+"""``/docs``: Swagger UI for the API's description. Its files come from the package fastapi-offline; nothing is loaded
+from another server."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from html import escape
+import base64
+import hashlib
+from collections.abc import AsyncIterator
+from functools import partial
+from importlib.metadata import Distribution
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, StreamingResponse
 
-_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
-    "table{border-collapse:collapse;width:100%}td{border-top:1px solid #8886;padding:.25rem .5rem;vertical-align:top}"
-    "h2{margin-top:2.5rem}code{font-size:.9em}"
+_PACKAGE = "fastapi-offline"
+_FILES = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript"}
+"""The package's files that are served, and their content types."""
+_CHUNK_BYTES = 64 << 10
+_SCRIPT = """
+SwaggerUIBundle({
+  dom_id: "#swagger-ui",
+  url: document.querySelector("link[rel=service-desc]").href,
+  deepLinking: true,
+  validatorUrl: null
+})
+"""
+"""Starts Swagger UI. By default, its ``validatorUrl`` is a public server, which would read the description."""
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>penstock: the API</title>
+<link rel="icon" href="data:,">
+<link rel="service-desc" href="{root}openapi.json">
+<link rel="stylesheet" href="{root}docs/swagger-ui.css?{version}">
+<div id="swagger-ui"></div>
+<noscript>Without JavaScript, read <a href="{root}openapi.json">openapi.json</a>.</noscript>
+<script src="{root}docs/swagger-ui-bundle.js?{version}"></script>
+<script>{script}</script>
+</html>
+"""
+"""The page. All addresses are relative, so that it works below a proxy's prefix."""
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        f"script-src 'self' 'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
 )
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'",
-    "Cache-Control": "no-cache",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
+_HEADERS = {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+_PAGE_HEADERS = _HEADERS | {
+    "Content-Security-Policy": _POLICY,
+    "Cache-Control": "no-cache",  # browsers see a new version of the gateway immediately
+    "Cross-Origin-Opener-Policy": "same-origin",
 }
-_Shape = Mapping[str, Any]
-"""A JSON schema, or another object of the description."""
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is a kernel?"}], "max_tokens": 64},
+    "/v1/completions": {"prompt": "The kernel is", "max_tokens": 64},
+    "/v1/responses": {"input": "What is a kernel?", "max_output_tokens": 64},
+    "/v1/responses/input_tokens": {"input": "What is a kernel?"},
+    "/v1/embeddings": {"input": "What is a kernel?"},
+    "/tokenize": {"prompt": "What is a kernel?"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}
+"""A valid body for each path. Swagger UI would make one up from all fields, which the gateway refuses."""
 
 
 def make_router() -> APIRouter:
-    """Makes the route of the page."""
-    router = APIRouter()
+    """Makes the routes of the page and its files. Raises ModuleNotFoundError if the package is not installed."""
+    package = Distribution.from_name(_PACKAGE)
+    filled = partial(_PAGE.format, version=package.version, script=_SCRIPT)
+    page, page_below_slash = filled(root=""), filled(root="../")
+    router = APIRouter(include_in_schema=False)
 
-    @router.get("/docs", include_in_schema=False)
+    @router.get("/docs")
     async def docs(request: Request) -> HTMLResponse:
-        return HTMLResponse(as_html(request.app.openapi()), headers=_HEADERS)
+        has_slash = request.scope.get("raw_path", b"").endswith(b"/")
+        return HTMLResponse(page_below_slash if has_slash else page, headers=_PAGE_HEADERS)
 
+    for name, media_type in _FILES.items():
+        content = Path(str(package.locate_file(f"fastapi_offline/static/{name}"))).read_bytes()
+        router.add_api_route(f"/docs/{name}", partial(_file, content, media_type))
     return router
 
 
-def as_html(described: _Shape) -> str:
-    """Formats an OpenAPI description."""
-    info = described["info"]
-    parts = [
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(info["title"])}: the API</title>',
-        f"<style>{_STYLE}</style><h1>{escape(info['title'])} {escape(info['version'])}</h1>",
-        _text(info["description"]),
-        '<p>For programs: <a href="openapi.json">openapi.json</a>.</p>',
-    ]
-    for path, methods in described["paths"].items():
-        for method, operation in methods.items():
-            parts += _operation(f"{method.upper()} {path}", operation)
-    parts.append("<h1>Bodies</h1>")
-    for name, shape in described["components"]["schemas"].items():
-        parts += [f'<h2 id="{escape(name)}">{escape(name)}</h2>', _text(shape.get("description", ""))]
-        required = shape.get("required", ())
-        parts += _table(
-            (field, _type(of) + (", required" if field in required else ""), of.get("description", ""))
-            for field, of in shape.get("properties", {}).items()
-        )
-    return "\n".join(parts)
+async def _file(content: bytes, media_type: str) -> StreamingResponse:
+    """Sends a file in chunks, so that a client that reads slowly holds only one of them in memory."""
 
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(content), _CHUNK_BYTES):
+            yield content[start : start + _CHUNK_BYTES]
 
-def _operation(name: str, operation: _Shape) -> Iterator[str]:
-    yield f"<h2><code>{escape(name)}</code></h2>"
-    yield _text(operation.get("description") or operation.get("summary", ""))
-    yield from _table(
-        (each["name"], _type(each["schema"]), each.get("description", "")) for each in operation.get("parameters", ())
-    )
-    if body := operation.get("requestBody"):
-        yield f"<p>Body: {_content(body)}</p>"
-    yield from _table(
-        (status, _content(response), response.get("description", ""))
-        for status, response in operation["responses"].items()
+    return StreamingResponse(
+        chunks(),
+        media_type=media_type,
+        headers=_HEADERS
+        | {
+            "Cache-Control": "public, max-age=31536000, immutable",  # the page's address of it has its version
+            "Content-Length": str(len(content)),
+        },
     )
 
 
-def _table(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-    """Formats rows of a name, its type as HTML, and its description."""
-    if lines := [f"<tr><td><code>{escape(name)}</code><td>{kind}<td>{_text(text)}" for name, kind, text in rows]:
-        yield from ("<table>", *lines, "</table>")
-
-
-def _content(of: _Shape) -> str:
-    return " or ".join(_type(each.get("schema", {})) for each in of.get("content", {}).values())
-
-
-def _type(shape: _Shape) -> str:
-    """Describes the type of a value in a few words."""
-    if ref := shape.get("$ref"):
-        name = escape(ref.rpartition("/")[2])
-        return f'<a href="#{name}">{name}</a>'
-    if members := shape.get("anyOf") or shape.get("oneOf"):
-        return " or ".join(map(_type, members))
-    if values := shape.get("enum") or ([shape["const"]] if "const" in shape else None):
-        return " or ".join(f"<code>{escape(repr(value))}</code>" for value in values)
-    if shape.get("type") == "array":
-        return f"list of {_type(shape.get('items', {}))}"
-    return escape(shape.get("type", "anything"))
-
-
-def _text(written: str) -> str:
-    """Formats a description as HTML. Of Markdown, only paragraphs and code are supported."""
-    paragraphs = (re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(each)) for each in written.split("\n\n"))
-    return "".join(f"<p>{each}</p>" for each in paragraphs)
+def complete(described: dict[str, Any]) -> None:
+    """Adds to an OpenAPI description where the paths are, which of them accept a key, and a valid body for each."""
+    described["servers"] = [{"url": "."}]  # next to the description, below a proxy's prefix too
+    described["components"]["securitySchemes"] = {
+        "key": {"type": "http", "scheme": "bearer", "description": "A key or token of the service, if it requires one."}
+    }
+    for path, operations in described["paths"].items():
+        for operation in operations.values():
+            if "401" in operation["responses"]:
+                operation["security"] = [{"key": []}, {}]  # {}: the service may require none
+            if path in _EXAMPLES:
+                operation["requestBody"]["content"]["application/json"]["example"] = _EXAMPLES[path]

@@ -72,8 +72,7 @@ async def _key_watch(link: ServiceLink) -> AsyncIterator[None]:
 
 
 class GatewayApp(FastAPI):
-    """Adds the chunks of streams to the description: no route returns one, so FastAPI does not include their
-    schemas."""
+    """Adds to the description what FastAPI does not know, such as the chunks of streams: no route returns one."""
 
     def openapi(self) -> dict[str, Any]:
         """Returns the description, created on first use."""
@@ -82,6 +81,7 @@ class GatewayApp(FastAPI):
             chunk = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
             parts = chunk.pop("$defs")
             described["components"]["schemas"] = parts | described["components"]["schemas"] | {"ChatChunk": chunk}
+            api_page.complete(described)
         assert self.openapi_schema is not None, "made just now"
         return self.openapi_schema
 

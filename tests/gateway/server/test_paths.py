@@ -5,7 +5,10 @@ import pytest
 from penstock.clients.gateway.errors import ErrorBody
 from penstock.clients.gateway.paths import canonical_path
 
-GETS = ["/health", "/ping", "/version", "/metrics", "/v1/models", "/v1/models/bytes", "/", "/docs", "/openapi.json"]
+GETS = [
+    "/health", "/ping", "/version", "/metrics", "/v1/models", "/v1/models/bytes", "/", "/docs", "/docs/swagger-ui.css",
+    "/openapi.json",
+]  # fmt: skip
 POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"]
 VARY = {"date", "x-request-id"}
 
