@@ -90,18 +90,18 @@ def row_number_reused_at_once(patch):
 def row_number_reused_before_the_drop_is_answered(patch):
     take_drops = RowIdAllocator.take_drops
 
-    def say_and_reclaim(rows):
+    def take_and_reclaim(rows):
         dropped = take_drops(rows)
         for row in dropped:
             rows._free.append(row)
         return dropped
 
-    patch.setattr(RowIdAllocator, "say_drops", say_and_reclaim)
+    patch.setattr(RowIdAllocator, "take_drops", take_and_reclaim)
     patch.setattr(RowIdAllocator, "reclaim", lambda rows, numbers: None)
 
 
 def row_never_dropped(patch):
-    patch.setattr(RowIdAllocator, "say_drops", lambda rows: [])
+    patch.setattr(RowIdAllocator, "take_drops", lambda rows: [])
 
 
 def token_in_flight_lost_at_preemption(patch):
@@ -295,7 +295,7 @@ def others_run_beside_those_on_trial(patch):
 
 
 def those_that_run_already_stay(patch):
-    patch.setattr(Planner, "_leave_alone_those_on_trial", lambda planner: None)
+    patch.setattr(Planner, "_isolate_suspects", lambda planner: None)
 
 
 @pytest.mark.parametrize(
