@@ -108,8 +108,8 @@ async def _file(content: bytes, media_type: str) -> StreamingResponse:
 
 
 def complete(described: dict[str, Any]) -> None:
-    """Adds to an OpenAPI description where the paths are, which of them accept a key, and a valid body for each. Removes
-    FastAPI's status 422, which the gateway never returns."""
+    """Adds to an OpenAPI description where the paths are, which of them accept a key, and a valid body for each.
+    Removes FastAPI's status 422, which the gateway never returns."""
     described["servers"] = [{"url": "."}]  # next to the description, below a proxy's prefix too
     described["components"]["securitySchemes"] = {
         "key": {"type": "http", "scheme": "bearer", "description": "A key or token of the service, if it requires one."}
