@@ -108,7 +108,7 @@ BAD = {
         (["--jwt-jwks-file=j", "--jwt-issuer=i"], "--jwt-jwks-file: needs --jwt-audience as well"),
         (["--jwt-jwks-file=j"], "--jwt-jwks-file: needs --jwt-issuer and --jwt-audience as well"),
         (["--jwt-issuer=i"], "--jwt-issuer: needs --jwt-jwks-file or --jwt-jwks-url as well"),
-        (["--jwt-jwks-file=j", "--jwt-jwks-url=https://id"], "--jwt-jwks-url: the keys come from --jwt-jwks-file already"),
+        (["--jwt-jwks-file=j", "--jwt-jwks-url=https://id"], "--jwt-jwks-url: the keys come from --jwt-jwks-file"),
         (["--jwt-jwks-url=http://id/j"], "--jwt-jwks-url: must be a URL such as https://id.example/jwks.json"),
         (["--jwt-jwks-url=https://u:p@id/j"], "--jwt-jwks-url: must be a URL such as https://id.example/jwks.json"),
         (["--jwt-jwks-url=https://id/j"], "--jwt-jwks-url: needs --jwt-issuer and --jwt-audience as well"),
