@@ -78,7 +78,7 @@ def test_what_is_no_key_is_told_once_and_the_last_one_stays(path, caplog, conten
 async def test_requests_go_under_the_new_key_and_those_that_run_end_under_the_old_one(
     start_gateway, own_keys, path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("penstock.clients.gateway.server.app.LOOK_S", 0.02)
+    monkeypatch.setattr("penstock.clients.gateway.server.app.CHECK_S", 0.02)
     path.write_text(FIRST)
     gateway = await start_gateway(service=own_keys, api_key=FIRST, api_key_file=read_key(path), seconds_per_step=0.002)
     body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}

@@ -81,7 +81,7 @@ def test_a_child_that_gets_no_processor_is_told_from_one_that_takes_too_much(mon
 
 
 async def test_a_tokenizer_that_is_none_for_grammars_is_said_so(checks, tmp_path):
-    checks._told["tokenizer"]["directory"] = str(tmp_path)
+    checks._settings["tokenizer"]["directory"] = str(tmp_path)
     for _ in range(2):
         with pytest.raises(ServiceError) as refused:
             await checks.grammar(constraint_pb2.Constraint(regex="a"), "one")
