@@ -80,7 +80,7 @@ class Played:
             np.testing.assert_allclose(on_host(result.hidden)[at : at + 1], expected, atol=tolerance * scale)
             if tolerance < 0.01:
                 token_id, probability, noise = self.head.choice(expected, SAMPLINGS[row], end + 1)
-                draft = result.told()[at]
+                draft = result.drafts()[at]
                 assert draft.token_id == on_host(result.token_ids)[at] == token_id
                 assert draft.probability == pytest.approx(probability, rel=1e-3)
                 assert draft.noise == pytest.approx(noise)
