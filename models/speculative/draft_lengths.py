@@ -61,8 +61,8 @@ def choose_rounds(
     last: int,
 ) -> Rounds:
     """Chooses how many rounds a drafter runs, if each draft takes one: like ``choose_lengths``, but before there are
-    drafts, so ``acceptance`` is what is expected of them. ``asking(k)`` returns the seconds to propose k drafts of each
-    row. ``last`` is the previous choice: numbers near it are tried first, since little changes from step to step."""
+    drafts, so ``acceptance`` is what is expected of them. ``proposal_s(k)`` returns the seconds to propose k drafts
+    of each row. ``last`` is the previous choice: numbers near it are tried first, since it changes little."""
     most = max(map(len, acceptance), default=0)
 
     def expect(number: int) -> Rounds:

@@ -7,15 +7,18 @@ A custom authority can be set with SSL_CERT_FILE, and a proxy with HTTPS_PROXY, 
 import http.client
 import logging
 import ssl
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import IO, Any
 
 from penstock.clients.host.reloaded_files import FileError
 from penstock.service.auth.identity import Principal
 from penstock.service.auth.jwt import TokenKeys, TokenRules
+from penstock.service.errors import ServiceError
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ class JwksUrl:
         self._opener = urllib.request.build_opener(
             urllib.request.HTTPSHandler(context=ssl.create_default_context()), _NoRedirects
         )
+        self._download: Future[bytes] | None = None
+        """The last one, which may still run."""
         self._problem = ""
         self._content = self._fetch()
         self._keys = TokenKeys.parse(str(self), self._content, rules)
@@ -56,10 +61,13 @@ class JwksUrl:
 
     def principal_of(self, credential: str) -> Principal | None:
         """See ``Credentials``."""
-        if self._keys.lacks_key_of(credential):
-            # The provider may have added a key. The client's next call finds it.
-            self._fetch_at = min(self._fetch_at, self._fetched_at + MIN_INTERVAL_S)
-        return self._keys.principal_of(credential)
+        try:
+            return self._keys.principal_of(credential)
+        except ServiceError:
+            if self._keys.lacks_key_of(credential):
+                # The provider may have added a key. The client's next call finds it.
+                self._fetch_at = min(self._fetch_at, self._fetched_at + MIN_INTERVAL_S)
+            raise
 
     def refresh(self) -> Callable[[], None] | None:
         """See ``Watched``. Fetches the keys if that is due."""
@@ -89,8 +97,27 @@ class JwksUrl:
         _log.info("%s: changed, and in use from now on", self)
 
     def _fetch(self) -> bytes:
-        """Returns the response. Takes a little more than ``FETCH_TIMEOUT_S`` at most. Raises FileError."""
-        deadline = self._clock() + FETCH_TIMEOUT_S
+        """Returns the response after ``FETCH_TIMEOUT_S`` at most. Raises FileError.
+
+        The download has its own thread, which nothing waits for any longer: neither the resolver nor a server that
+        sends a header byte by byte can delay the checks of other files, or the end of the process.
+        """
+        if self._download is None or self._download.done():
+            self._download = Future()
+            threading.Thread(target=self._run_download, args=(self._download,), name="jwks", daemon=True).start()
+        try:
+            return self._download.result(FETCH_TIMEOUT_S)
+        except TimeoutError:
+            raise FileError(f"{self}: took longer than {FETCH_TIMEOUT_S:g} s; check the network") from None
+
+    def _run_download(self, download: "Future[bytes]") -> None:
+        try:
+            download.set_result(self._read())
+        except Exception as error:
+            download.set_exception(error)
+
+    def _read(self) -> bytes:
+        deadline = time.monotonic() + FETCH_TIMEOUT_S
         headers = {"Accept": "application/json", "User-Agent": "penstock"}
         request = urllib.request.Request(self._url, headers=headers)  # noqa: S310 - the flag must begin with https
         parts: list[bytes] = []
@@ -102,17 +129,13 @@ class JwksUrl:
                     num_bytes += len(part)
                     if num_bytes > MAX_BYTES:
                         raise FileError(f"{self}: is longer than {MAX_BYTES:,} bytes; is it the right URL?")
-                    if self._clock() > deadline:
-                        raise TimeoutError
-        except TimeoutError:
-            raise FileError(f"{self}: took longer than {FETCH_TIMEOUT_S:g} s; check the network") from None
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("the server sends too slowly")
         except urllib.error.HTTPError as error:
             error.close()
             raise FileError(f"{self}: returned status {error.code}; it must be 200, without a redirect") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise FileError(f"{self}: took longer than {FETCH_TIMEOUT_S:g} s; check the network") from None
             raise FileError(f"{self}: cannot be fetched ({' '.join(str(reason).split())}); check the URL") from None
         return b"".join(parts)
 

@@ -54,7 +54,7 @@ _RIVALS = (
     ("kv_cache_memory_bytes", "gpu_memory_utilization"),
     ("gpu_memory_utilization", "kv_cache_memory_bytes"),
 )
-"""If the command line has the first flag, the second one in the environment and the file is ignored."""
+"""If one source sets the first flag of a pair, the second one is ignored in the sources that come after it."""
 
 
 def parse_config(arguments: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> ServeConfig:

@@ -245,7 +245,7 @@ class ServeConfig:
         None, "which request runs first: fcfs the oldest, priority the one with the lowest start.priority, deadline "
         "the one with the least time left, fair one of the tenant that was served least for its weight",
         choices=["fcfs", "priority", "deadline", "fair"], group="scheduling",
-        shown="fair with --api-keys-file, --jwt-jwks-file or --tenants-file, else fcfs",
+        shown="fair with API keys, tokens or --tenants-file, else fcfs",
     )  # fmt: skip
     target_itl: float = flag(
         0.0, "target time between a stream's tokens while prompts are computed, in chunks that fit; a high target "

@@ -206,7 +206,7 @@ class Sequence:
     def _attend_spread(
         self, attention: PagedAttention, row: AttentionRow, item: AttentionItem, scratch: Bytes, spread: int
     ) -> None:
-        """In items of so many splits, the last first."""
+        """Computes items of ``spread`` splits each, the last one first."""
         size = self.table.partial_floats(attention) * self.case.group * (item.query_end - item.query_begin)
         splits = item.split_end - item.split_begin
         base = 7  # floats of some other tile

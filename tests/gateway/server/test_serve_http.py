@@ -107,7 +107,7 @@ async def refused(address):
 
 
 def is_gone(pid):
-    """Whether it runs no more; whoever inherited it may still have to reap it."""
+    """Whether the process has ended. Its new parent may not have reaped it yet."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

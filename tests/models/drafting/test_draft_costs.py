@@ -29,7 +29,7 @@ def test_no_other_lengths_bring_more_tokens_a_second(acceptance, costs, num_cert
     assert token_seconds(counts) == pytest.approx(token_s)
     num_taken = sum(counts)
     for others in itertools.product(*(range(len(row) + 1) for row in acceptance)):
-        # Others are no better, but for what is too little to be looked at.
+        # No other choice is better, except with drafts whose probability is too low to be considered.
         if sum(others) < len(seconds):
             last = [row[count - 1] for row, count in zip(acceptance, others, strict=True) if count]
             is_little = num_taken == 0 or min(last, default=1.0) < MIN_CHANCE
@@ -120,7 +120,7 @@ def test_costs_follow_what_steps_take():
 
 
 def test_a_size_that_was_measured_too_short_is_outweighed_by_those_that_are_seen():
-    """Of steps of 16 to 20 tokens much is seen; one of 24, which nobody takes, was lucky when it was measured."""
+    """Steps of 16 to 20 tokens are seen often. A step of 24, which is never run, was fast when it was measured."""
     now = 0.0
 
     def run(size):

@@ -136,7 +136,7 @@ def deadly_world_type(world_type):
     """A world with requests that end their worker."""
 
     class DeadlyWorld(world_type):  # type: ignore[valid-type, misc]
-        """Some requests kill the worker with their third token; nobody else is ever to blame."""
+        """Some requests kill the worker with their third token. No other request is ever blamed."""
 
         def is_killer(self, request: Request) -> bool:
             return request.sampling.seed == 2 and len(request.prompt_token_ids) % 4 == 0

@@ -129,7 +129,7 @@ def begun_again_before_its_newest_plan_is_answered(patch):
 
 
 def tokens_in_flight_not_counted(patch):
-    """A row that could end with what is in flight is continued all the same."""
+    """A row that may end with its tokens in flight is continued anyway."""
     begin = SequenceState.start_row
 
     def begin_with_a_higher_limit(sequence, *args):

@@ -48,7 +48,7 @@ def long_request(target):
 
 
 def ended(process):
-    """Whether it runs no more; whoever inherited it may still have to reap it."""
+    """Whether the process has ended. Its new parent may not have reaped it yet."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -3,16 +3,17 @@
 import json
 import ssl
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from penstock.clients.host.reloaded_files import FileError
 from penstock.service.auth import jwks_url
-from penstock.service.auth.identity import Principal
+from penstock.service.auth.identity import BearerAuthenticator, Principal
 from penstock.service.auth.jwks_url import FETCH_INTERVAL_S, MIN_INTERVAL_S, RETRY_INTERVAL_S, JwksUrl
 from penstock.service.auth.jwt import TokenRules
+from penstock.service.auth.operator_files import OperatorFiles
+from penstock.service.config.serve_config import ServeConfig
 from penstock.service.errors import ServiceError
 
 RULES = TokenRules("https://id.example", "penstock")
@@ -169,15 +170,39 @@ def test_the_last_good_keys_stay_in_use(provider, issuer, clock, caplog, change,
     assert provider.num_fetches == 4
 
 
-def test_a_server_that_trickles_does_not_hold_up_the_other_files(provider, clock, monkeypatch):
+def test_a_server_that_trickles_does_not_hold_up_the_other_files(provider, issuer, clock, monkeypatch, caplog):
     keys = JwksUrl(provider.url, RULES, clock)
     monkeypatch.setattr(jwks_url, "FETCH_TIMEOUT_S", 0.05)
-    keys._clock = time.monotonic
-    keys._fetch_at = 0.0
     provider.headers = {"Content-Length": str(1 << 19)}
     provider.trickles.set()
+    clock.now += FETCH_INTERVAL_S
     assert keys.refresh() is None
-    assert "took longer than 0.05 s" in keys._problem
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "took longer than 0.05 s" in record.message or "sends too slowly" in record.message
+    assert keys.principal_of(issuer.token()) == Principal("acme")
+
+
+def test_a_download_that_hangs_is_not_waited_for_and_not_started_twice(provider, issuer, clock, monkeypatch, caplog):
+    """Such as in the resolver, which has no time limit of its own."""
+    keys = JwksUrl(provider.url, RULES, clock)
+    monkeypatch.setattr(jwks_url, "FETCH_TIMEOUT_S", 0.05)
+    over, num_started = threading.Event(), []
+
+    def hang(*_, **__):
+        num_started.append(1)
+        over.wait()
+        raise OSError("no such host")
+
+    monkeypatch.setattr(keys._opener, "open", hang)
+    clock.now += FETCH_INTERVAL_S
+    for _ in range(2):
+        assert keys.refresh() is None
+        clock.now += RETRY_INTERVAL_S
+    assert len(num_started) == 1
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "took longer than 0.05 s" in record.message
+    over.set()
+    assert keys.principal_of(issuer.token()) == Principal("acme")
 
 
 def test_a_service_does_not_start_without_keys(provider):
@@ -194,3 +219,11 @@ def test_a_server_whose_certificate_is_not_trusted_is_refused(provider, monkeypa
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
     with pytest.raises(FileError, match="CERTIFICATE_VERIFY_FAILED"):
         JwksUrl(provider.url, RULES)
+
+
+def test_a_service_accepts_the_tokens_and_watches_the_url(provider, issuer):
+    config = ServeConfig(jwt_jwks_url=provider.url, jwt_issuer=RULES.issuer, jwt_audience=RULES.audience)
+    files = OperatorFiles.load(config)
+    assert isinstance(files.authenticator, BearerAuthenticator)
+    assert files.authenticator.authenticate([("authorization", f"Bearer {issuer.token()}")]) == Principal("acme")
+    assert [str(watched) for watched in files.watched] == [f"--jwt-jwks-url {provider.url}"]

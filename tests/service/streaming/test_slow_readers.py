@@ -157,7 +157,7 @@ async def test_all_streams_together_have_a_bound_and_the_fullest_is_stalled_firs
 
 
 async def test_a_message_that_cannot_be_made_ends_the_stream(make_outbox, monkeypatch):
-    """Even where it is made early, because the next one begins: whoever put it in is not to blame."""
+    """Also if it is made early, because the next one begins. The part that begins it is not the cause."""
     outbox, writer, task = make_outbox()
     writer.open.clear()
     await turns()
