@@ -45,7 +45,7 @@ class Cause(Enum):
     PREFIX = "its prefix, which another request computes"
     LAST_ANSWER = "the result of its last step"
     WORKER = "the new worker"
-    SUSPECT = "few requests run at a time, to find out which one ended the worker"
+    SUSPECT = "few requests run at a time, to find out which one crashed the worker"
     UNREAD = "its stream is not read"
 
 

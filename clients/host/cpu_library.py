@@ -31,6 +31,6 @@ def inspect_cpu_library() -> CpuLibrary:
         return CpuLibrary(done.stdout.split(), "", "")
     if done.returncode < 0:
         ended = signal.strsignal(-done.returncode)
-        return CpuLibrary([], f"the CPU library was ended: {ended}", "install penstock again, on this machine")
+        return CpuLibrary([], f"the CPU library crashed: {ended}", "install penstock again, on this machine")
     *_, problem, remedy = ["", "", *done.stderr.splitlines()]
     return CpuLibrary([], problem, remedy)

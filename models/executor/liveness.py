@@ -13,8 +13,8 @@ STOPPED = "T"
 
 
 class Heartbeat:
-    """The time since the last sign of life, counting only time in which this process was listening: if it was stopped
-    or kept from its cores, the silence proves nothing about the other process."""
+    """The time since the other process last sent anything. It counts only time in which this process was listening: if
+    this process was stopped or kept from its cores, the silence proves nothing."""
 
     def __init__(self, interval_s: float, now: float) -> None:
         """``length`` must be called every ``interval_s``."""
@@ -23,7 +23,7 @@ class Heartbeat:
         self._checked_at = now
 
     def received(self, now: float) -> None:
-        """Records a sign of life."""
+        """Records that a frame was received."""
         self._received_at = now
 
     def length(self, now: float) -> float:

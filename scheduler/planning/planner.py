@@ -166,7 +166,7 @@ class Planner:
     def _isolate_suspects(self) -> None:
         """Preempts every row that is not on trial, so that it holds no blocks that the rows on trial may need."""
         for sequence in [sequence for sequence in self.running if not self.prefill_adder.may_run(sequence.live)]:
-            self._preempt(sequence, "other requests run alone, to find out which one ended the worker")
+            self._preempt(sequence, "other requests run alone, to find out which one crashed the worker")
 
     def publish_confirmed(self, sequence: SequenceState) -> None:
         """Publishes the row's full blocks up to ``num_computed``, the position that results have confirmed."""

@@ -94,14 +94,14 @@ INSTRUMENTS = (
     Instrument("penstock.predicted_time_to_first_token", GAUGE, "s", lambda now: now.stats.predicted_ttft_s,
                "Prediction for a short request that arrives now; absent while nothing is known."),
     Instrument("penstock.event_loop.lag", GAUGE, "s", _loop_lag,
-               "Delay with which the service's event loop ran what was due, over the last 20 s.", ("statistic",)),
+               "How late the service's event loop ran callbacks, over the last 20 s.", ("statistic",)),
 
     # The engine, since the start ------------------------------------------------------------------------------------
 
     Instrument("penstock.steps", COUNTER, "{step}", lambda now: now.counters.steps,
                "Planned steps."),
     Instrument("penstock.decode_rows", COUNTER, "{row}", lambda now: now.counters.decode_rows,
-               "Rows that steps continued; divided by the steps, the rows in a step."),
+               "Decoding rows, summed over all steps. Divide by the steps for the mean number of rows per step."),
     Instrument("penstock.prefill_tokens", COUNTER, "{token}", lambda now: now.counters.prefill_tokens,
                "Prompt tokens that were computed, including those computed again after a preemption."),
     Instrument("penstock.cached_tokens", COUNTER, "{token}", lambda now: now.stats.cached_tokens,

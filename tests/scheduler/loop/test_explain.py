@@ -135,7 +135,7 @@ def test_the_new_worker_then_a_trial(new_world, new_request):
     held = [name for name in world.received if told(world, name, EntryKind.HELD)]
     assert 0 < len(held) < 3
     for name in held:
-        assert waits(world, name)[-1] == "few requests run at a time, to find out which one ended the worker"
+        assert waits(world, name)[-1] == "few requests run at a time, to find out which one crashed the worker"
     finish(world)
     for name in ("a", "b", "later"):
         assert told(world, name, EntryKind.RESTARTED)
