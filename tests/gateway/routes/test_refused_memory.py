@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from memory import grown_bytes, held_bytes_counter
+from memory import held_bytes_counter
 
 MIB = 1 << 20
 MAX_BODY_BYTES = 2 * MIB
 """Less than by default, since all of it is sent hundreds of times."""
 ROOM = MAX_BODY_BYTES - 512
-NUM_TIMES = 4
+NUM_TIMES, NUM_TRIES = 4, 20
 MOST_BYTES = 64 << 10
 """That each may leave behind."""
 BUFFER_BYTES = 3 * MIB
@@ -102,7 +102,12 @@ class Sender:
         await self._refuse(1, path, body, part, kind)
         before = await self._settled()
         await self._refuse(NUM_TIMES, path, body, part, kind)
-        return await grown_bytes(self._settled, before, MOST_GROWN_BYTES)
+        # gRPC's buffers hold up to 6 MiB after large messages. Further ones change that; with these a leak grows.
+        for _ in range(NUM_TRIES):
+            if (grown := await self._settled() - before) <= MOST_GROWN_BYTES:
+                break
+            await self._refuse(1, path, body, part, kind)
+        return grown
 
     async def _refuse(self, num_times: int, path: str, body: bytes, part: str, kind: str) -> None:
         for _ in range(num_times):
