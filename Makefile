@@ -118,7 +118,7 @@ bench-gpu: ## measure kernels, steps and the service on a GPU; 8 minutes. TINY=1
 
 # ------------------------------------------------------------------------------------------------------------------ test
 
-.PHONY: test test-gpu soak nocompiler sanitize emulate
+.PHONY: test test-gpu gpu-wheels soak nocompiler sanitize emulate
 # The processes take tests from each other. With more than four, most of the time goes into loading the same models again.
 BY_TURNS := -n logical --maxprocesses 4 --dist worksteal
 test: setup ## run the tests; ARGS='-k name' selects some, ARGS='-n 0' uses one process, as a debugger needs
@@ -130,6 +130,18 @@ WITHOUT_PLUGINS := --config-file=/dev/null --rootdir=. --import-mode=importlib -
 test-gpu: ## run the tests that need a GPU
 	$(on-gpu) -m pytest $$($$python -c 'import msgspec, pytest_asyncio, pytest_timeout' 2>/dev/null \
 	  || echo $(WITHOUT_PLUGINS) tests/kernels/cuda) -m gpu $(ARGS)
+
+# For a machine with a GPU, Python 3.12, torch and transformers, but no package index: what it lacks to run the service and
+# the tests. The versions are those of requirements.lock.
+GPU_WHEELS := msgspec pyjwt cryptography cffi pycparser grpcio grpcio-health-checking grpcio-reflection protobuf \
+  googleapis-common-protos opentelemetry-api llguidance compressed-tensors loguru pydantic pydantic-core annotated-types \
+  typing-inspection typing-extensions \
+  pytest pytest-asyncio pytest-timeout pytest-xdist execnet pluggy iniconfig
+gpu-wheels: ## download the packages that `tests/gpu_run.sh` installs on a machine without a package index, to .whl
+	rm -rf .whl
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	  $$(printf -- '--platform manylinux_2_%s_x86_64 ' 31 28 17) --platform manylinux2014_x86_64 -d .whl \
+	  $$(for name in $(GPU_WHEELS); do grep -oE "^$$name==[^ ;]+" requirements.lock || echo "$$name"; done)
 
 soak: setup ## run the long tests in full, then sanitize and emulate; with ARGS, only the long tests
 	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.cuda.core.common import check, load_wide, num_warps
+from penstock.kernels.cuda.core.common import await_inputs, check, load_wide, num_warps
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK = 2048
@@ -37,7 +37,10 @@ def clamped_gate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _gated_activation(gate_up, out, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_activation(
+    gate_up, out, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.cuda.core.common import check, load_wide, num_warps, rounded
+from penstock.kernels.cuda.core.common import await_inputs, check, load_wide, num_warps, rounded
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 
@@ -27,7 +27,9 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -37,7 +39,10 @@ def _rms_norm(
 
 
 @triton.jit
-def _add_rms_norm(x, delta, y, weight, delta_weight, WIDTH: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(
+    x, delta, y, weight, delta_weight, WIDTH: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.cuda.core.common import check, load_wide, narrowed, num_warps, rounded
+from penstock.kernels.cuda.core.common import await_inputs, check, load_wide, narrowed, num_warps, rounded
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK = 1024
@@ -90,7 +90,9 @@ def _rope_kv(
     BLOCK_DIM: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     query_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     row = qkv + token * (HEADS + 2 * KV_HEADS) * HEAD_DIM

@@ -27,6 +27,7 @@ from penstock.kernels.cuda.attention.common import (
 )
 from penstock.kernels.cuda.attention.merge import merge_variant
 from penstock.kernels.cuda.attention.plan import DecodeShape, extent
+from penstock.kernels.cuda.core.common import await_inputs
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 
@@ -84,9 +85,11 @@ def decode_kernel(
     PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Computes a program's share of the units. Stores the result of each part that the program has all of, and partial
     results of the others."""
+    await_inputs(PDL)
     dims = tl.arange(0, BLOCK_D)
     units = tl.load(unit_starts + num_sequences) * NUM_KV_HEADS
     share = tl.cdiv(units, tl.num_programs(0))

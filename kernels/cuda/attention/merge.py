@@ -8,6 +8,7 @@ import triton.language as tl
 
 from penstock.kernels.cuda.attention.common import final_weight, find_sequence
 from penstock.kernels.cuda.attention.plan import DecodeShape, extent
+from penstock.kernels.cuda.core.common import await_inputs
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK_JOINED = tl.constexpr(32)
@@ -31,12 +32,14 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merges the pieces of a part that decode_kernel stored. A program's second index is a row of the part's tile.
 
     Its first index is one of decode_kernel's programs. It merges the part that begins in that program's share and
     continues beyond it, if there is one.
     """
+    await_inputs(PDL)
     program = tl.program_id(0)
     units = tl.load(unit_starts + num_sequences) * NUM_KV_HEADS
     share = tl.cdiv(units, tl.num_programs(0))

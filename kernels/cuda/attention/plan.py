@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import AttentionShape, RaggedRows, lowest_seen
 from penstock.kernels.cuda.attention.prefill import prefill_tiles
+from penstock.kernels.cuda.core.common import await_inputs
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK_PLANNED = tl.constexpr(128)
@@ -129,8 +130,10 @@ def plan_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PREFILL_BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Runs as one program. A sequence of at most MAX_QUERIES queries has units; one with more has tiles."""
+    await_inputs(PDL)
     units_before = 0
     tiles_before = 0
     tl.store(unit_starts, 0)

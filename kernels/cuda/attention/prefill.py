@@ -27,6 +27,7 @@ from penstock.kernels.cuda.attention.common import (
     shared_arguments,
     shared_values,
 )
+from penstock.kernels.cuda.core.common import await_inputs
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 
@@ -78,9 +79,11 @@ def prefill_kernel(
     PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program's first index is a KV head. Its second counts tiles backwards, since the last tile sees the most
     positions."""
+    await_inputs(PDL)
     head = tl.program_id(0)
     unit = tl.load(tile_starts + num_sequences) - 1 - tl.program_id(1)
     if unit < 0:

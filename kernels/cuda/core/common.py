@@ -30,6 +30,15 @@ def product_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 @triton.jit
+def await_inputs(PDL: tl.constexpr):
+    """Waits for the end of the kernel before, and lets the kernel after start. This is the first line of kernels whose
+    programs start while the kernel before still runs (programmatic dependent launch)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def load_wide(pointers, mask):
     """Loads values as fp32; 0 where masked."""
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
 """The alignment of pointers, in bytes."""
+
+PDL_CAPABILITY = 90
+"""The first compute capability with programmatic dependent launch."""
 
 TYPES = {
     torch.float64: "fp64",
@@ -65,7 +69,29 @@ class KernelVariant:
         launches.note(self)
         # By name, since constants may come between them.
         named = dict(zip(self.arguments, values, strict=True))
-        self.kernel[grid](**named, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+        self.kernel[grid](**named, **self._settings)
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The constants and options on this machine's GPU."""
+        capability = 0 if interpreted() else triton.runtime.driver.active.get_current_target().arch
+        return {**self._constants(capability), **self._options(capability)}
+
+    def _constants(self, capability: int) -> dict[str, object]:
+        return (
+            {**self.constants, "PDL": capability >= PDL_CAPABILITY} if self._may_start_early else dict(self.constants)
+        )
+
+    def _options(self, capability: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self._may_start_early and capability >= PDL_CAPABILITY:
+            options["launch_pdl"] = True
+        return options
+
+    @property
+    def _may_start_early(self) -> bool:
+        """Whether the kernel waits for the one before it: see ``await_inputs``."""
+        return "PDL" in self.kernel.arg_names
 
     def compile(self, capability: int) -> CompiledKernel:
         """Compiles for a compute capability, such as 90 for Hopper, without a GPU. Does not work under
@@ -74,14 +100,14 @@ class KernelVariant:
             name: f"*{TYPES[kind]}" if isinstance(kind, torch.dtype) else kind for name, kind in self.arguments.items()
         }
         pointers = [name for name, kind in self.arguments.items() if isinstance(kind, torch.dtype)]
+        constants = self._constants(capability)
         source = ASTSource(
             self.kernel,
-            signature={**signature, **dict.fromkeys(self.constants, "constexpr")},
-            constexprs=dict(self.constants),
+            signature={**signature, **dict.fromkeys(constants, "constexpr")},
+            constexprs=constants,
             attrs={(self.kernel.arg_names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in pointers},
         )
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self._options(capability))
 
 
 def interpreted() -> bool:

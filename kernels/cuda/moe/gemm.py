@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.cuda.activation import activated, clamped_gate
-from penstock.kernels.cuda.core.common import load_wide, num_warps, product_dtype
+from penstock.kernels.cuda.core.common import await_inputs, load_wide, num_warps, product_dtype
 from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.moe.routing import GROUPED
 from penstock.kernels.cuda.moe.shapes import ExpertsShape, ExpertsTiles, MoeTiles
@@ -81,9 +81,11 @@ def gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program computes BLOCK_N columns of the activations of a tile's pairs, from BLOCK_N columns each of gate and
     up."""
+    await_inputs(PDL)
     made = tl.load(num_tiles)
     tile, block = _place(made, tl.cdiv(INNER, BLOCK_N))
     if (tile >= made) | (block * BLOCK_N >= INNER):
@@ -127,8 +129,10 @@ def down_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program computes BLOCK_N columns of the weighted results of a tile's pairs."""
+    await_inputs(PDL)
     made = tl.load(num_tiles)
     tile, block = _place(made, tl.cdiv(HIDDEN, BLOCK_N))
     if (tile >= made) | (block * BLOCK_N >= HIDDEN):
@@ -152,9 +156,17 @@ def down_kernel(
 
 @triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["num_sequences"])
 def sum_kernel(
-    parts, query_starts, out, num_sequences, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+    parts,
+    query_starts,
+    out,
+    num_sequences,
+    HIDDEN: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program computes BLOCK columns of a token's sum, in the order of its experts."""
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(query_starts + num_sequences):
         return

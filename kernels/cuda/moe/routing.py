@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.cuda.core.common import check, load_wide, num_warps, order_of, value_of
+from penstock.kernels.cuda.core.common import await_inputs, check, load_wide, num_warps, order_of, value_of
 from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.model_shapes import Mixture
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
@@ -131,9 +131,11 @@ def route_kernel(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program chooses the experts of a block of tokens, and groups their pairs if it is the only program. That is
     decided at run time, so that the weights are bitwise the same in both cases."""
+    await_inputs(PDL)
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     experts = tl.arange(0, BLOCK_EXPERTS)
     places = tl.arange(0, BLOCK_PLACES)
@@ -191,8 +193,10 @@ def group_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program groups the pairs of a block of tokens. It reads the counts of BLOCK_ROWS blocks at once."""
+    await_inputs(PDL)
     block, num_blocks = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, BLOCK_EXPERTS)
     totals = tl.zeros((BLOCK_EXPERTS,), tl.int32)

@@ -4,6 +4,7 @@ are several parts, a second kernel adds them up, always in the same order."""
 import triton
 import triton.language as tl
 
+from penstock.kernels.cuda.core.common import await_inputs
 from penstock.kernels.cuda.quantized.unpack import unpacked, unpacked_int4
 
 TURNS = tl.constexpr(8)
@@ -134,9 +135,11 @@ def gemm_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program's second index is its part. With several parts, ``out`` is (PARTS, T, N) fp32, and reduce_kernel
     finishes it."""
+    await_inputs(PDL)
     tokens, rows = _block_of_program(num_tokens, ROWS, BLOCK_T, BLOCK_N)
     live = tokens < num_tokens
     tokens = tokens.to(tl.int64)
@@ -181,8 +184,10 @@ def reduce_kernel(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program adds up the parts of BLOCK outputs of one token, first part first."""
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < ROWS

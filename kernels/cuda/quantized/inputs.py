@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.cuda.core.common import MAX_FP8, check, load_wide, num_warps
+from penstock.kernels.cuda.core.common import MAX_FP8, await_inputs, check, load_wide, num_warps
 from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK_GATHERED = 2048
@@ -19,9 +19,19 @@ ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def _narrow(x, out, scales, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+def _narrow(
+    x,
+    out,
+    scales,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A program quantises one token: GROUPS groups in blocks of BLOCK columns, of which the first GROUP belong to the
     group."""
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     groups, column = tl.arange(0, GROUPS), tl.arange(0, BLOCK)
     columns = groups[:, None] * GROUP + column[None, :]
@@ -41,8 +51,9 @@ def _narrow(x, out, scales, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _gather(x, order, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _gather(x, order, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A program copies BLOCK columns of one token."""
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH

@@ -90,8 +90,13 @@ class StepGraphs(Generic[Made]):
         return made
 
     def clear(self) -> None:
-        """Drops all graphs, since tensors of steps have moved. Each is captured again when it is next run."""
+        """Drops all graphs, since tensors of steps have moved. Each is captured again when it is next run. Waits for
+        the steps that have started."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self._graphs.clear()
+        # torch frees a pool with its last graph; a capture in that pool would fail.
+        self._pool = None
 
     def _capture(self, size: Size) -> None:
         if self._device.type != "cuda":

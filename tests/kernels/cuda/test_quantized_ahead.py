@@ -23,7 +23,7 @@ def tell(form, variant):
     numbers = {name for name, kind in variant.arguments.items() if isinstance(kind, str)}
     for parameter in variant.kernel.params:
         assert parameter.do_not_specialize or parameter.name not in numbers, parameter.name
-        assert parameter.name in {*variant.arguments, *variant.constants}, parameter.name
+        assert parameter.name in {*variant.arguments, *variant.constants, "PDL"}, parameter.name
     usage, compiled, block_t = measure(variant, 90), variant.compile(90), variant.constants.get("BLOCK_T")
     waits = [int(wait) for wait in re.findall(r"async_wait %.*{num = (\\d+)", compiled.asm["ttgir"])]
     products = sorted(set(re.findall(r"(?:wgmma.mma_async|mma)\\.sync\\.aligned\\S*", compiled.asm["ptx"])))

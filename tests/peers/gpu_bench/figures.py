@@ -67,6 +67,21 @@ class DecodeFigures:
 
 
 @dataclass(frozen=True)
+class ProfileFigures:
+    """A kernel's part of a step."""
+
+    model: str
+    step: str
+    kernel: str
+    calls: float
+    """Launches per step."""
+    seconds: float
+    """Time on the device per step."""
+    share: float
+    """Of the time of all kernels."""
+
+
+@dataclass(frozen=True)
 class PrefillFigures:
     """A prompt, computed alone."""
 
@@ -148,6 +163,7 @@ TABLES: dict[str, type[Any]] = {
     "accuracy": AccuracyFigures,
     "decode": DecodeFigures,
     "prefill": PrefillFigures,
+    "profile": ProfileFigures,
     "host_memory": HostMemoryFigures,
     "deterministic": DeterministicFigures,
     "start": StartFigures,
@@ -163,6 +179,7 @@ Figures = (
     | PrefillFigures
     | HostMemoryFigures
     | DeterministicFigures
+    | ProfileFigures
     | StartFigures
     | ServingFigures
 )

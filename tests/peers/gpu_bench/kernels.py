@@ -221,6 +221,38 @@ def floats_product(model: Model, sizes: Sizes, device: torch.device, *, is_promp
     return Case("gemm", f"{tokens} tokens, deterministic", error, ULP[shape.dtype], run, read, operations)
 
 
+def dense_product(model: Model, sizes: Sizes, device: torch.device, *, matrix: str, tokens: int) -> Case:
+    """torch's product with one of the model's matrices, as steps without quantised weights have it."""
+    shape = model.shape
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    rows, columns = {
+        "qkv": (heads, shape.hidden_size),
+        "o": (shape.hidden_size, shape.num_heads * shape.head_dim),
+        "gate_up": (2 * model.intermediate_size, shape.hidden_size),
+        "down": (shape.hidden_size, model.intermediate_size),
+        "head": (shape.vocab_size, shape.hidden_size),
+    }[matrix]
+    x = torch.randn(tokens, columns, device=device).to(shape.dtype)
+    weight = torch.randn(rows, columns, device=device).to(shape.dtype)
+    out = x.new_empty(tokens, rows)
+    run = partial(torch.mm, x, weight.t(), out=out)
+
+    def error() -> float:
+        run()
+        return distance(out, x.float() @ weight.float().T)
+
+    read, operations = x.nbytes + weight.nbytes + out.nbytes, 2.0 * tokens * weight.numel()
+    return Case(f"torch.mm {matrix}", f"{tokens} tokens", error, ULP[shape.dtype], run, read, operations)
+
+
+DENSE = [
+    partial(dense_product, matrix=matrix, tokens=tokens)
+    for matrix, counts in {
+        **dict.fromkeys(("qkv", "o", "gate_up", "down"), (1, 32, 256, 2048)),
+        "head": (1, 32, 256),
+    }.items()
+    for tokens in counts
+]
 CASES: list[Make] = [
     norm,
     added_norm,

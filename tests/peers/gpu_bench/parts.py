@@ -59,8 +59,9 @@ def parts(sizes: Sizes) -> list[Part]:
     return [
         Part("ceilings", 20, partial(_ceilings, sizes)),
         Part("kernels", 110, partial(_kernels, sizes)),
+        Part("products", 40, partial(_products, sizes)),
         *(Part(f"accuracy {model.name}", 30, partial(_accuracy, model, sizes)) for model in sizes.models),
-        *(Part(f"steps {model.name}", 70, partial(_steps, model, sizes)) for model in reversed(sizes.models)),
+        *(Part(f"steps {model.name}", 100, partial(_steps, model, sizes)) for model in reversed(sizes.models)),
         *_service(first, sizes),
         Part("deterministic steps", 45, partial(_deterministic_steps, first, sizes)),
         Part("deterministic service", 60, partial(_deterministic_service, first, sizes)),
@@ -71,7 +72,7 @@ def parts(sizes: Sizes) -> list[Part]:
 
 def _service(model: Model, sizes: Sizes) -> list[Part]:
     return [
-        Part(f"serving {model.name}", 75, partial(_serving, model, sizes)),
+        Part(f"serving {model.name}", 120, partial(_serving, model, sizes)),
         Part(f"transformers {model.name}", 75, partial(_transformers, model, sizes)),
     ]
 
@@ -138,6 +139,12 @@ def _kernels(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
     cases = [*kernels.CASES, *attention_kernels.CASES, *sampling_kernels.CASES]
     yield from kernels.measure(cases, sizes.models, sizes, results.ceiling)
     yield from kernels.measure(experts_kernels.CASES, sizes.mixtures, sizes, results.ceiling)
+
+
+def _products(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
+    from gpu_bench import kernels
+
+    return kernels.measure(kernels.DENSE, sizes.models[-1:], sizes, results.ceiling)
 
 
 def _accuracy(model: Model, sizes: Sizes, _results: Results) -> Iterable[Figures]:

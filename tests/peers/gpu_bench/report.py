@@ -63,6 +63,7 @@ TITLES = {
     "accuracy": "Whole models beside the reference in fp32: log-probabilities of the likeliest tokens",
     "decode": "Steps of decoding",
     "prefill": "Prompts, computed alone",
+    "profile": "Steps by kernel: the device's time per step",
     "deterministic": "The cost of --deterministic, in steps of decoding",
     "start": "From start to SERVING",
     "serving": "Requests at once: tokens a second of output, and times at p50 / p99",
@@ -102,6 +103,14 @@ COLUMNS: dict[str, list[Column]] = {
         ("tokens", _plain("tokens")),
         ("ms", _number("seconds", 1e3)),
         ("TFLOP/s", _number("products_per_s", 1e-12)),
+        ("share", _share("share")),
+    ],
+    "profile": [
+        ("model", _plain("model")),
+        ("step", _plain("step")),
+        ("kernel", _plain("kernel")),
+        ("launches", _number("calls", 1)),
+        ("us", _number("seconds", 1e6)),
         ("share", _share("share")),
     ],
     "host_memory": [

@@ -127,6 +127,8 @@ class Sizes:
     """Tokens of a prompt whose KV goes to host memory, in whole blocks."""
     steps: int
     """Of decoding, for each batch and context."""
+    profiled: tuple[int, ...]
+    """Batches whose steps are measured by kernel, at the first context."""
     chunk: int
     """Tokens of a step at most."""
     compared: tuple[int, int]
@@ -158,6 +160,7 @@ FULL = Sizes(
     prompts=(2048, 8192, 32768),
     evicted=8192,
     steps=32,
+    profiled=(1, 32, 256),
     chunk=8192,
     compared=(32, 1024),
     workload=Workload(requests=512, concurrency=256, prompt_tokens=512, output_tokens=128),
@@ -209,6 +212,7 @@ TINY = Sizes(
     prompts=(24,),
     evicted=16,
     steps=2,
+    profiled=(2,),
     chunk=20,
     compared=(2, 16),
     workload=Workload(requests=2, concurrency=2, prompt_tokens=8, output_tokens=3),

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from gpu_bench.figures import (
     HostMemoryFigures,
     LeftOut,
     PrefillFigures,
+    ProfileFigures,
 )
 from gpu_bench.host_memory import Turns, compare_ways, num_blocks
 from gpu_bench.sizes import Model, Sizes
@@ -46,6 +48,9 @@ AHEAD = 2
 WARM_STEPS = 2
 ROUNDS = 2
 """Of both ways to a first token; half as many where nothing is warmed."""
+UNPROFILED = nullcontext()
+PROFILED = 14
+"""The number of kernels that a profile names."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -105,8 +110,9 @@ class Bench:
     def _end(self, context: int) -> int:
         return context + self._warm_steps + self.sizes.steps + 1
 
-    def decode(self, batch: int, context: int) -> Decoded:
-        """Some steps; what pages hold afterwards is what they held before, but for the last positions of the rows."""
+    def decode(self, batch: int, context: int, profiler: AbstractContextManager[object] = UNPROFILED) -> Decoded:
+        """Some steps; what pages hold afterwards is what they held before, but for the last positions of the rows.
+        The steps that are timed run under ``profiler``."""
         pages = self._pages_of(context)
         history = [7] * context
         added = [
@@ -117,7 +123,7 @@ class Bench:
         self._runner.run(StepPlan(0, [], added, [], chunks, []))
         plan = StepPlan(0, [], [], [], [], [Decode(row, 1) for row in range(batch)])
         self._run([plan] * self._warm_steps)
-        with Gaps(self._backend, self._device) as gaps:
+        with Gaps(self._backend, self._device) as gaps, profiler:
             began = time.perf_counter()
             results = self._run([plan] * self.sizes.steps)
             seconds = (time.perf_counter() - began) / self.sizes.steps
@@ -136,10 +142,10 @@ class Bench:
                 results.append(begun.popleft()())
         return results + [finish() for finish in begun]
 
-    def prefill(self, tokens: int) -> float:
-        """Seconds for a prompt, in chunks."""
+    def prefill(self, tokens: int, profiler: AbstractContextManager[object] = UNPROFILED) -> float:
+        """Seconds for a prompt, in chunks. The last time is the one that counts; it runs under ``profiler``."""
         seconds = 0.0
-        for _ in range(1 + self.sizes.is_warmed):
+        for turn in range(1 + self.sizes.is_warmed):
             blocks = list(range(-(-(tokens + 1) // PAGE_SLOTS)))
             added = [AddedRow(0, 0, [7] * tokens, tokens, 0, blocks, GREEDY)]
             plans = [
@@ -148,9 +154,10 @@ class Bench:
                 )
                 for begin in range(0, tokens, self.sizes.chunk)
             ]
-            began = time.perf_counter()
-            self._run(plans)
-            seconds = time.perf_counter() - began
+            with profiler if turn == self.sizes.is_warmed else nullcontext():
+                began = time.perf_counter()
+                self._run(plans)
+                seconds = time.perf_counter() - began
             self._runner.run(StepPlan(0, [0], [], [], [], []))
         return seconds
 
@@ -232,6 +239,36 @@ def measure(model: Model, sizes: Sizes, ceiling: Ceiling | None) -> Iterator[Fig
         yield PrefillFigures(model.name, tokens, seconds, rate, rate / rates.products_per_s)
     yield bench.bring_back(model)
     yield from _decode(bench, model, rates)
+    yield from _profile(bench, model)
+
+
+def _profile(bench: Bench, model: Model) -> Iterator[Figures]:
+    """Yields the kernels of steps of decoding, and of one prompt."""
+    sizes = bench.sizes
+    context, prompt = sizes.contexts[0], sizes.prompts[min(1, len(sizes.prompts) - 1)]
+    for batch in sizes.profiled:
+        with_kernels = _profiler(sizes)
+        bench.decode(batch, context, with_kernels)
+        yield from _kernels(model, f"decode {batch} x {context}", with_kernels, sizes.steps)
+    with_kernels = _profiler(sizes)
+    bench.prefill(prompt, with_kernels)
+    yield from _kernels(model, f"prompt of {prompt}", with_kernels, 1)
+
+
+def _profiler(sizes: Sizes) -> torch.profiler.profile:
+    kind = torch.profiler.ProfilerActivity
+    return torch.profiler.profile(activities=[kind.CUDA if sizes.device == "cuda" else kind.CPU], acc_events=True)
+
+
+def _kernels(model: Model, step: str, profiler: torch.profiler.profile, steps: int) -> Iterator[ProfileFigures]:
+    """Yields those that take the most time."""
+    events = profiler.key_averages()
+    found = [(event.key, event.count, event.self_device_time_total / 1e6) for event in events]
+    if not any(seconds for _, _, seconds in found):  # no GPU
+        found = [(event.key, event.count, event.self_cpu_time_total / 1e6) for event in events]
+    total = sum(seconds for _, _, seconds in found) or 1.0
+    for name, calls, seconds in sorted(found, key=lambda line: line[2], reverse=True)[:PROFILED]:
+        yield ProfileFigures(model.name, step, name[:60], calls / steps, seconds / steps, seconds / total)
 
 
 def measure_fp8(model: Model, sizes: Sizes, ceiling: Ceiling | None) -> Iterator[Figures | LeftOut]:

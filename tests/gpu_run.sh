@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Runs tests and benchmarks on a machine with a GPU, whose Python has torch, triton and transformers:
+#
+#   tests/gpu_run.sh right           are the kernels and the backend correct? facts, compile, tests, kernels
+#   tests/gpu_run.sh fast            how fast are steps and the service, and what takes the time? steps, service
+#   tests/gpu_run.sh compile steps   only these steps
+#
+# `make gpu-wheels`, run elsewhere, downloads the other packages to .whl; they are installed in a folder of their own.
+# Every step has a limit. $OUT (build/gpu) gets run.log, figures as JSON and
+# summary.txt, with each step at once.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+OUT=${OUT:-build/gpu}
+PYTHON=${PYTHON:-python3}
+site=${SITE:-/tmp/penstock-site}
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+export PYTHONPATH="$site:$PWD/.dev:$PWD/tests/support:$PWD/tests/peers"
+
+# step NAME SECONDS COMMAND...
+step() {
+  local name=$1 limit=$2 began=$SECONDS status
+  shift 2
+  echo "== $name" >>"$OUT/run.log"
+  timeout --signal=INT --kill-after=10 "$limit" "$@" >>"$OUT/run.log" 2>&1
+  status=$?
+  echo "$name: status $status after $((SECONDS - began)) of $limit s" | tee -a "$OUT/summary.txt"
+}
+
+# bench NAME SECONDS PART...
+bench() {
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$((limit + 10))" "$PYTHON" -P -m gpu_bench --seconds "$limit" --json "$OUT/$name.json" --parts "$@"
+}
+
+prepare() {
+  mkdir -p "$OUT" "$site" .dev/penstock
+  ln -sfn ../../protos/penstock/v1 .dev/penstock/v1
+  for room in clients kernels kv models scheduler service; do ln -sfn "../../$room" ".dev/penstock/$room"; done
+  if ls .whl/*.whl >/dev/null 2>&1; then
+    step wheels 60 "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" .whl/*.whl
+  fi
+  # The service asks for its own version.
+  step version 20 "$PYTHON" -P setup.py -q egg_info --egg-base "$site"
+}
+
+facts() {
+  step facts 20 bash -c "nvidia-smi; nvidia-smi -q -d CLOCK,POWER; uname -r; nproc; ulimit -l; $PYTHON -m pip list"
+}
+# Fills the cache in which later steps find their kernels.
+compile() { step compile 90 "$PYTHON" -P -m penstock.kernels.aot ${COMPILE_MODELS:-}; } # all by default
+tests() {
+  # The machine's own plugins may not suit this pytest.
+  PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTEST_PLUGINS=xdist.plugin,pytest_asyncio.plugin,pytest_timeout \
+    step tests "${TESTS_SECONDS:-240}" "$PYTHON" -P -m pytest -p print_failures -n 14 -q --timeout 120 --durations=15 -rfE \
+    ${TESTS:-tests/kernels/cuda tests/models/quantized/test_cuda_*.py tests/models/backends/test_cuda_backend.py
+    tests/models/backends/test_oracle.py::test_on_cuda}
+}
+kernels() { bench kernels "${KERNELS_SECONDS:-150}" ceilings kernels products accuracy; }
+steps() { bench steps "${STEPS_SECONDS:-220}" ceilings "steps Qwen" "steps Llama"; }
+service() { bench service "${SERVICE_SECONDS:-300}" "serving Qwen" "transformers Qwen" "serving Llama" "transformers Llama"; }
+
+stages=()
+for word in "$@"; do
+  case $word in
+  right) stages+=(facts compile tests kernels) ;;
+  fast) stages+=(steps service) ;;
+  facts | compile | tests | kernels | steps | service) stages+=("$word") ;;
+  *) stages=() && break ;;
+  esac
+done
+if [ ${#stages[@]} -eq 0 ]; then
+  sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+  exit 2
+fi
+prepare
+for stage in "${stages[@]}"; do "$stage"; done
