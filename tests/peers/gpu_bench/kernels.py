@@ -43,7 +43,7 @@ Make = Callable[[Model, Sizes, torch.device], Case]
 
 
 def measure(
-    makers: list[Make], models: Sequence[Model], sizes: Sizes, ceiling: Ceiling | None
+    makers: Sequence[Make], models: Sequence[Model], sizes: Sizes, ceiling: Ceiling | None
 ) -> Iterator[Figures | LeftOut]:
     """Every case on every model. One that fails is left out, and the others go on."""
     device = torch.device(sizes.device)
