@@ -89,15 +89,22 @@ class OutputBuffer:
         num_released = 0
         text = ""
         for index, token_id in enumerate(token_ids):
-            is_early, is_stop = self.num_tokens < self._min_tokens, token_id in self._stop_token_ids
-            if is_early and is_stop and token_id in self._end_token_ids:
+            is_stop = token_id in self._stop_token_ids
+            is_early = is_stop and self.num_tokens < self._min_tokens
+            if is_early and token_id in self._end_token_ids:
                 released = self._end(StopMatch(EngineFinishReason.STOP))
             else:
-                self._hold(token_id, logprobs, index)
+                self.num_tokens += 1
+                self._held.append(token_id)
+                if self._held_logprobs is not None:
+                    assert logprobs is not None, "a result lacks the log-probabilities that its row needs"
+                    self._held_logprobs.add_token(logprobs, index)
                 if is_stop and not is_early:
                     released = self._end(StopMatch(EngineFinishReason.STOP, stop_token_id=token_id))
                 else:
-                    released = self._note(self._text.feed(token_id))
+                    released = self._text.feed(token_id)
+                    if self._held_logprobs is not None:
+                        self._lengths += released.text_lengths()
             num_released += released.num_tokens
             text += released.text
             if self.num_tokens >= self.max_tokens and released.stop is None and self.end is None:
@@ -120,18 +127,9 @@ class OutputBuffer:
         assert delta is not None
         return delta
 
-    def _hold(self, token_id: int, logprobs: TokenLogprobs | None, index: int) -> None:
-        self.num_tokens += 1
-        self._held.append(token_id)
-        if self._held_logprobs is not None:
-            assert logprobs is not None, "a result lacks the log-probabilities that its row needs"
-            self._held_logprobs.add_token(logprobs, index)
-
     def _end(self, end: StopMatch) -> TextDelta:
         self.end = end
-        return self._note(self._text.finish())
-
-    def _note(self, released: TextDelta) -> TextDelta:
+        released = self._text.finish()
         if self._held_logprobs is not None:
             self._lengths += released.text_lengths()
         return released
