@@ -190,9 +190,9 @@ lint: setup ## ruff: rules and format
 wording: setup ## tests/english.py: the wording of comments, docstrings, messages and docs
 	$(BIN)/python -P tests/english.py
 
-TYPES := types-3.11 types-3.12 types-3.13
+TYPES := types-3.11 types-3.13
 .PHONY: $(TYPES)
-types: $(TYPES) ## mypy --strict for every Python version that penstock supports
+types: $(TYPES) ## mypy --strict for the oldest and the newest Python that penstock supports
 $(TYPES): types-%: setup
 	$(BIN)/mypy --python-version $*
 

@@ -61,7 +61,7 @@ def test_langchain_calls_tools_of_the_demo_model(demo):
     assert call["name"] == "weather"
     assert call["args"]["city"] in ("Köln", "Bonn")
     result = ToolMessage("It is.", tool_call_id=call["id"])
-    last = model.bind_tools([weather], tool_choice="none").invoke([*history, answer, result])
+    last = model.bind_tools([weather], tool_choice="none", max_tokens=16).invoke([*history, answer, result])
     assert not last.tool_calls
 
 
