@@ -65,6 +65,9 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
     except ConfigError as error:
         _write(str(error))
         return USAGE_ERROR
+    if not os.isatty(0):
+        # A supervisor may send SIGHUP already while the model loads, and the files are read then anyway.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise_open_files_limit()
     set_up_logging(config.log_format, config.log_level, holds_texts=True, handler=LogThread())
     _keep_one_arena()
@@ -126,7 +129,7 @@ class _Life:
         loop = asyncio.get_running_loop()
         log_uncaught(loop)
         # A terminal that closes sends SIGHUP too, and then the service must end.
-        if self._prepared.server.watched and not os.isatty(0):
+        if not os.isatty(0):
             loop.add_signal_handler(signal.SIGHUP, self._server.check_files)
         if lifeline is not None:
             loop.add_reader(lifeline, self._on_lifeline, lifeline)

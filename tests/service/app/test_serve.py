@@ -172,6 +172,31 @@ def test_with_tls_and_keys_the_printed_call_works_and_sighup_reads_files_again(s
         assert process.wait(120) == 0
 
 
+def test_without_files_and_terminal_sighup_ends_nothing(small_model):
+    """`systemctl reload` sends it, also while the model loads."""
+    flags = ("--port=0", "--admin-listen=off", "--kv-cache-memory-bytes=64M")
+    with serving(small_model, *flags, stdin=subprocess.DEVNULL) as (process, greeting):
+        process.send_signal(signal.SIGHUP)
+        paste(line_of(greeting, shlex.quote(sys.executable)))
+        process.terminate()
+        assert process.wait(120) == 0
+
+
+def test_sighup_while_the_model_loads_ends_nothing(small_model):
+    flags = ("--port=0", "--admin-listen=off", "--kv-cache-memory-bytes=64M")
+    pipe = subprocess.PIPE
+    command = [PENSTOCK, "serve", small_model, *flags]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert any(": loading " in line for line in process.stderr)
+        process.send_signal(signal.SIGHUP)
+        assert " serves " in process.stdout.readline()
+        process.terminate()
+        process.communicate()
+    assert process.returncode == 0
+
+
 def test_a_port_in_use_is_said_before_anything_is_loaded(greeting, capsys):
     port = target_of(greeting).rpartition(":")[2]
     assert serve.serve(["--port", port]) == 1
