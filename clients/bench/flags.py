@@ -40,7 +40,7 @@ line of a trace: {"arrival_s": 0.25, "prompt_tokens": 300, "max_tokens": 64, "co
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parses the arguments and checks their combinations; exits with status 2 if any is invalid."""
-    parser = _parser()
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.address is not None and arguments.target is not None:
         parser.error("specify the service once: as TARGET or with --target")
@@ -99,7 +99,8 @@ def _body_setting(text: str) -> tuple[str, object]:
         return name, written
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Defines the flags."""
     parser = CommandParser(
         "bench",
         "Measures the latency and throughput of a running service.",
@@ -135,7 +136,7 @@ def _add_api(flags: "argparse._ArgumentGroup") -> None:
     )
     flags.add_argument(
         "--endpoint",
-        metavar="PATH",
+        metavar="/PATH",
         help="the path for --api openai; /v1/chat/completions gets words (default: /v1/completions)",
     )
     flags.add_argument("--timeout-ms", type=_whole, metavar="MS", help="deadline of each request (default: none)")

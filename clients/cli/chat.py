@@ -190,7 +190,7 @@ class ChatSession:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = _parser()
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     service = connection(arguments, arguments.target or default_target())
     if hasattr(sys.stdin, "reconfigure"):
@@ -277,7 +277,8 @@ def _describe(client: Client) -> GetModelResponse:
     return model
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Defines the flags."""
     parser = CommandParser(
         "chat",
         "Chats with a running service in the terminal. Each turn sends only the new message, if the service still has\n"

@@ -57,18 +57,7 @@ class BackendChoice:
 
 def main(argv: list[str]) -> int:
     """Runs the command; the status is 1 if ``penstock serve`` cannot run here."""
-    parser = CommandParser(
-        "doctor",
-        "Shows what this machine has, which backend penstock serve will use, and what is missing.",
-        "examples:\n"
-        "  penstock doctor                                                        this machine\n"
-        "  penstock doctor --target penstock.example.com:50051 --tls-ca ca.pem    the connection to a service\n\n"
-        "exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may still work);\n"
-        "with --target: 0 if the service answers, 1 if not",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
-    add_connection_flags(parser, "check the connection to this service, or unix:PATH, instead of this machine")
-    arguments = parser.parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     if arguments.target is not None:
         return _examine_service(connection(arguments, arguments.target), as_json=arguments.json)
     machine, library = inspect_machine(), inspect_cpu_library()
@@ -84,6 +73,22 @@ def main(argv: list[str]) -> int:
     else:
         print("\n".join(describe(machine, library, choice, findings)))
     return int(any(finding.kind is FindingKind.MISSING for finding in findings))
+
+
+def make_parser() -> CommandParser:
+    """Defines the flags."""
+    parser = CommandParser(
+        "doctor",
+        "Shows what this machine has, which backend penstock serve will use, and what is missing.",
+        "examples:\n"
+        "  penstock doctor                                                        this machine\n"
+        "  penstock doctor --target penstock.example.com:50051 --tls-ca ca.pem    the connection to a service\n\n"
+        "exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may still work);\n"
+        "with --target: 0 if the service answers, 1 if not",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
+    add_connection_flags(parser, "check the connection to this service, or unix:PATH, instead of this machine")
+    return parser
 
 
 def _examine_service(service: ConnectionOptions, *, as_json: bool) -> int:

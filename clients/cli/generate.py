@@ -74,7 +74,7 @@ def _is_pipe(file: BinaryIO) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = _parser()
+    parser = make_parser()
     arguments, more = parser.parse_known_args(argv)
     _check(parser, arguments, more)
     began = time.monotonic()
@@ -218,7 +218,8 @@ def _num_lines(file: BinaryIO) -> int | None:
     return count
 
 
-def _parser() -> CommandParser:
+def make_parser() -> CommandParser:
+    """Defines the flags."""
     parser = CommandParser(
         "generate",
         "Runs a file of requests. Can be interrupted at any time; run the same command again to resume.",

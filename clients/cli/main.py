@@ -6,38 +6,14 @@ import difflib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+
+from penstock.clients.cli.commands import COMMANDS, Command
 
 USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 """Exit statuses besides 0 and 1, as in shells."""
 
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its location as ``module:function``, its summary, and the extra that installs its packages."""
-
-    entry: str
-    summary: str
-    extra: str = "server"
-
-
-COMMANDS = {
-    "serve": Command("penstock.service.app.command:main", "serve a model over gRPC (needs penstock[server])"),
-    "gateway": Command(
-        "penstock.clients.gateway.server.command:main", "serve OpenAI's HTTP API for a running service", "gateway"
-    ),
-    "chat": Command("penstock.clients.cli.chat:main", "chat with a running service in the terminal"),
-    "generate": Command("penstock.clients.cli.generate:main", "run a JSONL file of requests; can be resumed"),
-    "bench": Command("penstock.clients.bench.main:main", "measure the latency and throughput of a service", "bench"),
-    "top": Command("penstock.clients.cli.admin.top:main", "show live statistics of a running service"),
-    "explain": Command("penstock.clients.cli.admin.explain:main", "show where a request's time went"),
-    "drain": Command("penstock.clients.cli.admin.command:drain", "refuse new requests and finish running ones"),
-    "flush-cache": Command("penstock.clients.cli.admin.command:flush_cache", "drop the cached prefixes of a service"),
-    "settings": Command("penstock.clients.cli.admin.command:settings", "show or change a running service's limits"),
-    "doctor": Command("penstock.clients.cli.doctor:main", "show what this machine has and what is missing"),
-}
 
 _EXAMPLES = """\
 examples:
@@ -55,6 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs ``penstock`` with these arguments, or those of the process, and returns the exit status."""
     _open_missing_streams()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the library's log of its connections is noise on a terminal
+    if "_ARGCOMPLETE" in os.environ and "COMP_LINE" in os.environ:  # set by the script of `penstock completion`
+        from penstock.clients.cli.completion import complete
+
+        return complete()
     try:
         status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

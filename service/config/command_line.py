@@ -61,7 +61,7 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str] = Mapp
     """Returns the configuration of a command line, of the variables in ``environment``, and of the file that one of
     them names; the first of these that sets a flag counts. Raises ConfigError; ``--help`` prints, and raises
     SystemExit."""
-    given = vars(_parser().parse_args(arguments))
+    given = vars(make_parser().parse_args(arguments))
     from_environment, file = read_environment(environment, PREFIX, ServeConfig, _FLAGS_LISTED)
     file = given.pop("config", file)
     named = given.pop("model_flag", None)
@@ -82,7 +82,8 @@ def _overridden(values: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in ignored} | by
 
 
-def _parser() -> FlagParser:
+def make_parser() -> FlagParser:
+    """Defines the flags."""
     parser = FlagParser(
         _FLAGS_LISTED,
         prog=PROGRAM,

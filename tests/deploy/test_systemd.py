@@ -85,8 +85,10 @@ def test_the_sandbox_is_tight(unit: Path) -> None:
 
 def test_what_the_service_needs_is_left_open() -> None:
     """torch compiles to memory, and the service reads /proc of its children and of the machine."""
-    assert settings().keys().isdisjoint(
-        {"MemoryDenyWriteExecute", "PrivateDevices", "PrivateNetwork", "ProcSubset", "ProtectProc"}
+    assert (
+        settings()
+        .keys()
+        .isdisjoint({"MemoryDenyWriteExecute", "PrivateDevices", "PrivateNetwork", "ProcSubset", "ProtectProc"})
     )
 
 

@@ -57,26 +57,36 @@ made or none, and no request is lost. Changes last until the service stops; to k
 
 def drain(argv: list[str] | None = None) -> int:
     """Runs ``penstock drain`` and returns its exit status."""
-    parser = _parser("drain", "Makes the service refuse new requests and finish the running ones.", _DRAIN_EPILOG)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--resume", action="store_true", help="accept new requests again")
-    what.add_argument("--wait", action="store_true", help="wait until no request is left (default: return at once)")
-    arguments = parser.parse_args(argv)
+    arguments = drain_parser().parse_args(argv)
     asyncio.run(_resume(arguments) if arguments.resume else _drain(arguments))
     return 0
 
 
+def drain_parser() -> argparse.ArgumentParser:
+    """Defines the flags of ``penstock drain``."""
+    parser = _parser("drain", "Makes the service refuse new requests and finish the running ones.", _DRAIN_EPILOG)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--resume", action="store_true", help="accept new requests again")
+    what.add_argument("--wait", action="store_true", help="wait until no request is left (default: return at once)")
+    return parser
+
+
 def flush_cache(argv: list[str] | None = None) -> int:
     """Runs ``penstock flush-cache`` and returns its exit status."""
-    parser = _parser("flush-cache", "Drops every cached block that no request holds.", _FLUSH_EPILOG)
-    answer = asyncio.run(_call(admin_connection(parser.parse_args(argv)), "FlushCache", pb.FlushCacheRequest()))
+    arguments = flush_cache_parser().parse_args(argv)
+    answer = asyncio.run(_call(admin_connection(arguments), "FlushCache", pb.FlushCacheRequest()))
     print(f"{answer.flushed_blocks:,} blocks dropped")
     return 0
 
 
+def flush_cache_parser() -> argparse.ArgumentParser:
+    """Defines the flags of ``penstock flush-cache``."""
+    return _parser("flush-cache", "Drops every cached block that no request holds.", _FLUSH_EPILOG)
+
+
 def settings(argv: list[str] | None = None) -> int:
     """Runs ``penstock settings`` and returns its exit status."""
-    arguments = _settings_parser().parse_args(argv)
+    arguments = settings_parser().parse_args(argv)
     request = _update(arguments)
     service = admin_connection(arguments)
     if request.ByteSize():
@@ -128,7 +138,8 @@ async def _wait(client: AdminClient, live: int) -> None:
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
-def _settings_parser() -> argparse.ArgumentParser:
+def settings_parser() -> argparse.ArgumentParser:
+    """Defines the flags of ``penstock settings``."""
     parser = _parser("settings", "Shows or changes the settings of a running service.", _SETTINGS_EPILOG)
     changes = parser.add_argument_group("changes (default: none; the settings are printed)")
     changes.add_argument("--policy", choices=list(_POLICIES), help="which requests run first")

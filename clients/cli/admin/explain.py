@@ -30,15 +30,7 @@ in the log, and in every error that penstock chat shows. Only live requests and 
 
 def main(argv: list[str]) -> int:
     """Runs the command; the status is 1 if the request is unknown."""
-    parser = CommandParser(
-        "explain",
-        "Shows what a request waited for, which steps it was in, and where its time went.",
-        _EPILOG,
-    )
-    parser.add_argument("id", metavar="ID", help="the service's id of the request")
-    parser.add_argument("--json", action="store_true", help="print JSON (default: a timeline)")
-    add_admin_flags(parser)
-    arguments = parser.parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     response = asyncio.run(_fetch(admin_connection(arguments), arguments.id))
     if arguments.json:
         print(json.dumps(as_dict(response), indent=2))
@@ -47,6 +39,19 @@ def main(argv: list[str]) -> int:
     for line in describe(response, colours=colours, unicode=shows("░▒▓█◆", sys.stdout)):
         print(line.rstrip())
     return 0
+
+
+def make_parser() -> CommandParser:
+    """Defines the flags."""
+    parser = CommandParser(
+        "explain",
+        "Shows what a request waited for, which steps it was in, and where its time went.",
+        _EPILOG,
+    )
+    parser.add_argument("id", metavar="ID", help="the service's id of the request")
+    parser.add_argument("--json", action="store_true", help="print JSON (default: a timeline)")
+    add_admin_flags(parser)
+    return parser
 
 
 async def _fetch(service: ConnectionOptions, request_id: str) -> pb.ExplainResponse:

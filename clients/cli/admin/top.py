@@ -38,18 +38,7 @@ examples:
 
 def main(argv: list[str]) -> int:
     """Runs the command until Ctrl-C, or until the service ends, which is a failure."""
-    parser = CommandParser(
-        "top",
-        "Shows live statistics of a running service: full screen on a terminal, otherwise one line per update.",
-        _EPILOG,
-    )
-    parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two updates (default: 1)"
-    )
-    parser.add_argument("--once", action="store_true", help="print one line, or one object, and exit")
-    parser.add_argument("--json", action="store_true", help="print JSON objects")
-    add_admin_flags(parser)
-    arguments = parser.parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     service = admin_connection(arguments)
     sink: _Sink
     if arguments.json:
@@ -63,6 +52,22 @@ def main(argv: list[str]) -> int:
     finally:
         sink.close()
     return 0
+
+
+def make_parser() -> CommandParser:
+    """Defines the flags."""
+    parser = CommandParser(
+        "top",
+        "Shows live statistics of a running service: full screen on a terminal, otherwise one line per update.",
+        _EPILOG,
+    )
+    parser.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two updates (default: 1)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one line, or one object, and exit")
+    parser.add_argument("--json", action="store_true", help="print JSON objects")
+    add_admin_flags(parser)
+    return parser
 
 
 async def _watch(service: ConnectionOptions, interval_s: float, once: bool, sink: "_Sink") -> None:

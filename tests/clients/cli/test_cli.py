@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
-from penstock.clients.cli import main as cli
+from penstock.clients.cli import commands, main as cli
 
 HEAVY = {"grpc", "tqdm", "torch", "msgspec", "tokenizers"}
 
@@ -13,7 +13,8 @@ HEAVY = {"grpc", "tqdm", "torch", "msgspec", "tokenizers"}
 def test_help_has_a_line_for_each_command(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in ("serve", "chat", "generate", "bench", "top", "explain", "drain", "flush-cache", "settings", "doctor"):
+    assert len(commands.COMMANDS) == 12
+    for name in commands.COMMANDS:
         assert re.search(rf"^  {name} +\w", out, re.MULTILINE)
     assert "examples:" in out
 
@@ -33,8 +34,8 @@ def test_an_unknown_command(capsys):
     assert capsys.readouterr().err == "penstock: unknown command chatt; did you mean chat?\n"
     assert cli.main(["bake"]) == 2
     assert (
-        "the commands are serve, gateway, chat, generate, bench, top, explain, drain, flush-cache, settings, doctor"
-        in capsys.readouterr().err
+        "the commands are serve, gateway, chat, generate, bench, top, explain, drain, flush-cache, settings, doctor, "
+        "completion" in capsys.readouterr().err
     )
 
 
@@ -94,7 +95,7 @@ def test_arguments_that_do_not_go_together(capsys):
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
-    monkeypatch.setitem(cli.COMMANDS, "bench", cli.Command("no_such_package.x:main", "", "bench"))
+    monkeypatch.setitem(commands.COMMANDS, "bench", commands.Command("no_such_package.x:main", "", "bench"))
     assert cli.main(["bench"]) == 1
     assert "needs no_such_package, which is not installed; install it: pip install 'penstock[bench]'" in (
         capsys.readouterr().err
@@ -102,7 +103,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
 
 
 def test_a_missing_module_of_ours_is_a_bug_and_not_a_missing_extra(monkeypatch):
-    monkeypatch.setitem(cli.COMMANDS, "chat", cli.Command("penstock.clients.no_such_module:main", ""))
+    monkeypatch.setitem(commands.COMMANDS, "chat", commands.Command("penstock.clients.no_such_module:main", ""))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["chat"])
 

@@ -16,8 +16,9 @@ from penstock.clients.cli import main as cli
 from penstock.clients.cli.options import KEY_VARIABLE, ConnectionOptions
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.server.app import create_app
-from penstock.clients.gateway.server.command import gateway_settings, http_settings, make_parser
+from penstock.clients.gateway.server.command import gateway_settings, http_settings
 from penstock.clients.gateway.server.exposure import exposure_warning
+from penstock.clients.gateway.server.flags import make_parser
 from penstock.clients.gateway.settings import GatewaySettings
 
 

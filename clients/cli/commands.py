@@ -1,0 +1,61 @@
+"""The subcommands of ``penstock``, by name. Nothing of a subcommand is imported here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its location as ``module:function``, its summary, the extra that installs its packages, and the
+    location of the function that returns its parser, by default ``make_parser`` in the same module."""
+
+    entry: str
+    summary: str
+    extra: str = "server"
+    parser: str = ""
+
+    @property
+    def parser_entry(self) -> str:
+        """The location of the function that returns the parser. Its module is fast to import."""
+        return self.parser or f"{self.entry.partition(':')[0]}:make_parser"
+
+
+COMMANDS = {
+    "serve": Command(
+        "penstock.service.app.command:main",
+        "serve a model over gRPC (needs penstock[server])",
+        parser="penstock.service.config.command_line:make_parser",
+    ),
+    "gateway": Command(
+        "penstock.clients.gateway.server.command:main",
+        "serve OpenAI's HTTP API for a running service",
+        "gateway",
+        "penstock.clients.gateway.server.flags:make_parser",
+    ),
+    "chat": Command("penstock.clients.cli.chat:main", "chat with a running service in the terminal"),
+    "generate": Command("penstock.clients.cli.generate:main", "run a JSONL file of requests; can be resumed"),
+    "bench": Command(
+        "penstock.clients.bench.main:main",
+        "measure the latency and throughput of a service",
+        "bench",
+        "penstock.clients.bench.flags:make_parser",
+    ),
+    "top": Command("penstock.clients.cli.admin.top:main", "show live statistics of a running service"),
+    "explain": Command("penstock.clients.cli.admin.explain:main", "show where a request's time went"),
+    "drain": Command(
+        "penstock.clients.cli.admin.command:drain",
+        "refuse new requests and finish running ones",
+        parser="penstock.clients.cli.admin.command:drain_parser",
+    ),
+    "flush-cache": Command(
+        "penstock.clients.cli.admin.command:flush_cache",
+        "drop the cached prefixes of a service",
+        parser="penstock.clients.cli.admin.command:flush_cache_parser",
+    ),
+    "settings": Command(
+        "penstock.clients.cli.admin.command:settings",
+        "show or change a running service's limits",
+        parser="penstock.clients.cli.admin.command:settings_parser",
+    ),
+    "doctor": Command("penstock.clients.cli.doctor:main", "show what this machine has and what is missing"),
+    "completion": Command("penstock.clients.cli.completion:main", "print a script for completion in a shell"),
+}
