@@ -125,7 +125,7 @@ def test_every_setting_is_given_once() -> None:
     shutil.which("systemd-sysusers") is None, reason="systemd-sysusers is not installed (Debian: systemd)"
 )
 def test_sysusers_creates_the_users_of_the_unit() -> None:
-    command = ["systemd-sysusers", "--dry-run", "--root=/nowhere", FOLDER / "penstock.sysusers.conf"]
+    command = ["systemd-sysusers", "--dry-run", "--root=/nowhere", str(FOLDER / "penstock.sysusers.conf")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert f"Creating user '{settings()['User']}'" in done.stdout + done.stderr
     assert f"Creating group '{settings()['Group']}'" in done.stdout + done.stderr

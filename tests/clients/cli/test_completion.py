@@ -39,24 +39,29 @@ def environment(tmp_path):
     return {**kept, "PATH": path, "HOME": str(tmp_path), "TERM": "dumb", "LC_ALL": "C.UTF-8"}
 
 
+class Completions:
+    """Calls ``penstock`` as the shells' scripts do; returns the completions of a line."""
+
+    def __init__(self, environment, directory):
+        self._output = directory / ".completions"
+        variables = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(self._output)}
+        self._options = {"cwd": directory, "capture_output": True, "text": True, "timeout": PATIENCE_S}
+        self._environment = environment | variables
+        self.stderr = ""
+
+    def __call__(self, line, *python, code=MAIN):
+        self._output.unlink(missing_ok=True)
+        command = [sys.executable, "-P", *python, "-c", code]
+        variables = {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+        done = subprocess.run(command, env=self._environment | variables, check=False, **self._options)
+        assert done.returncode == 0, done.stderr
+        self.stderr = done.stderr
+        return [each.strip() for each in self._output.read_text().splitlines()]
+
+
 @pytest.fixture
 def completions(environment, tmp_path):
-    """Calls ``penstock`` as the shells' scripts do, and returns the completions of a line."""
-
-    def completed(line, *python, code=MAIN, check=True):
-        output = tmp_path / ".completions"
-        output.unlink(missing_ok=True)
-        variables = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
-        done = subprocess.run(
-            [sys.executable, "-P", *python, "-c", code],
-            env={**environment, **variables, "_ARGCOMPLETE_STDOUT_FILENAME": str(output)},
-            cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        completed.stderr = done.stderr
-        return [each.strip() for each in output.read_text().splitlines()]
-
-    return completed
+    return Completions(environment, tmp_path)
 
 
 # The lines -----------------------------------------------------------------------------------------------------------
@@ -230,12 +235,13 @@ def test_fish(in_fish, tmp_path):
     assert in_fish("penstock gateway --tls-ca k").keys() == {"keys"}
 
 
+BASH, ZSH = ["bash", "--norc", "--noprofile", "-i"], ["zsh", "-f", "-i"]
+PROMPT, COMPINIT = "PS1='rea''dy> '", "autoload -Uz compinit && compinit -u -D"
+INSTALL = "mkdir ~/.zfunc && penstock completion zsh > ~/.zfunc/_penstock; fpath=(~/.zfunc $fpath)"
 SETUPS = {
-    "bash": (["bash", "--norc", "--noprofile", "-i"], "source <(penstock completion bash); PS1='rea''dy> '"),
-    "zsh": (
-        ["zsh", "-f", "-i"],
-        "autoload -Uz compinit && compinit -u -D; source <(penstock completion zsh); PS1='rea''dy> '",
-    ),
+    "bash": (BASH, f"source <(penstock completion bash); {PROMPT}"),
+    "zsh": (ZSH, f"{COMPINIT}; source <(penstock completion zsh); {PROMPT}"),
+    "zsh, installed": (ZSH, f"{INSTALL}; {COMPINIT}; {PROMPT}"),
 }
 
 
@@ -250,7 +256,11 @@ def terminal(request, tool, open_terminal, environment, tmp_path):
     return opened
 
 
-@pytest.mark.parametrize("terminal", [in_shell("bash"), in_shell("zsh")], indirect=True)
+@pytest.mark.parametrize(
+    "terminal",
+    [in_shell("bash"), in_shell("zsh"), pytest.param("zsh, installed", marks=needs("zsh"))],
+    indirect=True,
+)
 @pytest.mark.parametrize(
     ("typed", "rest", "line"),
     [
