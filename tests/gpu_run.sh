@@ -53,7 +53,7 @@ compile() { step compile 90 "$PYTHON" -P -m penstock.kernels.aot ${COMPILE_MODEL
 tests() {
   # The machine's own plugins may not suit this pytest.
   PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTEST_PLUGINS=xdist.plugin,pytest_asyncio.plugin,pytest_timeout \
-    step tests "${TESTS_SECONDS:-240}" "$PYTHON" -P -m pytest -p print_failures -n 14 -q --timeout 120 --durations=15 -rfE \
+    step tests "${TESTS_SECONDS:-240}" "$PYTHON" -P -m pytest -p gpu_bench.print_failures -n 14 -q --timeout 120 --durations=15 -rfE \
     ${TESTS:-tests/kernels/cuda tests/models/quantized/test_cuda_*.py tests/models/backends/test_cuda_backend.py
     tests/models/backends/test_oracle.py::test_on_cuda}
 }

@@ -1,5 +1,5 @@
-"""A plugin of pytest. ``-p print_failures`` prints the end of each failure at once, so that a run that is cut short
-still reports what failed."""
+"""A plugin of pytest. ``-p gpu_bench.print_failures`` prints the end of each failure at once, so that a run that is cut
+short still reports what failed."""
 
 import os
 
