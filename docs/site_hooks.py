@@ -21,7 +21,15 @@ LINK = re.compile(
     r"(?P<code>^```.*?^```|`+[^`]+`+)|(?<=\]\()(?![a-z]+:|#|/)(?P<path>[^)#\s]+)", re.DOTALL | re.MULTILINE
 )
 """A block of code, where nothing is a link, or the path of a relative link."""
-LANGUAGES = {".h": "cpp", ".proto": "proto", ".py": "python", ".toml": "toml", ".html": "html"}
+LANGUAGES = {
+    ".h": "cpp",
+    ".html": "html",
+    ".json": "json",
+    ".proto": "proto",
+    ".py": "python",
+    ".toml": "toml",
+    ".yml": "yaml",
+}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
