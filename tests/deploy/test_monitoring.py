@@ -68,7 +68,7 @@ def series() -> dict[str, set[str]]:
         metric: Any = collector
         name = metric._name + ("_total" if metric._type == "counter" else "")
         add(name, set(metric._labelnames), metric._type == "histogram")
-    for family in ProcessCollector(registry=None).collect():  # type: ignore[arg-type]
+    for family in ProcessCollector(registry=None).collect():
         found |= {sample.name: set() for sample in family.samples}
     return found
 
@@ -270,7 +270,7 @@ def targets() -> Iterator[dict[str, str]]:
             with pytest.raises(RequestFailed):
                 client.complete("x", temperature=-1.0)
         with grpc.insecure_channel(target_of(greeting)) as channel, pytest.raises(grpc.RpcError):
-            GenerationServiceStub(channel).Complete(pb.CompleteRequest())  # type: ignore[no-untyped-call]
+            GenerationServiceStub(channel).Complete(pb.CompleteRequest())
         body = json.dumps({"prompt": "hi", "max_tokens": 4, "unheard_of": 1}).encode()
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"http://{gateway[1]}/v1/completions", data=body, headers=headers)
