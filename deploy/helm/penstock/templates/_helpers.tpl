@@ -86,6 +86,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $seconds -}}
 {{- end -}}
 
+{{/* The gateway's container gets SIGTERM after the drain delay, so its responses have as long as the service's requests. */}}
+{{- define "penstock.gatewayGraceSeconds" -}}
+{{- $shutdown := .Values.shutdown -}}
+{{- add (int $shutdown.graceSeconds) (ternary (int $shutdown.preStop.waitSeconds) 0 $shutdown.preStop.enabled) | min 86400 -}}
+{{- end -}}
+
 {{/* Values that are valid by themselves but not together. */}}
 {{- define "penstock.check" -}}
 {{- $v := .Values -}}
@@ -131,6 +137,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- if and $v.llmd.inferencePool.enabled (not $v.http.enabled) -}}
 {{- fail "llmd.inferencePool: the pool sends requests over HTTP; set http.enabled too" -}}
+{{- end -}}
+{{- if and $v.llmd.inferencePool.enabled $v.tls.secret -}}
+{{- fail "llmd.inferencePool: the pool sends requests without TLS; leave tls.secret empty, and end TLS at the gateway" -}}
 {{- end -}}
 {{- if and $v.llmd.inferencePool.enabled (not $v.llmd.inferencePool.endpointPicker.name) -}}
 {{- fail "llmd.inferencePool: set endpointPicker.name" -}}

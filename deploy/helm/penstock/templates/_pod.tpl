@@ -235,7 +235,7 @@ grpc:
     - --port={{ .Values.http.port }}
     - --metrics-target=[$(POD_IP)]:{{ .Values.ports.metrics }}
     - --allowed-hosts={{ include "penstock.allowedHosts" . }}
-    - --shutdown-grace={{ .Values.shutdown.graceSeconds | toJson }}
+    - --shutdown-grace={{ include "penstock.gatewayGraceSeconds" . }}
     {{- with .Values.http.allowedOrigins }}
     - --allowed-origins={{ join "," . }}
     {{- end }}
