@@ -3,24 +3,15 @@
 import dataclasses
 import json
 import re
-import signal
 import subprocess
-import sys
-import threading
 import tomllib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import yaml
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from http_get import fetch
 from jsonschema import Draft202012Validator
-from serve_process import PENSTOCK, serving, target_of
 
 from penstock.clients.gateway.server.command import make_parser
 from penstock.service.config.command_line import PREFIX, parse_config
@@ -325,41 +316,6 @@ def test_a_pools_pods_have_its_labels(render: Render) -> None:
     assert str(number) == environment(container(manifests))["PENSTOCK_SERVE_HTTP_PORT"]
 
 
-# ------------------------------------------------------------------------------------------------- probes, as they run
-
-
-@contextmanager
-def health_server(statuses: dict[str, int]) -> Iterator[str]:
-    """Serves grpc.health.v1 at the address that it yields."""
-
-    class Servicer(health_pb2_grpc.HealthServicer):
-        def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
-            return health_pb2.HealthCheckResponse(status=statuses[request.service])  # type: ignore[arg-type]
-
-    with ThreadPoolExecutor() as pool:
-        server = grpc.server(pool)
-        health_pb2_grpc.add_HealthServicer_to_server(Servicer(), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            server.stop(None).wait()
-
-
-def probe(*arguments: str) -> int:
-    command = [sys.executable, "-P", CHART / "files/health.py", *arguments]
-    return subprocess.run(command, capture_output=True, check=False).returncode
-
-
-def test_the_exec_probe_reports_readiness_and_liveness() -> None:
-    serving_now, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    with health_server({"": not_serving, LIVENESS: serving_now}) as address:
-        assert probe(address, "") == 1
-        assert probe(address, LIVENESS) == 0
-    assert probe(address, "") == 1
-
-
 def test_pods_with_tls_use_the_exec_probe_and_others_grpc(render: Render) -> None:
     plain, secured = container(render("cpu")), container(render("full"))
     assert plain["livenessProbe"]["grpc"] == {"port": 50051, "service": LIVENESS}
@@ -367,29 +323,3 @@ def test_pods_with_tls_use_the_exec_probe_and_others_grpc(render: Render) -> Non
     script = ["python", "/etc/penstock/probe/health.py", "127.0.0.1:50052"]
     assert secured["livenessProbe"]["exec"]["command"] == [*script, LIVENESS]
     assert secured["readinessProbe"]["exec"]["command"] == [*script, ""]
-
-
-def test_the_service_starts_with_a_rendered_environment_and_ends_at_sigterm(render: Render, tmp_path: Path) -> None:
-    """The pod's variables, with free ports, and a folder of the test in place of the volumes."""
-    manifests = render(shutdown={"drainDelaySeconds": 0}, http={"enabled": True})
-    variables = environment(container(manifests)) | {"PATH": "/usr/bin:/bin"}
-    variables = {name: value.replace("10.1.2.3", "127.0.0.1") for name, value in variables.items()}
-    for name in ("PORT", "HTTP_PORT"):
-        variables[f"{PREFIX}{name}"] = "0"
-    for name in ("ADMIN_LISTEN", "METRICS_LISTEN"):
-        variables[f"{PREFIX}{name}"] = re.sub(r":\d+$", ":0", variables[f"{PREFIX}{name}"])
-    for name in ("HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "HF_HOME"):
-        variables[name] = str(tmp_path)
-    with serving(command=(PENSTOCK, "serve"), env=variables, cwd=tmp_path) as (process, greeting):
-        assert target_of(greeting).startswith("0.0.0.0:")
-        metrics = re.search(r"http://(\S+)/metrics", greeting)
-        assert metrics is not None, greeting
-        assert "penstock_waiting_choices 0" in fetch(metrics[1])
-        admin = re.search(r"(?:--admin )?(127\.0\.0\.1:\d+)", greeting.replace(metrics[1], ""))
-        assert admin is not None, greeting
-        assert probe(admin[1], "") == 0
-        drain = threading.Thread(target=process.communicate)
-        process.send_signal(signal.SIGTERM)
-        drain.start()
-        drain.join()
-        assert process.returncode == 0

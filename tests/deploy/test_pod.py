@@ -1,0 +1,160 @@
+"""A pod's container as far as it runs without a cluster: its variables, its probes and its hook."""
+
+import datetime
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from http_get import fetch
+from serve_process import PENSTOCK, serving, target_of
+
+from penstock.service.config.command_line import PREFIX
+from penstock.service.rpc.health import LIVENESS
+
+PROBE = Path(__file__).parents[2] / "deploy/helm/penstock/files/health.py"
+OPERATOR_KEY = "a-key-of-an-operator"
+
+Container = dict[str, Any]
+Serve = Callable[[Container], Any]
+
+
+def container(manifests: list[dict[str, Any]]) -> Container:
+    (deployment,) = (each for each in manifests if each["kind"] == "Deployment")
+    return dict(deployment["spec"]["template"]["spec"]["containers"][0])
+
+
+def probe(*arguments: str) -> int:
+    command = [sys.executable, "-P", PROBE, *arguments]
+    return subprocess.run(command, capture_output=True, check=False).returncode
+
+
+@contextmanager
+def health_server(statuses: dict[str, int]) -> Iterator[str]:
+    """Serves grpc.health.v1 at the address that it yields."""
+
+    class Servicer(health_pb2_grpc.HealthServicer):
+        def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+            return health_pb2.HealthCheckResponse(status=statuses[request.service])  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor() as pool:
+        server = grpc.server(pool)
+        health_pb2_grpc.add_HealthServicer_to_server(Servicer(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.stop(None).wait()
+
+
+def test_the_exec_probe_reports_readiness_and_liveness() -> None:
+    serving_now, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    with health_server({"": not_serving, LIVENESS: serving_now}) as address:
+        assert probe(address, "") == 1
+        assert probe(address, LIVENESS) == 0
+    assert probe(address, "") == 1
+
+
+@pytest.fixture
+def etc(tmp_path: Path) -> Path:
+    """Stands for /etc/penstock: the files of the Secrets."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
+        now + datetime.timedelta(days=1)
+    )
+    certificate = builder.serial_number(1).sign(key, hashes.SHA256())
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    hashed = hashlib.sha256(OPERATOR_KEY.encode()).hexdigest()
+    files = {
+        "tls/tls.crt": certificate.public_bytes(pem),
+        "tls/tls.key": key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain),
+        "keys/keys": f"sha256:{hashed} operators admin\n".encode(),
+        "operator/key": OPERATOR_KEY.encode(),
+    }
+    for file, content in files.items():
+        path = tmp_path / "etc" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return tmp_path / "etc"
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Serve:
+    """Starts the service with a container's variables, free ports, and folders of the test in place of volumes."""
+
+    def run(rendered: Container) -> Any:
+        values = {"POD_IP": "127.0.0.1"}
+        for entry in (each for each in rendered["env"] if "value" in each):
+            text = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], entry["value"])
+            values[entry["name"]] = text.replace("/etc/penstock", f"{tmp_path}/etc")
+        values |= {name: str(tmp_path) for name in ("HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "HF_HOME")}
+        values |= {f"{PREFIX}{name}": "0" for name in ("PORT", "HTTP_PORT") if f"{PREFIX}{name}" in values}
+        for name in (f"{PREFIX}ADMIN_LISTEN", f"{PREFIX}METRICS_LISTEN"):
+            values[name] = re.sub(r":\d+$", ":0", values[name])
+        values["PATH"] = "/usr/bin:/bin"
+        return serving(command=(PENSTOCK, "serve"), env=values, cwd=tmp_path)
+
+    return run
+
+
+def admin_of(greeting: str) -> str:
+    found = re.search(r"admin listener on (\S+):\n", greeting)
+    assert found is not None, greeting
+    return found[1]
+
+
+def end(process: subprocess.Popen[str]) -> int:
+    """Sends SIGTERM, reads the rest of the output, and returns the exit status."""
+    reading = threading.Thread(target=process.communicate)
+    process.send_signal(signal.SIGTERM)
+    reading.start()
+    reading.join()
+    return process.returncode
+
+
+def test_the_service_runs_with_the_variables_of_a_pod(render: Callable[..., Any], serve: Serve) -> None:
+    with serve(container(render(shutdown={"drainDelaySeconds": 0}, http={"enabled": True}))) as (process, greeting):
+        assert target_of(greeting).startswith("0.0.0.0:")
+        metrics = re.search(r"http://(\S+)/metrics", greeting)
+        assert metrics is not None, greeting
+        assert "penstock_waiting_choices 0" in fetch(metrics[1])
+        assert probe(admin_of(greeting), "") == 0
+        assert end(process) == 0
+
+
+def test_probes_and_hook_work_beside_tls_and_keys(render: Callable[..., Any], serve: Serve, etc: Path) -> None:
+    rendered = container(
+        render(
+            tls={"secret": "tls"},
+            apiKeys={"secret": "keys"},
+            shutdown={"drainDelaySeconds": 0, "preStop": {"enabled": True, "operatorKey": {"secret": "operator"}}},
+        )
+    )
+    (shell, option, script) = rendered["lifecycle"]["preStop"]["exec"]["command"]
+    with serve(rendered) as (process, greeting):
+        admin = admin_of(greeting)
+        assert (probe(admin, ""), probe(admin, LIVENESS)) == (0, 0)
+        variables = {"PATH": f"{PENSTOCK.parent}:{os.environ['PATH']}", "PENSTOCK_ADMIN": admin}
+        command = [shell, option, script.replace("/etc/penstock", str(etc))]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert (probe(admin, ""), probe(admin, LIVENESS)) == (1, 0)
+        assert end(process) == 0
