@@ -39,7 +39,7 @@ def container(manifests: list[dict[str, Any]]) -> Container:
 
 
 def probe(*arguments: str) -> int:
-    command = [sys.executable, "-P", PROBE, *arguments]
+    command = [sys.executable, "-P", str(PROBE), *arguments]
     return subprocess.run(command, capture_output=True, check=False).returncode
 
 
