@@ -82,6 +82,37 @@ def test_kubernetes_own_resources_are_valid(render: Render, example: str | None,
         validate(manifest, version, strict=True)
 
 
+def test_what_no_example_uses_is_valid_too(render: Render) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed").validate
+    metric = {"name": "penstock_waiting_choices", "averageValue": "8"}
+    manifests = render(
+        autoscaling={"hpa": {"enabled": True, "podMetrics": [metric]}},
+        apiKeys={"content": "sha256:00 tenant\n"},
+        networkPolicy={"enabled": True, "egress": [{"ports": [{"port": 53, "protocol": "UDP"}]}]},
+        extraVolumes=[{"name": "weights", "hostPath": {"path": "/weights"}}],
+        extraVolumeMounts=[{"name": "weights", "mountPath": "/weights", "readOnly": True}],
+        extraArgs=["--log-level=debug"],
+        model={"name": "/weights", "offline": True},
+        labels={"team": "search"},
+        podLabels={"tier": "gold"},
+        podAnnotations={"note": "x"},
+        serviceAccount={"name": "penstock"},
+        priorityClassName="high",
+        strategy={"type": "Recreate", "rollingUpdate": None},
+        service={"type": "LoadBalancer", "annotations": {"note": "x"}},
+    )
+    for manifest in manifests:
+        validate(manifest, KUBERNETES[-1], strict=True)
+    scaler = find(manifests, "HorizontalPodAutoscaler")["spec"]
+    assert [each["type"] for each in scaler["metrics"]] == ["Resource", "Pods"]
+    deployment = find(manifests, "Deployment")
+    assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert "replicas" not in deployment["spec"]
+    assert find(manifests, "Secret")["stringData"] == {"keys": "sha256:00 tenant\n"}
+    serve = container(manifests)
+    assert parse_config(serve["args"], environment(serve)).log_level == "debug"
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_custom_resources_have_known_fields(render: Render, example: str) -> None:
     for manifest in render(example):
