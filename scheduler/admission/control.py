@@ -125,8 +125,8 @@ class AdmissionControl:
 
 
 _TOO_FAST = {
-    Rated.REQUEST: "sends requests faster than it may",
-    Rated.TOKENIZER_CALL: "calls the tokenizer faster than it may",
+    Rated.REQUEST: "exceeds its rate of requests",
+    Rated.TOKENIZER_CALL: "exceeds its rate of tokenizer calls",
 }
 
 

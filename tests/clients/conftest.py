@@ -32,9 +32,7 @@ class Tool:
         command = [*self.command, *map(str, arguments)]
         return subprocess.Popen(command, env=self.environment, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
 
-    def run(
-        self, *arguments: object, text: str | None = None, timeout: float = 120
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: object, text: str | None = None) -> subprocess.CompletedProcess[str]:
         """With this text on standard input, or nothing there."""
         command = [*self.command, *map(str, arguments)]
         return subprocess.run(

@@ -164,7 +164,7 @@ class UpstreamCaller:
         """Raises GatewayError if too many of the tenant's requests were refused; called before a body is read."""
         wait_s = self._link.refusals.wait_s(self.counted_as)
         if wait_s > 0:
-            message = f"this tenant sends requests faster than it may; try again in {wait_s:.3g} s"
+            message = f"this tenant exceeds its rate of requests; try again in {wait_s:.3g} s"
             raise GatewayError(429, message, code="tenant_rate", retry_after_s=wait_s, may_retry=True)
 
     def count_refusal(self) -> None:

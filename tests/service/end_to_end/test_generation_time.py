@@ -5,36 +5,18 @@ import time
 
 import grpc
 import pytest
+from letters import ENDLESS, begin, cancel, paced
 from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.v1 import generation_pb2 as pb
 
-ENDLESS = 4000
 LONGER = (150, 1500, 6000)
 """Milliseconds for a request that has to begin and must not end: more are given where a busy machine needs them."""
 HELLO = "fghij"
 TOO_LONG = pb.Start(text="xx", sampling=pb.Sampling(min_tokens=4095))
 """Refused once it is known how many tokens the prompt leaves."""
 """What the worker says to a prompt of five tokens."""
-
-
-def begin(ref=0, text="hello", max_tokens=5, **fields):
-    return pb.GenerateRequest(start=pb.Start(ref=ref, text=text, sampling=pb.Sampling(max_tokens=max_tokens), **fields))
-
-
-def cancel(*refs):
-    return pb.GenerateRequest(cancel=pb.Cancel(refs=refs))
-
-
-def paced(**options):
-    """A worker that takes its time, so that a request lives long enough to be interfered with."""
-
-    def next_letter(history, sampling):
-        return ord("a") + len(history) % 26
-
-    return FakeExecutor(vocab_size=258, next_token=next_letter, seconds_per_step=0.002, **options)
 
 
 class TestDeadlines:
@@ -173,8 +155,7 @@ class TestPreparation:
 
     async def test_no_heartbeat_comes_before_accepted(self, start_service, slow_tokenizer):
         """It would commit the call, which then could not be tried again."""
-        executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.1)
-        service = await start_service(executor, heartbeat_s=0.02)
+        service = await start_service(paced(0.1), heartbeat_s=0.02)
         call = service.generation.GenerateOne(pb.GenerateOneRequest(start=TOO_LONG))
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call.read()

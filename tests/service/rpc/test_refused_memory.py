@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[str, pb.Start, str]] = {
     "another tenant": ("any", start(tenant="other"), "tenant"),
     "no context": ("any", cut(continue_from="nothing"), "no context"),
     "a tenant's cap": ("capped", cut(), "at most 4"),
-    "a tenant's rate": ("limited", start(), "faster than it may"),
+    "a tenant's rate": ("limited", start(), "exceeds its rate"),
     "a deadline": ("any", cut(timeout_ms=1), "deadline"),
 }
 """Who sends it, what, and a part of the refusal."""

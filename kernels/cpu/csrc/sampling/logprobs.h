@@ -15,7 +15,7 @@ INLINE float logprob(const LogTotal& total, float x) {
 }
 
 // Adds float32 exponentials in float64, one group at a time.
-static LogTotal log_total(const float* logits, int n, const Survey& found) {
+static LogTotal log_total(const float* logits, int n, const RowMax& found) {
   if (is_broken(found)) return {0.0, __builtin_nan("")};
   Doubles total = {};
   for (int begin = 0; begin < n; begin += GROUP) {

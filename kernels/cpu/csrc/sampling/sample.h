@@ -94,12 +94,13 @@ static const uint32_t* find_mask(int vocab_size, const SamplingRow& row, uint32_
   return room;
 }
 
-INLINE Survey survey_allowed(float* logits, int vocab_size, const uint32_t* mask, float* maxima) {
-  return mask ? survey_masked(logits, vocab_size, mask, maxima) : survey(logits, vocab_size, maxima);
+INLINE RowMax find_max_allowed(float* logits, int vocab_size, const uint32_t* mask, float* maxima) {
+  return mask ? find_max_masked(logits, vocab_size, mask, maxima) : find_max(logits, vocab_size, maxima);
 }
 
-// Removes tokens that the mask does not allow, and forbidden tokens unless no others are left. Surveys the row.
-static Survey restrain(float* logits, int vocab_size, const SamplingRow& row, const uint32_t* mask,
+// Removes tokens that the mask does not allow, and forbidden tokens unless no others are left. Returns the maximum of
+// the rest.
+static RowMax restrain(float* logits, int vocab_size, const SamplingRow& row, const uint32_t* mask,
                        const SamplingRoom& room) {
   int masked = 0;
   for (int64_t i = 0; i < row.num_forbidden; i++) {
@@ -109,10 +110,10 @@ static Survey restrain(float* logits, int vocab_size, const SamplingRow& row, co
     room.entries.x[masked++] = logits[id];
     logits[id] = -INFINITE;
   }
-  Survey found = survey_allowed(logits, vocab_size, mask, room.maxima);
+  RowMax found = find_max_allowed(logits, vocab_size, mask, room.maxima);
   if (masked == 0 || found.best != -INFINITE || found.has_nan) return found;
   for (int i = 0; i < masked; i++) logits[room.entries.ids[i]] = room.entries.x[i];
-  return survey_allowed(logits, vocab_size, mask, room.maxima);
+  return find_max_allowed(logits, vocab_size, mask, room.maxima);
 }
 
 // Whether the logit of the chosen token may differ from the model's.
@@ -141,7 +142,7 @@ static void filter(const Scores& scores, const SamplingRow& row, int top_k, cons
 
 // Takes the argmax, or draws. If the row's best logit is not finite, takes the lowest allowed token.
 static void choose(const float* logits, int vocab_size, const SamplingRow& row, const uint32_t* mask,
-                   const Survey& found, const SamplingRoom& room, SampledToken& out) {
+                   const RowMax& found, const SamplingRoom& room, SampledToken& out) {
   if (is_broken(found)) {
     out.token_id = lowest_allowed(mask, vocab_size);
     return;
@@ -165,7 +166,7 @@ static void choose(const float* logits, int vocab_size, const SamplingRow& row, 
 // Ranks the likeliest tokens, and returns the total from which other log-probabilities follow.
 static LogTotal rank_logprobs(const float* logits, int vocab_size, int num_top, const SamplingRoom& room,
                               int32_t* top_ids, float* top) {
-  const LogTotal total = log_total(logits, vocab_size, survey(logits, vocab_size, room.maxima));
+  const LogTotal total = log_total(logits, vocab_size, find_max(logits, vocab_size, room.maxima));
   const Scores scores = {logits, vocab_size, room.maxima, 0.0f, 1.0f};
   Entries entries = room.entries;
   if (num_top > 0) top_logprobs(scores, total, num_top, entries, room.selection, top_ids, top);
@@ -191,7 +192,7 @@ static void sample(float* logits, int vocab_size, const SamplingRow& row, uint8_
   penalise(logits, vocab_size, row);
   add_biases(logits, vocab_size, row);
   const uint32_t* mask = find_mask(vocab_size, row, room.mask);
-  const Survey found = restrain(logits, vocab_size, row, mask, room);
+  const RowMax found = restrain(logits, vocab_size, row, mask, room);
   choose(logits, vocab_size, row, mask, found, room, *out);
   if (wanted) out->logprob = logprob(total, own[out->token_id]);
 }

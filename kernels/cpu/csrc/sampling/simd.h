@@ -207,16 +207,16 @@ INLINE void fill_up(Entries& entries) {
 }
 
 // The result of the first pass over a row.
-struct Survey {
+struct RowMax {
   float best;
   bool has_nan;
 };
 
 // Whether the model computed logits from which no token can be chosen.
-INLINE bool is_broken(const Survey& found) { return found.has_nan || !(found.best >= LOWEST && found.best <= -LOWEST); }
+INLINE bool is_broken(const RowMax& found) { return found.has_nan || !(found.best >= LOWEST && found.best <= -LOWEST); }
 
-// The state of a survey during its pass over a row.
-struct Surveying {
+// The maxima during a pass over a row: of every group, and of all.
+struct MaxFinder {
   float* maxima;
   Floats best = splat(-INFINITE), largest_here = splat(-INFINITE);
   uint32_t ordered = 0xffff;  // lanes without NaN
@@ -231,23 +231,23 @@ struct Surveying {
     best = max(best, largest_here);
     largest_here = splat(-INFINITE);
   }
-  __attribute__((always_inline)) Survey found() const { return {largest(best), ordered != 0xffff}; }
+  __attribute__((always_inline)) RowMax found() const { return {largest(best), ordered != 0xffff}; }
 };
 
-static Survey survey(const float* logits, int n, float* maxima) {
-  Surveying surveying = {maxima};
+static RowMax find_max(const float* logits, int n, float* maxima) {
+  MaxFinder finder = {maxima};
   for (int begin = 0; begin < n; begin += GROUP) {
     int end = begin + GROUP < n ? begin + GROUP : n;
-    for (int at = begin; at < end; at += 16) surveying.add(load_entries(logits, at, n));
-    surveying.end_group();
+    for (int at = begin; at < end; at += 16) finder.add(load_entries(logits, at, n));
+    finder.end_group();
   }
-  return surveying.found();
+  return finder.found();
 }
 
-// Surveys the entries that a mask leaves. The other entries become minus infinity, except in groups of which nothing is
-// left: their maxima are minus infinity, so they are never read.
-static Survey survey_masked(float* logits, int n, const uint32_t* mask, float* maxima) {
-  Surveying surveying = {maxima};
+// Finds the maximum of the entries that a mask leaves. The other entries become minus infinity, except in groups of
+// which nothing is left: their maxima are minus infinity, so they are never read.
+static RowMax find_max_masked(float* logits, int n, const uint32_t* mask, float* maxima) {
+  MaxFinder finder = {maxima};
   for (int begin = 0; begin < n; begin += GROUP) {
     const int end = begin + GROUP < n ? begin + GROUP : n;
     uint32_t any = 0, all = ~0u;
@@ -256,17 +256,17 @@ static Survey survey_masked(float* logits, int n, const uint32_t* mask, float* m
       all &= mask[at / 32];
     }
     if (all == ~0u) {
-      for (int at = begin; at < end; at += 16) surveying.add(load_entries(logits, at, n));
+      for (int at = begin; at < end; at += 16) finder.add(load_entries(logits, at, n));
     } else if (any) {
       for (int at = begin; at < end; at += 16) {
         const Floats kept = keep_lanes(load_entries(logits, at, n), mask[at / 32] >> at % 32 & 0xffff);
         store_entries(logits, at, n, kept);
-        surveying.add(kept);
+        finder.add(kept);
       }
     }
-    surveying.end_group();
+    finder.end_group();
   }
-  return surveying.found();
+  return finder.found();
 }
 
 // The lowest id that has the best logit.
