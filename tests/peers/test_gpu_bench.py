@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("triton")  # there are no wheels of it but for Linux
 
-from gpu_bench.apart import Failed, Tell, run_apart
+from gpu_bench.apart import Failed, Send, run_apart
 from gpu_bench.figures import TABLES, LeftOut
 
 
 @pytest.mark.timeout(1200)
-def test_everything_runs_with_tiny_shapes_and_tells_every_key(tmp_path: Path) -> None:
+def test_everything_runs_with_tiny_shapes_and_has_every_key(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-P", "-m", "gpu_bench", "--tiny", "--json", out],
@@ -28,28 +28,28 @@ def test_everything_runs_with_tiny_shapes_and_tells_every_key(tmp_path: Path) ->
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(out.read_text())
-    assert set(told) == {"about", *TABLES, "left_out"}
+    lines = json.loads(out.read_text())
+    assert set(lines) == {"about", *TABLES, "left_out"}
     assert {"date", "command", "tiny", "seconds", "device", "cuda", "torch", "triton", "transformers"} <= set(
-        told["about"]
+        lines["about"]
     )
     for name, kind in TABLES.items():
         names = {field.name for field in fields(kind)}
-        assert [set(line) for line in told[name]] == [names] * len(told[name])
+        assert [set(line) for line in lines[name]] == [names] * len(lines[name])
         # Everything was measured in some line.
-        assert {key for line in told[name] for key, value in line.items() if value is not None} == names, name
-    assert all(line["is_right"] for line in told["kernels"] + told["accuracy"])
-    assert all(line["same_tokens"] for line in told["deterministic"])
+        assert {key for line in lines[name] for key, value in line.items() if value is not None} == names, name
+    assert all(line["is_right"] for line in lines["kernels"] + lines["accuracy"])
+    assert all(line["same_tokens"] for line in lines["deterministic"])
     fit = LeftOut("decode", "tiny float32 batch 2 context 96", "its KV does not fit")
-    assert told["left_out"] == [asdict(fit)]
+    assert lines["left_out"] == [asdict(fit)]
     for engine in ("transformers static", "penstock --deterministic"):
         assert f"| tiny | {engine} |" in done.stdout
     assert "tiny float32 batch 2 context 96: its KV does not fit" in done.stdout
 
 
-def test_a_part_that_takes_too_long_is_ended_and_what_it_told_counts() -> None:
-    def work(tell: Tell) -> None:
-        tell({"a": 1})
+def test_a_part_that_takes_too_long_is_ended_and_its_lines_count() -> None:
+    def work(send: Send) -> None:
+        send({"a": 1})
         time.sleep(60)
 
     lines: list[dict[str, Any]] = []
@@ -60,13 +60,13 @@ def test_a_part_that_takes_too_long_is_ended_and_what_it_told_counts() -> None:
     assert lines == [{"a": 1}]
 
 
-def test_a_part_that_dies_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    def work(tell: Tell) -> None:
-        tell({"a": 1})
+def test_a_part_that_dies_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    def work(send: Send) -> None:
+        send({"a": 1})
         raise RuntimeError("an illegal memory access")
 
-    told = run_apart(work, 60.0)
-    assert next(told) == {"a": 1}
+    lines = run_apart(work, 60.0)
+    assert next(lines) == {"a": 1}
     with pytest.raises(Failed, match=r"ended with status 1"):
-        next(told)
+        next(lines)
     assert "an illegal memory access" in capfd.readouterr().err

@@ -4,10 +4,10 @@
     make bench-gpu ARGS='--parts ceilings kernels'  some parts, by how their names begin
     TINY=1 make bench-gpu                           the same with tiny shapes, in Triton's interpreter on a CPU
 
-Ceilings first: bytes copied and products a second. Then every kernel beside its reference and its limit, whole models
-beside fp32, steps of decoding and prompts beside their floors, the service's start and its throughput, the same
-requests on transformers, and the cost of --deterministic, in steps and in the service. What was left out is told with
-the reason. Fails if something is wrong or nothing was measured, never because of a figure.
+It measures the limits of the GPU first: bytes copied and products per second. Then come every kernel beside its
+reference and its limit, whole models beside fp32, steps of decoding and prompts beside their floors, the service's
+start and throughput, the same requests on transformers, and the cost of --deterministic. What could not be measured is
+listed with the reason. The command fails if a result is wrong or nothing was measured, never because of a figure.
 """
 
 import argparse

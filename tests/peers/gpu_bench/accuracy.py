@@ -29,7 +29,7 @@ ALLOWED = 1e-3
 """The error of a log-probability that is allowed in any case..."""
 ALLOWED_TIMES = 1.5
 """... or as many times the error of plain torch in the model's dtype, whose rounding grows with depth and width."""
-TOLD = SamplingParams(temperature=0.0, logprobs=20)
+WITH_TOP = SamplingParams(temperature=0.0, logprobs=20)
 
 
 def measure(model: Model, sizes: Sizes) -> Iterator[AccuracyFigures]:
@@ -83,7 +83,7 @@ def _answers(backend: Backend, prompts: list[list[int]]) -> list[RowResult]:
     runner = Runner(backend)
     blocks = iter(range(backend.facts.num_blocks))
     added = [
-        AddedRow(row, 0, prompt, len(prompt), 0, [next(blocks) for _ in range(-(-len(prompt) // PAGE_SLOTS))], TOLD)
+        AddedRow(row, 0, prompt, len(prompt), 0, [next(blocks) for _ in range(-(-len(prompt) // PAGE_SLOTS))], WITH_TOP)
         for row, prompt in enumerate(prompts)
     ]
     chunks = [Chunk(row, 0, len(prompt) - 1) for row, prompt in enumerate(prompts)]
@@ -101,6 +101,6 @@ def _distance(made: RowResult, expected: RowResult) -> float:
     assert made.logprobs is not None
     assert expected.logprobs is not None
     known = dict(zip(expected.logprobs.top_token_ids, expected.logprobs.top, strict=True))
-    told = zip(made.logprobs.top_token_ids, made.logprobs.top, strict=True)
-    distances = [abs(logprob - known[token_id]) for token_id, logprob in told if token_id in known]
+    ours = zip(made.logprobs.top_token_ids, made.logprobs.top, strict=True)
+    distances = [abs(logprob - known[token_id]) for token_id, logprob in ours if token_id in known]
     return max(distances, default=float("inf"))

@@ -1,4 +1,4 @@
-"""Runs a part in a process of its own, within its time: what it allocates, breaks and leaves running ends with it."""
+"""Runs a part in a process of its own, with a time limit. What it allocates, breaks or leaves running ends with it."""
 
 import json
 import os
@@ -11,17 +11,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Tell = Callable[[dict[str, Any]], None]
+Send = Callable[[dict[str, Any]], None]
 
 
 class Failed(Exception):
-    """A part that ended before its end; what it told before that counts."""
+    """A part ended too early. The lines that it sent before that count."""
 
 
-def run_apart(work: Callable[[Tell], None], seconds: float) -> Iterator[dict[str, Any]]:
-    """What ``work`` tells, as it tells it. Raises Failed if it does not end well within so many seconds.
+def run_apart(work: Callable[[Send], None], seconds: float) -> Iterator[dict[str, Any]]:
+    """Yields the lines that ``work`` sends, when it sends them. Raises Failed if it fails or takes longer.
 
-    The process is a copy of this one, which must not have touched the device; imports are paid for once that way.
+    The process is a copy of this one, so modules are imported only once. This process must not have used the device.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -49,18 +49,18 @@ def run_apart(work: Callable[[Tell], None], seconds: float) -> Iterator[dict[str
         raise Failed(f"ended with status {code}; its error is above")
 
 
-def _be_child(work: Callable[[Tell], None], writer: int) -> None:
+def _be_child(work: Callable[[Send], None], writer: int) -> None:
     """Never returns."""
     os.setsid()
     status = 1
     try:
         with os.fdopen(writer, "w") as pipe:
 
-            def tell(line: dict[str, Any]) -> None:
+            def send(line: dict[str, Any]) -> None:
                 pipe.write(json.dumps(line) + "\n")
                 pipe.flush()
 
-            work(tell)
+            work(send)
         status = 0
     except BaseException:
         traceback.print_exc()

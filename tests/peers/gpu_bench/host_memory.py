@@ -53,7 +53,7 @@ class Turns:
     """A scheduler and its worker, by turns, without processes between them."""
 
     def __init__(self, backend: Any, tokens: int, **facts: Any) -> None:
-        """``backend`` has at least ``num_blocks`` of KV, and host memory for twice as many. ``facts`` are told to the
+        """``backend`` has at least ``num_blocks`` of KV, and host memory for twice as many. ``facts`` go to the
         scheduler in the place of the backend's."""
         blocks = num_blocks(tokens, backend.facts.block_size)
         self.facts: WorkerFacts = replace(

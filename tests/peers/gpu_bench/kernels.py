@@ -30,7 +30,7 @@ class Case:
     text: str
     """Which inputs."""
     error: Callable[[], float]
-    """Runs it once, and tells how far the result is from the reference."""
+    """Runs it once, and returns the distance of the result from the reference."""
     allowed: float
     run: Callable[[], object]
     num_bytes: float = 0.0
@@ -53,7 +53,7 @@ def measure(
             try:
                 yield _figures(model, make(model, sizes, device), device, ceiling)
             except Exception as error:
-                # A kernel that has broken the device fails all that follow; each says so.
+                # After a kernel that broke the device, all others fail. Each has its own line.
                 yield LeftOut("kernels", f"{model.name} {_name(make)}", f"{type(error).__name__}: {error}"[:300])
 
 

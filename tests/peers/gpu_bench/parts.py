@@ -1,4 +1,4 @@
-"""The parts of a run, in the order of what is most wanted: each with the time it may take."""
+"""The parts of a run, the most important ones first, each with its time limit."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpu_bench.apart import Failed, Tell, run_apart
+from gpu_bench.apart import Failed, Send, run_apart
 from gpu_bench.figures import TABLES, Ceiling, Figures, LeftOut, table_of
 from gpu_bench.sizes import Model, Sizes
 
@@ -22,20 +22,20 @@ PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 @dataclass
 class Results:
-    """What a run has so far."""
+    """The results so far."""
 
     about: dict[str, Any] = field(default_factory=dict)
-    """The device and versions."""
+    """The device and the versions of packages."""
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {name: [] for name in TABLES})
     left_out: list[LeftOut] = field(default_factory=list)
 
     @property
     def ceiling(self) -> Ceiling | None:
-        """None where it was not measured."""
+        """None if it was not measured."""
         return Ceiling(**self.tables["ceilings"][0]) if self.tables["ceilings"] else None
 
     def ours_per_s(self, model: Model) -> float | None:
-        """Tokens a second of the service."""
+        """Returns the tokens per second of our service."""
         lines = (line for line in self.tables["serving"] if line["model"] == model.name and line["ratio"] == 1.0)
         return next((line["tokens_per_s"] for line in lines), None)
 
@@ -49,12 +49,12 @@ class Part:
 
     name: str
     seconds: float
-    """That it may take."""
+    """The time limit."""
     measure: Measure
 
 
 def parts(sizes: Sizes) -> list[Part]:
-    """All of them."""
+    """Returns all parts."""
     first, *others = sizes.models
     return [
         Part("ceilings", 20, partial(_ceilings, sizes)),
@@ -78,13 +78,13 @@ def _service(model: Model, sizes: Sizes) -> list[Part]:
 
 
 def run(part: Part, seconds: float, results: Results) -> None:
-    """Adds what it measures; what it did not is left out, and why."""
+    """Runs a part and adds its lines to the results, and the reason for what it left out."""
     if seconds < MIN_SECONDS:
         results.left_out.append(LeftOut(part.name, "all of it", "no time was left"))
         return
     began = time.monotonic()
     try:
-        for line in run_apart(partial(_tell_all, part, results), min(seconds, part.seconds)):
+        for line in run_apart(partial(_send_all, part, results), min(seconds, part.seconds)):
             match line:
                 case {"table": table, "line": figures}:
                     results.tables[table].append(figures)
@@ -93,20 +93,20 @@ def run(part: Part, seconds: float, results: Results) -> None:
                 case {"about": about}:
                     results.about |= about
     except Failed as failed:
-        results.left_out.append(LeftOut(part.name, "what is not told", str(failed)))
+        results.left_out.append(LeftOut(part.name, "what has no line", str(failed)))
     print(f"{part.name}: {time.monotonic() - began:.0f} s", flush=True)
 
 
-def _tell_all(part: Part, results: Results, tell: Tell) -> None:
+def _send_all(part: Part, results: Results, send: Send) -> None:
     try:
-        tell({"about": _about()})
+        send({"about": _about()})
         for line in part.measure(results):
             if isinstance(line, LeftOut):
-                tell({"left_out": asdict(line)})
+                send({"left_out": asdict(line)})
             else:
-                tell({"table": table_of(line), "line": asdict(line)})
+                send({"table": table_of(line), "line": asdict(line)})
     except ModuleNotFoundError as error:
-        tell({"left_out": asdict(LeftOut(part.name, "all of it", f"{error.name} is not installed"))})
+        send({"left_out": asdict(LeftOut(part.name, "all of it", f"{error.name} is not installed"))})
 
 
 def _about() -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-# What follows runs in processes of their own, and imports there what not every machine has.
+# These functions run in processes of their own. They import packages there that some machines lack.
 
 
 def _ceilings(sizes: Sizes, _results: Results) -> Iterable[Figures]:

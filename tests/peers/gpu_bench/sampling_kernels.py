@@ -61,7 +61,7 @@ def sampling(
     rows = _rows(shape, lines, device, temperature, top_k, top_p)
     numbers = torch.arange(lines, dtype=torch.int32, device=device)
     zeros = _integers(lines, device=device)
-    told = Lines(
+    lines_of_rows = Lines(
         num_lines=_integers(1, device=device, value=lines),
         rows=numbers,
         positions=numbers % MAX_HISTORY,
@@ -70,7 +70,7 @@ def sampling(
         mask_words=_integers(1, shape.mask_words, device=device),
     )
     token_ids = torch.empty_like(zeros)
-    run = partial(sample, shape, logits, rows, told, make_workspace(shape, lines, device), token_ids)
+    run = partial(sample, shape, logits, rows, lines_of_rows, make_workspace(shape, lines, device), token_ids)
 
     def error() -> float:
         run()
@@ -82,7 +82,7 @@ def sampling(
             reference_sampling.keep_top_k(x, torch.full((lines,), top_k, device=device))
         if top_p < 1.0:
             reference_sampling.keep_top_p(x, torch.full((lines,), top_p, device=device))
-        expected = reference_sampling.sample(x, numbers.long(), told.positions.long())
+        expected = reference_sampling.sample(x, numbers.long(), lines_of_rows.positions.long())
         return float((token_ids != expected).float().mean())
 
     filters = f", top_k {top_k}" * (top_k > 0) + f", top_p {top_p}" * (top_p < 1.0)

@@ -77,7 +77,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of the service, all alike; so many at a time."""
+    """Requests of the service, all of the same size."""
 
     requests: int
     concurrency: int

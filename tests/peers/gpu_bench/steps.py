@@ -101,7 +101,7 @@ class Bench:
                 pages.copy_(torch.randn_like(pages, dtype=torch.float32))
 
     def fits(self, batch: int, context: int) -> bool:
-        """Whether there are pages for so many rows of that context."""
+        """Whether there are pages for that many rows of that context."""
         return batch * self._pages_of(context) <= self._backend.facts.num_blocks
 
     def _pages_of(self, context: int) -> int:

@@ -75,7 +75,7 @@ def _static(model: Any, requests: Sequence[Request], workload: Workload) -> Ran:
 def _figures(model: Model, workload: Workload, engine: str, ran: Ran, ours_per_s: float | None) -> ServingFigures:
     rate = sum(len(events) for events in ran.events) / (ran.ended - ran.began)
     gaps = sorted(later - earlier for events in ran.events for (earlier, _), (later, _) in itertools.pairwise(events))
-    # All requests were given at the beginning, so when their first tokens came tells nothing.
+    # All requests were sent at the beginning, so the times of their first tokens mean nothing.
     return ServingFigures(
         model=model.name,
         engine=engine,
