@@ -13,7 +13,7 @@ from penstock.service.admin.listener import AdminListener
 from penstock.service.admin.operations import AdminService
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import IdentityInterceptor
-from penstock.service.config.addresses import METRICS_FLAG, Address
+from penstock.service.config.addresses import Address
 from penstock.service.config.limits import ModelLimits, Validator
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.embed import EmbedRequestBuilder
@@ -30,7 +30,6 @@ from penstock.service.rpc.tokenizer import TokenizerService
 from penstock.service.telemetry.collector import MetricsReader
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.metrics import Metrics
-from penstock.service.telemetry.metrics_outlets import MetricsOutlets
 from penstock.service.telemetry.tracing import Exporter, Telemetry
 from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.transport.call_limits import CallLimits
@@ -83,7 +82,6 @@ class RunningService:
         self._tls = config.tls
         self._exporter = Exporter(os.environ)
         self._metrics = Metrics()
-        self._outlets: MetricsOutlets | None = None
         self._bound: Address | None = None
         telemetry = Telemetry(config.model_name, self._metrics)
         self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
@@ -149,13 +147,9 @@ class RunningService:
             address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections
         )
 
-    def open_metrics(self, loop_lag: LoopLag) -> str | None:
-        """Starts to serve or send metrics; returns the address of the page, if any. Raises ListenError."""
-        config = self._config
-        reader = MetricsReader(self._engine, self._facts, self._metrics, loop_lag, config.model_name)
-        listen = None if config.metrics_listen is None else Address.parse(config.metrics_listen, METRICS_FLAG)
-        self._outlets = MetricsOutlets(reader, listen, config.allowed_hosts, os.environ)
-        return self._outlets.start()
+    def metrics_reader(self, loop_lag: LoopLag) -> MetricsReader:
+        """Returns a reader of all metrics."""
+        return MetricsReader(self._engine, self._facts, self._metrics, loop_lag, self._config.model_name)
 
     async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, str | None]:
         """Opens both listeners; callers' also on ``private`` Unix sockets, which only this user can open. Returns the
@@ -187,9 +181,7 @@ class RunningService:
             await self.admin.stop()
 
     def close(self) -> None:
-        """Ends threads, and sends the last spans and metrics."""
+        """Ends threads, and sends the last spans."""
         self.pool.close()
         self.grammars.close()
-        if self._outlets is not None:
-            self._outlets.stop()
         self._exporter.close()

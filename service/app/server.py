@@ -7,6 +7,7 @@ before the service refuses requests, and its process ends before the listeners c
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +26,10 @@ from penstock.service.auth.identity import AllowAll
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.config.addresses import ADMIN_FLAG, METRICS_FLAG, Address
 from penstock.service.rpc.health import Health
+from penstock.service.telemetry.collector import read_starting
 from penstock.service.telemetry.event_loop_lag import LoopLag
+from penstock.service.telemetry.metrics_outlets import MetricsOutlets
+from penstock.service.telemetry.prometheus import Readiness
 from penstock.service.telemetry.stats_log import StatsLog
 from penstock.service.text.tokenizer import Tokenizer
 
@@ -66,6 +70,7 @@ class Server:
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._running: RunningService | None = None
+        self._outlets: MetricsOutlets | None = None
         self._starting: asyncio.Task[str] | None = None
         self._stopped: asyncio.Task[None] | None = None
         self.stop_signal = 0
@@ -104,6 +109,18 @@ class Server:
         self._address.check_free()
         if self._admin_address is not None:
             self._admin_address.check_free()
+        metrics = None
+        if self._config.metrics_listen is not None:
+            metrics = Address.parse(self._config.metrics_listen, METRICS_FLAG)
+        self._outlets = MetricsOutlets(read_starting, self._readiness, metrics, self._config.allowed_hosts)
+        self.metrics_target = self._outlets.open_page()
+        try:
+            return await self._start()
+        except BaseException:
+            self._outlets.stop()
+            raise
+
+    async def _start(self) -> str:
         # The engine starts its worker before any gRPC object exists: a process with gRPC's threads must not be forked.
         facts = await self._load()
         running = None
@@ -113,7 +130,6 @@ class Server:
                 running.add_admin(self._admin_address, self._loop_lag, self._is_going_down)
             private = () if self._http is None else (self._http.open(),)
             bound, self.admin_target = await running.listen(self._address, private)
-            self.metrics_target = running.open_metrics(self._loop_lag)
             if self._http is not None:
                 metrics = None if self.metrics_target is None else Address.parse(self.metrics_target, METRICS_FLAG)
                 self.http_target = str(await self._http.start(metrics))
@@ -127,6 +143,8 @@ class Server:
                 running.close()
             raise
         self._running = running
+        assert self._outlets is not None
+        self._outlets.start_push(running.metrics_reader(self._loop_lag).read, os.environ)
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
         self._stats_log.start()
@@ -209,11 +227,21 @@ class Server:
         await running.stop_listening(FLUSH_S)
         await self._engine.stop()
         running.close()
+        if self._outlets is not None:
+            self._outlets.stop()
         _log.info("stopped")
 
     def _take_tenants(self, tenants: TenantLimitsFile) -> None:
         config = replace(self._engine.config, default_tenant=tenants.default, tenants=tenants.named)
         self._engine.reconfigure(config)
+
+    def _readiness(self) -> Readiness:
+        state = self._engine.state.name.lower()
+        if self._running is None:
+            state = "starting"
+        elif self._stop_requested.is_set():
+            state = "stopping"
+        return Readiness(self._health.is_ready, state)
 
     def _is_going_down(self) -> bool:
         return (

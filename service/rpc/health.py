@@ -28,6 +28,11 @@ class Health(health_pb2_grpc.HealthServicer):
         self._closed = False
         self._changed = asyncio.Event()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the services accept requests."""
+        return self._ready
+
     def set_ready(self, ready: bool) -> None:
         """Takes effect at once, and wakes every watcher."""
         if ready == self._ready:

@@ -62,15 +62,20 @@ def _prompt_tokens(now: Snapshot) -> int:
     return now.counters.prefill_tokens + now.stats.cached_tokens
 
 
+def state_points(state: EngineState) -> list[tuple[tuple[str], int]]:
+    """Returns 1 for the state of the engine, and 0 for all others, each with its label."""
+    return [((each.name.lower(),), int(each is state)) for each in EngineState]
+
+
+STATE = Instrument("penstock.state", GAUGE, "", lambda now: state_points(now.stats.state),
+                   "1 for the current state of the engine, 0 for all other states.", ("state",))  # fmt: skip
 INSTRUMENTS = (
     # The engine, now ------------------------------------------------------------------------------------------------
 
     Instrument("penstock.info", GAUGE, "", _info,
                "Always 1; the labels describe the service.",
                ("version", "model", "architecture", "backend", "device", "dtype", "quantization", "kv_cache_dtype")),
-    Instrument("penstock.state", GAUGE, "",
-               lambda now: [((state.name.lower(),), int(state is now.stats.state)) for state in EngineState],
-               "1 for the current state of the engine, 0 for all other states.", ("state",)),
+    STATE,
     Instrument("penstock.live_requests", GAUGE, "{request}", lambda now: now.stats.requests,
                "Requests that have not ended, including waiting ones."),
     Instrument("penstock.stalled_requests", GAUGE, "{request}", lambda now: now.stats.stalled,

@@ -9,15 +9,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
-from penstock.service.telemetry.catalog import INSTRUMENTS
+from penstock.service.telemetry.catalog import INSTRUMENTS, STATE, state_points
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.histogram import Distribution, Histogram
 from penstock.service.telemetry.instrument import Instrument, Snapshot
 from penstock.service.telemetry.metrics import Metrics
+
+T = TypeVar("T")
 
 READ_S = 5.0
 """How long a thread waits for the event loop."""
@@ -82,16 +85,21 @@ def _merge(common: list[str | None], labels: tuple[str, ...]) -> tuple[str, ...]
     return tuple([next(own) if label is None else label for label in common])
 
 
-class LoopReader:
-    """Reads metrics from other threads, through the event loop that it is created on."""
+def read_starting() -> list[Reading]:
+    """Returns the metrics of a service that is starting: only the state has a value."""
+    return [Reading(STATE, [Point(labels, value) for labels, value in state_points(EngineState.STARTING)])]
 
-    def __init__(self, read: Callable[[], list[Reading]]) -> None:
+
+class LoopReader(Generic[T]):
+    """Calls a function from other threads, on the event loop that this object is created on."""
+
+    def __init__(self, read: Callable[[], T]) -> None:
         self._read = read
         self._loop = asyncio.get_running_loop()
 
-    def read(self) -> list[Reading]:
-        """Returns every metric. Raises TimeoutError if the loop is too busy, or closed."""
-        answer: Future[list[Reading]] = Future()
+    def read(self) -> T:
+        """Returns the result. Raises TimeoutError if the loop is too busy, or closed."""
+        answer: Future[T] = Future()
 
         def work() -> None:
             try:

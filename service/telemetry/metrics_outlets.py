@@ -1,43 +1,52 @@
 """Publishes a service's metrics: on a page for Prometheus, to a collector, both or neither."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.service.config.addresses import Address
-from penstock.service.telemetry.collector import LoopReader, MetricsReader
-from penstock.service.telemetry.otlp import push_from
-from penstock.service.telemetry.prometheus import MetricsPage
+from penstock.service.telemetry.collector import LoopReader, Reading
+from penstock.service.telemetry.otlp import MetricsPush, push_from
+from penstock.service.telemetry.prometheus import MetricsPage, Readiness
 
 
 class MetricsOutlets:
-    """The page and the push. Create it on the event loop, after the worker has started, because it starts threads."""
+    """The page and the push. Create it on the event loop."""
 
     def __init__(
         self,
-        reader: MetricsReader,
+        read: Callable[[], list[Reading]],
+        readiness: Callable[[], Readiness],
         address: Address | None,
         allowed_hosts: tuple[str, ...],
-        environ: Mapping[str, str],
     ) -> None:
-        """``address``: of the page, None for no page. ``allowed_hosts``: further host names of the page. ``environ``:
-        the environment with OpenTelemetry's own variables."""
-        self._reader = reader
-        from_threads = LoopReader(reader.read)
-        self._page = (
-            None if address is None else MetricsPage(address, AllowedHosts(address.host, allowed_hosts), from_threads)
-        )
-        self._push = push_from(environ, from_threads)
+        """``read`` returns the metrics until ``start_push`` replaces it. ``address``: of the page, None for no page.
+        ``allowed_hosts``: further host names of the page."""
+        self._read = read
+        self._from_threads = LoopReader(self._read_now)
+        self._page: MetricsPage | None = None
+        if address is not None:
+            hosts = AllowedHosts(address.host, allowed_hosts)
+            self._page = MetricsPage(address, hosts, self._from_threads, LoopReader(readiness))
+        self._push: MetricsPush | None = None
 
-    def start(self) -> str | None:
-        """Starts both; returns the address of the page, if there is one. Raises ListenError."""
-        target = None if self._page is None else self._page.start()
+    def _read_now(self) -> list[Reading]:
+        return self._read()
+
+    def open_page(self) -> str | None:
+        """Opens the page; returns its address, if there is one. Raises ListenError."""
+        return None if self._page is None else self._page.start()
+
+    def start_push(self, read: Callable[[], list[Reading]], environ: Mapping[str, str]) -> None:
+        """Publishes what ``read`` returns from now on, and starts the push if ``environ``, which has OpenTelemetry's
+        own variables, names a collector. Call it after the worker has started, because it opens a gRPC channel."""
+        self._read = read
+        self._push = push_from(environ, self._from_threads)
         if self._push is not None:
             self._push.start()
-        return target
 
     def stop(self) -> None:
-        """Sends the last values, and stops both. Safe to call before ``start``, and twice."""
+        """Sends the last values, and stops both. Safe to call at any time, and twice."""
         if self._page is not None:
             self._page.stop()
         if self._push is not None:
-            self._push.stop(self._reader.read())
+            self._push.stop(self._read())

@@ -30,7 +30,9 @@ class MetricsPush:
     """A thread that sends all metrics periodically. Counts are totals since the start, whatever temporality the
     environment prefers."""
 
-    def __init__(self, exporter: "MetricExporter", resource: "Resource", interval_s: float, reader: LoopReader) -> None:
+    def __init__(
+        self, exporter: "MetricExporter", resource: "Resource", interval_s: float, reader: LoopReader[list[Reading]]
+    ) -> None:
         self._exporter = exporter
         self._resource = resource
         self._interval_s = interval_s
@@ -91,7 +93,7 @@ def _warn(error: Exception) -> None:
     _log.error("metrics could not be sent (%s in %s); the next ones are tried", type(error).__name__, place)
 
 
-def push_from(environ: Mapping[str, str], reader: LoopReader) -> MetricsPush | None:
+def push_from(environ: Mapping[str, str], reader: LoopReader[list[Reading]]) -> MetricsPush | None:
     """Returns the push that the environment configures; None if it names no collector. Call it after the worker has
     started: it opens a channel."""
     wanted = any(environ.get(name) for name in _ENDPOINTS) and environ.get("OTEL_METRICS_EXPORTER") != "none"

@@ -1,7 +1,8 @@
-"""The page that Prometheus scrapes: ``GET /metrics`` on a listener of its own, in its text format or in OpenMetrics.
+"""The metrics listener: ``GET /metrics`` for Prometheus, in its text format or in OpenMetrics, and the probes
+``/livez`` and ``/readyz``.
 
-A thread serves it. Only reading the values runs on the event loop, for about 1 ms; rendering them takes longer, and
-does not delay streams.
+Threads serve it. Only reading the values runs on the event loop, for about 1 ms; rendering them takes longer, and does
+not delay streams. The listener opens before the model is loaded.
 """
 
 import socket
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
@@ -24,7 +25,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from penstock.clients.host.allowed_hosts import AllowedHosts
-from penstock.service.config.addresses import METRICS_PATH, Address, ListenError
+from penstock.service.config.addresses import LIVE_PATH, METRICS_PATH, READY_PATH, Address, ListenError
 from penstock.service.telemetry.catalog import INSTRUMENTS
 from penstock.service.telemetry.collector import LoopReader, Reading
 from penstock.service.telemetry.histogram import Distribution
@@ -44,16 +45,32 @@ REQUEST_S = 30.0
 _WRONG_METHOD, _ALLOW = "405 Method Not Allowed", ("Allow", "GET, HEAD, OPTIONS")
 _WRONG_HOST = "421 Misdirected Request"
 _OK, _PLAIN, _OPENMETRICS = "200 OK", "text/plain; charset=utf-8", "application/openmetrics-text"
+_UNAVAILABLE = "503 Service Unavailable"
+_PATHS = (METRICS_PATH, LIVE_PATH, READY_PATH)
+
+
+class Readiness(NamedTuple):
+    """Whether the service accepts requests, and the state that it is in."""
+
+    is_ready: bool
+    state: str
 
 
 class MetricsPage:
     """The listener and its thread."""
 
-    def __init__(self, address: Address, hosts: AllowedHosts, reader: LoopReader) -> None:
+    def __init__(
+        self,
+        address: Address,
+        hosts: AllowedHosts,
+        reader: LoopReader[list[Reading]],
+        readiness: LoopReader[Readiness],
+    ) -> None:
         """``hosts``: the host names that requests may use."""
         self._address = address
         self._hosts = hosts
         self._reader = reader
+        self._readiness = readiness
         self._server: _Server | None = None
 
     def start(self) -> str:
@@ -62,7 +79,7 @@ class MetricsPage:
         registry.register(_Bridge(self._reader))
         ProcessCollector(registry=registry)
         try:
-            self._server = _Server(self._address, _app(registry, self._hosts))
+            self._server = _Server(self._address, _app(registry, self._hosts, self._readiness))
         except OSError as error:
             raise ListenError(f"{self._address.flag} {self._address}: {error.strerror}; choose another") from None
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
@@ -98,7 +115,7 @@ def to_families(readings: Iterable[Reading]) -> Iterator[Metric]:
 class _Bridge(Collector):
     """Converts readings to the library's families, for each scrape."""
 
-    def __init__(self, reader: LoopReader) -> None:
+    def __init__(self, reader: LoopReader[list[Reading]]) -> None:
         self._reader = reader
 
     def describe(self) -> Iterator[Metric]:
@@ -132,7 +149,7 @@ _NOT_OURS = b"the header Host is not a name of this server; use its address, or 
 App = Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]
 
 
-def _app(registry: CollectorRegistry, hosts: AllowedHosts) -> App:
+def _app(registry: CollectorRegistry, hosts: AllowedHosts, readiness: LoopReader[Readiness]) -> App:
     """Returns the WSGI application. The library's own would rename metrics with a colon in OpenMetrics."""
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -140,10 +157,18 @@ def _app(registry: CollectorRegistry, hosts: AllowedHosts) -> App:
         if not hosts.allows(environ.get("HTTP_HOST", "localhost")):
             start_response(_WRONG_HOST, [("Content-Type", _PLAIN), ("Content-Length", str(len(_NOT_OURS)))])
             return [] if method == "HEAD" else [_NOT_OURS]
-        if environ["PATH_INFO"] == METRICS_PATH and method == "OPTIONS":
+        path, form = environ["PATH_INFO"], _PLAIN
+        if path not in _PATHS:
+            status, text = "404 Not Found", f"there is only: {', '.join(_PATHS)}\n".encode()
+        elif method == "OPTIONS":
             start_response("204 No Content", [_ALLOW])
             return []
-        status, form, text = _answer(registry, environ)
+        elif method not in ("GET", "HEAD"):
+            status, text = _WRONG_METHOD, f"{path} can only be read, with GET\n".encode()
+        elif path == METRICS_PATH:
+            status, form, text = _answer(registry, environ)
+        else:
+            status, text = _probe(path, readiness)
         allow = [_ALLOW] if status == _WRONG_METHOD else []
         start_response(status, [("Content-Type", form), ("Content-Length", str(len(text))), *allow])
         return [] if method == "HEAD" else [text]
@@ -152,11 +177,7 @@ def _app(registry: CollectorRegistry, hosts: AllowedHosts) -> App:
 
 
 def _answer(registry: CollectorRegistry, environ: WSGIEnvironment) -> tuple[str, str, bytes]:
-    """Returns status, content type and body."""
-    if environ["PATH_INFO"] != METRICS_PATH:
-        return "404 Not Found", _PLAIN, f"metrics are at {METRICS_PATH}\n".encode()
-    if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-        return _WRONG_METHOD, _PLAIN, b"metrics can only be read, with GET\n"
+    """Returns status, content type and body of the metrics."""
     names = parse_qs(environ.get("QUERY_STRING", "")).get("name[]")
     wanted: Any = registry.restricted_registry(names) if names else registry
     try:
@@ -166,7 +187,17 @@ def _answer(registry: CollectorRegistry, environ: WSGIEnvironment) -> tuple[str,
             return _OK, form, page
         return _OK, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(wanted)
     except TimeoutError:
-        return "503 Service Unavailable", _PLAIN, b"the service is too busy to report its metrics; try again\n"
+        return _UNAVAILABLE, _PLAIN, b"the service is too busy to report its metrics; try again\n"
+
+
+def _probe(path: str, readiness: LoopReader[Readiness]) -> tuple[str, bytes]:
+    """Returns status and body of a probe. The body names the state."""
+    try:
+        found = readiness.read()
+    except TimeoutError:
+        return _UNAVAILABLE, b"the event loop does not respond\n"
+    is_good = path == LIVE_PATH or found.is_ready
+    return _OK if is_good else _UNAVAILABLE, f"{found.state}\n".encode()
 
 
 class _Handler(WSGIRequestHandler):

@@ -14,6 +14,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from penstock.clients.gateway.server.flags import make_parser
+from penstock.service.config.addresses import LIVE_PATH, READY_PATH
 from penstock.service.config.command_line import PREFIX, parse_config
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import ServeConfig
@@ -347,10 +348,9 @@ def test_a_pools_pods_have_its_labels(render: Render) -> None:
     assert str(number) == environment(container(manifests))["PENSTOCK_SERVE_HTTP_PORT"]
 
 
-def test_pods_with_tls_use_the_exec_probe_and_others_grpc(render: Render) -> None:
+def test_pods_with_tls_are_probed_over_http_and_others_over_grpc(render: Render) -> None:
     plain, secured = container(render("cpu")), container(render("full"))
     assert plain["livenessProbe"]["grpc"] == {"port": 50051, "service": LIVENESS}
     assert plain["readinessProbe"]["grpc"] == {"port": 50051}
-    script = ["python", "/etc/penstock/probe/health.py", "127.0.0.1:50052"]
-    assert secured["livenessProbe"]["exec"]["command"] == [*script, LIVENESS]
-    assert secured["readinessProbe"]["exec"]["command"] == [*script, ""]
+    for probe, path in (("livenessProbe", LIVE_PATH), ("readinessProbe", READY_PATH), ("startupProbe", READY_PATH)):
+        assert secured[probe]["httpGet"] == {"path": path, "port": "metrics"}

@@ -6,27 +6,22 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import urllib.error
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_get import fetch
 from serve_process import PENSTOCK, serving, target_of
 
+from penstock.service.config.addresses import LIVE_PATH, READY_PATH
 from penstock.service.config.command_line import PREFIX
-from penstock.service.rpc.health import LIVENESS
 
-PROBE = Path(__file__).parents[2] / "deploy/helm/penstock/files/health.py"
 OPERATOR_KEY = "a-key-of-an-operator"
 
 Container = dict[str, Any]
@@ -38,36 +33,22 @@ def container(manifests: list[dict[str, Any]]) -> Container:
     return dict(deployment["spec"]["template"]["spec"]["containers"][0])
 
 
-def probe(*arguments: str) -> int:
-    command = [sys.executable, "-P", str(PROBE), *arguments]
-    return subprocess.run(command, capture_output=True, check=False).returncode
-
-
-@contextmanager
-def health_server(statuses: dict[str, int]) -> Iterator[str]:
-    """Serves grpc.health.v1 at the address that it yields."""
-
-    class Servicer(health_pb2_grpc.HealthServicer):
-        def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
-            return health_pb2.HealthCheckResponse(status=statuses[request.service])  # type: ignore[arg-type]
-
-    with ThreadPoolExecutor() as pool:
-        server = grpc.server(pool)
-        health_pb2_grpc.add_HealthServicer_to_server(Servicer(), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
+def probes(greeting: str) -> list[int]:
+    """The status of liveness and readiness at the metrics listener."""
+    found = []
+    for path in (LIVE_PATH, READY_PATH):
         try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            server.stop(None).wait()
+            fetch(metrics_of(greeting), path=path)
+            found.append(200)
+        except urllib.error.HTTPError as error:
+            found.append(error.code)
+    return found
 
 
-def test_the_exec_probe_reports_readiness_and_liveness() -> None:
-    serving_now, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    with health_server({"": not_serving, LIVENESS: serving_now}) as address:
-        assert probe(address, "") == 1
-        assert probe(address, LIVENESS) == 0
-    assert probe(address, "") == 1
+def metrics_of(greeting: str) -> str:
+    found = re.search(r"http://(\S+)/metrics", greeting)
+    assert found is not None, greeting
+    return found[1]
 
 
 @pytest.fixture
@@ -133,10 +114,8 @@ def end(process: subprocess.Popen[str]) -> int:
 def test_the_service_runs_with_the_variables_of_a_pod(render: Callable[..., Any], serve: Serve) -> None:
     with serve(container(render(shutdown={"drainDelaySeconds": 0}, http={"enabled": True}))) as (process, greeting):
         assert target_of(greeting).startswith("0.0.0.0:")
-        metrics = re.search(r"http://(\S+)/metrics", greeting)
-        assert metrics is not None, greeting
-        assert "penstock_waiting_choices 0" in fetch(metrics[1])
-        assert probe(admin_of(greeting), "") == 0
+        assert "penstock_waiting_choices 0" in fetch(metrics_of(greeting))
+        assert probes(greeting) == [200, 200]
         assert end(process) == 0
 
 
@@ -151,10 +130,10 @@ def test_probes_and_hook_work_beside_tls_and_keys(render: Callable[..., Any], se
     (shell, option, script) = rendered["lifecycle"]["preStop"]["exec"]["command"]
     with serve(rendered) as (process, greeting):
         admin = admin_of(greeting)
-        assert (probe(admin, ""), probe(admin, LIVENESS)) == (0, 0)
+        assert probes(greeting) == [200, 200]
         variables = {"PATH": f"{PENSTOCK.parent}:{os.environ['PATH']}", "PENSTOCK_ADMIN": admin}
         command = [shell, option, script.replace("/etc/penstock", str(etc))]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        assert (probe(admin, ""), probe(admin, LIVENESS)) == (1, 0)
+        assert probes(greeting) == [200, 503]
         assert end(process) == 0

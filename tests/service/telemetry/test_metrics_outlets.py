@@ -11,7 +11,7 @@ from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
 from opentelemetry.sdk.resources import Resource
 
-from penstock.service.telemetry.collector import LoopReader
+from penstock.service.telemetry.collector import LoopReader, Reading
 from penstock.service.telemetry.otlp import MetricsPush, push_from
 from penstock.v1 import generation_pb2 as pb
 
@@ -142,7 +142,7 @@ async def test_what_fails_once_ends_nothing_and_its_text_is_not_logged(caplog):
 
 
 async def test_the_environment_decides():
-    reader = LoopReader(list)
+    reader = LoopReader[list[Reading]](list)
     assert push_from({}, reader) is None
     assert push_from({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, reader) is None
     collector = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}

@@ -22,7 +22,7 @@ async def test_only_the_metrics_are_served(metered):
     with pytest.raises(urllib.error.HTTPError) as error:
         await asyncio.to_thread(fetch, target, path="/")
     assert error.value.code == 404
-    assert error.value.read() == b"metrics are at /metrics\n"
+    assert error.value.read() == b"there is only: /metrics, /livez, /readyz\n"
     some = await asyncio.to_thread(fetch, target, path="/metrics?name[]=penstock_steps_total")
     assert [family.name for family in parse_text(some)] == ["penstock_steps"]
 
@@ -41,6 +41,9 @@ async def test_head_and_options_of_the_metrics(metered):
         ("HEAD", "/", 404),
         ("OPTIONS", "/metrics", 204),
         ("POST", "/metrics", 405),
+        ("HEAD", "/livez", 200),
+        ("OPTIONS", "/readyz", 204),
+        ("POST", "/readyz", 405),
     ):
         answered, headers, body = await asyncio.to_thread(ask, method, path)
         assert answered == status

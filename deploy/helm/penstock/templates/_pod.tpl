@@ -83,14 +83,14 @@ spec:
     {{- if and .Values.http.enabled (not .Values.http.container.enabled) }}
     - {name: http, containerPort: {{ .Values.http.port }}}
     {{- end }}
-  # The listeners open when the model is loaded.
+  # The gRPC listener opens when the model is loaded; /readyz reports the same.
   startupProbe:
-    {{- include "penstock.probe" (list . "startup" "penstock.live") | nindent 4 }}
+    {{- include "penstock.probe" (list . "startup" "penstock.live" "/readyz") | nindent 4 }}
   readinessProbe:
-    {{- include "penstock.probe" (list . "readiness" "") | nindent 4 }}
+    {{- include "penstock.probe" (list . "readiness" "" "/readyz") | nindent 4 }}
   # The process itself: a worker that dies is replaced without a restart of the pod.
   livenessProbe:
-    {{- include "penstock.probe" (list . "liveness" "penstock.live") | nindent 4 }}
+    {{- include "penstock.probe" (list . "liveness" "penstock.live" "/livez") | nindent 4 }}
   {{- with .Values.shutdown.preStop }}
   {{- if .enabled }}
   {{- $key := ternary " --api-key-file /etc/penstock/operator/key" "" (ne "" .operatorKey.secret) }}
@@ -117,7 +117,6 @@ spec:
     {{- end }}
     {{- if .Values.tls.secret }}
     - {name: tls, mountPath: /etc/penstock/tls, readOnly: true}
-    - {name: probe, mountPath: /etc/penstock/probe, readOnly: true}
     {{- end }}
     {{- if include "penstock.apiKeysSecret" . }}
     - {name: api-keys, mountPath: /etc/penstock/keys, readOnly: true}
@@ -197,14 +196,13 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* Takes the root, the name of the probe, and the service of grpc.health.v1. */}}
+{{/* Takes the root, the name of the probe, the service of grpc.health.v1, and the path on the metrics listener. */}}
 {{- define "penstock.probe" -}}
 {{- $root := index . 0 -}}
 {{- $service := index . 2 -}}
 {{- if $root.Values.tls.secret -}}
-exec:
-  # Kubernetes' gRPC probes do not support TLS. The admin listener has none, and serves health without a key.
-  command: [python, /etc/penstock/probe/health.py, {{ include "penstock.adminAddress" $root | quote }}, {{ $service | quote }}]
+# Kubernetes' gRPC probes do not support TLS. The metrics listener has none.
+httpGet: {path: {{ index . 3 }}, port: metrics}
 {{- else -}}
 grpc:
   port: {{ $root.Values.ports.grpc }}
@@ -295,8 +293,6 @@ grpc:
 {{- if .Values.tls.secret }}
 - name: tls
   secret: {secretName: {{ .Values.tls.secret }}, defaultMode: 0440}
-- name: probe
-  configMap: {name: {{ include "penstock.fullname" . }}-probe}
 {{- end }}
 {{- with include "penstock.apiKeysSecret" . }}
 - name: api-keys
