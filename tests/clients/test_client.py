@@ -72,14 +72,14 @@ async def test_a_request_that_is_cancelled_before_it_starts_ends_at_once(client)
 async def test_an_update_is_sent_and_its_refusal_is_an_event(client, service):
     async with client.generate("endless") as request:
         await request.take()
-        request.update(priority=-3, max_tokens=7, timeout=1.5)
+        request.update(priority=-3, max_tokens=7, timeout=1500)
         request.update(max_tokens=3000)
         await until(lambda: len(service.updates) == 2)
         refused = None
         while refused is None:
             refused = next((event for event in await request.take() if isinstance(event, UpdateRefused)), None)
     first, second = service.updates
-    assert (first.priority, first.max_tokens, first.timeout_ms) == (-3, 7, 1500)
+    assert (first.priority, first.max_tokens, first.timeout_ms) == (-3, 7, 1_500_000)
     assert [field.name for field, _ in second.ListFields()] == ["ref", "max_tokens"]
     assert refused.failure.code is grpc.StatusCode.INVALID_ARGUMENT
     assert (refused.failure.message, refused.failure.reason) == ("too many", "INVALID_FIELD")
@@ -87,11 +87,11 @@ async def test_an_update_is_sent_and_its_refusal_is_an_event(client, service):
 
 async def test_an_update_before_the_start_is_part_of_it(client, service):
     request = client.generate("hello", max_tokens=100, priority=1)
-    request.update(max_tokens=3, timeout=5)
+    request.update(max_tokens=3, timeout=5000)
     answer = await request.completion()
     assert not service.updates
     [start] = service.starts
-    assert (start.sampling.max_tokens, start.priority, start.timeout_ms) == (3, 1, 5000)
+    assert (start.sampling.max_tokens, start.priority, start.timeout_ms) == (3, 1, 5_000_000)
     request.update(max_tokens=5)  # it has ended: nothing happens
     assert answer.text
 

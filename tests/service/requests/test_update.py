@@ -248,13 +248,16 @@ class TestInPreparation:
         assert (await preparing.finished(1)).usage.output_tokens == 9
 
     async def test_a_deadline_holds_at_once(self, preparing):
-        await preparing.send(begin(1), begin(2, timeout_ms=20), begin(3, timeout_ms=1000, max_tokens=5))
-        await preparing.send(update(3, timeout_ms=60_000), update(1, timeout_ms=20))
+        await preparing.send(begin(1), begin(2, timeout_ms=20), update(1, timeout_ms=20))
         for ref in (1, 2):
             assert (await preparing.finished(ref)).status.code == DEADLINE_EXCEEDED
-        await asyncio.sleep(1)
+        for ref, timeout_ms in ((3, 500), (4, 5000)):  # longer if a busy machine takes the update too late
+            await preparing.send(begin(ref, timeout_ms=timeout_ms, max_tokens=5), update(ref, timeout_ms=600_000))
+            await asyncio.sleep(timeout_ms / 1000)
+            if not preparing.outcome(ref).finished:
+                break
         preparing.go.set()
-        assert (await preparing.finished(3)).usage.output_tokens == 5
+        assert (await preparing.finished(ref)).usage.output_tokens == 5
 
     async def test_what_cannot_be_done_is_told_later_and_changes_nothing(self, preparing):
         await preparing.send(begin(1, max_tokens=5, min_tokens=3), update(1, max_tokens=2, timeout_ms=1))
