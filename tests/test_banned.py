@@ -167,5 +167,5 @@ def test_the_walk_finds(source: str) -> None:
         "text = 'import pickle'",
     ],
 )
-def test_the_walk_leaves_alone(source: str) -> None:
+def test_the_walk_ignores_safe_code(source: str) -> None:
     assert list(violations(source)) == []

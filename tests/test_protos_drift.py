@@ -35,7 +35,7 @@ def test_the_same_bytes_are_generated(regenerated: dict[str, bytes]) -> None:
     assert different == [], "run `make protos`"
 
 
-def test_the_descriptor_set_stands_alone() -> None:
+def test_the_descriptor_set_is_self_contained() -> None:
     """Every file that it imports is in it, and so are the messages that a google.rpc.Status may carry."""
     from google.protobuf import descriptor_pb2, descriptor_pool
 

@@ -100,7 +100,7 @@ def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c", "d"}, "d": {"b"}}) == ["b", "d", "b"]
 
 
-def test_every_folder_says_what_it_is_for():
+def test_every_folder_has_a_docstring():
     inits = [ROOT / file for file in sources() if file.name == "__init__.py"]
     assert [file for file in inits if not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))] == []
     folders = {file.parent for file in sources()}

@@ -96,7 +96,7 @@ async def test_an_update_before_the_start_is_part_of_it(client, service):
     assert answer.text
 
 
-async def test_a_new_timeout_counts_for_a_service_that_says_nothing(client, monkeypatch):
+async def test_a_new_timeout_applies_to_an_unresponsive_service(client, monkeypatch):
     monkeypatch.setattr(client_module, "_DEADLINE_GRACE_SECONDS", 0.0)
     async with client.generate("silent", timeout=120) as request:
         taking = asyncio.create_task(request.take())
@@ -228,7 +228,7 @@ async def test_a_failure_has_the_services_code_reason_and_violations(client):
     assert not failure.retryable
 
 
-async def test_a_refusal_says_when_to_try_again(client):
+async def test_a_refusal_gives_a_retry_delay(client):
     with pytest.raises(RequestFailed) as caught:
         await client.complete("busy 1")
     assert caught.value.retryable
@@ -248,7 +248,7 @@ async def test_a_broken_stream_fails_what_it_carried_and_the_next_request_opens_
     assert service.streams == 2
 
 
-async def test_the_services_status_is_told_even_if_a_write_fails_on_it(client, service):
+async def test_the_services_status_is_reported_even_if_a_write_fails(client, service):
     """grpc.aio puts an INTERNAL of its own in its place, in four of five tries."""
     service.break_next = 1000
     for _ in range(20):
@@ -265,7 +265,7 @@ async def test_what_came_before_a_break_is_delivered_first(client):
         assert [event.text async for event in request if isinstance(event, Delta)] == ["a", "b", "c"]
 
 
-async def test_a_slow_consumer_loses_nothing_holds_little_and_delays_nobody(client):
+async def test_a_slow_consumer_loses_nothing_buffers_little_and_delays_no_others(client):
     slow = client.generate("burst 5000", logprobs=0)
     first = await slow.take()
     for _ in range(3):

@@ -48,7 +48,7 @@ def test_each_kind_has_a_flag(files, arguments, made):
     assert build_start("a", parsed(*arguments)).constraint == made
 
 
-def test_without_a_flag_nothing_is_asked_of_answers():
+def test_answers_are_unconstrained_without_a_flag():
     assert parsed() == {}
 
 
@@ -61,7 +61,7 @@ def test_without_a_flag_nothing_is_asked_of_answers():
         (["--choice", "a", "--grammar", "a.lark"], "not allowed with argument --choice"),
     ],
 )
-def test_what_is_wrong_is_said(files, capsys, arguments, said):
+def test_bad_constraint_flags_are_reported(files, capsys, arguments, said):
     with pytest.raises(SystemExit):
         parsed(*arguments)
     assert said in capsys.readouterr().err

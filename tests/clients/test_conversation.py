@@ -33,7 +33,7 @@ def test_the_oldest_turns_make_room_and_the_system_message_stays():
     assert words(conversation.messages) + 6 <= 20
 
 
-def test_a_message_that_is_too_long_alone_changes_nothing():
+def test_a_message_too_long_by_itself_changes_nothing():
     conversation = Conversation(10, words)
     conversation.ask("hello", 4)
     conversation.answer("hi")

@@ -68,7 +68,7 @@ def test_pushback(pushback, retryable, after):
 
 
 @pytest.mark.parametrize(("retry_after", "retryable"), [(5, True), (0, True), (None, False)])
-def test_what_is_exhausted_may_pass_only_where_the_service_says_when(retry_after, retryable):
+def test_resource_exhausted_is_retryable_only_with_a_retry_delay(retry_after, retryable):
     """A prompt that is larger than the whole queue is refused with the code of a queue that is full."""
     status = Status(code=8, message="too large", details=packed(ErrorInfo(reason="QUEUE_FULL")))
     if retry_after is not None:

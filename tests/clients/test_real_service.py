@@ -131,7 +131,7 @@ async def test_the_tokenizer_and_the_model(client):
         (Options(tenant="other"), "tenant"),
     ],
 )
-async def test_a_refusal_names_the_field_and_fails_alone(client, options, field):
+async def test_a_refusal_names_the_field_and_fails_only_its_request(client, options, field):
     running = client.generate("on and on")
     await running.take()
     with pytest.raises(RequestFailed) as caught:
@@ -220,7 +220,7 @@ async def test_256_requests_on_one_stream(client, real):
     await real.idle()
 
 
-async def test_a_full_queue_says_when_to_come_again(byte_tokenizer):
+async def test_a_full_queue_gives_a_retryable_failure_with_a_delay(byte_tokenizer):
     limits = {"max_num_seqs": 1, "max_queued_requests": 1}
     async with RealService(byte_tokenizer, seconds_per_step=0.01, **limits) as real, AsyncClient(real.target) as client:
         requests = [client.generate(f"on and on {i}") for i in range(8)]

@@ -61,7 +61,7 @@ def test_a_value_of_an_enum_is_named_as_the_contract_names_it(value):
         build_start("hi", {"truncation_side": value})
 
 
-def test_text_and_token_ids_come_back_unless_told_otherwise():
+def test_text_and_token_ids_are_returned_by_default():
     assert build_start("hi", {}).output.format == pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
 
 

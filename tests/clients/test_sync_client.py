@@ -97,7 +97,7 @@ def test_threads_share_a_client(threaded_service):
     assert threaded_service.streams == 1
 
 
-def test_a_closed_client_says_so(threaded_service):
+def test_a_closed_client_raises_a_clear_error(threaded_service):
     client = Client(threaded_service.target)
     request = client.generate("endless")
     request.take()
@@ -108,7 +108,7 @@ def test_a_closed_client_says_so(threaded_service):
     request.leave()
 
 
-def test_a_client_that_nobody_holds_ends_its_thread(threaded_service):
+def test_an_unreferenced_client_ends_its_thread(threaded_service):
     before = threading.active_count()
     client = Client(threaded_service.target)
     client.complete("hi")

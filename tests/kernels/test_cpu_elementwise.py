@@ -116,7 +116,7 @@ def test_gated(table, gate):
 
 
 @pytest.mark.parametrize("gate", [GemmActivation.SILU, GemmActivation.GELU, GemmActivation.GELU_TANH])
-def test_a_gate_that_is_not_a_number_gives_none_there_alone(table, gate):
+def test_a_nan_gate_gives_nan_only_at_its_position(table, gate):
     for at in (0, 7, 18):
         x = numbers(19)
         plain, source, other = Guarded.poisoned(19), Guarded(x), Guarded(numbers(19, 1))

@@ -111,7 +111,7 @@ def test_a_library_of_other_sources_is_refused(
         load(cpu_library)
 
 
-def test_a_library_that_does_not_say_its_sources_is_refused(
+def test_a_library_without_a_source_hash_is_refused(
     compiler: list[str], load: Callable[[Path], None], tmp_path: Path
 ) -> None:
     source, library = tmp_path / "old.cpp", tmp_path / "old.so"

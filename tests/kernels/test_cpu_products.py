@@ -129,7 +129,7 @@ def test_products_are_right_for_every_number_of_inputs(table, matrix_format, row
 
 
 @pytest.mark.parametrize("matrix_format", FORMATS)
-def test_bits_depend_on_the_row_and_the_column_alone(table, matrix_format):
+def test_bits_depend_only_on_the_row_and_the_column(table, matrix_format):
     weights, x = random(113, 3101), random(65, 3101, seed=1)
     packed = Packed(table, matrix_format, weights)
     whole = packed.multiply(x)

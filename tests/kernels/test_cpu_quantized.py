@@ -191,7 +191,7 @@ def test_what_is_no_number_does_not_become_one(table, kind, wrong, column):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, (StorageFormat.INT4, 96), (StorageFormat.INT4, 256)])
-def test_bits_depend_on_the_row_and_the_column_alone(table, kind):
+def test_bits_depend_only_on_the_row_and_the_column(table, kind):
     packed, _ = quantized(table, kind, random(113, 1003))
     x = random(65, 1003, seed=1)
     whole = packed.multiply(x)
@@ -242,7 +242,7 @@ def test_outputs_are_stored_added_and_gated(table, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1e-3, 1.0, 3e4])
-def test_the_error_of_packing_is_small_and_told(table, kind, size):
+def test_the_packing_error_is_small_and_reported(table, kind, size):
     weights = random(37, 330) * np.float32(size) + np.float32(0.3 * size)
     weights[5] = 0
     packed, error = quantized(table, kind, weights)

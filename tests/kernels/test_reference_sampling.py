@@ -166,7 +166,7 @@ def test_the_chi_square_test_can_fail():
     assert chi_square_p(counts, torch.tensor([0.5, 0.5], dtype=torch.float64)) < SIGNIFICANCE
 
 
-def test_a_draw_depends_on_its_own_row_alone():
+def test_a_draw_depends_only_on_its_own_row():
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(32, 500, generator=generator, dtype=torch.float64) * 4
     seeds, positions = torch.arange(32) * -(1 << 40), torch.arange(32)

@@ -172,7 +172,7 @@ def test_an_owner_keeps_half_of_the_pool_at_most():
     assert evicted(pool) == [7, *reversed(soon[1:]), *other, soon[0], *reversed(late)]
 
 
-def test_an_owners_bound_holds_for_what_nobody_held_when_it_was_retained():
+def test_an_owners_bound_covers_blocks_that_were_unheld_when_retained():
     pool = new_pool(8)
     blocks = published(pool, *[bytes([number]) for number in range(6)])
     pool.release(blocks)
@@ -182,7 +182,7 @@ def test_an_owners_bound_holds_for_what_nobody_held_when_it_was_retained():
     assert evicted(pool) == [6, 7, *reversed(blocks)]
 
 
-def test_a_flush_forgets_what_nobody_holds():
+def test_a_flush_drops_only_blocks_that_are_not_held():
     pool = new_pool(4)
     kept, held = published(pool, b"a"), published(pool, b"b")
     pool.retain([b"a", b"b"], until=10.0, owner="tenant")
@@ -198,7 +198,7 @@ def test_a_flush_forgets_what_nobody_holds():
     pool.check([blank])
 
 
-def test_after_a_reset_nobody_holds_or_finds_anything():
+def test_a_reset_releases_and_forgets_all_blocks():
     pool = new_pool(4)
     blocks = published(pool, b"a", b"b")
     pool.retain([b"a", b"b"], until=10.0, owner="tenant")

@@ -27,7 +27,7 @@ def stored_numbers(changes):
     return [HASHES.index(block.block_hash) for block in changes.stored]
 
 
-def test_a_new_reader_is_told_everything_and_then_what_changes(log):
+def test_a_new_reader_gets_everything_and_then_only_changes(log):
     store(log, 0, 1)
     reader = KvEventReader(log)
     assert not reader.is_up_to_date
@@ -45,7 +45,7 @@ def test_a_new_reader_is_told_everything_and_then_what_changes(log):
     assert second.sequence == first.sequence + 2
 
 
-def test_an_empty_cache_is_told_as_well(log):
+def test_an_empty_cache_is_reported_too(log):
     first = KvEventReader(log).read(ENDLESS)
     assert first == KvChanges(log.sequence, cleared=True, removed=[], stored=[])
     assert first.sequence > 0
@@ -123,7 +123,7 @@ def test_a_reader_that_falls_behind_begins_anew_within_a_snapshot_as_well(log):
         assert sorted(stored_numbers(first) + stored_numbers(rest)) == [0, 1, 2]
 
 
-def test_a_reader_that_is_told_faster_than_the_cache_changes_catches_up():
+def test_a_reader_faster_than_the_cache_changes_catches_up():
     """The log knows as many changes as there are blocks; two changes come with every three that are told, or more."""
     log = KvEventLog(block_size=2, max_changes=60)
     known = deque(number.to_bytes(32) for number in range(60))
@@ -143,7 +143,7 @@ def test_a_reader_that_is_told_faster_than_the_cache_changes_catches_up():
     assert num_cleared == 1
 
 
-def test_a_cleared_cache_is_told_at_once_whatever_was_pending(log):
+def test_a_cleared_cache_is_reported_at_once_despite_pending_changes(log):
     store(log, 0, 1, 2)
     reader = KvEventReader(log)
     reader.read(1)
@@ -173,7 +173,7 @@ def test_a_reader_is_woken_once(log):
     assert len(calls) == 3
 
 
-def test_without_a_prefix_cache_nothing_is_told():
+def test_nothing_is_reported_without_a_prefix_cache():
     kv = KVCacheManager(8, 4, NoHashing())
     before = kv.events.sequence
     table = kv.allocate([], 16) or []

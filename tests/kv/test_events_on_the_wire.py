@@ -95,7 +95,7 @@ async def test_the_first_message_comes_at_once_and_the_next_when_something_happe
         call.cancel()
 
 
-async def test_who_does_not_read_is_told_the_end_and_not_all_that_led_to_it(mirror_type, monkeypatch):
+async def test_a_slow_reader_gets_the_final_state_without_every_change(mirror_type, monkeypatch):
     """The service waits once the connection takes no more, and keeps nothing for it."""
     monkeypatch.setattr("penstock.service.admin.kv_events.PAUSE_S", 0.0)
     log = KvEventLog(block_size=4096, max_changes=100)

@@ -124,7 +124,7 @@ def test_more_than_there_are_slots_for_lose_the_oldest(kv):
     kv.check([table])
 
 
-def test_only_what_neither_tier_has_is_told_as_removed(kv):
+def test_only_blocks_in_neither_tier_are_reported_as_removed(kv):
     compute(kv, TOKENS[:16], HASHES[:4])
     sequence = kv.events.sequence
     kv.free(kv.allocate([], 32))

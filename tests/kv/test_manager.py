@@ -117,7 +117,7 @@ def test_retained_context_is_found_again_when_other_traffic_has_filled_the_pool_
     assert kv.find_prefix(HASHES, 20) == []
 
 
-def test_retained_blocks_are_free_for_whoever_needs_them(kv):
+def test_retained_blocks_are_free_for_other_requests(kv):
     kv.free(computed(kv, HASHES, 12))
     kv.retain(HASHES[:3], until=60.0, owner="tenant")
     assert kv.usage == 0.0
@@ -133,7 +133,7 @@ def test_what_is_not_cached_cannot_be_retained(kv):
     kv.pool.check([])
 
 
-def test_a_block_is_told_of_when_it_can_be_found_and_no_longer(kv):
+def test_events_report_a_block_exactly_while_it_can_be_found(kv):
     start = kv.events.sequence
     table, copy = computed(kv, HASHES, 8), computed(kv, HASHES, 8)
     assert kv.events.sequence == start + 2, "what could be found already is no news"

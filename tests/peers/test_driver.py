@@ -188,6 +188,6 @@ def test_a_runner_is_spoken_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "why"), [("broken", "^MemoryError: it is full$"), ("gone", "^it ended; its last words: terminate called$")]
 )
-def test_a_runner_that_ends_says_why(tmp_path: Path, mode: str, why: str) -> None:
+def test_a_runners_exit_is_reported_with_its_cause(tmp_path: Path, mode: str, why: str) -> None:
     with pytest.raises(EngineFailed, match=why), process_starter(tmp_path, 1)(scripted("--mode", mode), "M1"):
         pass

@@ -112,7 +112,7 @@ def test_results_are_kept(tmp_path: Path) -> None:
     assert results.read(tmp_path / "results.jsonl") == runs
 
 
-def test_the_engines_are_told_apart() -> None:
+def test_the_engines_are_distinguishable() -> None:
     labels = [one.label for one in engines()]
     assert len(set(labels)) == len(labels)
     ours = [one.precision for one in engines() if one.name == "penstock"]

@@ -58,7 +58,7 @@ def test_a_trace_and_its_mistakes(tool, threaded_service, tmp_path):
     assert done.stderr.startswith("penstock bench: trace.jsonl, line 1: prompt_tokens: expected either this or")
 
 
-def test_ctrl_c_tells_what_there_is(tool, threaded_service):
+def test_ctrl_c_prints_the_partial_results(tool, threaded_service):
     threaded_service.delay = 0.002
     process = tool.start("bench", threaded_service.target, "--vocab-size", 90, "--duration", 100, "--prompt-tokens", 20)
     wait_until(lambda: len(threaded_service.starts) >= 40)
@@ -115,7 +115,7 @@ async def test_a_service_that_never_answers_is_given_up_after_the_deadline(servi
                 await asyncio.sleep(0.01)
 
 
-async def test_text_alone_cannot_be_counted(service):
+async def test_text_only_output_cannot_be_counted(service):
     async with GrpcCaller(ConnectionOptions(service.target)) as caller:
         with pytest.raises(InvalidOption, match=r"^format: expected token_ids or text_and_token_ids"):
             await run(RandomLoad(vocab_size=90, options={"format": "text"}), caller)
@@ -152,7 +152,7 @@ def test_arguments_that_cannot_be(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_how_much_is_asked_for():
+def test_the_flags_set_the_amount_of_load():
     assert parse_arguments([]).num_requests == 100
     assert parse_arguments(["--duration", "5"]).num_requests is None
     assert parse_arguments(["--streams", "per-request"]).streams is None

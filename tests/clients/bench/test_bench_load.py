@@ -115,7 +115,7 @@ def test_prefixes_are_shared():
     assert len({tuple(request.prompt_token_ids[32:]) for request in first}) == 30
 
 
-def test_what_cannot_fit_is_said_before_anything_is_sent():
+def test_a_load_that_cannot_fit_is_refused_before_anything_is_sent():
     with pytest.raises(PenstockError, match=r"up to 320 tokens, and the model takes 319; lower --prompt-tokens"):
         RandomLoad(
             vocab_size=9,
@@ -217,7 +217,7 @@ GOOD = {"arrival_s": 0, "prompt_tokens": 3, "max_tokens": 1}
         (GOOD | {"conversation": 1.5}, "conversation: expected a string or a number, got 1.5"),
     ],
 )
-def test_a_bad_line_is_told_with_its_number_and_field(tmp_path, line, message):
+def test_a_bad_line_is_reported_with_its_number_and_field(tmp_path, line, message):
     with pytest.raises(BadTrace, match=rf"^t\.jsonl, line 2: {message}"):
         read(tmp_path / "t.jsonl", GOOD, line)
 

@@ -141,7 +141,7 @@ async def test_what_is_sent():
 @pytest.mark.parametrize(
     ("style", "num_tokens", "ids"), [("vllm", 5, [0, 1, 2, 3, 4]), ("sglang", 10, []), ("llama.cpp", 15, [])]
 )
-async def test_tokens_are_counted_as_the_server_tells_them(style, num_tokens, ids):
+async def test_tokens_are_counted_as_the_server_reports_them(style, num_tokens, ids):
     _, report = await asked(style)
     for record in report.records:
         assert (record.status, record.error) == (OK, "")
@@ -179,7 +179,7 @@ async def test_chat_gets_words():
         ("breaks off", "UNAVAILABLE", "ended early"),
     ],
 )
-async def test_failures_are_told(style, status, error):
+async def test_failures_are_reported(style, status, error):
     _, report = await asked(style, num_requests=1)
     (record,) = report.records
     assert record.status == status

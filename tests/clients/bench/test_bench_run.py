@@ -54,7 +54,7 @@ def statuses(report):
     return [record.status for record in report.records]
 
 
-async def test_a_closed_loop_has_so_many_on_their_way():
+async def test_a_closed_loop_keeps_a_fixed_number_of_requests_in_flight():
     caller = Scripted(0.002)
     report = await run(load(ClosedLoop(4), 30), caller)
     assert caller.most == 4
@@ -75,7 +75,7 @@ async def test_an_open_loop_sends_at_its_times_whatever_is_on_its_way():
         assert record.late_s == pytest.approx(record.sent_s - report.began_s - request.arrival_s, abs=1e-6)
 
 
-async def test_what_is_too_much_at_a_time_is_not_sent_and_told():
+async def test_excess_concurrent_requests_are_reported_and_not_sent():
     report = await run(load(OpenLoop(10_000), 50), Scripted(0.2), max_outstanding=10)
     assert statuses(report).count(NOT_SENT) == 40
     assert report.failures == {NOT_SENT: 40}
@@ -121,7 +121,7 @@ async def test_nothing_is_sent_after_the_duration_and_what_runs_is_waited_for():
     assert set(statuses(report)) == {OK}
 
 
-async def test_a_refusing_service_is_not_asked_as_fast_as_possible(monkeypatch):
+async def test_a_closed_loop_pauses_after_a_failure(monkeypatch):
     monkeypatch.setattr(bench_run, "_PAUSE_AFTER_FAILURE_S", 0.02)
     report = await run(load(ClosedLoop(2), None), Scripted(failing=range(10**6)), duration_s=0.2)
     assert 2 <= len(report.records) <= 22

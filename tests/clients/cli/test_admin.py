@@ -206,7 +206,7 @@ class TestSettings:
             limits = {name: str(before[name]) for name in ("max_num_seqs", "max_num_batched_tokens")}
             run(capsys, "settings", *(f"--{name.replace('_', '-')}={value}" for name, value in limits.items()))
 
-    def test_a_number_that_is_none_is_refused_before_anything_is_asked(self, capsys):
+    def test_an_invalid_number_is_refused_before_any_call(self, capsys):
         assert cli.main(["settings", "--max-num-seqs", "x"]) == 2
         assert "--max-num-seqs: must be a whole number; it is 'x'" in capsys.readouterr().err
 
@@ -259,13 +259,13 @@ class TestDrain:
         assert run(capsys, "drain", "--resume") == "new requests are accepted\n"
         assert client.complete("x", max_tokens=1).token_ids
 
-    def test_it_returns_at_once_unless_told_to_wait(self, operator, client, capsys):
+    def test_drain_returns_at_once_by_default(self, operator, client, capsys):
         with running_request(client) as reading:
             assert run(capsys, "drain") == "new requests are refused; 1 is still running\n"
             assert not reading.done()
             run(capsys, "drain", "--resume")
 
-    def test_it_tells_if_somebody_else_resumes(self, operator, client, capsys):
+    def test_drain_reports_a_resume_by_another_client(self, operator, client, capsys):
         with running_request(client), ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(cli.main, ["drain", "--wait"])
             wait_until(lambda: "1 is still running" in capsys.readouterr().out)

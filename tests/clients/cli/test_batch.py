@@ -99,7 +99,7 @@ def test_bad_lines_are_answered_with_line_and_field_and_nothing_is_lost(batch):
     assert "Traceback" not in done.stderr
 
 
-def test_a_mended_line_is_asked_for_and_a_new_fault_is_reported(batch):
+def test_a_corrected_line_is_sent_and_a_new_fault_is_reported(batch):
     good = {"id": "good", "prompt": "one"}
     for bad in ("not JSON", {"id": "x", "prompt": "two", "max_tokens": "x"}):
         batch.write(good, bad)
@@ -165,7 +165,7 @@ def test_killed_in_the_middle_it_goes_on_and_answers_each_line_once(batch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_says_how_to_go_on(batch, number):
+def test_an_interrupt_prints_how_to_resume(batch, number):
     batch.write({"id": 1, "prompt": "one"}, {"id": 2, "prompt": "hang"})
     process = batch.start()
     wait_until(lambda: num_sampled(batch.output) == 1)
@@ -178,7 +178,7 @@ def test_interrupted_it_says_how_to_go_on(batch, number):
     wait_until(lambda: batch.service.streams_ended == 1)
 
 
-def test_what_is_busy_is_asked_again(batch):
+def test_busy_refusals_are_retried(batch):
     batch.write({"id": 1, "prompt": "busy 3"}, {"id": 2, "prompt": "fail RESOURCE_EXHAUSTED"})
     done = batch()
     records = {record["id"]: record for record in batch.records()}
@@ -209,7 +209,7 @@ def test_a_service_that_is_gone_stops_the_job_and_is_no_answer(batch):
     assert Counter(record["id"] for record in batch.records()) == Counter(range(8))
 
 
-def test_unavailable_for_one_request_alone_is_an_answer(batch):
+def test_unavailable_for_a_single_request_counts_as_an_answer(batch):
     batch.write({"id": 1, "prompt": "fail UNAVAILABLE"}, {"id": 2, "prompt": "two"})
     assert batch("--retry-for", "0").returncode == 1
     records = {record["id"]: record for record in batch.records()}
@@ -217,7 +217,7 @@ def test_unavailable_for_one_request_alone_is_an_answer(batch):
     assert records[2]["text"] == "two"
 
 
-def test_failed_lines_are_asked_again_on_demand(batch):
+def test_failed_lines_are_retried_on_demand(batch):
     batch.write({"id": 1, "prompt": "one"}, {"id": 2, "prompt": "fail INTERNAL"})
     assert batch().returncode == 1
     batch.write({"id": 1, "prompt": "one"}, {"id": 2, "prompt": "two"})
@@ -251,7 +251,7 @@ def test_pipes(tool, threaded_service):
     assert {(r["id"], r["text"]) for r in map(json.loads, done.stdout.splitlines())} == {(1, "hé"), (2, "ho")}
 
 
-def test_a_pipe_is_answered_line_by_line_and_leaves_when_nobody_reads(tool, threaded_service):
+def test_a_pipe_is_answered_line_by_line_until_its_reader_leaves(tool, threaded_service):
     arguments = ("generate", "--target", threaded_service.target, "--input", "-", "--output", "-")
     process = tool.start(*arguments, stdin=-1)
     process.stdin.write(b'{"id": 1, "prompt": "a"}\n')
@@ -313,7 +313,7 @@ def test_nobody_listening_writes_nothing(tool, tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_a_full_disk_is_told(tool, threaded_service, tmp_path):
+def test_a_full_disk_is_reported(tool, threaded_service, tmp_path):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
     (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt": "one"}\n')

@@ -151,7 +151,7 @@ def test_commands(chat, threaded_service):
         ("fail INTERNAL", "INTERNAL: as you wish"),
     ],
 )
-def test_a_mistake_is_told_and_the_chat_goes_on(chat, line, says):
+def test_a_mistake_is_reported_and_the_chat_continues(chat, line, says):
     done = chat(f"{line}\nstill here\n")
     assert done.returncode == 1
     assert done.stderr.startswith(says)
@@ -185,7 +185,7 @@ def test_a_message_beyond_the_context_is_refused(chat, threaded_service):
     assert done.stdout == "short\n"
 
 
-def test_nobody_listening_says_how_to_start_one(tool):
+def test_a_missing_service_is_reported_with_how_to_start_one(tool):
     done = tool.run("chat", "--target", "127.0.0.1:1", "--once", "hi")
     assert done.returncode == 1
     assert done.stderr.startswith("penstock chat: no service answers at 127.0.0.1:1: Connection refused\n")
@@ -193,7 +193,7 @@ def test_nobody_listening_says_how_to_start_one(tool):
     assert "Traceback" not in done.stderr
 
 
-def test_a_host_that_does_not_exist_is_told(tool):
+def test_a_nonexistent_host_is_reported(tool):
     done = tool.run("chat", "--target", "nosuchhost.invalid:1", "--once", "hi")
     assert done.returncode == 1
     assert done.stderr.startswith("penstock chat: no service answers at nosuchhost.invalid:1: ")
@@ -201,7 +201,7 @@ def test_a_host_that_does_not_exist_is_told(tool):
 
 
 @pytest.mark.parametrize("command", [("chat", "--once", "hi"), ("generate", "--input", "-", "--output", "-")])
-def test_tls_where_there_is_none_says_which_flag_to_drop(tool, threaded_service, command):
+def test_tls_to_a_plaintext_server_is_reported_with_the_flag_to_drop(tool, threaded_service, command):
     done = tool.run(*command, "--target", threaded_service.target, "--tls", text="")
     assert done.returncode == 1
     assert done.stderr == (

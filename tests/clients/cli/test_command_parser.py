@@ -74,7 +74,7 @@ def test_nor_in_what_is_wrong_with_its_value(capsys, arguments):
     assert len(said(capsys, "settings", *arguments, status=1)) < 500
 
 
-def test_numbers_are_asked_for_in_words(capsys):
+def test_a_non_number_is_refused_in_plain_words(capsys):
     assert "--target-itl: must be a number; it is 'x'" in said(capsys, "settings", "--target-itl", "x")
 
 

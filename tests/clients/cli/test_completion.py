@@ -315,7 +315,7 @@ def test_an_unknown_shell(capsys):
     assert "choose from" in capsys.readouterr().err
 
 
-def test_the_variables_of_a_completion_alone_change_nothing(monkeypatch, capsys):
+def test_completion_variables_alone_change_nothing(monkeypatch, capsys):
     monkeypatch.setenv("_ARGCOMPLETE", "1")
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("penstock ")

@@ -92,13 +92,13 @@ def test_threads_are_whole_cores(fitted, cores, threads):
     assert dataclasses.replace(fitted, num_usable_cores=cores).num_threads() == threads
 
 
-def test_the_cpu_library_and_its_instruction_set_are_told(fitted):
+def test_the_cpu_library_and_its_instruction_set_are_reported(fitted):
     assert choose(fitted, LIBRARY).backend == "cpu"
     lines = list(describe(dataclasses.replace(fitted, num_usable_cores=3.5), LIBRARY, choose(fitted, LIBRARY), []))
     assert "Kernels   the CPU library with avx512_bf16, threads: 3" in lines
 
 
-def test_without_the_cpu_library_plain_torch_runs_and_the_remedy_is_told(fitted):
+def test_a_missing_cpu_library_falls_back_to_plain_torch_with_a_remedy(fitted):
     assert choose(fitted, NO_LIBRARY).backend == "reference"
     (finding,) = examine(fitted, NO_LIBRARY)
     assert (finding.kind, finding.remedy) == (FindingKind.ADVICE, "install a compiler")
@@ -113,7 +113,7 @@ def test_without_the_cpu_library_a_gpu_is_used_and_nothing_is_missing(fitted):
     assert list(examine(found, NO_LIBRARY)) == []
 
 
-def test_the_cpu_library_is_asked(cpu_library):
+def test_the_cpu_library_is_queried(cpu_library):
     found = inspect_cpu_library()
     assert found.levels[-1] == "generic"
     assert found == CpuLibrary(found.levels, "", "")
@@ -151,7 +151,7 @@ def test_a_cpu_library_of_other_sources_comes_with_the_remedy(tmp_path, monkeypa
     assert found.remedy == "build it again, or unset PENSTOCK_CPU_LIBRARY"
 
 
-def test_a_cpu_library_that_dies_is_told(monkeypatch, tmp_path):
+def test_a_crash_of_the_cpu_library_is_reported(monkeypatch, tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nkill -ILL $$\n")
     python.chmod(0o755)
@@ -260,12 +260,12 @@ def test_the_cpu_quota_of_either_version_of_control_groups_counts(tmp_path, monk
     assert found.num_threads() == max(1, int(cores))
 
 
-def test_a_machine_that_tells_nothing_is_described_all_the_same(tmp_path):
+def test_a_machine_that_reveals_nothing_is_still_described(tmp_path):
     found = inspect_machine(tmp_path)
     assert list(describe(found, LIBRARY, choose(found, LIBRARY), list(examine(found, LIBRARY))))
 
 
-def test_the_hard_limit_of_open_files_is_told(tmp_path, fitted):
+def test_the_hard_limit_of_open_files_is_reported(tmp_path, fitted):
     write(
         tmp_path,
         {"proc/self/limits": "Max open files            1024                 524288               files     \n"},
@@ -289,7 +289,7 @@ def test_gpus_come_from_the_drivers_tool(tmp_path, monkeypatch):
     assert second.free_bytes == 0
 
 
-def test_a_driver_that_fails_says_why(tmp_path, monkeypatch):
+def test_a_driver_failure_is_reported_with_its_cause(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch, "echo 'Driver/library version mismatch'; exit 18")
     found = inspect_machine()
     assert (found.gpus, found.gpu_problem) == ([], "Driver/library version mismatch")
@@ -318,7 +318,7 @@ def test_json_is_for_programs(capsys):
     assert status == any(finding["kind"] == "missing" for finding in report["findings"])
 
 
-def test_the_status_says_whether_a_server_can_run(monkeypatch, capsys, fitted):
+def test_the_exit_status_shows_whether_a_server_can_run(monkeypatch, capsys, fitted):
     monkeypatch.setattr(doctor, "inspect_machine", lambda: fitted)
     assert doctor.main([]) == 0
     monkeypatch.setattr(doctor, "inspect_machine", lambda: without(fitted, "torch"))
@@ -335,7 +335,7 @@ def test_it_imports_nothing_that_a_bare_install_lacks():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_whether_torch_has_cuda_is_what_its_own_files_say():
+def test_cuda_support_of_torch_is_read_from_its_own_files():
     torch = importlib.metadata.distribution("torch")
     version = torch.locate_file("torch/version.py").read_text()
     assert machine.torch_has_cuda() == (re.search(r"^cuda.*= None", version, re.MULTILINE) is None)

@@ -133,7 +133,7 @@ def test_choices_have_a_column():
     assert "  #2      generated 5 tokens" in text
 
 
-def test_what_was_left_out_is_told_where_it_was():
+def test_omitted_entries_are_shown_in_their_place():
     timeline = [entry(index, 0, "UPDATED", detail=str(index)) for index in range(6)]
     lines = plain(response(timeline, omitted_entries=1234)).splitlines()
     gap = next(index for index, line in enumerate(lines) if "... 1,234 more entries are not kept ..." in line)
@@ -196,7 +196,7 @@ def test_wrong_arguments(arguments, capsys):
     assert said.count("\n") == 1
 
 
-def test_help_says_where_ids_are(capsys):
+def test_help_shows_where_to_find_ids(capsys):
     assert cli.main(["explain", "--help"]) == 0
     out = capsys.readouterr().out
     assert "examples:" in out

@@ -67,7 +67,7 @@ async def test_nobody_is_there(look, tmp_path):
         assert "check the address" in told["remedy"]
 
 
-async def test_each_mistake_with_tls_is_told_apart(new_service, look, credentials, certificate):
+async def test_each_tls_mistake_is_distinguished(new_service, look, credentials, certificate):
     name = ("--tls-server-name", "penstock.test")
     trust = ("--tls-ca", certificate / "ours.pem", *name)
     ours, strange = (

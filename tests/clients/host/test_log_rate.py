@@ -18,7 +18,7 @@ def record(line):
     return logging.LogRecord("uvicorn.error", logging.WARNING, "file.py", line, "bad bytes", (), None)
 
 
-def test_few_lines_of_a_message_pass_and_then_one_says_how_many_did_not(clock):
+def test_repeated_messages_are_limited_and_the_suppressed_ones_counted(clock):
     rate = LogRate()
     assert sum(rate.filter(record(1)) for _ in range(100)) == BURST
     assert rate.filter(record(2))  # another message

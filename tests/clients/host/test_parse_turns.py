@@ -40,7 +40,7 @@ async def run(turns, tenant, done, name):
         done.append(name)
 
 
-async def test_tenants_take_turns_whoever_sent_more():
+async def test_tenants_take_turns_regardless_of_volume():
     turns, done = ParseTurns(), list[str]()
     names = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")]
     await asyncio.gather(*(run(turns, tenant, done, name) for tenant, name in names))

@@ -95,7 +95,7 @@ def test_half_of_what_is_being_written_is_not_used(watched, path, is_created_ane
     assert watched.value == b"two"
 
 
-def test_files_that_were_left_alone_are_not_read(watched, path, monkeypatch):
+def test_settled_files_are_not_read_again(watched, path, monkeypatch):
     monkeypatch.setattr("penstock.clients.host.reloaded_files._SETTLED_S", -1.0)
     assert not refresh(watched)  # from here on they are settled
     monkeypatch.setattr(NamedFile, "read", lambda file: pytest.fail("was read"))
@@ -112,7 +112,7 @@ def test_of_several_files_one_is_enough_and_all_are_loaded_together(tmp_path):
     assert watched.value == b"aB"
 
 
-def test_what_is_broken_is_told_once_and_changes_nothing(watched, path, caplog):
+def test_a_broken_file_is_logged_once_and_changes_nothing(watched, path, caplog):
     path.write_bytes(b"broken")
     for _ in range(3):
         assert not refresh(watched)
@@ -128,7 +128,7 @@ def test_what_is_broken_is_told_once_and_changes_nothing(watched, path, caplog):
     assert watched.value == b"two"
 
 
-def test_a_file_that_is_gone_is_told_once_and_changes_nothing(watched, path, caplog):
+def test_a_deleted_file_is_logged_once_and_changes_nothing(watched, path, caplog):
     path.unlink()
     for _ in range(3):
         assert not refresh(watched)

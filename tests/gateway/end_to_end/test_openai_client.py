@@ -175,7 +175,7 @@ def test_a_callers_key_is_passed_on(keyed, key):
 
 
 @pytest.mark.parametrize("key", ["of-nobody", "of-One"])
-def test_a_wrong_key_is_told_before_a_wrong_body(keyed, key):
+def test_a_wrong_key_is_reported_before_a_wrong_body(keyed, key):
     with openai.OpenAI(base_url=f"{keyed}/v1", api_key=key, max_retries=0, timeout=120) as client:
         for request in (body(SAID), body(SAID, temperature=-1), body(SAID, messages="none")):
             with pytest.raises(openai.AuthenticationError) as caught:
@@ -184,6 +184,6 @@ def test_a_wrong_key_is_told_before_a_wrong_body(keyed, key):
             assert key.strip() not in str(caught.value)
 
 
-def test_no_key_is_told_too(keyed):
+def test_a_missing_key_is_reported_too(keyed):
     answer = httpx.post(f"{keyed}/v1/chat/completions", json=body(SAID))
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")

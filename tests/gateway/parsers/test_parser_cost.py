@@ -124,7 +124,7 @@ parts = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 
 @settings(max_examples=25, deadline=None)
 @given(parts, parts.filter(bool), parts, st.sampled_from([3, 4 * KIB]))
-def test_what_nobody_thought_of(beginning, unit, end, piece_size):
+def test_arbitrary_texts_are_parsed_at_bounded_cost(beginning, unit, end, piece_size):
     for name in TOOL_FORMATS:
         with pytest.MonkeyPatch.context() as patch:
             feed(patch, tool_parser(name), text_of(beginning, unit, 2 * KIB, end), piece_size)

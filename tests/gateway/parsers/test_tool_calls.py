@@ -102,7 +102,7 @@ CASES += [(name, text, "", [("weather", '{"a": 1}'), ("time", "{}")]) for name, 
 
 
 @pytest.mark.parametrize(("tool_format", "text", "content", "calls"), CASES)
-def test_calls_are_told_from_content(tool_format, text, content, calls):
+def test_calls_are_distinguished_from_content(tool_format, text, content, calls):
     assert calls_of(text, tool_format) == (content, calls)
     letters = take_apart(text, tool_format)
     assert letters == take_apart([text], tool_format)
@@ -158,7 +158,7 @@ THOUGHTS = [
 
 
 @pytest.mark.parametrize(("text", "in_reasoning", "reasoning", "content"), THOUGHTS)
-def test_reasoning_is_told_from_the_answer(text, in_reasoning, reasoning, content):
+def test_reasoning_is_distinguished_from_the_answer(text, in_reasoning, reasoning, content):
     for parts in ([text], text):
         assert take_apart(parts, None, "think", in_reasoning=in_reasoning) == (content, reasoning, [], True)
 

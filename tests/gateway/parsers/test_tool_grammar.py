@@ -202,6 +202,6 @@ def test_python_arguments_are_held_to_the_schema_and_read_back(matching, shape_o
         ("mistral", CallableTool("f g", None), "'f g'"),
     ],
 )
-def test_what_a_format_cannot_write_is_told(form, tool, said):
+def test_tools_that_a_format_cannot_express_are_reported(form, tool, said):
     with pytest.raises(CannotBeHeld, match=re.escape(said)):
         call_grammar(form, [tool], one=True, shape=AnswerShape(NAMED))

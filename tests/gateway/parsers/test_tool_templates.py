@@ -71,7 +71,7 @@ PATH = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-async def test_the_chat_template_tells_the_format(kind, start_gateway, load):
+async def test_the_chat_template_determines_the_format(kind, start_gateway, load):
     """A service whose model writes what models of its kind write: the gateway finds out how to read it."""
     said = "Hm. " * (kind in ("qwen3", "mistral"))
     gateway = await start_gateway(says(said + ONE[FORMATS[kind]]), tokenizer=load(kind))
@@ -96,7 +96,7 @@ async def test_the_chat_template_tells_the_format(kind, start_gateway, load):
         ({"chat_template_kwargs": {"enable_thinking": False}}, ("Yes", "Hm.", [], "stop")),
     ],
 )
-async def test_the_chat_template_tells_the_reasoning(fields, expected, start_gateway, load):
+async def test_the_chat_template_determines_the_reasoning(fields, expected, start_gateway, load):
     gateway = await start_gateway(says("<think>\nHm.\n</think>\n\nYes"), tokenizer=load("qwen3"))
     assert whole((await gateway.post(PATH, **body(**fields))).json()) == expected
     assert folded(await gateway.chunks(PATH, **body(**fields))) == expected
@@ -109,7 +109,7 @@ async def test_an_answer_that_is_continued_in_its_reasoning(start_gateway, load)
     assert whole(answer.json()) == ("Yes", "this.", [], "stop")
 
 
-async def test_what_is_wrong_with_tools_is_told(start_gateway, load):
+async def test_errors_in_tools_are_reported(start_gateway, load):
     gateway = await start_gateway(says("x"), tokenizer=load("qwen3"), tool_call_parser="none")
     answer = await gateway.post(PATH, **body(tools=[TOOL]))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
@@ -203,7 +203,7 @@ async def test_a_forced_call_is_written_as_the_template_has_it(kind, begins, gra
 @pytest.mark.parametrize(
     ("kind", "is_held"), [("qwen3", True), ("llama31", False), ("mistral", True), ("pythonic", False)]
 )
-async def test_calls_of_strict_tools_are_held_where_a_marker_tells_them_from_text(kind, is_held, grammar_of):
+async def test_strict_tool_calls_are_constrained_where_a_marker_separates_them_from_text(kind, is_held, grammar_of):
     grammar = await grammar_of(kind, strict=True)
     assert ("text: /(?s:.*)/" in grammar) == ("held" in grammar) == ('"only"' in grammar) == is_held
     assert not await grammar_of(kind, strict=True, tool_choice="none")

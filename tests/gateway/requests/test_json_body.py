@@ -46,7 +46,7 @@ WRONG = [
 
 @pytest.mark.parametrize("value", [b"1", LONG], ids=["small", "large"])
 @pytest.mark.parametrize(("body", "code", "param", "said"), WRONG)
-async def test_what_is_no_json_is_said_with_its_place(body, code, param, said, value):
+async def test_invalid_json_is_reported_with_its_position(body, code, param, said, value):
     with pytest.raises(GatewayError) as raised:
         await parse_json(body.replace(b"%s", value), ParseTurns())
     error = raised.value

@@ -70,7 +70,7 @@ def test_a_custom_call_that_breaks_off_keeps_what_came(respond):
     assert (item.input, item.model_extra["status"]) == ("*** Beg", "incomplete")
 
 
-def test_tools_in_namespaces_are_told_apart(respond):
+def test_tools_in_namespaces_are_distinguished(respond):
     both = call("far__look") + call("near__look")
     first, second = respond(f"SAY {both}", tools=[FAR, NEAR]).output
     assert [(item.name, item.namespace) for item in (first, second)] == [("look", "far"), ("look", "near")]
@@ -176,7 +176,7 @@ def test_what_is_wrong_with_tools_is_named(scripted, path, body, param, why):
     assert why in error["message"]
 
 
-def test_hosted_tools_alone_are_nothing_to_call(scripted):
+def test_a_required_call_needs_more_than_hosted_tools(scripted):
     body = {"input": "a", "tools": [SEARCH], "tool_choice": "required"}
     error = httpx.post(f"{scripted}/v1/responses", json=body, timeout=60).json()["error"]
     assert (error["param"], "needs tools" in error["message"]) == ("tool_choice", True)

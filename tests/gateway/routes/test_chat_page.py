@@ -35,7 +35,7 @@ def test_the_policy_lets_exactly_what_stands_in_the_page_run():
     assert not any("unsafe" in source for sources in policy.values() for source in sources)
 
 
-def test_the_page_asks_nobody_else_and_makes_no_markup_of_text():
+def test_the_page_contacts_no_other_host_and_renders_no_text_as_markup():
     assert not re.findall(r"https?://", HTML)
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Storage|cookie", HTML)
     assert not re.findall(r"<[^>]+\son\w+=", HTML), "a handler in an attribute, which the policy refuses"
@@ -165,7 +165,7 @@ def test_what_a_model_writes_is_text(scripted, open_page, complaints):
 
 
 @pytest.mark.soak
-def test_an_error_is_told_and_the_question_comes_back(scripted, open_page):
+def test_an_error_is_shown_and_the_question_is_restored(scripted, open_page):
     from playwright.sync_api import expect
 
     page = open_page(scripted)

@@ -95,7 +95,7 @@ async def test_a_plain_completion(gateway):
     }
 
 
-async def test_sixteen_tokens_unless_more_are_asked_for(gateway):
+async def test_completions_default_to_sixteen_tokens(gateway):
     assert (await whole_of(gateway, prompt="ab"))["usage"]["completion_tokens"] == 16
 
 
@@ -117,7 +117,7 @@ async def test_too_many_prompts_are_refused_before_each_is_looked_at(gateway):
     assert response.json()["error"]["message"] == "prompt: at most 1,024 prompts; there are 2,000"
 
 
-async def test_logprobs_name_tokens_and_tell_where_they_begin(gateway):
+async def test_logprobs_carry_tokens_and_their_text_offsets(gateway):
     answer = await whole_of(gateway, prompt="ab", max_tokens=3, logprobs=2, echo=True)
     logprobs = answer["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["a", "b", "c", "d", "e"]
@@ -139,7 +139,7 @@ async def test_tokens_that_are_no_characters_are_written_as_bytes(start_gateway)
     assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2]
 
 
-async def test_what_is_scored_alone_generates_nothing(gateway):
+async def test_a_scoring_request_generates_nothing(gateway):
     answer = await whole_of(gateway, prompt="abc", max_tokens=0, echo=True, logprobs=1)
     choice = answer["choices"][0]
     assert choice["text"] == "abc"
@@ -148,7 +148,7 @@ async def test_what_is_scored_alone_generates_nothing(gateway):
     assert answer["usage"]["completion_tokens"] == 0
 
 
-async def test_logprobs_of_the_prompt_alone(gateway):
+async def test_logprobs_may_cover_only_the_prompt(gateway):
     answer = await whole_of(gateway, prompt="abc", max_tokens=1, prompt_logprobs=1)
     first, second, third = answer["choices"][0]["prompt_logprobs"]
     assert first is None
@@ -163,7 +163,7 @@ async def test_a_stop_string_is_left_out_or_kept(gateway):
     assert choice["text"] == "cdef"
 
 
-async def test_a_stop_token_is_told(gateway):
+async def test_a_stop_token_is_reported(gateway):
     choice = (await whole_of(gateway, prompt="ab", stop_token_ids=[ord("f")]))["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("cde", "stop", ord("f"))
 

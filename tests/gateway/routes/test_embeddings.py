@@ -119,7 +119,7 @@ async def test_both_encodings_hold_the_same_floats(http):
     assert list(struct.unpack("<4f", base64.b64decode(vector))) == plain["data"][0]["embedding"]
 
 
-async def test_what_else_is_asked_reaches_the_service(client, service):
+async def test_other_options_reach_the_service(client, service):
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
     await client.embeddings.create(
         model="embedder",
@@ -136,7 +136,7 @@ async def test_what_else_is_asked_reaches_the_service(client, service):
     assert service.metadata["authorization"] == "Bearer none"
 
 
-async def test_a_refusal_of_the_service_is_told(client):
+async def test_a_refusal_by_the_service_is_reported(client):
     with pytest.raises(openai.BadRequestError) as caught:
         await client.embeddings.create(model="embedder", input="x", dimensions=5)
     assert "must be at most 4" in caught.value.message

@@ -60,7 +60,7 @@ def test_details_become_the_field_and_the_headers():
     }
 
 
-def test_what_must_not_be_tried_again_says_so():
+def test_final_failures_forbid_retries():
     failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, "gone for good")
     failure.is_final = True
     headers = from_failure(failure).headers()
@@ -95,7 +95,7 @@ def test_grpcs_own_words_stay_inside():
         assert error.status in (500, 503)
 
 
-def test_a_missing_key_is_told_in_words_of_http():
+def test_a_missing_key_is_reported_in_http_terms():
     message = str(ServiceError(Reason.UNAUTHENTICATED))
     error = from_failure(RequestFailed(grpc.StatusCode.UNAUTHENTICATED, message))
     assert error.message == "no valid API key or token; send the header 'Authorization: Bearer KEY'"

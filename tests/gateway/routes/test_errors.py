@@ -140,7 +140,7 @@ MANY: list[tuple[str, dict[str, Any], str]] = [
 """Path, a body with something wrong thousands of times, and the field."""
 
 
-async def test_what_is_wrong_many_times_is_told_once(gateway, monkeypatch, subtests):
+async def test_repeated_validation_errors_are_reported_once(gateway, monkeypatch, subtests):
     numbers: list[int] = []
 
     def note(errors: Any) -> Any:
@@ -272,7 +272,7 @@ async def test_who_sends_no_whole_head_of_a_request_holds_no_place(start_gateway
     assert len(response.json()["choices"][0]["text"]) == 20
 
 
-async def test_a_full_queue_says_when_to_try_again(start_gateway):
+async def test_a_full_queue_gives_a_retry_delay(start_gateway):
     scheduler = SchedulerConfig(max_num_seqs=1, max_queued_requests=1)
     gateway = await start_gateway(scheduler=scheduler, seconds_per_step=0.01)
     body = {"prompt": "a", "max_tokens": 1000, "stream": True}
@@ -314,7 +314,7 @@ async def test_a_worker_that_is_down_is_503(start_gateway):
     gateway.executor.may_start.set()
 
 
-async def test_a_bug_is_told_without_what_the_caller_wrote(gateway, monkeypatch, caplog):
+async def test_a_bug_is_reported_without_the_callers_text(gateway, monkeypatch, caplog):
     canary = "CANARY-7f3a"
 
     def broken(*_: object) -> None:

@@ -21,7 +21,7 @@ def test_the_model_is_listed_with_its_context(client):
     assert card.max_model_len > 0
 
 
-def test_a_model_is_told_by_its_name(client):
+def test_a_model_can_be_retrieved_by_name(client):
     assert client.models.retrieve("gpt-4o") == client.models.list().data[0]
 
 
@@ -32,7 +32,7 @@ def test_another_model_is_not_found(client):
     assert "there is gpt-4o" in caught.value.message
 
 
-def test_a_bad_header_of_the_key_is_told_before_anything_else(scripted):
+def test_a_malformed_authorization_header_is_reported_first(scripted):
     answer = httpx.get(f"{scripted}/v1/models", headers={b"authorization": b"Bearer \xff"}, timeout=120)
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"

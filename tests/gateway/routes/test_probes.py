@@ -20,14 +20,14 @@ def test_a_service_that_takes_requests_is_healthy(scripted, method, path):
     assert (answer.status_code, answer.content) == (200, b"")
 
 
-def test_the_description_says_that_probes_answer_without_a_body(scripted):
+def test_the_openapi_description_gives_probe_answers_no_body(scripted):
     """Clients that are made from it would parse one."""
     paths = httpx.get(f"{scripted}/openapi.json", timeout=120).json()["paths"]
     for method, path in (("get", "/health"), ("get", "/ping"), ("post", "/ping")):
         assert "content" not in paths[path][method]["responses"]["200"]
 
 
-def test_the_version_is_told(scripted):
+def test_the_version_is_reported(scripted):
     assert httpx.get(f"{scripted}/version", timeout=120).json() == {"version": version("penstock")}
 
 
@@ -50,7 +50,7 @@ async def test_many_probes_at_once_are_one_question(monkeypatch):
 
 
 @pytest.mark.parametrize("was_serving", [True, False])
-async def test_a_service_that_is_asked_by_too_many_is_as_it_was(monkeypatch, was_serving):
+async def test_an_overloaded_health_check_keeps_the_last_state(monkeypatch, was_serving):
     answers: list[bool | grpc.StatusCode] = [
         was_serving, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
     ]  # fmt: skip

@@ -130,7 +130,7 @@ def test_what_is_streamed_is_what_is_sent_whole(respond, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_log_probabilities_are_of_messages_alone_streamed_or_whole(respond, case):
+def test_logprobs_cover_only_messages_streamed_or_whole(respond, case):
     """Each message has those of its own text: none of reasoning, of calls, or of the marks around them."""
     question, options = CASES[case]
     options = options | {"include": ["message.output_text.logprobs"]}
@@ -252,7 +252,7 @@ def test_log_probabilities_are_those_of_the_text(respond):
     assert respond("SAY hi").output[0].content[0].logprobs == []
 
 
-def test_an_answer_that_breaks_off_says_so_and_keeps_what_came():
+def test_an_interrupted_answer_is_reported_as_failed_and_keeps_its_partial_output():
     events = ResponseEvents({"id": "resp_1", "model": "m"})
     told = (
         events.begin_response()

@@ -23,7 +23,7 @@ def test_a_text_becomes_tokens(post):
     assert post("/tokenize", prompt="hé", model="gpt-4o", add_special_tokens=False).json() == answer
 
 
-def test_each_token_tells_its_text(post):
+def test_each_token_comes_with_its_text(post):
     assert post("/tokenize", prompt="hé", return_token_strs=True).json()["token_strs"] == ["h", "\ufffd", "\ufffd"]
 
 

@@ -87,7 +87,7 @@ async def test_a_renewed_certificate_is_served(listening):
 
 
 @pytest.mark.parametrize("broken", ["no PEM", "another's key", "encrypted", "gone"])
-async def test_a_broken_one_is_told_once_and_the_last_good_one_stays(listening, broken, caplog):
+async def test_a_broken_certificate_is_logged_once_and_the_last_good_one_stays(listening, broken, caplog):
     folder, files, name = listening
     _, first_key = issue(folder, "first")
     look(files)

@@ -55,7 +55,7 @@ def test_a_changed_key_is_passed_on_once(path, caplog):
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"a\nb", b"\xff", "ключ".encode(), b"x" * 5000])
-def test_what_is_no_key_is_told_once_and_the_last_one_stays(path, caplog, content):
+def test_an_invalid_key_is_logged_once_and_the_last_one_stays(path, caplog, content):
     file, used = watched(path)
     path.write_bytes(content)
     for _ in range(4):

@@ -26,7 +26,7 @@ async def test_head_has_the_headers_of_get_and_no_body(gateway, path):
 
 
 @pytest.mark.parametrize("path", [*GETS, *POSTS])
-async def test_options_tells_the_methods(gateway, path):
+async def test_options_lists_the_methods(gateway, path):
     response = await gateway.http.options(path)
     assert response.status_code == 204
     assert response.content == b""
@@ -50,7 +50,7 @@ async def test_options_of_no_path_is_404(gateway):
         ("POST", "/openapi.json", "GET, HEAD, OPTIONS"),
     ],
 )
-async def test_a_method_that_a_path_lacks_is_told_with_those_it_has(gateway, method, path, allow):
+async def test_an_unsupported_method_is_refused_with_the_allowed_ones(gateway, method, path, allow):
     response = await gateway.http.request(method, path)
     assert response.status_code == 405
     assert response.headers["allow"] == allow

@@ -194,7 +194,7 @@ async def test_one_that_served_for_long_is_replaced_at_once(stand_in, caplog):
         assert caplog.text.count("restarting it in 0.1 s") == 3
 
 
-async def test_it_ends_when_told_and_not_by_a_signal_for_the_whole_service(stand_in):
+async def test_the_gateway_ends_on_drain_and_not_on_a_service_wide_signal(stand_in):
     async with running() as (gateway, address, _):
         pid, _ = await ask(address)
         os.kill(pid, signal.SIGTERM)
@@ -232,7 +232,7 @@ async def test_a_port_in_use_is_named(stand_in):
                 pass
 
 
-def test_what_is_not_installed_is_told_before_anything_is_loaded(monkeypatch, capsys):
+def test_missing_packages_are_reported_before_anything_is_loaded(monkeypatch, capsys):
     machine = inspect_machine()
     check_installed(machine)
     lacks = [
@@ -264,7 +264,7 @@ def test_flags_that_make_no_sense_are_refused(flags, named):
         parse_config(flags)
 
 
-def test_what_the_gateway_is_told():
+def test_the_gateway_gets_its_options():
     http = ["--http-host=::1", "--http-port=0", "--tls-cert=c", "--tls-key=k", "--shutdown-grace=2.5"]
     other = ["--allowed-origins=*", "--allowed-hosts=llm.example", "--unknown-fields=ignore", "--sse-keep-alive=5"]
     config = parse_config([*http, *other, "--tool-call-parser=mistral"])

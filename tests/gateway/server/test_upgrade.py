@@ -147,7 +147,7 @@ async def test_a_request_names_its_host_once(gateway, host, version, status):
     assert (b"invalid_host" in answer) == (status == 400)
 
 
-async def test_options_of_the_whole_server_tells_its_methods(gateway):
+async def test_options_for_the_whole_server_lists_its_methods(gateway):
     answer = await all_of(gateway, head_of("Connection: close", method="OPTIONS", path="*"))
     assert answer.startswith(b"HTTP/1.1 204 ")
     assert b"\r\nallow: GET, HEAD, OPTIONS, POST\r\n" in answer

@@ -89,7 +89,7 @@ async def test_the_tenant_that_holds_the_most_gives_way_to_others(budget, arrivi
     assert budget.num_bytes == 100
 
 
-async def test_where_nobody_can_give_way_the_new_body_is_refused_for_all_bodies_sake(budget, arriving):
+async def test_a_new_body_is_refused_for_total_space_if_none_yields(budget, arriving):
     for tenant in "ab":
         (await arriving(tenant, tenant, 50)).evict = None
     with pytest.raises(NoRoomForBody) as raised:

@@ -51,7 +51,7 @@ async def test_each_callers_key_reaches_the_service(start_gateway, keys, tenants
     assert gateway.app.state.link.num_callers == 2
 
 
-async def test_without_a_good_key_nothing_is_told(start_gateway, keys):
+async def test_nothing_is_revealed_without_a_valid_key(start_gateway, keys):
     gateway = await start_gateway(service=keys)
     shown: tuple[dict[str, str], ...] = (
         {},
@@ -99,7 +99,7 @@ async def test_a_key_of_the_gateways_that_is_refused_is_not_its_callers_fault(st
     assert "x" * 40 not in response.text
 
 
-async def test_a_tenant_that_is_named_twice_is_nobody(start_gateway, keys, tenants):
+async def test_a_repeated_tenant_header_is_refused(start_gateway, keys, tenants):
     gateway = await start_gateway(service=keys, api_key=GATEWAY, tenant_header="x-tenant")
     headers = [("X-Tenant", "blue"), ("x-tenant", "red")]  # the caller's own, and one that a proxy added
     response = await gateway.post(COMPLETIONS, headers=headers, prompt="a", max_tokens=1)
@@ -108,7 +108,7 @@ async def test_a_tenant_that_is_named_twice_is_nobody(start_gateway, keys, tenan
     assert tenants == []
 
 
-async def test_a_tenant_is_named_by_those_alone_who_may(start_gateway, keys, tenants):
+async def test_only_authorized_callers_may_name_a_tenant(start_gateway, keys, tenants):
     gateway = await start_gateway(service=keys, tenant_header="x-tenant")
     for key, status in ((ACME, 403), (GATEWAY, 200)):
         headers = bearer(key) | {"X-Tenant": "blue"}
@@ -117,7 +117,7 @@ async def test_a_tenant_is_named_by_those_alone_who_may(start_gateway, keys, ten
     assert tenants == ["blue"]
 
 
-async def test_a_header_that_was_not_asked_for_names_nobody(start_gateway, keys, tenants):
+async def test_an_unconfigured_tenant_header_is_ignored(start_gateway, keys, tenants):
     gateway = await start_gateway(service=keys, api_key=GATEWAY)
     await gateway.post(COMPLETIONS, headers={"X-Tenant": "blue"}, prompt="a", max_tokens=1)
     assert tenants == ["gateway"]
@@ -152,7 +152,7 @@ async def test_what_runs_under_a_key_that_is_withdrawn_ends_as_the_check_did(
     assert ended.headers["x-request-id"] != refused.headers["x-request-id"]
 
 
-async def test_only_so_many_tenants_at_once_and_idle_ones_give_way(start_gateway, keys):
+async def test_concurrent_tenants_are_limited_and_idle_ones_give_way(start_gateway, keys):
     gateway = await start_gateway(max_callers=2, seconds_per_step=0.01, service=keys)
     body = {"prompt": "a", "max_tokens": 4000, "stream": True}
     async with gateway.http.stream("POST", COMPLETIONS, json=body, headers=bearer("1")) as first:

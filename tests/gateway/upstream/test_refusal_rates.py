@@ -54,7 +54,7 @@ def test_a_rate_that_stays_keeps_what_was_used_and_tenants_are_apart(rates):
     assert rates.wait_s("a") == 0
 
 
-def test_only_so_many_tenants_are_remembered(rates, monkeypatch):
+def test_the_number_of_remembered_tenants_is_limited(rates, monkeypatch):
     monkeypatch.setattr(refusal_rates, "MAX_TENANTS", 2)
     for tenant in "abc":
         rates.set(tenant, 1.0)

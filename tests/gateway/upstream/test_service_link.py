@@ -88,7 +88,7 @@ async def test_who_goes_away_costs_nothing_any_more(start_gateway, path, stream)
     assert place.num_live == 0
 
 
-async def test_one_who_goes_leaves_the_others_on_the_stream_alone(start_gateway):
+async def test_a_departing_caller_does_not_affect_others_on_the_stream(start_gateway):
     gateway = await start_gateway(seconds_per_step=0.002)
     staying = asyncio.create_task(gateway.post(COMPLETIONS, prompt="a", max_tokens=60))
     async with gateway.http.stream("POST", COMPLETIONS, json={"prompt": "b", "max_tokens": 3000, "stream": True}):
@@ -111,7 +111,7 @@ async def test_a_reader_who_is_slow_gets_everything(start_gateway):
     assert text == whole
 
 
-async def test_a_silent_stream_says_that_it_lives(start_gateway):
+async def test_a_silent_stream_sends_keepalives(start_gateway):
     gateway = await start_gateway(seconds_per_step=0.15, keepalive_s=0.02)
     response = await gateway.post(COMPLETIONS, prompt="ab", max_tokens=2, stream=True)
     assert (
@@ -191,7 +191,7 @@ async def test_ids_and_traces_are_passed_on(start_gateway, monkeypatch):
     assert [(start.traceparent, start.client_request_id) for start in seen] == [(trace, "mine"), ("", "")]
 
 
-async def test_names_of_tokens_are_asked_for_once(start_gateway, monkeypatch):
+async def test_token_names_are_requested_once(start_gateway, monkeypatch):
     from penstock.service.rpc.tokenizer import TokenizerService
 
     asked = []

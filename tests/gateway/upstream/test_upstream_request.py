@@ -79,7 +79,7 @@ async def test_a_nudge_is_a_call_with_nothing(passing):
     assert handler.calls == [""]
 
 
-async def test_what_a_handler_raises_meets_who_waits_alone():
+async def test_a_handlers_exception_reaches_only_the_waiting_caller():
     nobody: Any = Nobody()
     upstream_request = UpstreamRequest(nobody, [pb.Start()])
     upstream_request.send_requests()

@@ -52,7 +52,7 @@ def test_gates_far_from_zero(activation, device):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_gate_that_is_not_a_number_gives_none_there_alone(activation, device):
+def test_a_nan_gate_gives_nan_only_at_its_position(activation, device):
     gate_up = random_gates(1, 24, torch.float32, device)
     gate_up[0, 7] = torch.nan
     out = torch.empty(1, 24, device=device)

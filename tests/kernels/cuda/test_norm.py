@@ -86,7 +86,7 @@ def test_the_normed_sum_may_take_the_place_of_what_was_added(device):
     assert_close(delta, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_token_is_normed_alike_alone_and_among_others(device):
+def test_a_token_is_normed_identically_alone_and_in_a_batch(device):
     x, weight = torch.randn(4, 96, device=device).bfloat16(), torch.randn(96, device=device)
     together = torch.empty_like(x)
     rms_norm(x, weight, EPS, together)

@@ -124,7 +124,7 @@ def test_rope_kv_at_size(num_heads, num_kv_heads, normed, kv_dtype, tokens, devi
     check(size, device)
 
 
-def test_a_token_comes_out_alike_alone_and_among_others(device):
+def test_a_token_gets_the_same_result_alone_and_in_a_batch(device):
     case = replace(SMALL, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, normed=True)
     together = Inputs(case, device)
     alone = Inputs(replace(case, tokens=1), device)

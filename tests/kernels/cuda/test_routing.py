@@ -92,7 +92,7 @@ def test_equal_logits_go_to_the_first_experts(device):
     check_route(mixture, logits, 16)
 
 
-def test_logits_that_are_no_numbers_give_weights_that_are_none_to_their_token_alone(device):
+def test_nan_logits_give_nan_weights_only_to_their_token(device):
     logits = torch.randn(4, 6, device=device)
     logits[1, 2] = -torch.nan
     logits[2] = torch.nan

@@ -301,7 +301,7 @@ def test_penalties_round_as_float32_does():
     assert Batch(make_shape(2, slice=16), rows).sample(logits) == [0] * len(x)
 
 
-def test_a_token_depends_on_its_own_line_alone():
+def test_a_token_depends_only_on_its_own_line():
     chance = random.Random(8)
     rows = [random_row(chance, 300) for _ in range(6)]
     logits = torch.randn(len(rows), 300) * 3
@@ -333,7 +333,7 @@ def test_drafts_count_as_output(num_drafts):
 
 
 @pytest.mark.gpu
-def test_a_graph_samples_what_its_inputs_say_by_then():
+def test_a_graph_samples_from_its_inputs_at_replay():
     chance = random.Random(8)
     shape = SamplerShape(32_000, torch.bfloat16, 32_000, MAX_HISTORY)
     rows = [random_row(chance, shape.vocab_size) for _ in range(20)]

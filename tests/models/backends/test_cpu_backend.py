@@ -127,7 +127,7 @@ async def check_bits(model, config, on_cpu, start_engine, chunks):
 
 
 @pytest.mark.parametrize("format", list(FORMATS))
-async def test_bits_are_those_of_the_request_alone(odd, on_cpu, start_engine, format):
+async def test_bits_depend_only_on_the_request(odd, on_cpu, start_engine, format):
     await check_bits(odd, FORMATS[format], on_cpu, start_engine, [(77, 1), (256, 3)])
 
 
@@ -192,9 +192,7 @@ worker.main()
 """
 
 
-async def test_a_worker_imports_no_tensor_library_and_is_silent_if_told(
-    odd, worker_config, tmp_path, monkeypatch, capfd
-):
+async def test_a_worker_imports_no_tensor_library_and_can_be_silent(odd, worker_config, tmp_path, monkeypatch, capfd):
     file = tmp_path / "modules"
     monkeypatch.setattr(spawn, "WORKER", WORKER.format(file=str(file)))
     config = worker_config(odd.path, backend="auto", dtype="bfloat16", quantization="int8", log_level="warning")
@@ -235,7 +233,9 @@ def test_what_cannot_be_loaded_names_the_flag(tiny_model, worker_config, changes
     assert "\n" not in str(caught.value)
 
 
-def test_without_the_library_the_other_backend_runs_and_says_so_once(tiny_model, worker_config, monkeypatch, caplog):
+def test_a_missing_library_falls_back_to_the_other_backend_with_one_warning(
+    tiny_model, worker_config, monkeypatch, caplog
+):
     monkeypatch.setenv("PENSTOCK_CPU_LIBRARY", "/nowhere/libpenstock_cpu.so")
     with pytest.raises(LibraryMissing):
         load_library()
@@ -263,7 +263,7 @@ def test_more_likeliest_tokens_than_there_are(odd, worker_config):
         assert np.exp(part.top[begin : begin + 3]).sum() == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_prompts_id_without_a_logit_is_never_told_as_another_tokens(odd, worker_config):
+def test_a_prompt_id_without_a_logit_never_gets_another_tokens_logprob(odd, worker_config):
     runner = Runner(load_backend(worker_config(odd.path, backend="cpu", tokenizer_vocab_size=40)))
     with pytest.raises(AssertionError, match="tokenizer's vocabulary"):
         run_prompt(runner, [1, 40], SamplingParams(prompt_logprobs=0))

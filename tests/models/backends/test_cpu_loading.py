@@ -42,7 +42,7 @@ async def answers_of(path, in_process, start_engine, prompts, **config):
     return [(answer.token_ids, answer.logprobs) for answer in answers]
 
 
-async def test_the_dtype_on_disk_its_place_and_its_shard_leave_the_bits_alone(
+async def test_dtype_offset_and_shard_on_disk_do_not_affect_the_bits(
     tiny_model, tmp_path, in_process, start_engine, prompts
 ):
     """bfloat16 values that float16 holds too, in every dtype, in one file and in several of different dtypes, and at

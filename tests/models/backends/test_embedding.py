@@ -155,7 +155,7 @@ async def test_a_vector_of_the_whole_context(tiny_model, make, start_engine, bac
 
 @pytest.mark.parametrize("pooling", list(Pooling), ids=lambda pooling: pooling.value)
 @pytest.mark.parametrize("config", [{"dtype": "float32"}, {"dtype": "bfloat16", "quantization": "int8"}], ids=str)
-async def test_bits_on_the_cpu_depend_on_the_prompt_alone(tiny_model, make, start_engine, prompts, pooling, config):
+async def test_bits_on_the_cpu_depend_only_on_the_prompt(tiny_model, make, start_engine, prompts, pooling, config):
     model = tiny_model("qwen3")
     new = partial(make, model.path, backend="cpu", max_model_len=128, max_num_batched_tokens=512, **config)
     engine = await start_engine(new(), enable_prefix_caching=False)
@@ -281,7 +281,7 @@ class TestReadEmbedding:
     def test_without_files_it_is_the_last_token_with_length_1(self, tmp_path):
         assert read_embedding(tmp_path) == PoolingConfig(Pooling.LAST, normalize=True)
 
-    def test_the_list_of_modules_says_where_it_is_and_whether_lengths_are_kept(self, tmp_path):
+    def test_the_module_list_locates_pooling_and_decides_normalization(self, tmp_path):
         modules = [("", f"{ST}Transformer"), ("pool", "some.new.place.Pooling")]
         path = write(tmp_path, OFF | {"pooling_mode_mean_tokens": True}, modules, "pool")
         assert read_embedding(path) == PoolingConfig(Pooling.MEAN, normalize=False)

@@ -53,7 +53,7 @@ async def test_dtype_auto_is_the_checkpoints(tiny_model, in_process):
 
 
 @pytest.mark.parametrize(("stored", "computed"), [("float16", "bfloat16"), ("float64", "float32")])
-def test_a_dtype_that_the_cpu_backend_lacks_is_replaced_and_that_is_said(
+def test_a_dtype_unsupported_by_the_cpu_backend_is_replaced_and_logged(
     tiny_model, worker_config, tmp_path, cpu_library, caplog, stored, computed
 ):
     copy.deepcopy(tiny_model("llama").module).to(getattr(torch, stored)).save_pretrained(tmp_path)
@@ -73,7 +73,7 @@ async def test_sharded_weights_are_the_same(tiny_model, tmp_path, in_process, st
     assert [a.token_ids for a in sharded] == [a.token_ids for a in whole]
 
 
-async def test_dummy_weights_need_the_config_alone(tiny_model, tmp_path, in_process, start_engine):
+async def test_dummy_weights_need_only_the_config(tiny_model, tmp_path, in_process, start_engine):
     (tmp_path / "config.json").write_text((tiny_model("qwen2-some-windows").path / "config.json").read_text())
     outputs = []
     for _ in range(2):
@@ -177,7 +177,7 @@ async def test_a_request_may_end_where_the_context_does(tiny_model, in_process, 
     assert cos.shape[0] == max_model_len
 
 
-async def test_a_prompts_id_without_a_logit_is_never_told_as_another_tokens(tiny_model, in_process):
+async def test_a_prompt_id_without_a_logit_never_gets_another_tokens_logprob(tiny_model, in_process):
     executor = in_process(tiny_model("llama").path, tokenizer_vocab_size=40)
     await executor.start()
     sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)

@@ -48,7 +48,7 @@ def test_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_nega
     assert choose(negative, greedy(repetition_penalty=2.0), history=(0,)).token_id == 1
 
 
-def test_presence_and_frequency_count_the_output_alone():
+def test_presence_and_frequency_count_only_the_output():
     prompt_only = {"history": (0, 0, 0), "num_prompt": 3}
     assert choose(falling(), greedy(presence_penalty=2.0), **prompt_only).token_id == 0
     assert choose(falling(), greedy(frequency_penalty=2.0), **prompt_only).token_id == 0

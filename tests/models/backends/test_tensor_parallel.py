@@ -213,7 +213,7 @@ def test_experts_are_divided_by_their_width(tiny_model):
         odd.divided(2)
 
 
-def test_the_cpu_backend_says_that_it_needs_no_ranks(tiny_model, worker_config):
+def test_the_cpu_backend_refuses_several_ranks(tiny_model, worker_config):
     config = worker_config(tiny_model("llama").path, backend="cpu", tensor_parallel_size=2)
     with pytest.raises(ModelError, match=r"--backend cpu: --tensor-parallel-size is 2, .*: leave that out"):
         load_backend(config)
@@ -281,7 +281,7 @@ async def end_of(group):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_that_is_killed_ends_the_group_and_blames_nobody(group, rank):
+async def test_a_killed_rank_ends_the_group_without_blaming_the_step(group, rank):
     os.kill(group._workers[rank].pid, signal.SIGKILL)
     error = await end_of(group)
     assert f"rank {rank}: the worker was ended by SIGKILL" in str(error)
@@ -322,7 +322,7 @@ async def test_a_group_stops_twice_and_ends_its_results(group):
     group.kill("nobody")
 
 
-async def test_a_rank_that_refuses_the_model_is_told_of_once(without_model):
+async def test_a_ranks_refusal_of_the_model_is_reported_once(without_model):
     others = set(psutil.Process().children())
     without_model(refuse="if config.tensor_parallel_rank: raise ModelError('--device cuda:1: cannot be used')")
     group = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=3))

@@ -78,7 +78,7 @@ def run(table, bad):
     build_batch(table, bad)
 
 
-def test_a_batch_is_flat_and_says_who_samples(table):
+def test_a_batch_is_flat_and_marks_the_rows_that_sample(table):
     rows = [added(0, 40, [3, 4, 5]), added(1, 18, [8, 9], num_computed=16), added(2, 33, [1, 2, 6], num_computed=32)]
     first = plan(added=rows, chunks=[Chunk(0, 0, 20), Chunk(1, 16, 18)], decodes=[Decode(2, 1)])
     table.apply(first)

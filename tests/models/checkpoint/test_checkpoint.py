@@ -183,7 +183,7 @@ def test_a_file_is_no_model(tmp_path):
         resolve_model(str(tmp_path / "x"))
 
 
-def test_an_id_comes_from_the_cache_alone_when_offline(tiny_model, tmp_path, monkeypatch):
+def test_a_model_id_is_resolved_only_from_the_cache_when_offline(tiny_model, tmp_path, monkeypatch):
     """HF_HUB_OFFLINE is read at import, so this runs in a process of its own."""
     snapshot = tmp_path / "models--owner--tiny" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)

@@ -213,7 +213,7 @@ def test_frequencies_of_longrope_are_those_of_transformers():
     assert attention_factor(spec.ropes[0]) == pytest.approx(scale)
 
 
-def test_attention_factor_of_yarn_alone_is_not_one():
+def test_only_yarn_has_an_attention_factor_other_than_one():
     assert attention_factor(DefaultRope(1e4)) == 1.0
     assert attention_factor(YarnRope(1e4, 4.0, 32, 32.0, 1.0, 1.25, True)) == 1.25
 
@@ -301,7 +301,7 @@ def test_norms_of_16_bits_keep_what_the_offset_adds(tiny_model, tmp_path):
     assert qkv.weight.dtype is torch.bfloat16
 
 
-def test_a_spec_tells_every_tensor_once(tiny_model):
+def test_a_spec_lists_every_tensor_once(tiny_model):
     for variant in ("gemma3", "qwen3-moe", "olmo2", "gpt-oss"):
         path = tiny_model(variant).path
         spec: ModelSpec = spec_from_config(json.loads((path / "config.json").read_text()))

@@ -146,7 +146,7 @@ def test_every_fp8_is_read_as_torch_reads_it(fp8):
     torch.testing.assert_close(wide, codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_cpu_backend_quantises_to_whole_numbers_alone(tiny_model, worker_config):
+def test_the_cpu_backend_quantises_only_to_integers(tiny_model, worker_config):
     config = worker_config(tiny_model("llama").path, backend="cpu", quantization="fp8")
     with pytest.raises(ModelError, match="--backend cpu: --quantization fp8 is for the backend cuda: give int8"):
         load_backend(config)

@@ -107,6 +107,6 @@ def test_a_list_that_has_no_effect_is_logged(edited, worker_config, caplog, vari
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral-window9"])
-def test_a_list_that_says_what_is_computed_anyway_is_not_logged(edited, variant):
+def test_a_redundant_layer_type_list_is_not_logged(edited, variant):
     kinds = [FULL if variant == "llama" else WINDOW] * 3
     assert check_checkpoint(edited(variant, layer_types=kinds)).warnings == ()

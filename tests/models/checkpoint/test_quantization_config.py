@@ -344,7 +344,7 @@ def test_the_reference_backend_quantises_nothing(tiny_model, worker_config, chan
     assert "leave" in str(caught.value)
 
 
-def test_what_runs_is_told(gptq, worker_config):
+def test_what_runs_is_reported(gptq, worker_config):
     facts = load_backend(worker_config(gptq, backend="reference", quantization="gptq")).facts
     assert (facts.quantization, facts.kv_cache_dtype, facts.dtype) == ("gptq", "float32", "float32")
 

@@ -40,7 +40,7 @@ def test_no_other_lengths_bring_more_tokens_a_second(acceptance, costs, num_cert
 
 
 @given(acceptance, st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12), st.floats(0.0, 0.5), st.integers(1, 5))
-def test_a_drafter_is_asked_where_some_number_of_rounds_pays(acceptance, costs, round_s, last):
+def test_a_drafter_runs_exactly_when_some_number_of_rounds_pays(acceptance, costs, round_s, last):
     seconds = list(itertools.accumulate(costs, initial=1.0))
     most = max(map(len, acceptance))
     found = choose_rounds(acceptance, 3, seconds, lambda number: number * round_s, last)

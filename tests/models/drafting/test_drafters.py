@@ -151,7 +151,7 @@ def test_suffix_proposes_the_most_frequent_continuation(outputs, text, max_draft
         followers = [follower for follower in followers if follower[offset : offset + 1] == [drafts[offset]]]
 
 
-def test_outputs_are_for_their_tenant_alone():
+def test_outputs_serve_drafts_only_for_their_own_tenant():
     drafter = SuffixDrafter(SpeculationConfig(DraftMethod.SUFFIX, 8))
     first, same, other = new_rows([0, 1, 2, 3, 4], [9, 1, 2], [9, 1, 2], tenants=["a", "a", "b"])
     drafter.drop_row(first)

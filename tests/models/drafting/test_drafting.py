@@ -88,7 +88,7 @@ def test_drafts_that_do_not_quite_pay_lose_little_where_times_are_noise(simulati
     assert 400 * true(16) / sum(map(true, sizes[1:])) > 0.97
 
 
-def test_what_is_worth_it_is_done_for_each_row_alone(simulation):
+def test_drafting_is_decided_for_each_row_separately(simulation):
     world = simulation(linear, lambda row, at: row.number == 3, num_rows=8)
     world.seconds = linear
     world.device.seconds = lambda n: 0.01 + 0.001 * n
@@ -146,7 +146,7 @@ def test_steps_that_turn_out_to_cost_more_than_was_measured_are_noticed(simulati
 
 
 @pytest.mark.parametrize("read_s", [0.0, 2e-4])
-def test_a_model_is_asked_for_no_more_than_what_pays(simulation, read_s):
+def test_a_drafter_runs_only_as_many_rounds_as_pay(simulation, read_s):
     every_other = simulation(real, lambda row, at: at % 3 > 0, round_s=cheap, read_s=read_s, confidence=0.6)
     every_other.run(200)
     asked, rounds = every_other.drafter.num_asked, every_other.drafter.num_rounds

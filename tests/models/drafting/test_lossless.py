@@ -175,11 +175,11 @@ def test_a_draft_model_of_another_vocabulary_is_refused(speculating, tmp_path, b
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_nothing_changes_by_what_the_clock_says(speculating, method):
+def test_output_does_not_depend_on_the_clock(speculating, method):
     check(speculating, speculating.run(speculating.chosen(method, 4), 4, room=7))
 
 
-async def test_a_worker_drafts_as_its_config_says(cpu_library, tiny_model, worker_config):
+async def test_a_worker_drafts_according_to_its_config(cpu_library, tiny_model, worker_config):
     speculation = SpeculationConfig(DraftMethod.NGRAM, 4)
     worker = WorkerProcess(worker_config(tiny_model("llama").path, backend="cpu", speculation=speculation))
     await worker.start()

@@ -286,7 +286,7 @@ def test_what_is_drawn_is_drafted_with_the_same_noise(
     assert 5 < len(unlikely) < len(known) - 5
 
 
-def test_the_demo_models_head_drafts_what_its_training_says(worker_config):
+def test_the_demo_models_head_drafts_as_trained(worker_config):
     demo, head = resolve_model("demo"), resolve_model("demo_eagle3")
     speculation = SpeculationConfig(DraftMethod.EAGLE3, 3, model=str(head))
     runner, watched = start(worker_config(demo, backend="cpu", speculation=speculation, max_model_len=512))

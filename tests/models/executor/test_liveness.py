@@ -35,7 +35,7 @@ def test_being_a_little_late_is_no_excuse():
     assert lengths[-1] == pytest.approx(9.0)
 
 
-def test_a_stopped_process_is_told_from_one_that_runs_and_one_that_is_gone():
+def test_a_stopped_process_is_distinguished_from_running_and_dead_ones():
     code = "import sys; print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -77,5 +77,5 @@ def test_the_count_of_the_own_cgroup_is_found(tmp_path):
     assert _cgroup_files("", tmp_path) == []
 
 
-def test_it_can_be_asked_here():
+def test_memory_kills_can_be_read_on_this_machine():
     assert not MemoryKills.here().have_grown()

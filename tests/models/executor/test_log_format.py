@@ -51,7 +51,7 @@ def test_a_line_of_text():
 
 
 @pytest.mark.parametrize("formatter", [TextFormatter, JsonFormatter])
-def test_an_exception_is_told_without_its_text(formatter):
+def test_an_exception_is_logged_without_its_text(formatter):
     error = raised(RuntimeError(SECRET), cause=ValueError(f"bad: {SECRET}"))
     error.add_note(SECRET)
     made = record(error)
@@ -65,12 +65,12 @@ def test_an_exception_is_told_without_its_text(formatter):
     assert told.index("ValueError") < told.index("RuntimeError")
 
 
-def test_what_the_system_says_is_told():
+def test_operating_system_errors_are_logged_with_their_text():
     told = TextFormatter(holds_texts=True).format(record(raised(FileNotFoundError(2, "No such file", "/etc/x"))))
     assert "FileNotFoundError: [Errno 2] No such file: '/etc/x'" in told
 
 
-def test_a_process_without_texts_tells_all():
+def test_a_process_without_texts_logs_errors_in_full():
     told = TextFormatter(holds_texts=False).format(record(raised(RuntimeError("CUDA error: out of memory"))))
     assert "RuntimeError: CUDA error: out of memory" in told
 
@@ -102,7 +102,7 @@ class Unwilling:
         raise RuntimeError(self.text)
 
 
-async def test_what_nobody_catches_is_logged_without_its_text(said, monkeypatch):
+async def test_uncaught_exceptions_are_logged_without_their_text(said, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", None)
     monkeypatch.setattr(sys, "unraisablehook", None)
     loop = asyncio.get_running_loop()

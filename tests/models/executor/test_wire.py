@@ -76,7 +76,7 @@ def test_a_broken_stream_is_an_error(data, says):
         list(FrameBuffer().feed(data))
 
 
-def test_a_plan_decodes_into_its_types_alone():
+def test_a_plan_with_wrong_types_does_not_decode():
     body = msgspec.msgpack.encode([7, ["not a row"], [], [], [], []])
     with pytest.raises(WireError, match="PLAN"):
         list(FrameBuffer().feed(HEADER.pack(len(body), FrameKind.PLAN) + body))

@@ -77,7 +77,7 @@ async def test_plans_are_answered_in_order(worker):
     assert (await anext(results)).rows[0].token_ids == answers[0].rows[0].token_ids
 
 
-async def test_a_plan_for_a_worker_that_has_just_gone_is_refused_before_anybody_was_told(worker):
+async def test_a_plan_is_refused_before_the_workers_loss_is_reported(worker):
     worker._link._transport.abort()  # as the loop does it when it finds the socket closed; it calls us a turn later
     with pytest.raises(ExecutorError, match="has closed its socket"):
         worker.submit(first_plan([1, 2, 3]))
@@ -152,7 +152,7 @@ async def test_a_restart_gives_the_same_facts(tiny_model, worker_config, has_dra
         await process.stop()
 
 
-async def test_that_it_is_slow_is_said_once_however_often_it_starts(tiny_model, worker_config, capfd):
+async def test_slowness_is_logged_once_across_restarts(tiny_model, worker_config, capfd):
     config = worker_config(tiny_model("llama").path, backend="auto")
     process = WorkerProcess(config, {"PENSTOCK_CPU_LIBRARY": "/none"})
     try:
@@ -340,7 +340,7 @@ async def test_a_worker_that_was_started_already_is_the_first(tiny_model, worker
     await process.stop()
 
 
-def test_an_interrupt_while_a_worker_imports_is_not_told():
+def test_an_interrupt_during_a_workers_imports_prints_nothing():
     assert WORKER.startswith(UNINTERRUPTED)
     code = f"{UNINTERRUPTED}; import os; os.kill(os.getpid(), signal.SIGINT); print('alive')"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -77,7 +77,7 @@ async def test_a_worker_that_is_stopped_while_it_loads_is_found_too(new_worker):
         await asyncio.wait_for(starting, 120)
 
 
-async def test_a_worker_that_goes_on_in_time_is_left_alone(worker):
+async def test_a_worker_that_resumes_in_time_is_not_killed(worker):
     os.kill(worker.pid, signal.SIGSTOP)
     await asyncio.sleep(0.6)
     os.kill(worker.pid, signal.SIGCONT)

@@ -188,7 +188,7 @@ def test_copies_of_a_grammar_go_their_own_ways(make_runner, tokenizer):
     assert len({tuple(row.output) for row in together}) > 1
 
 
-def test_a_row_that_cannot_go_on_says_so_and_no_other_notices(config, make_runner, tokenizer):
+def test_a_row_that_cannot_continue_fails_without_affecting_others(config, make_runner, tokenizer):
     """Its matcher is in error; the other's output is what it is alone."""
     runner = make_runner()
     alone = Row(make_runner(), prompt_of(tokenizer), SEEDED, JSON).run()
@@ -279,7 +279,7 @@ def test_masks_allow_what_may_come_at_each_line(config, tokenizer, make_runner):
             assert matcher.consume_token(draft)
 
 
-def test_rows_without_a_grammar_are_left_alone(make_runner, tokenizer):
+def test_rows_without_a_grammar_are_unaffected(make_runner, tokenizer):
     runner = make_runner()
     free = Row(make_runner(), prompt_of(tokenizer), SEEDED, "").run(20)
     beside = Row(runner, prompt_of(tokenizer), SEEDED, "", number=1)
@@ -298,7 +298,7 @@ def test_what_spells_a_special_token_is_text(make_runner, tokenizer, kind, text)
     assert tokenizer.decode_str(row.output[:-1]).strip('"') == "<|im_end|>"
 
 
-def test_errors_tell_nothing_that_callers_wrote():
+def test_errors_contain_no_caller_text():
     said = 'at 1(8): invalid regex "canary-of-mine" and "not", canaries'
     assert discreet(said, "canary-of-mine not: regexes") == 'at 1(8): invalid regex "…" and "not", canaries'
 

@@ -227,7 +227,7 @@ def test_a_pattern_with_other_names_stays():
     check(grammar_of(schema), ['{"a":1,"ab":2}'], ['{"b":1}'])
 
 
-def test_a_dead_end_is_told_from_what_is_too_costly():
+def test_a_dead_end_is_distinguished_from_a_too_costly_grammar():
     dead = LLMatcher(BYTES, 'start: "a" ("b" C)?\nC: /c/ & ~/c/', log_level=0)
     few = LLParserLimits(max_items_in_row=1)
     costly = LLMatcher(BYTES, 'start: "a" (x | y)\nx: "b" x | "b"\ny: "b" y | "c"', log_level=0, limits=few)

@@ -126,7 +126,7 @@ def test_no_row_waits_for_one_whose_mask_takes_long(monkeypatch, make_world, ora
     world.drop()
 
 
-def test_a_row_that_is_over_its_budget_again_and_again_ends_alone(monkeypatch, make_world, oracle):
+def test_only_the_row_repeatedly_over_its_budget_ends(monkeypatch, make_world, oracle):
     """With an error of its own, and what it had brought by then."""
     ambiguous = list(KINDS).index("ambiguous")
     charge = GrammarMatcher.charge
@@ -170,7 +170,7 @@ def test_forced_text_is_tokenized_once_for_a_row(monkeypatch, make_world, tokeni
     world.drop()
 
 
-def test_a_mask_that_cannot_be_computed_ends_its_row_alone(monkeypatch, make_world, oracle):
+def test_a_failed_mask_computation_ends_only_its_row(monkeypatch, make_world, oracle):
     at = GrammarMatcher.at
     world = make_world()
 

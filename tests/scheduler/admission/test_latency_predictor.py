@@ -30,7 +30,7 @@ def test_what_is_cached_is_not_counted_when_a_request_might_be_late(world_type, 
     assert turn.finished.reason is EngineFinishReason.LENGTH
 
 
-def test_who_is_cut_by_a_deadline_that_was_too_short_tells_nothing_of_load(world_type, new_request):
+def test_requests_cut_by_too_short_a_deadline_do_not_count_as_load(world_type, new_request):
     world = world_type(100, make_config())
     world.learn_step_time()
     for number in range(8):
@@ -42,7 +42,7 @@ def test_who_is_cut_by_a_deadline_that_was_too_short_tells_nothing_of_load(world
     assert knows_no_lateness(world)
 
 
-def test_streams_that_nobody_reads_tell_nothing_of_load(world_type, new_request):
+def test_unread_streams_do_not_count_as_load(world_type, new_request):
     world = world_type(100, make_config())
     world.learn_step_time()
     for number in range(8):
@@ -55,7 +55,7 @@ def test_streams_that_nobody_reads_tell_nothing_of_load(world_type, new_request)
     assert knows_no_lateness(world)
 
 
-def test_a_worker_that_died_tells_nothing_of_load(world_type, new_request):
+def test_a_worker_death_does_not_count_as_load(world_type, new_request):
     world = world_type(100, make_config())
     world.learn_step_time()
     for number in range(8):

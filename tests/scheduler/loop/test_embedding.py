@@ -131,7 +131,7 @@ def test_a_request_is_ranked_once_however_many_prompts_it_has(world_type, embed,
     world.drain()
 
 
-def test_whether_a_request_is_late_is_asked_once_however_many_prompts_it_has(world_type, embed):
+def test_lateness_is_checked_once_for_all_prompts_of_a_request(world_type, embed):
     world = world_type(64, SchedulerConfig())
     asked = []
 

@@ -58,7 +58,7 @@ async def test_whoever_comes_while_a_step_computes_is_in_the_next_one(submit, mo
         await engine.stop()
 
 
-async def test_what_a_timer_cannot_tell_is_not_waited_for(engine, submit, monkeypatch):
+async def test_no_timer_is_set_for_waits_below_its_resolution(engine, submit, monkeypatch):
     """It would ring at once, again and again."""
     monkeypatch.setattr(LatencyPredictor, "spare_s", property(lambda predictor: 0.0004))
     received = submit(engine, "only", max_tokens=3)
@@ -214,7 +214,7 @@ async def test_a_refused_request_leaves_nothing_behind(submit):
     await engine.stop()
 
 
-async def test_an_error_of_ours_while_a_request_ends_is_told_to_all(engine, submit, monkeypatch):
+async def test_an_internal_error_at_a_requests_end_is_reported_to_all(engine, submit, monkeypatch):
     first, second = submit(engine, "first", max_tokens=1000), submit(engine, "second", max_tokens=1000)
 
     def retire(planner, choice):
@@ -284,7 +284,7 @@ async def test_an_engine_that_drains_before_it_has_started_takes_nothing(executo
     await engine.stop()
 
 
-async def test_an_executor_that_cannot_start_is_told():
+async def test_a_failed_executor_start_is_reported():
     class Broken(FakeExecutor):
         async def start(self):
             raise ExecutorError("no such model; name another")

@@ -142,7 +142,7 @@ def test_the_new_worker_then_a_trial(new_world, new_request):
         assert told(world, name)[-1].detail == "LENGTH"
 
 
-def test_what_waits_while_nobody_reads(new_world, new_request):
+def test_an_unread_stream_is_explained_as_waiting(new_world, new_request):
     world = new_world()
     world.add(new_request("runs", prompt(5), max_tokens=8))
     steps(world, 2)

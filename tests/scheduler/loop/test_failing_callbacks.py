@@ -18,7 +18,7 @@ def world(world_type):
     return world_type(64, make_config())
 
 
-def test_a_broken_text_state_ends_its_request_alone(world, new_request):
+def test_a_broken_text_state_ends_only_its_request(world, new_request):
     class Broken:
         def feed(self, token_id):
             raise ValueError("no such token")
@@ -61,7 +61,7 @@ class EndlessText:
         raise ValueError("no text")
 
 
-def test_a_text_that_cannot_be_cut_ends_its_request_alone(world_type, new_request):
+def test_a_text_that_cannot_be_cut_ends_only_its_request(world_type, new_request):
     world = world_type(100, make_config())
     world.add(new_request("other", make_prompt(8), max_tokens=10))
     broken = world.add(new_request("broken", make_prompt(8), max_tokens=10, make_text=EndlessText))
@@ -76,7 +76,7 @@ def test_a_text_that_cannot_be_cut_ends_its_request_alone(world_type, new_reques
 
 
 @pytest.mark.parametrize("part", ["kv.retain", "tenants.leave", "predictor.ended"])
-def test_whatever_fails_at_the_end_of_a_request_its_caller_is_told(world, new_request, monkeypatch, part):
+def test_any_failure_at_a_requests_end_still_reaches_its_caller(world, new_request, monkeypatch, part):
     received = world.add(new_request("one", make_prompt(8), max_tokens=3, retain_s=5.0))
     world.next_plan()
     world.answer()

@@ -117,7 +117,7 @@ def test_reliability_figure_15_what_expires_in_the_queue_costs_nothing(new_simul
     assert len(expired) - len(in_queue) < 10, "of those that cannot be in time hardly any is begun"
 
 
-def test_a_request_that_is_alone_is_never_refused_for_its_deadline(new_simulation):
+def test_a_lone_request_is_never_refused_for_its_deadline(new_simulation):
     """Whatever went before, and though the machine has become ten times slower: or nothing would ever be learned."""
     simulation = new_simulation()
     arrive(simulation, 100.0, 5.0, within_s=1.0)

@@ -71,7 +71,7 @@ def test_who_does_not_want_drafts_has_none(new_world, new_request):
     assert world.received["none"].finished.speculation is None
 
 
-def test_the_worker_is_told_what_it_drafts_by(new_world, new_request):
+def test_an_added_row_carries_its_drafting_settings(new_world, new_request):
     world = new_world()
     world.add(new_request("one", prompt(5), tenant="a", max_drafts=3, grammar="start: /x/"))
     world.schedule()
@@ -115,7 +115,7 @@ def test_as_many_rows_run_as_without_drafts(new_world, new_request):
 
 
 @pytest.mark.parametrize("length", range(8, 16))
-def test_drafts_take_no_block_from_anybody(new_world, new_request, length):
+def test_drafts_take_no_blocks_from_others(new_world, new_request, length):
     """Just enough blocks for both outputs, and none for tokens that might come; and where a row has drafts, the next
     plan's token needs no block."""
     world = new_world(num_blocks=2 * -(-(length + 20) // 4), budget=64)
@@ -130,7 +130,7 @@ def test_drafts_take_no_block_from_anybody(new_world, new_request, length):
     assert {1, 6} <= set(decodes)
 
 
-def test_what_drafts_brought_is_told(new_world, new_request):
+def test_draft_acceptance_is_reported(new_world, new_request):
     world = new_world(budget=64)
     received = world.add(new_request("one", prompt(5), max_tokens=30, max_drafts=3, n=2))
     expected, answered = SpeculationCounts(), world.worker.run
@@ -176,7 +176,7 @@ def test_a_limit_that_is_lowered_in_flight_and_raised_again(new_world, new_reque
 
 
 @pytest.mark.parametrize("has_token", [True, False])
-def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(new_world, new_request, has_token):
+def test_a_grammar_that_cannot_be_followed_ends_only_its_request(new_world, new_request, has_token):
     """All choices of it; what was chosen before stays, and so does everybody else."""
     world = new_world(budget=64)
     failing = world.add(new_request("failing", prompt(5), max_tokens=20, n=2, grammar="g", max_drafts=2))

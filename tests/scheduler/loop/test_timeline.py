@@ -96,7 +96,7 @@ def test_a_wait_is_noted_once_for_each_cause(register: Timelines) -> None:
     assert waits[2].until is None
 
 
-def test_a_wait_of_the_ordinary_length_is_not_told(register: Timelines, clock: Clock) -> None:
+def test_a_wait_of_ordinary_length_is_not_recorded(register: Timelines, clock: Clock) -> None:
     clock.tick = 0.0
     timeline = register.open(request())
     timeline.accepted(0, None)
@@ -105,7 +105,7 @@ def test_a_wait_of_the_ordinary_length_is_not_told(register: Timelines, clock: C
     assert not lasting(timeline, EntryKind.WAITED)
 
 
-def test_a_short_interlude_is_not_told(register: Timelines, clock: Clock) -> None:
+def test_a_short_interlude_is_not_recorded(register: Timelines, clock: Clock) -> None:
     clock.tick = 0.0
     timeline = register.open(request())
     timeline.accepted(1, None)
@@ -235,7 +235,7 @@ def test_what_a_caller_changed(register: Timelines, clock: Clock) -> None:
     assert told == ["priority -3, deadline in 2.5 s, at most 20 tokens", "at most 7 tokens"]
 
 
-def test_choices_are_told_apart(register: Timelines) -> None:
+def test_choices_are_distinguished(register: Timelines) -> None:
     timeline = register.open(request(n=3))
     timeline.began(0, 0, 0)
     timeline.prefilled(0, 0, 100)
@@ -256,7 +256,7 @@ def test_choices_are_told_apart(register: Timelines) -> None:
     ]
 
 
-def test_what_still_decodes_is_told_up_to_now(register: Timelines) -> None:
+def test_ongoing_decoding_is_reported_up_to_now(register: Timelines) -> None:
     timeline = register.open(request())
     timeline.decodes(0, 5)
     timeline.so_far(0, 25, 20)

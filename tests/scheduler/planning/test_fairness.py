@@ -87,7 +87,7 @@ def test_nobody_saves_up_turns(world_type, new_request, monkeypatch):
     world.drain()
 
 
-def test_what_a_tenant_was_served_alone_is_not_held_against_it(world_type, new_request, monkeypatch):
+def test_service_received_while_alone_does_not_count_against_a_tenant(world_type, new_request, monkeypatch):
     monkeypatch.setattr(tenants, "MAX_SAVED_TOKENS", 0)
     world = world_type(100, make_config(policy=Policy.FAIR, max_num_seqs=1))
     add_some(world, new_request, "a", 8)

@@ -266,7 +266,7 @@ def test_a_held_request_is_in_no_plan_and_goes_on_when_it_is_released(world_type
     world.drain()
 
 
-def test_a_held_request_gives_way_to_whoever_waits(world_type, new_request):
+def test_a_held_request_gives_way_to_a_waiting_one(world_type, new_request):
     world = world_type(12, make_config(enable_prefix_caching=False, max_num_seqs=2))
     world.add(new_request("held", make_prompt(30), max_tokens=10))
     world.step()
@@ -316,7 +316,7 @@ def test_a_limit_that_never_fits_is_refused_and_changes_nothing(world_type, new_
     assert received.finished.usage.output_tokens == 4
 
 
-def test_a_cap_that_was_lowered_is_not_asked_about_a_priority(world_type, new_request):
+def test_a_lowered_cap_does_not_block_a_priority_change(world_type, new_request):
     world = world_type(100, make_config())
     named = world.add(new_request("named", make_prompt(8), max_tokens=20))
     default = world.add(new_request("default", make_prompt(8), max_tokens=20, max_tokens_is_default=True))

@@ -19,7 +19,7 @@ class TestBucket:
         assert bucket.level(102.5) == 5
         assert bucket.level(1000) == 10
 
-    def test_the_time_that_it_tells_is_enough_and_no_less_is(self):
+    def test_the_reported_wait_is_the_shortest_sufficient_one(self):
         bucket = TokenBucket(10, 2, now=0)
         bucket.take_tokens(13, 0)
         assert bucket.wait_s(1, 0) == 2

@@ -64,7 +64,7 @@ def names(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("killer", ["0", "31", "63"])
-def test_one_killer_among_64_is_refused_alone(killer):
+def test_only_the_killer_among_64_is_refused(killer):
     machine = Machine({killer: 13})
     machine.add(*names(64))
     machine.run()
@@ -84,7 +84,7 @@ def test_two_killers_are_both_found():
     assert len(machine.crashes) <= 2 * 9
 
 
-def test_a_request_that_was_alone_all_along_is_refused_after_two_crashes():
+def test_a_request_that_always_ran_alone_is_refused_after_two_crashes():
     machine = Machine({"0": 20})
     machine.add("0")
     machine.run()
@@ -111,7 +111,7 @@ def test_chunks_of_a_history_do_not_clear_those_who_died_behind_it():
     assert suspects.on_trial == {"a", "b"}
 
 
-def test_a_group_of_one_runs_alone_and_others_only_after_it():
+def test_a_group_of_one_runs_alone_before_all_others():
     suspects = CrashBisector()
     for group in ("abcd", "abcd", "ab"):
         suspects.crashed(dict.fromkeys(group, 10))
@@ -236,7 +236,7 @@ def test_a_request_that_ends_while_it_is_on_trial_makes_way():
     assert not suspects
 
 
-def test_a_death_of_an_idle_worker_accuses_nobody():
+def test_an_idle_workers_death_blames_no_request():
     suspects = CrashBisector()
     assert suspects.crashed({}) == []
     assert not suspects
@@ -248,7 +248,7 @@ def test_a_death_of_an_idle_worker_accuses_nobody():
     killers=st.dictionaries(st.integers(0, 19), st.integers(10, 49), max_size=4),
     room=st.integers(1, 20),
 )
-def test_whoever_kills_is_refused_and_everybody_else_ends(count, killers, room):
+def test_only_killers_are_refused_and_all_others_end(count, killers, room):
     machine = Machine({str(number): length for number, length in killers.items() if number < count}, room)
     machine.add(*names(count))
     machine.run()

@@ -94,7 +94,7 @@ def poisoned(row):
 
 
 @pytest.mark.parametrize("place", [0, 40, 63])
-async def test_reliability_figure_14_one_killer_among_64_is_refused_alone(new_engine, submit, place, caplog):
+async def test_reliability_figure_14_only_the_killer_among_64_is_refused(new_engine, submit, place, caplog):
     engine = await new_engine(FakeExecutor(num_blocks=1000, vocab_size=ENGINE_VOCAB_SIZE, kills=poisoned))
     requests = [
         submit(engine, str(number), first=number, max_tokens=30, prompt=[POISON] * 20 if number == place else None)
@@ -194,7 +194,7 @@ async def test_everything_but_new_requests_works_while_the_worker_is_replaced(en
     submit(engine, "new")
 
 
-async def test_states_are_told_as_they_come(engine, executor, submit):
+async def test_state_changes_are_reported_as_they_occur(engine, executor, submit):
     states: list[EngineState] = []
     engine.watch(states.append)
     received = submit(engine, "one", max_tokens=50)
@@ -248,7 +248,7 @@ async def test_workers_that_do_not_start_are_tried_again(engine, executor, submi
     assert "another worker runs after" in caplog.text
 
 
-async def test_after_five_failures_everything_is_told_and_ends(engine, executor, submit):
+async def test_five_failed_restarts_end_all_requests_with_the_cause(engine, executor, submit):
     states: list[tuple[EngineState, int]] = []
     requests = [submit(engine, str(number), first=number, max_tokens=100) for number in range(300)]
     engine.watch(lambda state: states.append((state, sum(r.finished is not None for r in requests))))

@@ -187,7 +187,7 @@ def test_a_slow_past_of_long_prompts_does_not_slow_down_cached_ones():
 
 
 @pytest.mark.parametrize("length", [1, 5, 100, 3000])
-def test_lengths_that_were_cut_short_still_tell_of_those_before(length):
+def test_truncated_outputs_still_inform_the_length_estimate(length):
     lengths = OutputLengths()
     for number in range(300):
         limit = (50, 200, 10_000)[number % 3]

@@ -56,14 +56,14 @@ def test_copies_come_on_top_of_what_is_computed():
     assert predict(model, work._replace(copied_blocks=20)) == pytest.approx(predict(twin, work) + 0.02)
 
 
-def test_a_step_is_never_taken_to_be_copies_alone():
+def test_a_step_is_never_attributed_to_copies_only():
     model = StepTimeModel(copy_s=1.0)
     for _ in range(50):
         model.observe(StepWork(0, 0, 8, 800, copied_blocks=10), 0.1)
     assert predict(model, StepWork(0, 0, 8, 800)) == pytest.approx(0.05, rel=0.1)
 
 
-def test_nothing_is_said_before_enough_is_known():
+def test_no_prediction_is_made_from_too_little_data():
     model = StepTimeModel()
     assert model.predict(StepWork(0, 0, 1, 10)) is None
     assert model.max_prefill(4, 100, 0, 0.01, at_most=512) == 512

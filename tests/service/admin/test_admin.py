@@ -87,7 +87,7 @@ class TestListening:
             ("unix:/run/a", "unix:/run/s", "unix:/run/a"),
         ],
     )
-    def test_it_is_beside_the_callers_unless_told_otherwise(self, flag, service, expected):
+    def test_the_admin_address_is_next_to_the_services_by_default(self, flag, service, expected):
         assert str(admin_address(flag, Address.parse(service), has_keys=False)) == expected
 
     @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ class TestListening:
         ):
             await start_service(executor, admin_listen=taken)
 
-    async def test_a_unix_socket_is_this_users_alone_and_goes_with_the_service(self, start_service, tmp_path):
+    async def test_a_unix_socket_is_private_to_its_user_and_removed_at_shutdown(self, start_service, tmp_path):
         path = tmp_path / "s.admin"
         service = await start_service(listen=f"unix:{tmp_path}/s", admin_listen=f"unix:{path}")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -170,7 +170,7 @@ class TestWhoMay:
         for name in METHODS:
             assert await code_of(raw_call(service.admin_channel, name)) not in denials
 
-    async def test_a_key_that_may_not_is_told_what_is_missing(self, start_service, keys, details_of):
+    async def test_a_key_without_admin_rights_is_refused_with_the_remedy(self, start_service, keys, details_of):
         service = await start_service(admin_listen=ANY_PORT, authenticator=keys)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await raw_call(service.admin_channel, "Drain", bearer(KEYS["a tenant's"]))

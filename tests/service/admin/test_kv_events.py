@@ -120,7 +120,7 @@ async def test_a_worker_that_dies_takes_the_cache_along(start_service):
     assert {text[:1] for text in mirror.texts()} == {"y"}
 
 
-async def test_a_flush_is_told_and_so_is_what_it_left(start_service):
+async def test_a_flush_and_the_blocks_it_keeps_are_reported(start_service):
     service = await start_service(admin_listen=ANY_PORT)
     mirror = Mirror(service)
     await complete(service, "x" * 50)
@@ -130,7 +130,7 @@ async def test_a_flush_is_told_and_so_is_what_it_left(start_service):
     assert (mirror.blocks, mirror.num_cleared) == ({}, 2)
 
 
-async def test_without_a_prefix_cache_there_is_nothing_to_tell(start_service):
+async def test_watchers_get_no_changes_without_a_prefix_cache(start_service):
     service = await start_service(admin_listen=ANY_PORT, scheduler=SchedulerConfig(enable_prefix_caching=False))
     mirror = Mirror(service)
     await mirror.read()
@@ -139,7 +139,7 @@ async def test_without_a_prefix_cache_there_is_nothing_to_tell(start_service):
     mirror.call.cancel()
 
 
-async def test_whoever_watches_is_told_that_the_service_goes_down(start_service):
+async def test_a_shutdown_is_reported_to_watchers(start_service):
     service = await start_service(admin_listen=ANY_PORT)
     mirror = Mirror(service)
     await mirror.read()

@@ -162,7 +162,7 @@ class TestChanging:
         settings.MergeFrom(admin_pb2.Settings(**expected))
         assert await update(service, **changes) == settings == await settings_of(service)
 
-    async def test_clients_are_told_the_new_limits(self, service):
+    async def test_clients_see_the_new_limits(self, service):
         await update(service, max_num_seqs=7, max_queued_requests=8, policy=admin_pb2.SCHEDULING_POLICY_PRIORITY)
         model = await service.model.GetModel(model_pb2.GetModelRequest())
         assert (model.limits.max_num_seqs, model.limits.max_queued_requests) == (7, 8)
@@ -232,7 +232,7 @@ class TestChanging:
             + remedy
         )
 
-    async def test_tenants_are_bounded_in_all_and_not_in_each_request_alone(self, service, details_of):
+    async def test_tenants_are_limited_in_total_and_not_only_per_request(self, service, details_of):
         for first in range(0, 16_384, 1024):  # with the one that there is already
             names = [f"t{number}" for number in range(first, min(first + 1024, 16_383))]
             await update(service, tenants=[tenant(name) for name in names])

@@ -43,7 +43,7 @@ async def test_the_first_answer_comes_at_once(start_watched):
     assert not stats.tenants
 
 
-async def test_what_runs_is_told(start_watched, new_reading):
+async def test_what_runs_is_reported(start_watched, new_reading):
     service = await start_watched(scheduler=SchedulerConfig(max_num_seqs=2))
     call = service.generation.Generate(iter([start(ref=ref, max_tokens=100, ignore_eos=True) for ref in (1, 2, 3)]))
     await new_reading().read_until(call, lambda reading: reading.outcomes[1].deltas > 5)
@@ -73,7 +73,7 @@ async def test_totals_are_those_of_what_ended(start_watched):
     assert stats.step_us > 0
 
 
-async def test_what_host_memory_holds_is_told(start_service):
+async def test_the_use_of_host_memory_is_reported(start_service):
     executor = FakeExecutor(
         vocab_size=258, next_token=lambda history, sampling: ord("a"), num_blocks=8, num_host_blocks=9
     )
@@ -88,7 +88,7 @@ async def test_what_host_memory_holds_is_told(start_service):
     assert stats.host_blocks > 5
 
 
-async def test_the_engines_state_is_told(start_watched):
+async def test_the_engines_state_is_reported(start_watched):
     service = await start_watched()
     answers = watch(service, interval_ms=100)
     await answers.read()

@@ -188,7 +188,7 @@ async def test_a_prefix_comes_from_the_cache(both):
     assert outputs(first) == outputs(second)
 
 
-async def test_what_is_cancelled_leaves_others_alone(served, both):
+async def test_a_cancelled_request_does_not_affect_others(served, both):
     """Repeated until a cancel comes before the end: a busy machine may run this client later than the whole request."""
     reason = None
     while reason is not FinishReason.CANCELLED:

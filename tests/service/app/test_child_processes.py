@@ -159,7 +159,7 @@ def test_a_lock_that_cannot_be_made_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "</dev/null 2>&- 0<&-"])
-def test_it_starts_though_nobody_can_read_what_it_says(redirection, tmp_path):
+def test_the_service_starts_without_a_usable_stderr(redirection, tmp_path):
     """A full disk behind stderr, or no stderr at all, whose number must not become a socket's."""
     arguments = f"--listen=unix:{tmp_path / 'socket'} --admin-listen=off {' '.join(SMALL)}"
     command = ["sh", "-c", f"exec {PENSTOCK} serve {arguments} {redirection}"]
@@ -176,7 +176,7 @@ def test_it_starts_though_nobody_can_read_what_it_says(redirection, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", ["serve --port=x", "serve /nowhere --port=0", "gateway --port=x", "nothing"])
-def test_what_it_cannot_say_ends_it_with_the_same_status(arguments):
+def test_an_unwritable_stderr_does_not_change_the_exit_status(arguments):
     command = f"exec {PENSTOCK} {arguments}"
     told = subprocess.run(["sh", "-c", command], capture_output=True, check=False, text=True)
     full = subprocess.run(["sh", "-c", f"{command} 2>/dev/full"], capture_output=True, check=False)

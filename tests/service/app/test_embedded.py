@@ -148,7 +148,7 @@ def fake_service(model, **flags):
     print(f"ended {model} {flags}")
 
 
-def test_a_closed_model_says_so(monkeypatch, capsys):
+def test_a_closed_model_raises_a_clear_error(monkeypatch, capsys):
     monkeypatch.setattr(llm_module, "local_service", fake_service)
     llm = LLM("some", threads=1)
     llm.close()
@@ -158,7 +158,7 @@ def test_a_closed_model_says_so(monkeypatch, capsys):
         llm.generate(["a"])
 
 
-def test_a_model_that_nobody_closes_ends_with_the_object(monkeypatch, capsys):
+def test_an_unclosed_model_ends_with_its_object(monkeypatch, capsys):
     monkeypatch.setattr(llm_module, "local_service", fake_service)
     LLM("some")
     assert capsys.readouterr().out == "ended some {}\n"

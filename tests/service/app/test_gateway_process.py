@@ -63,7 +63,7 @@ async def test_one_for_which_there_are_no_descriptors_is_tried_again(gateway, la
     assert caplog.text.count(said) == 2
 
 
-async def test_a_start_without_descriptors_is_told(gateway, lack_descriptors):
+async def test_a_start_without_free_descriptors_is_reported(gateway, lack_descriptors):
     lack_descriptors(1)
     with pytest.raises(GatewayFailed, match=rf"^{HTTP_FLAG}: the gateway cannot be started \(Too many open files\)"):
         async with asyncio.timeout(120):

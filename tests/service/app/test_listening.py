@@ -86,7 +86,7 @@ class TestListening:
         service = await start_service(listen=f"unix:{path}")
         assert await serves(service.channel)
 
-    def test_a_socket_that_refuses_nobody_is_not_removed(self, tmp_path):
+    def test_a_socket_that_does_not_refuse_connections_is_not_removed(self, tmp_path):
         """Too many wait for its service, or it is of another kind: somebody may be there."""
         busy, datagrams = tmp_path / "busy", tmp_path / "datagrams"
         with ExitStack() as stack:

@@ -49,7 +49,7 @@ def test_the_worker_keeps_to_the_limits_of_the_control_groups_around_it(tmp_path
         ({"gpus": [], "gpu_problem": "Driver/library version mismatch"}, "cpu"),
     ],
 )
-def test_it_computes_where_the_doctor_says(monkeypatch, changes, device):
+def test_the_device_matches_the_doctors_choice(monkeypatch, changes, device):
     fitted: dict[str, Any] = {"gpus": [GPU], "gpu_problem": "", "torch_has_cuda": True, "visible_gpus": None}
     machine = dataclasses.replace(inspect_machine(), **{**fitted, **changes})
     worker = worker_of(monkeypatch, machine)
@@ -83,7 +83,7 @@ def test_ranks_are_as_many_as_gpus_and_parts_of_the_model(monkeypatch):
     assert worker_of(monkeypatch, machine, device="cpu", tensor_parallel_size=2).device == "cpu"
 
 
-def test_what_each_rank_has_is_told_as_that():
+def test_sizes_per_rank_are_described_as_such():
     facts = WorkerFacts(8, 16, 64, 128, 500, 200, "Arch", "reference", "cuda:0", "float16", "float16", 3 << 20, 1 << 20)
     facts = msgspec.structs.replace(facts, tensor_parallel_size=4)
     assert serve.describe(facts, SchedulerConfig()).splitlines() == [
@@ -95,7 +95,7 @@ def test_what_each_rank_has_is_told_as_that():
     assert "on 4 ranks of cpu (3 threads per rank), " in serve.describe(facts, SchedulerConfig())
 
 
-def test_limits_are_told_as_they_are():
+def test_the_effective_limits_are_described():
     facts = WorkerFacts(8, 16, 64, 128, 500, 200, "Arch", "reference", "cuda:1", "float16", "float16", 3 << 20, 1 << 20)
     assert serve.describe(facts, SchedulerConfig(max_num_seqs=400)).splitlines() == [
         "Arch, float16, weights of 3 MiB, context 128",

@@ -53,7 +53,7 @@ def paste(line):
     return done.stdout
 
 
-def test_it_says_what_runs(cpu_library):
+def test_the_greeting_describes_what_runs(cpu_library):
     flags = ("--threads=1", "--quantization=int8", "--kv-cache-dtype=int8", "--kv-cache-memory-bytes=64M")
     best = next(level for level in LEVELS if find_kernels(level))
     with serving("--port", "0", *flags, "--backend=cpu") as (_, greeting):
@@ -197,7 +197,7 @@ def test_sighup_while_the_model_loads_ends_nothing(small_model):
     assert process.returncode == 0
 
 
-def test_a_port_in_use_is_said_before_anything_is_loaded(greeting, capsys):
+def test_a_port_in_use_is_reported_before_anything_is_loaded(greeting, capsys):
     port = target_of(greeting).rpartition(":")[2]
     assert serve.serve(["--port", port]) == 1
     said = capsys.readouterr().err

@@ -109,7 +109,7 @@ sys.exit(command.main(sys.argv[1:]))
 """
 
 
-def test_when_the_worker_cannot_be_replaced_requests_are_told_and_the_status_is_not_0(small_model, tmp_path):
+def test_a_failed_worker_replacement_fails_requests_and_exits_nonzero(small_model, tmp_path):
     model = shutil.copytree(small_model, tmp_path / "model")
     with (
         serving(model, "--port=0", "--kv-cache-memory-bytes=64M", command=(sys.executable, "-P", "-c", IMPATIENT)) as (

@@ -285,7 +285,7 @@ class TestChanges:
         await until(service, other_issuer.token(), grpc.StatusCode.OK)
         assert await complete(service, issuer.token()) is grpc.StatusCode.UNAUTHENTICATED
 
-    async def test_a_tenants_rate_holds_from_the_change_on_and_a_refusal_says_when(
+    async def test_a_new_tenant_rate_applies_at_once_and_refusals_give_a_delay(
         self, service, tmp_path, details_of, monkeypatch
     ):
         assert await complete(service, KEYS["acme"]) is grpc.StatusCode.OK

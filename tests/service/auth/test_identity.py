@@ -71,7 +71,7 @@ def test_a_key_may_have_several_rights_in_any_order(tmp_path, load_keys):
         (("x-api-key", KEY),),
     ],
 )
-def test_anything_else_is_nobody(keys, metadata):
+def test_any_other_metadata_is_unauthenticated(keys, metadata):
     with pytest.raises(ServiceError) as error:
         keys.authenticate(metadata)
     assert error.value.code is grpc.StatusCode.UNAUTHENTICATED
@@ -123,7 +123,7 @@ def test_the_line_that_an_error_shows_makes_a_key(tmp_path, load_keys):
     assert load_keys(tmp_path / "keys").authenticate(bearer(KEY)) == Principal("some-tenant")
 
 
-async def test_without_a_key_nobody_gets_in(start_service, keys):
+async def test_callers_without_a_valid_key_are_refused(start_service, keys):
     service = await start_service(authenticator=keys)
     for metadata in (None, bearer("wrong")):
         for call in (
@@ -189,7 +189,7 @@ async def test_tenants_share_no_cache_and_one_tenant_does(start_service, keys):
     assert await cached(GATEWAY_KEY, tenant="third") == 0
 
 
-async def test_without_a_key_file_nobody_names_a_tenant(start_service):
+async def test_callers_cannot_name_a_tenant_without_a_key_file(start_service):
     service = await start_service()
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await service.generation.Complete(pb.CompleteRequest(start=start(tenant="other").start))

@@ -240,7 +240,7 @@ class TestRotation:
         sizes = {"num_rotations": 50, "num_calls": 2000, "rate": 100}
         assert await self.rotate(start_service, mounted, authority, tls_of, mutual=mutual, **sizes) >= 2000
 
-    async def test_a_broken_new_one_keeps_the_old_and_is_told_once(
+    async def test_a_broken_new_certificate_is_logged_once_and_the_old_one_stays(
         self, start_service, mounted, authority, tls_of, caplog
     ):
         tls = ServerTls(*mounted.paths)
@@ -259,9 +259,7 @@ class TestRotation:
         mounted.put(*authority.issue("third"), authority.pem)
         await until(lambda: is_shown(service.target, client, "third"))
 
-    async def test_a_connection_that_is_open_stays_and_a_new_one_needs_what_is_asked_now(
-        self, start_service, mounted, authority, stranger, tls_of
-    ):
+    async def test_a_new_ca_applies_only_to_new_connections(self, start_service, mounted, authority, stranger, tls_of):
         tls = ServerTls(*mounted.paths)
         service = await start_service(tls=tls, watched=[tls.files], check_interval_s=0.01)
         client = tls_of(authority.pem, *authority.issue("client"))

@@ -53,7 +53,7 @@ def test_templates_have_what_they_are_written_for(load):
         "{{ 1 / 0 }}",
     ],
 )
-def test_a_template_that_fails_fails_one_request_alone(template, load):
+def test_a_failing_template_fails_only_its_request(template, load):
     tokenizer = load(template)
     with pytest.raises(ServiceError, match="chat: the model's chat template fails on it") as caught:
         tokenizer.encode_chat(TemplateInput([TemplateMessage("user", "secret words")]))

@@ -50,7 +50,7 @@ def end_renderers():
 
 
 @pytest.mark.parametrize("trap", ["spin", "fill"])
-def test_what_takes_too_much_fails_alone(trap):
+def test_an_expensive_template_fails_only_its_request(trap):
     template = compiled(TEMPLATE, BRIEF_S)
     for _ in range(2):
         with pytest.raises(ServiceError, match=r"chat: the model's chat template takes more than 0\.2 s") as refused:
@@ -160,7 +160,7 @@ def test_half_a_character_is_no_text():
         ("{{ messages | nothing }}", "not valid Jinja, line 1"),
     ],
 )
-def test_what_cannot_be_compiled_is_said(source, problem):
+def test_template_compile_errors_are_reported(source, problem):
     with pytest.raises(TemplateError, match=problem) as refused:
         compiled(source)
     assert "\n" not in str(refused.value)

@@ -176,7 +176,7 @@ def test_a_file_has_the_flags_as_keys_and_the_command_line_wins(file):
     assert parse_config(file("")) == ServeConfig()
 
 
-def test_the_command_line_wins_over_what_says_the_same_otherwise(file):
+def test_the_command_line_overrides_equivalent_settings_from_elsewhere(file):
     share, size = ("--gpu-memory-utilization", "0.5"), ("--kv-cache-memory-bytes", "1G")
     config = parse_config([*file("gpu-memory-utilization: 0.7\n"), *size])
     assert (config.gpu_memory_utilization, config.kv_cache_memory_bytes) == (None, 1 << 30)

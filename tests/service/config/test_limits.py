@@ -320,14 +320,14 @@ class Unread(list[int]):
         raise AssertionError("they were looked at")
 
 
-def test_ids_of_thousands_of_inputs_are_counted_alone():
+def test_ids_of_thousands_of_inputs_are_only_counted():
     """All of them together may be millions; their values are looked at where the inputs are prepared."""
     bound = FIELD_BOUNDS["EmbedInput"]["token_ids"]
     assert bound.problem(SimpleNamespace(ids=Unread([LIMITS.vocab_size] * 4096)), LIMITS) is None
     assert bound.problem(SimpleNamespace(ids=Unread([0] * (kinds.MAX_UNCUT_IDS + 1))), LIMITS) is not None
 
 
-def test_one_length_is_not_told_as_a_range():
+def test_a_fixed_length_is_not_reported_as_a_range():
     with pytest.raises(ServiceError) as error:
         Validator(LIMITS).check(pb.Start(traceparent="00-"))
     assert error.value.message == "traceparent: must be 55 bytes long; it has 3"

@@ -116,7 +116,7 @@ class TestReading:
             ('{"top_p": 2}', "top_p must be at least 0 and at most 1"),
         ],
     )
-    def test_what_is_wrong_with_the_flag_is_said_at_once(self, text, problem):
+    def test_errors_in_the_flag_are_reported_at_once(self, text, problem):
         with pytest.raises(ConfigError, match="--override-generation-config: ") as error:
             parse_config(["--override-generation-config", text])
         assert problem in str(error.value)

@@ -256,7 +256,7 @@ async def ask_the_administration(service):
         return said
 
 
-async def test_no_log_metric_or_status_repeats_what_callers_say_and_get(service):
+async def test_no_log_metric_or_status_contains_prompts_or_outputs(service):
     async with grpc.aio.insecure_channel(service.addresses["grpc"]) as channel:
         await call_the_service(service, channel)
         await call_the_gateway(service)

@@ -225,7 +225,7 @@ def test_what_is_refused_at_once(complete: Complete) -> None:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_choices_with_penalties_are_as_they_are_alone(complete: Complete) -> None:
+def test_choices_with_penalties_are_reproducible(complete: Complete) -> None:
     """Three at once, of one grammar, and the same again."""
     sampling: dict[str, Any] = {"n": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5, "max_tokens": MAX_TOKENS}
     first, again = (complete(constraint_pb2.Constraint(json_schema=SCHEMA), **sampling) for _ in range(2))

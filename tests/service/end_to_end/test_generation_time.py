@@ -64,7 +64,7 @@ class TestDeadlines:
         await service.generation.Complete(pb.CompleteRequest(start=begin(timeout_ms=60_000).start))
         assert left[-1] > 50
 
-    async def test_a_complete_that_fails_says_what_it_used(self, start_service, details_of):
+    async def test_a_failed_complete_call_reports_its_usage(self, start_service, details_of):
         """It is billed, and there is no message to say it in."""
         service = await start_service(paced())
         for timeout_ms in LONGER:

@@ -238,7 +238,7 @@ async def one_killer_among(count, life, new_reading, num_tokens):
 
 
 @pytest.mark.timeout(300)
-async def test_reliability_figure_14_a_killer_is_refused_alone(new_reading, deadly_path):
+async def test_reliability_figure_14_only_a_killer_is_refused(new_reading, deadly_path):
     """Then memory runs out once, which is survived; then the service is killed amid a restart, and leaves no worker."""
     async with serving("--dtype=float32", PYTHONPATH=deadly_path) as life:
         await one_killer_among(4, life, new_reading, 40)

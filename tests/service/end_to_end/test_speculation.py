@@ -94,7 +94,7 @@ def test_python_has_it_as_a_dict():
         local_service(speculative_config={"method": "medusa"}).__enter__()
 
 
-def test_the_worker_and_the_callers_are_told():
+def test_worker_and_server_get_the_same_speculation_config():
     config = ServeConfig(port=0, admin_listen="off", metrics_listen="off", speculative_config='{"method": "suffix"}')
     prepared = prepare(config)
     assert prepared.worker.speculation == prepared.server.speculation == SpeculationConfig(DraftMethod.SUFFIX, 16)
@@ -142,7 +142,7 @@ async def test_a_request_may_have_fewer(controller, asked, most):
     assert len(answer.finished.speculation.drafted_at) == most
 
 
-async def test_more_than_anybody_may_have_is_refused(controller, details_of):
+async def test_more_drafts_than_the_maximum_are_refused(controller, details_of):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await controller.generation.Complete(request(max_draft_tokens=MAX_DRAFTS + 1))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -158,7 +158,7 @@ async def test_a_service_without_drafts_takes_the_bound(start_service):
 # What is told -------------------------------------------------------------------------------------------------------
 
 
-async def test_everybody_is_told_the_same(controller, caplog):
+async def test_all_reports_of_drafts_agree(controller, caplog):
     caplog.set_level("INFO", logger="penstock")
     answer = await controller.generation.Complete(request())
     told = answer.finished.speculation
@@ -194,7 +194,7 @@ async def test_everybody_is_told_the_same(controller, caplog):
     assert decoded.detail == f"{told.accepted_tokens} of {told.drafted_tokens} drafts accepted"
 
 
-async def test_the_log_tells_of_drafts_from_time_to_time(start_service, caplog):
+async def test_draft_statistics_are_logged_periodically(start_service, caplog):
     caplog.set_level("INFO", logger="penstock.service.telemetry.stats_log")
     executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
     service = await start_service(executor, speculation=NGRAM, stats_interval_s=0.05)

@@ -61,7 +61,7 @@ def foreseen(directory, num_rows=None):
     return facts
 
 
-def test_what_the_worker_is_told(directory, tokenizer):
+def test_the_predicted_facts_match_the_tokenizers(directory, tokenizer):
     facts = foreseen(directory, NUM_ROWS)
     assert facts == tokenizer.facts
     assert (facts.vocab_size, facts.num_ids, facts.eos_token_ids, facts.warnings) == (258, 260, (256,), ())
@@ -137,7 +137,7 @@ async def test_they_are_refused_in_what_is_embedded(start_service, tokenizer):
             await service.embedding.Embed(request)
 
 
-async def test_the_service_tells_the_smaller_number(start_service, tokenizer):
+async def test_the_service_reports_the_smaller_number(start_service, tokenizer):
     service = await start_service(tokenizer=tokenizer)
     assert (await service.model.GetModel(model_pb2.GetModelRequest())).vocab_size == NUM_ROWS
     tokens = await service.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="penstock"))

@@ -81,7 +81,7 @@ def test_the_least_recently_used_goes_first(make):
     assert kept.num_tokens == 90
 
 
-def test_what_nobody_asked_for_goes_before_what_somebody_did(make):
+def test_unrequested_contexts_are_evicted_before_requested_ones(make):
     kept = make()
     keep(kept, "wanted", wanted=True)
     keep(kept, *map(str, range(50)))

@@ -259,7 +259,7 @@ class TestNotFound:
         assert not (await complete(service, "x" * 50)).finished.may_continue
 
     @pytest.mark.parametrize("settings", [{"conversation_ttl_s": 0.0}, {"conversation_tokens": 0}])
-    async def test_nothing_is_kept_where_the_operator_says_so(self, start_service, settings):
+    async def test_nothing_is_kept_if_the_operator_disables_it(self, start_service, settings):
         service = await start_service(worker(), **settings)
         assert not (await complete(service, "hello")).finished.may_continue
 

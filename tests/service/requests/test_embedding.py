@@ -77,14 +77,14 @@ class TestVectors:
         response = await service.embedding.Embed(request("ab", normalize=False))
         assert vectors(response) == [raw(list(b"ab"), Pooling.LAST)]
 
-    async def test_the_models_files_say_whether_they_are_scaled(self, start_service):
+    async def test_the_models_files_decide_whether_embeddings_are_scaled(self, start_service):
         service = await start_service(embedding=PoolingConfig(Pooling.MEAN, normalize=False))
         plain = raw(list(b"ab"), Pooling.MEAN)
         assert vectors(await service.embedding.Embed(request("ab"))) == [plain]
         [vector] = vectors(await service.embedding.Embed(request("ab", normalize=True)))
         assert vector == pytest.approx(scaled(plain), rel=1e-6)
 
-    async def test_the_first_values_alone_have_length_1_again(self, start_service):
+    async def test_truncated_vectors_are_rescaled_to_length_1(self, start_service):
         service = await start_service()
         plain = raw(list(b"ab"), Pooling.LAST)[:3]
         [vector] = vectors(await service.embedding.Embed(request("ab", dimensions=3)))
@@ -147,7 +147,7 @@ class TestVectors:
             await until(lambda: service.engine.stats().restarts)
         assert vectors(await call) == [raw(values, Pooling.MEAN) for values in inputs]
 
-    async def test_the_model_tells_that_there_are_some(self, start_service):
+    async def test_the_model_description_lists_embeddings(self, start_service):
         service = await start_service()
         model = await service.model.GetModel(model_pb2.GetModelRequest())
         assert "embeddings" in model.features
@@ -189,7 +189,7 @@ class TestBounds:
         ],
         ids=["ids", "the second's ids", "text", "text that is not tokenized"],
     )
-    async def test_what_is_too_long_for_the_context_says_so(self, start_service, details_of, long, field):
+    async def test_input_too_long_for_the_context_is_refused_as_such(self, start_service, details_of, long, field):
         error = await failure((await start_service()).embedding.Embed(long))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         details = details_of(error)

@@ -120,7 +120,7 @@ async def test_max_tokens_is_cut_to_what_the_context_leaves(convert, asked, gets
     assert (await convert(start("x" * 4000, output=pb.Output(logprobs=20), max_tokens=asked, n=8))).max_tokens == gets
 
 
-async def test_what_is_too_long_for_the_context_says_so(convert):
+async def test_input_too_long_for_the_context_is_refused_as_such(convert):
     ids = pb.TokenIds(ids=[1] * 4096)
     for long in (start("x" * 4096), pb.Start(token_ids=ids)):
         assert (await refusal(convert(long))).reason is Reason.CONTEXT_LENGTH

@@ -64,7 +64,7 @@ async def test_a_busy_machine_is_no_verdict_on_a_grammar(checks):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_that_gets_no_processor_is_told_from_one_that_takes_too_much(monkeypatch):
+def test_a_starved_child_is_distinguished_from_one_that_uses_too_much_cpu(monkeypatch):
     """Only the latter says anything about the grammar."""
 
     def waits(kind, text):
@@ -80,7 +80,7 @@ def test_a_child_that_gets_no_processor_is_told_from_one_that_takes_too_much(mon
     assert "try again" in grammar_check._checked(None, "regex", "a", waits)["busy"]
 
 
-async def test_a_tokenizer_that_is_none_for_grammars_is_said_so(checks, tmp_path):
+async def test_a_tokenizer_unusable_for_grammars_is_reported(checks, tmp_path):
     checks._settings["tokenizer"]["directory"] = str(tmp_path)
     for _ in range(2):
         with pytest.raises(ServiceError) as refused:

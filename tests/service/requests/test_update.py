@@ -259,7 +259,7 @@ class TestInPreparation:
         preparing.go.set()
         assert (await preparing.finished(ref)).usage.output_tokens == 5
 
-    async def test_what_cannot_be_done_is_told_later_and_changes_nothing(self, preparing):
+    async def test_an_impossible_update_is_refused_later_and_changes_nothing(self, preparing):
         await preparing.send(begin(1, max_tokens=5, min_tokens=3), update(1, max_tokens=2, timeout_ms=1))
         await come_in(preparing)
         assert not preparing.refused
@@ -283,7 +283,7 @@ class TestInPreparation:
         await come_in(preparing)
         assert not preparing.refused
 
-    async def test_one_that_nobody_reads_is_queued_so(self, preparing):
+    async def test_an_unread_request_is_queued_as_held(self, preparing):
         await preparing.send(begin(1, max_tokens=5))
         await come_in(preparing)
         [live] = preparing.service.server._running.generation._live

@@ -106,7 +106,7 @@ class TestCallers:
         assert details["RetryInfo"].retry_delay.ToSeconds() > 900
 
 
-async def test_a_call_keeps_no_more_of_its_vectors_than_it_asked_for(start_service):
+async def test_a_call_keeps_only_the_requested_dimensions_of_its_vectors(start_service):
     """2,048 whole ones of a large model are 64 MiB, and many calls may wait for their last."""
     service = await start_service(paced(0.005, hidden_size=512), SchedulerConfig(max_num_seqs=4))
     inputs = request(*[[index] * 5 for index in range(100)], dimensions=3)

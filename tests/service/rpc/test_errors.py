@@ -35,7 +35,7 @@ def test_catalogue_has_nothing_else():
 
 
 @pytest.mark.parametrize("text", ["x" * 100_000, "ü" * 100_000, "\U0001f600" * 100_000, "\ud800" * 5000])
-def test_status_stays_small_whatever_it_says(text, details_of):
+def test_a_status_stays_small_for_any_text(text, details_of):
     status = to_status(invalid(text, text), REQUEST_ID)
     assert status.ByteSize() <= MAX_STATUS_BYTES
     assert details_of(status)["RequestInfo"].request_id == REQUEST_ID
@@ -58,7 +58,7 @@ def test_field_is_named_with_the_remedy(details_of):
         (ServiceError(Reason.INVALID_FIELD), None),
     ],
 )
-def test_pushback_says_when_to_try_again(error, pushback, details_of):
+def test_pushback_gives_the_retry_delay(error, pushback, details_of):
     status = to_status(error, REQUEST_ID)
     assert dict(trailers(status)).get("grpc-retry-pushback-ms") == pushback
     delay = details_of(status).get("RetryInfo")

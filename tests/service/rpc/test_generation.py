@@ -96,7 +96,7 @@ class TestGenerate:
         assert service.engine.stats().steps - steps_at_drop <= 2
         assert service.engine.stats().requests == 0
 
-    async def test_a_refusal_is_in_band_and_alone(self, start_service, new_reading, details_of):
+    async def test_a_refusal_is_in_band_and_affects_only_its_request(self, start_service, new_reading, details_of):
         service = await start_service()
         frames = [begin(1), begin(2, max_tokens=0), begin(3), begin(4, n=65), begin(5, tenant="other")]
         reading = await new_reading().read(service.generation.Generate(iter(frames)))
@@ -153,7 +153,7 @@ class TestGenerate:
         ended = [finished.ref for message in reading.messages for finished in message.finished]
         assert ended == list(range(40))
 
-    async def test_priority_goes_first_where_the_policy_says_so(self, start_service, new_reading):
+    async def test_priority_decides_the_order_under_the_priority_policy(self, start_service, new_reading):
         scheduler = SchedulerConfig(max_num_seqs=1, policy=Policy.PRIORITY)
         service = await start_service(paced(), scheduler)
         call = service.generation.Generate()
@@ -261,7 +261,7 @@ class TestOutput:
         assert position == 3000
         assert max(message.ByteSize() for message in reading.messages) <= 64 << 10
 
-    async def test_the_seed_is_told(self, start_service):
+    async def test_the_seed_is_reported(self, start_service):
         service = await start_service()
         response = await service.generation.Complete(pb.CompleteRequest(start=begin(seed=2**64 - 1).start))
         assert response.finished.seed == 2**64 - 1

@@ -225,7 +225,9 @@ async def test_reliability_figure_3_the_executor_fails(start_service, new_readin
     assert len(found) == 6
 
 
-async def test_a_bad_request_fails_alone(start_service, new_reading, byte_tokenizer, monkeypatch):
+async def test_a_bad_request_does_not_affect_others_on_its_stream(
+    start_service, new_reading, byte_tokenizer, monkeypatch
+):
     """A fault that one prompt brings about leaves the stream's others whole."""
     encode = byte_tokenizer.encode
 

@@ -56,7 +56,7 @@ async def test_reliability_figure_4_health_follows_the_worker(start_service, det
     await service.generation.Complete(pb.CompleteRequest(start=begin(max_tokens=3).start))
 
 
-async def test_a_change_of_state_is_told_on_streams(start_service):
+async def test_a_state_change_is_reported_on_streams(start_service):
     service = await start_service()
     call = service.generation.Generate()
     await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
@@ -67,7 +67,7 @@ async def test_a_change_of_state_is_told_on_streams(start_service):
     assert service.engine.state is EngineState.DRAINING
 
 
-async def test_streams_are_told_that_the_worker_is_replaced_and_go_on(start_service, new_reading):
+async def test_streams_report_and_survive_a_worker_replacement(start_service, new_reading):
     service = await start_service()
     service.executor.may_start.clear()
     call = service.generation.Generate()
@@ -82,7 +82,7 @@ async def test_streams_are_told_that_the_worker_is_replaced_and_go_on(start_serv
     assert [end.status.code for end in (await new_reading().read(call)).outcomes[0].finished] == [0]
 
 
-async def test_a_worker_that_cannot_be_replaced_is_the_end_and_streams_are_told(start_service, details_of):
+async def test_a_failed_worker_replacement_is_final_and_reported_on_streams(start_service, details_of):
     executor = FakeExecutor(vocab_size=258)
     service = await start_service(executor, engine=Engine(executor, restart_delay_s=0.001))
     executor.fails_to_start.extend([ExecutorError("no memory", blames_step=True)] * 5)

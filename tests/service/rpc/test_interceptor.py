@@ -44,7 +44,7 @@ async def failure(call):
 
 
 @pytest.mark.parametrize("path", OPEN)
-async def test_what_is_open_to_everyone_takes_small_messages_alone(channel, path, details_of):
+async def test_public_methods_accept_only_small_messages(channel, path, details_of):
     make, code = OPEN[path]
     small, large = make(call_limits.MAX_OPEN_MESSAGE_BYTES), make(call_limits.MAX_OPEN_MESSAGE_BYTES + 1)
     assert (small.ByteSize(), large.ByteSize()) == (4096, 4097)

@@ -222,7 +222,7 @@ def bodies(method: str) -> dict[str, tuple[list[bytes], str]]:
     return found
 
 
-def test_every_method_with_a_prompt_is_asked_for_one():
+def test_every_method_with_a_prompt_is_covered():
     without = {"ModelService/GetModel"}
     named = {name.removeprefix("/penstock.v1.") for name in ACCESS if name.startswith("/penstock.v1.")}
     assert {name for name in named if not name.startswith("AdminService/")} - without == PROMPTS.keys()

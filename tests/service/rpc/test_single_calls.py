@@ -42,7 +42,7 @@ class TestSingle:
         assert details_of(error.value)["BadRequest"].field_violations[0].field == "sampling.max_tokens"
 
     @pytest.mark.parametrize(("retry_after_ms", "expected"), [(20, 3), (None, 1)])
-    async def test_clients_retry_when_and_only_when_they_are_told_to(self, start_service, retry_after_ms, expected):
+    async def test_clients_retry_exactly_when_the_service_gives_a_delay(self, start_service, retry_after_ms, expected):
         """gRPC's own retries: they need a refusal without a message, and heed the pushback."""
         service = await start_service()
         submitted = []
@@ -123,7 +123,7 @@ class TestSingle:
         assert list(response.choices[1].token_ids) == [97, 97]
         assert list(response.choices[1].logprobs.top) == [-2, -2]
 
-    async def test_streams_that_end_slow_nobody_down(self, start_service):
+    async def test_ended_streams_do_not_slow_others_down(self, start_service):
         """Whatever becomes of a request, its stream no longer counts for the pace of others."""
         service = await start_service()
         pacer = service.server._running.generation._pacer

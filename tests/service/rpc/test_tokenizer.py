@@ -134,7 +134,7 @@ async def test_long_lists_are_worked_on_in_slices(start_service, byte_tokenizer,
     assert details_of(error.value)["BadRequest"].field_violations[0].field == "token_ids[7]"
 
 
-async def test_a_tenant_that_sends_much_waits_for_itself_alone(start_service, byte_tokenizer, monkeypatch, details_of):
+async def test_a_greedy_tenant_delays_only_itself(start_service, byte_tokenizer, monkeypatch, details_of):
     service = await start_service(authenticator=Keys())
     lane = service.server._running.pool._short
     lane._max_waiting_bytes = 100_000

@@ -15,7 +15,7 @@ def test_every_end_has_its_reason(reason):
     assert message.reason != pb.FINISH_REASON_UNSPECIFIED
 
 
-def test_an_end_is_told_with_all_that_is_known():
+def test_a_finished_message_carries_all_known_facts():
     finished = RequestFinished(EngineFinishReason.STOP, TokenUsage(1, 2, 3), RequestTimings(10, 20, 30, 40, 5, 6))
     message = finished_message(7, "R", finished, status_pb2.Status(), 2**64 - 1, True)
     assert message == pb.Finished(

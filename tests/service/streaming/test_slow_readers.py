@@ -61,7 +61,7 @@ async def test_a_stream_that_is_not_read_is_stalled_and_goes_on_when_it_has_drai
     assert pending(outbox) == 0
 
 
-async def test_who_fills_a_stream_is_told_later_and_never_amid_a_call(make_outbox, small):
+async def test_a_stall_is_reported_after_the_call_and_never_during_it(make_outbox, small):
     outbox, writer, _ = make_outbox(run=False)
     put(outbox, "x" * 50_000)
     for _ in range(5):

@@ -82,7 +82,7 @@ def test_quantiles_are_of_the_nearest_rank(loop, lag):
     assert milliseconds(lag.over(200)) == (4.95, 9.85, 9.95)
 
 
-def test_what_is_asked_for_is_the_last(loop, lag):
+def test_lag_covers_only_the_latest_samples_requested(loop, lag):
     loop.run_next(0.015)
     loop.run_next(0.001)
     assert milliseconds(lag.over(1)) == (1, 1, 1)
@@ -145,7 +145,7 @@ async def read(answers):
         return (await answers.read()).loop_lag
 
 
-async def test_watch_stats_tells_each_interval(start_service):
+async def test_watch_stats_reports_each_interval(start_service):
     service = await start_service(admin_listen="127.0.0.1:0")
     answers = service.admin.WatchStats(admin_pb2.WatchStatsRequest(interval_ms=1000))
     await read(answers)
@@ -167,7 +167,7 @@ async def test_the_first_answer_has_the_interval_before_it(start_service):
     assert (await read(answers)).max_us >= 100_000
 
 
-async def test_an_interval_is_told_once(start_service):
+async def test_an_interval_is_reported_once(start_service):
     service = await start_service(admin_listen="127.0.0.1:0")
     sampler = service.server._loop_lag
     sampler.stop()

@@ -30,7 +30,7 @@ def logging_much():
     )
 
 
-def test_whoever_logs_waits_for_nobody_and_what_was_dropped_is_counted():
+def test_logging_never_blocks_and_dropped_lines_are_counted():
     with logging_much() as process:
         assert process.stdout is not None
         try:
@@ -45,7 +45,7 @@ def test_whoever_logs_waits_for_nobody_and_what_was_dropped_is_counted():
     assert len(written) + sum(dropped) == 10_000
 
 
-def test_a_process_whose_log_nobody_reads_can_end():
+def test_a_process_with_an_unread_log_can_exit():
     with logging_much() as process:
         try:
             assert process.stdin is not None

@@ -77,7 +77,7 @@ async def test_the_documented_fields_are_those_of_the_lines(start_service, caplo
     assert documented == logged | of_every_line | conditional
 
 
-def test_a_service_that_cannot_start_says_so_in_json():
+def test_a_failed_start_is_logged_as_json():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [str(PENSTOCK), "serve", f"--port={port}", "--log-format=json"]

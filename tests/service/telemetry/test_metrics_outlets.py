@@ -87,7 +87,7 @@ async def test_a_collector_gets_all_but_vllms_names(start_service, collector):
     assert gaps.count == 3
 
 
-async def test_it_is_told_again_and_again(start_service, collector):
+async def test_metrics_are_exported_repeatedly(start_service, collector):
     service = await start_service()
     async with asyncio.timeout(120):
         while not collector.exports:  # noqa: ASYNC110 - the collector's thread tells nobody

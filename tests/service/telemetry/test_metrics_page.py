@@ -54,7 +54,7 @@ async def test_head_and_options_of_the_metrics(metered):
             assert headers["allow"] == "GET, HEAD, OPTIONS"
 
 
-async def test_a_busy_loop_is_said_to_be_busy(metered, monkeypatch):
+async def test_a_scrape_of_a_busy_loop_gets_503(metered, monkeypatch):
     monkeypatch.setattr(metrics_reader, "READ_S", 0.05)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         fetched = pool.submit(fetch, metered.server.metrics_target)
@@ -167,7 +167,7 @@ async def test_it_ends_with_the_service(start_service):
         await asyncio.to_thread(fetch, service.server.metrics_target)
 
 
-async def test_a_port_in_use_is_said(metered, start_service):
+async def test_a_port_in_use_is_reported(metered, start_service):
     with pytest.raises(ListenError, match=r"--metrics-listen 127\.0\.0\.1:\d+: "):
         await start_service(metrics_listen=metered.server.metrics_target)
 

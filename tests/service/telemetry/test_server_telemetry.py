@@ -66,7 +66,7 @@ async def test_a_request_on_a_shared_stream_names_its_own_parent(start_service, 
     assert second.parent.span_id == call.context.span_id
 
 
-async def test_no_span_holds_what_was_said_or_raised(start_service, spans, monkeypatch):
+async def test_no_span_contains_prompts_or_error_texts(start_service, spans, monkeypatch):
     service = await start_service()
     await service.generation.Complete(pb.CompleteRequest(start=start()))
 
@@ -81,7 +81,7 @@ async def test_no_span_holds_what_was_said_or_raised(start_service, spans, monke
     assert PROMPT not in "".join(span.to_json() for span in found)
 
 
-async def test_logs_have_the_id_and_not_what_was_said(start_service, caplog):
+async def test_logs_contain_the_id_but_no_texts(start_service, caplog):
     caplog.set_level("DEBUG", logger="penstock")
     service = await start_service()
     response = await service.generation.Complete(pb.CompleteRequest(start=start(client_request_id="mine")))

@@ -31,7 +31,7 @@ def lines(caplog):
     return read
 
 
-async def test_a_busy_engine_is_told_of_and_an_idle_one_is_not(start_service, lines):
+async def test_stats_are_logged_only_while_the_engine_is_busy(start_service, lines):
     executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
     service = await start_service(executor, SchedulerConfig(max_num_seqs=2), stats_interval_s=0.05)
     await asyncio.sleep(0.2)
@@ -55,7 +55,7 @@ async def test_a_busy_engine_is_told_of_and_an_idle_one_is_not(start_service, li
         await asyncio.sleep(0.2)
 
 
-async def test_what_came_from_the_cache_is_told(start_service, lines):
+async def test_cached_tokens_are_logged(start_service, lines):
     service = await start_service(stats_interval_s=0.3)
     request = pb.CompleteRequest(start=pb.Start(text="x" * 64, sampling=pb.Sampling(max_tokens=1)))
     await service.generation.Complete(request)
@@ -67,7 +67,7 @@ async def test_what_came_from_the_cache_is_told(start_service, lines):
     assert second == 75  # three blocks of four; the last token has to be computed
 
 
-async def test_a_server_that_has_stopped_says_nothing_more(start_service, lines):
+async def test_a_stopped_server_logs_no_more_stats(start_service, lines):
     executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
     service = await start_service(executor, stats_interval_s=0.01)
     call = service.generation.GenerateOne(

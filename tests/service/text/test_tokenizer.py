@@ -243,7 +243,7 @@ def test_no_space_creeps_into_what_looks_like_a_special_token(kind, loaded):
     assert tokenizer.decode(token_ids, include_special_tokens=True) == "pipe <s> pipe"
 
 
-def test_a_begin_of_sequence_is_added_to_texts_alone(loaded):
+def test_a_bos_token_is_added_only_to_texts(loaded):
     tokenizer = loaded["legacy-llama"]
     bos = tokenizer._library.token_to_id("<s>")
     assert tokenizer.encode("<s>").count(bos) == 1

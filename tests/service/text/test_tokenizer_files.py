@@ -179,7 +179,7 @@ def test_a_template_of_the_models_own_is_chosen_by_its_name(in_files, tmp_path, 
         Tokenizer.load(directory, Path("other"))
 
 
-def test_a_template_for_tools_alone(tmp_path, library):
+def test_a_tool_only_template_renders_no_plain_chat(tmp_path, library):
     tokenizer = Tokenizer.load(write(tmp_path, library, [{"name": "tool_use", "template": "tools"}]))
     assert not tokenizer.has_chat_template
     assert tokenizer.render_chat(TOOL) == "tools"

@@ -115,7 +115,7 @@ async def test_nobody_waits_for_a_job_of_another_tenant(byte_tokenizer, num_byte
     assert running == ["greedy"] * 8
 
 
-async def test_a_tenant_alone_has_as_many_threads_as_it_may(byte_tokenizer):
+async def test_a_lone_tenant_uses_all_its_threads(byte_tokenizer):
     lane = FairThreadPool("test", 4, 100_000, threads_per_tenant=2)
     both = threading.Barrier(2)
     async with asyncio.timeout(120):
@@ -201,7 +201,7 @@ async def test_a_cancelled_caller_gives_its_room_back(pool):
     assert not pool._short._waiting_bytes
 
 
-async def test_a_panic_of_the_library_fails_one_request_alone(pool):
+async def test_a_library_panic_fails_only_its_request(pool):
     class Panic(BaseException):
         """As Rust's are."""
 
@@ -213,7 +213,7 @@ async def test_a_panic_of_the_library_fails_one_request_alone(pool):
     assert await pool.run(lambda: 1, 1) == 1
 
 
-async def test_what_is_larger_than_all_the_room_runs_alone(pool):
+async def test_work_larger_than_the_whole_limit_runs_alone(pool):
     assert await pool.run(lambda: 1, 10**9) == 1
 
 

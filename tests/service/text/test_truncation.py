@@ -31,7 +31,7 @@ def test_so_many_tokens_are_kept(wanted, side, kept):
     assert bytes(truncation.cut(list(b"abcdefghij"))).decode() == kept
 
 
-def test_nothing_is_cut_unless_it_is_asked_for():
+def test_nothing_is_truncated_by_default():
     assert Truncation.of(pb.Start(), 10) is None
     assert Truncation.of(pb.Start(truncation_side=RIGHT), 10) is None
     with pytest.raises(ServiceError, match="truncate_prompt_tokens: must be at least 1, or -1"):

@@ -210,7 +210,7 @@ async def test_a_tenant_may_not_have_all_messages_that_are_on_their_way(start_se
         assert one_more not in client.ended
 
 
-async def test_what_nobody_reads_yet_takes_no_more_than_a_window(service, monkeypatch):
+async def test_unread_output_takes_at_most_a_window(service, monkeypatch):
     """A call that waits for its turn, of which gRPC would take 4 MiB by itself."""
     monkeypatch.setattr(call_limits, "HOLD_S", 3600.0)
     async with raw_client(service.target) as client:
@@ -307,7 +307,7 @@ def calls_of_grpc():
 
 
 @pytest.mark.parametrize("path", ANSWERED)
-async def test_an_answer_that_nobody_reads_has_a_time_limit(start_service, path, monkeypatch):
+async def test_an_unread_answer_has_a_time_limit(start_service, path, monkeypatch):
     """And then nothing is left of its call."""
     for module in (call_end, unread):
         monkeypatch.setattr(module, "WRITE_PATIENCE_S", 0.05)
@@ -325,7 +325,7 @@ async def test_an_answer_that_nobody_reads_has_a_time_limit(start_service, path,
         assert client.num_bytes == 0
 
 
-async def test_too_many_answers_that_nobody_reads_end_sooner(start_service, monkeypatch):
+async def test_too_many_unread_answers_end_sooner(start_service, monkeypatch):
     """A tenant's oldest ones go first, and only as many as are too many."""
     monkeypatch.setattr(unread, "CHECK_S", 0.02)
     monkeypatch.setattr(unread, "SOON_S", 0.0)

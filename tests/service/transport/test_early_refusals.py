@@ -12,7 +12,7 @@ from penstock.service.transport.connections import Connections
 from penstock.v1 import generation_pb2 as pb
 
 
-async def test_a_grpc_that_makes_servers_in_another_way_is_told_of(start_service, monkeypatch, caplog):
+async def test_a_grpc_with_another_server_constructor_is_logged(start_service, monkeypatch, caplog):
     """And the service serves: what could not be made takes nothing with it."""
     refuse = early_refusals.refuse_early
     monkeypatch.setattr(transport, "refuse_early", lambda server, *arguments: refuse(server, *arguments, "new"))

@@ -67,7 +67,7 @@ async def test_the_oldest_of_an_owner_with_all_its_places_gives_way():
     assert places.num_taken == 3
 
 
-async def test_the_oldest_of_whoever_has_the_most_gives_way_to_another_owner():
+async def test_the_largest_owners_oldest_place_goes_to_another_owner():
     places = Places(RULES)
     other, first, second = await holders(places, "b", "a", "a")
     new = Holder(places, "c")
@@ -77,7 +77,7 @@ async def test_the_oldest_of_whoever_has_the_most_gives_way_to_another_owner():
     assert not other.task.done()
 
 
-async def test_nobody_gives_way_as_long_as_nobody_waits():
+async def test_holders_keep_their_places_while_none_waits():
     places = Places(RULES)
     everybody = await holders(places, "a", "a", "b")
     await settle()
@@ -130,7 +130,7 @@ async def test_more_than_may_wait_are_refused():
     assert await Holder(places, "a").reason() is Reason.MESSAGES_IN_FLIGHT
 
 
-async def test_patience_ends_a_place_that_nobody_waits_for():
+async def test_a_place_times_out_even_if_none_waits_for_it():
     places = Places(replace(RULES, patience_s=0.0))
     (holder,) = await holders(places, "a")
     assert await holder.reason() is Reason.DEADLINE
