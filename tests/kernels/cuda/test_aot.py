@@ -1,9 +1,12 @@
 """Variants compile for Hopper, on a machine without one; each is printed with what it takes."""
 
+import ast
+import inspect
 import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,17 @@ for name, variant in wanted(SHAPES[model] for model in sys.argv[1:]).items():
         selected = set(re.findall(r"selp\\.f32\\s+(%\\w+),", compiled.asm["ptx"]))
         minuends = re.findall(r"sub\\S*\\.f32\\s+%\\w+, (%\\w+),", compiled.asm["ptx"])
         print(json.dumps([name, [int(wait) for wait in waits], len(selected.intersection(minuends))]))
+"""
+
+
+# How often a kernel synchronises with those before and after it, and whether it is launched for that.
+EARLY = """
+from penstock.kernels.aot import variants
+from penstock.kernels.cuda.model_shapes import SHAPES
+variant = next(variants(SHAPES["Qwen3-0.6B"]))
+for capability in (80, 90):
+    compiled = variant.compile(capability)
+    print(capability, compiled.asm["ptx"].count("griddepcontrol"), compiled.metadata.launch_pdl)
 """
 
 
@@ -110,6 +124,23 @@ def test_a_variant_that_needs_too_much_shared_memory_is_an_error(
     with pytest.raises(SystemExit, match=r"too much shared memory: it$"):
         ahead.main([])
     assert "232449" in capsys.readouterr().out
+
+
+def test_kernels_that_start_early_first_wait_for_the_kernel_before() -> None:
+    early = {
+        variant.kernel for shape in SHAPES.values() for variant in variants(shape) if "PDL" in variant.kernel.arg_names
+    }
+    assert len(early) > 5
+    for kernel in early:
+        body = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn))).body[0].body  # type: ignore[attr-defined]
+        statements = [
+            statement for statement in body if not isinstance(getattr(statement, "value", None), ast.Constant)
+        ]
+        assert ast.unparse(statements[0]) == "await_inputs(PDL)", kernel.fn.__name__
+
+
+def test_only_gpus_that_can_start_kernels_early_do(folder: Path) -> None:
+    assert run(folder, "-c", EARLY) == "80 0 False\n90 2 True\n"
 
 
 def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
