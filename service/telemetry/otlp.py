@@ -51,9 +51,12 @@ class MetricsPush:
         if self._thread is None or self._is_over.is_set():
             return
         self._is_over.set()
-        thread = threading.Thread(target=self._end, args=(last,), name="last metrics", daemon=True)
+        options = {"timeout_millis": CLOSE_S * 1000}
+        thread = threading.Thread(target=self._send, args=(last,), kwargs=options, name="last metrics", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
+        # Also ends an export that waits to be tried again, which may otherwise take as long as its timeout.
+        self._exporter.shutdown(timeout_millis=0)
 
     def _run(self) -> None:
         while not self._is_over.wait(self._interval_s):
@@ -65,10 +68,6 @@ class MetricsPush:
                 _warn(error)
                 continue
             self._send(readings)
-
-    def _end(self, readings: list[Reading]) -> None:
-        self._send(readings, timeout_millis=CLOSE_S * 1000)
-        self._exporter.shutdown()
 
     def _send(self, readings: list[Reading], **options: float) -> None:
         """Sends metrics. An error is only logged, so that later ones are still sent."""

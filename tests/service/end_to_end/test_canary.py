@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -191,10 +192,13 @@ async def call_the_service(service, channel):
     for ref, start in enumerate(starts, 1):
         start.ref = ref
     stream = generation.Generate(iter([pb.GenerateRequest(start=start) for start in starts]), metadata=mine)
+    texts: dict[int, str] = defaultdict(str)
     async for message in stream:
-        service.outputs += [delta.text for delta in message.deltas]
+        for delta in message.deltas:
+            texts[delta.ref] += delta.text
         service.statuses += [str(finished.status) for finished in message.finished]
 
+    service.outputs += texts.values()
     tokenizer = TokenizerServiceStub(channel)
     tokens = await tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text=PROMPT), metadata=mine)
     await service.expect("INTERNAL", tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text=BREAK), metadata=mine))
@@ -229,15 +233,16 @@ async def crash_the_worker(service, channel):
     """While it computes; the stream goes on afterwards."""
     start = text(PROMPT, max_tokens=600)
     call = GenerationServiceStub(channel).GenerateOne(pb.GenerateOneRequest(start=start), metadata=bearer(KEY))
-    has_crashed = False
+    has_crashed, output = False, ""
     async for message in call:
-        service.outputs += [delta.text for delta in message.deltas]
-        if service.outputs[-1] and message.deltas and not has_crashed:
+        output += "".join(delta.text for delta in message.deltas)
+        if output and not has_crashed:
             has_crashed = True
             workers = psutil.Process(service.process.pid).children()
             (worker,) = (child for child in workers if "penstock.models.worker.main" in " ".join(child.cmdline()))
             worker.send_signal(signal.SIGABRT)
     assert has_crashed
+    service.outputs.append(output)
     assert message.finished.timings.restarts == 1
 
 
