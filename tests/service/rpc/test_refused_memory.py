@@ -24,7 +24,7 @@ from penstock.service.transport.call_limits import MAX_MESSAGE_BYTES
 from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 MIB = 1 << 20
-NUM_REFUSALS = 25
+NUM_REFUSALS = 50
 MOST_BYTES = 64 << 10
 """That each may leave behind."""
 MOST_OBJECTS = 40
