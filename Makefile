@@ -141,7 +141,7 @@ gpu-wheels: ## download the packages that `tests/gpu_run.sh` installs on a machi
 	rm -rf .whl
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 	  $$(printf -- '--platform manylinux_2_%s_x86_64 ' 31 28 17) --platform manylinux2014_x86_64 -d .whl \
-	  $$(for name in $(GPU_WHEELS); do grep -oE "^$$name==[^ ;]+" requirements.lock || echo "$$name"; done)
+	  $$(for name in $(GPU_WHEELS); do grep -oE "^$$name==[^ ;]+" requirements.lock; done)
 
 soak: setup ## run the long tests in full, then sanitize and emulate; with ARGS, only the long tests
 	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)

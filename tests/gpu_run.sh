@@ -6,8 +6,7 @@
 #   tests/gpu_run.sh compile steps   only these steps
 #
 # `make gpu-wheels`, run elsewhere, downloads the other packages to .whl; they are installed in a folder of their own.
-# Every step has a limit. $OUT (build/gpu) gets run.log, figures as JSON and
-# summary.txt, with each step at once.
+# Every step has a limit. After each step, $OUT (build/gpu) has its log, its figures as JSON, and a line in summary.txt.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -71,7 +70,7 @@ for word in "$@"; do
   esac
 done
 if [ ${#stages[@]} -eq 0 ]; then
-  sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
 prepare

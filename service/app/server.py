@@ -144,7 +144,7 @@ class Server:
             raise
         self._running = running
         assert self._outlets is not None
-        self._outlets.start_push(running.metrics_reader(self._loop_lag).read, os.environ)
+        self._outlets.publish(running.metrics_reader(self._loop_lag).read, os.environ)
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
         self._stats_log.start()

@@ -19,7 +19,7 @@ class MetricsOutlets:
         address: Address | None,
         allowed_hosts: tuple[str, ...],
     ) -> None:
-        """``read`` returns the metrics until ``start_push`` replaces it. ``address``: of the page, None for no page.
+        """``read`` returns the metrics until ``publish`` replaces it. ``address``: of the page, None for no page.
         ``allowed_hosts``: further host names of the page."""
         self._read = read
         self._from_threads = LoopReader(self._read_now)
@@ -36,7 +36,7 @@ class MetricsOutlets:
         """Opens the page; returns its address, if there is one. Raises ListenError."""
         return None if self._page is None else self._page.start()
 
-    def start_push(self, read: Callable[[], list[Reading]], environ: Mapping[str, str]) -> None:
+    def publish(self, read: Callable[[], list[Reading]], environ: Mapping[str, str]) -> None:
         """Publishes what ``read`` returns from now on, and starts the push if ``environ``, which has OpenTelemetry's
         own variables, names a collector. Call it after the worker has started, because it opens a gRPC channel."""
         self._read = read

@@ -56,7 +56,10 @@ class MetricsPush:
         thread.start()
         thread.join(CLOSE_S)
         # Also ends an export that waits to be tried again, which may otherwise take as long as its timeout.
-        self._exporter.shutdown(timeout_millis=0)
+        try:
+            self._exporter.shutdown(timeout_millis=0)
+        except Exception as error:
+            _warn(error)
 
     def _run(self) -> None:
         while not self._is_over.wait(self._interval_s):

@@ -99,7 +99,7 @@ def test_every_variable_names_a_flag() -> None:
 
 
 def test_the_variables_are_a_valid_configuration() -> None:
-    """All of them together, but for two that exclude each other."""
+    """All variables together, except for one of two that exclude each other."""
     given = dict(re.findall(rf"^#?({PREFIX}\w+)=(.+)$", VARIABLES, re.MULTILINE))
     assert len(given) > 10
     listen = f"{PREFIX}LISTEN"

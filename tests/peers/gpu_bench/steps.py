@@ -49,7 +49,7 @@ WARM_STEPS = 2
 ROUNDS = 2
 """Of both ways to a first token; half as many where nothing is warmed."""
 UNPROFILED = nullcontext()
-PROFILED = 14
+MOST_KERNELS = 14
 """The number of kernels that a profile names."""
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -111,8 +111,8 @@ class Bench:
         return context + self._warm_steps + self.sizes.steps + 1
 
     def decode(self, batch: int, context: int, profiler: AbstractContextManager[object] = UNPROFILED) -> Decoded:
-        """Some steps; what pages hold afterwards is what they held before, but for the last positions of the rows.
-        The steps that are timed run under ``profiler``."""
+        """Runs steps of decoding; the timed ones run under ``profiler``. Afterwards the pages hold what they held
+        before, except for the last positions of the rows."""
         pages = self._pages_of(context)
         history = [7] * context
         added = [
@@ -267,7 +267,7 @@ def _kernels(model: Model, step: str, profiler: torch.profiler.profile, steps: i
     if not any(seconds for _, _, seconds in found):  # no GPU
         found = [(event.key, event.count, event.self_cpu_time_total / 1e6) for event in events]
     total = sum(seconds for _, _, seconds in found) or 1.0
-    for name, calls, seconds in sorted(found, key=lambda line: line[2], reverse=True)[:PROFILED]:
+    for name, calls, seconds in sorted(found, key=lambda line: line[2], reverse=True)[:MOST_KERNELS]:
         yield ProfileFigures(model.name, step, name[:60], calls / steps, seconds / steps, seconds / total)
 
 
