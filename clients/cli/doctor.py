@@ -17,6 +17,7 @@ _INSTALL = "pip install 'penstock[server]'"
 _OPTIONAL = {
     "bench": "for plots and OpenAI's API in penstock bench",
     "gateway": "for OpenAI's API: penstock gateway, penstock serve --http-port",
+    "ray": "for replicas under Ray Serve",
 }
 """Extras that a service does not need, and their purpose."""
 _DISPENSABLE = {

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.clients.health import LIVENESS
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.transport.call_end import write
 
-LIVENESS = "penstock.live"
 _Status = health_pb2.HealthCheckResponse
 
 

@@ -14,11 +14,11 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from penstock.clients.gateway.server.flags import make_parser
+from penstock.clients.health import LIVENESS
 from penstock.service.config.addresses import LIVE_PATH, READY_PATH
 from penstock.service.config.command_line import PREFIX, parse_config
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import ServeConfig
-from penstock.service.rpc.health import LIVENESS
 from penstock.service.telemetry.catalog import INSTRUMENTS
 
 ROOT = Path(__file__).parents[2]

@@ -297,10 +297,12 @@ def test_a_driver_failure_is_reported_with_its_cause(tmp_path, monkeypatch):
 
 def test_packages_are_those_of_the_bare_install_and_of_its_extras(here):
     assert Package("grpcio", next(p.version for p in here.packages if p.name == "grpcio"), "") in here.packages
-    assert {package.extra for package in here.packages} == {"", "server", "gateway", "bench"}
+    assert {package.extra for package in here.packages} == {"", "server", "gateway", "bench", "ray"}
 
 
-@pytest.mark.parametrize(("name", "extra"), [("aiohttp", "bench"), ("uvloop", "gateway"), ("fastapi", "gateway")])
+@pytest.mark.parametrize(
+    ("name", "extra"), [("aiohttp", "bench"), ("uvloop", "gateway"), ("fastapi", "gateway"), ("ray", "ray")]
+)
 def test_a_server_runs_without_what_only_others_use(fitted, name, extra):
     server = [package for package in fitted.packages if package.extra in ("", "server")]
     lacking = dataclasses.replace(fitted, packages=[*server, Package(name, None, extra)])

@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from waiting import until
 
+from penstock.clients.health import LIVENESS
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.config.addresses import Address, ListenError, admin_address
-from penstock.service.rpc.health import LIVENESS
 from penstock.v1 import admin_pb2, generation_pb2 as pb
 
 ANY_PORT = "127.0.0.1:0"

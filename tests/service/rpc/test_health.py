@@ -8,12 +8,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from letters import begin
 from waiting import until
 
+from penstock.clients.health import LIVENESS
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.running_service import SERVICES
-from penstock.service.rpc.health import LIVENESS
 from penstock.v1 import generation_pb2 as pb
 
 Status = health_pb2.HealthCheckResponse

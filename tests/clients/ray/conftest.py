@@ -1,0 +1,96 @@
+"""A local Ray cluster with two replicas of the demo model."""
+
+import contextlib
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from waiting import wait_until
+
+EXAMPLE = Path(__file__).parents[3] / "deploy/ray/serve.yaml"
+OBJECT_STORE_BYTES = 80 << 20
+CHILD = "penstock.service.app.serve"
+"""What the command line of a replica's child contains."""
+
+
+@dataclass
+class RayCluster:
+    """Serve's proxies on a local cluster."""
+
+    http: str
+    """The base of HTTP addresses."""
+    target: str
+    """Of gRPC."""
+
+    def children(self) -> list[psutil.Process]:
+        """The processes that serve models."""
+        return [process for process in descendants() if CHILD in " ".join(command_of(process))]
+
+
+def descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
+
+
+def has_ended(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True
+
+
+def free_ports(number: int) -> list[int]:
+    """Serve takes no port 0."""
+    with contextlib.ExitStack() as held:
+        listeners = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """Two proxies without an application. No process of it is left at the end."""
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    serve: Any = pytest.importorskip("ray.serve", reason="ray is not installed")
+    before = descendants()
+    http_port, grpc_port = free_ports(2)
+    functions = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))["grpc_options"]["grpc_servicer_functions"]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        # The default is in the temporary directory of pytest, too deep for a socket's path.
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory,
+    ):
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            num_cpus=4,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=directory,
+        )
+        try:
+            serve.start(
+                http_options={"host": "127.0.0.1", "port": http_port},
+                grpc_options={"port": grpc_port, "grpc_servicer_functions": functions},
+            )
+            yield RayCluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
+            serve.shutdown()
+        finally:
+            processes = descendants() - before
+            ray.shutdown()
+            try:
+                wait_until(lambda: all(map(has_ended, processes)))
+            finally:
+                for process in processes:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
