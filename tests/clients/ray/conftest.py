@@ -1,6 +1,7 @@
 """A local Ray cluster with two replicas of the demo model."""
 
 import contextlib
+import secrets
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,13 @@ from waiting import wait_until
 
 EXAMPLE = Path(__file__).parents[3] / "deploy/ray/serve.yaml"
 OBJECT_STORE_BYTES = 80 << 20
+ENVIRONMENT = {
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # otherwise Ray writes one to the home directory
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's defaults are too short while other programs use the cores.
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_health_check_timeout_ms": "60000",
+}
 CHILD = "penstock.service.app.serve"
 """What the command line of a replica's child contains."""
 
@@ -69,7 +77,8 @@ def ray_cluster() -> Iterator[RayCluster]:
         # The default is in the temporary directory of pytest, too deep for a socket's path.
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory,
     ):
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
         ray.init(
             address="local",
             num_cpus=4,

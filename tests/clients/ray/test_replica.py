@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import pytest_asyncio
 from google.rpc.status_pb2 import Status
 from starlette.requests import Request
 from waiting import until
@@ -111,7 +112,7 @@ def exits() -> "Any":
         yield statuses
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def replica() -> AsyncIterator[ServeReplica]:
     async with started() as replica:
         yield replica
