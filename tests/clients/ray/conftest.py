@@ -21,6 +21,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's defaults are too short while other programs use the cores.
     "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
     "RAY_health_check_timeout_ms": "60000",
 }
 CHILD = "penstock.service.app.serve"
@@ -79,15 +81,15 @@ def ray_cluster() -> Iterator[RayCluster]:
     ):
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        ray.init(
-            address="local",
-            num_cpus=4,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=directory,
-        )
         try:
+            ray.init(
+                address="local",
+                num_cpus=4,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                _temp_dir=directory,
+            )
             serve.start(
                 http_options={"host": "127.0.0.1", "port": http_port},
                 grpc_options={"port": grpc_port, "grpc_servicer_functions": functions},
