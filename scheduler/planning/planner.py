@@ -7,7 +7,8 @@ chunks never lack blocks. Only a decoding row can lack them, and takes them from
 the budget is for drafts, which never take anything from other rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from heapq import merge
 from typing import NamedTuple
 
@@ -170,25 +171,22 @@ class Planner:
 
     def publish_confirmed(self, sequence: SequenceState) -> None:
         """Publishes the row's full blocks up to ``num_computed``, the position that results have confirmed."""
-        num_full = sequence.num_computed // self.kv.block_size
-        if num_full > sequence.num_published:
-            self._publish(sequence, num_full)
+        self._publish(sequence, sequence.num_computed // self.kv.block_size)
 
     # Decoding rows --------------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, plan: StepPlan) -> list[tuple[int, SequenceState]]:
         """Plans a token for each decoding row; returns the rows that may have drafts, with their positions in the
         plan."""
-        rows = self._preemption.rows_to_plan()  # a copy, because rows may be preempted meanwhile
+        unplanned = deque(self._preemption.rows_to_plan())  # without the rows that are preempted meanwhile
         drafting: list[tuple[int, SequenceState]] = []
         decode_kv = 0
-        for index, sequence in enumerate(rows):
-            if sequence.state is not SequenceStatus.DECODING:
-                continue  # it was preempted
+        while unplanned:
+            sequence = unplanned.popleft()
             # The worst case: every token in flight is accepted, and each of them is computed now.
             num_slots = sequence.length_bound
             if num_slots < sequence.length_limit:
-                if num_slots > sequence.capacity and not self._grow(plan, sequence, num_slots, rows[index + 1 :]):
+                if num_slots > sequence.capacity and not self._grow(plan, sequence, num_slots, unplanned):
                     continue
                 if sequence.max_drafts:
                     drafting.append((len(plan.decodes), sequence))
@@ -223,20 +221,23 @@ class Planner:
         if num_slots <= sequence.capacity:
             return num_drafts
         num_new = self.kv.num_blocks_for(num_slots) - len(sequence.block_ids)
-        if num_new + len(self.running) <= self.kv.pool.num_free and self._grow(plan, sequence, num_slots, ()):
+        if num_new + len(self.running) <= self.kv.pool.num_free and self._grow(plan, sequence, num_slots, deque()):
             return num_drafts
         return sequence.capacity - sequence.length_bound
 
     def _grow(
-        self, plan: StepPlan, sequence: SequenceState, num_slots: int, not_planned: Sequence[SequenceState]
+        self, plan: StepPlan, sequence: SequenceState, num_slots: int, unplanned: deque[SequenceState]
     ) -> bool:
         """Gives a row the blocks that it needs, preempting other rows for them; returns False if the row was the last
-        and was preempted itself. ``not_planned``: the decoding rows that are not in the plan yet."""
+        and was preempted itself. ``unplanned``: the decoding rows that are not in the plan yet; those that are
+        preempted are removed from it."""
         num_blocks = self.kv.num_blocks_for(num_slots)
         while (new := self.kv.grow(sequence.block_ids, num_blocks)) is None:
             if self._pinned.remove_all():
                 continue
-            victim = self._preemption.victim_for_decode(sequence, not_planned)
+            victim = self._preemption.victim_for_decode(sequence, unplanned)
+            if victim in unplanned:
+                unplanned.remove(victim)
             needy = "it" if victim is sequence else sequence.live.request.request_id
             self._preempt(victim, lacked_blocks(needy, num_blocks - len(sequence.block_ids)))
             if victim is sequence:
