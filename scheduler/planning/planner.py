@@ -225,9 +225,7 @@ class Planner:
             return num_drafts
         return sequence.capacity - sequence.length_bound
 
-    def _grow(
-        self, plan: StepPlan, sequence: SequenceState, num_slots: int, unplanned: deque[SequenceState]
-    ) -> bool:
+    def _grow(self, plan: StepPlan, sequence: SequenceState, num_slots: int, unplanned: deque[SequenceState]) -> bool:
         """Gives a row the blocks that it needs, preempting other rows for them; returns False if the row was the last
         and was preempted itself. ``unplanned``: the decoding rows that are not in the plan yet; those that are
         preempted are removed from it."""
