@@ -18,7 +18,7 @@ from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.text.longest_token import longest_token_bytes
-from penstock.service.text.prompt_limit import PromptLimit
+from penstock.service.text.prompt_limit import PromptLimit, TextLimit
 from penstock.service.text.reasoning import REASONING_MARKS, Reasoning
 from penstock.service.text.special_tokens import SpecialTokenGuard
 from penstock.service.text.token_table import TokenTextTable, UnsupportedDecoder
@@ -131,11 +131,12 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the ids of a caller's text, which has no special tokens itself. With ``add_special_tokens``, the
         tokenizer adds its own around it, such as the beginning of sequence, and ``truncation`` keeps them. Raises
-        ServiceError, also if there are more tokens than ``limit`` allows; a truncated text has no limit."""
+        ServiceError, also if there are more tokens than ``limit`` allows; before it is truncated, a text may have as
+        many as a ``TextLimit`` allows."""
         _check_size((text,), "text")
-        token_ids = self._special_token_guard.encode(
-            text, add_special_tokens, limit=limit if truncation is None else None
-        )
+        if limit is None or truncation is not None:
+            limit = TextLimit(field="text" if limit is None else limit.field)
+        token_ids = self._special_token_guard.encode(text, add_special_tokens, limit=limit)
         if truncation is None or len(token_ids) <= truncation.max_tokens:
             return token_ids
         if not add_special_tokens or not self._library.num_special_tokens_to_add(False):
@@ -145,8 +146,9 @@ class Tokenizer:
     def encode_chat(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
         """Returns the ids of a conversation, with special tokens only from the template, never from the caller's texts.
 
-        Raises ServiceError, also if there are more tokens than ``limit`` allows.
+        Raises ServiceError, also if there are more tokens than ``limit`` allows, by default a ``TextLimit``.
         """
+        limit = limit or TextLimit(field="chat")
         rendered = self._template_of(chat).render(chat)
         self._check_rendered(rendered, limit)
         return self._special_token_guard.encode_template(rendered, limit=limit)
