@@ -5,7 +5,6 @@ from typing import NoReturn
 
 from penstock.service.errors import Reason, ServiceError, invalid
 
-
 MAX_TOKENS_AT_ONCE = 3 << 18
 """The limit of a text that is not a prompt. The tokenizer's library takes about 250 bytes per token while it works."""
 
