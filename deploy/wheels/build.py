@@ -4,8 +4,8 @@
     python deploy/wheels/build.py --only main,demo               without compiling anything
     python deploy/wheels/build.py --only cpu --machine aarch64   the CPU library for one machine
 
-The CPU library is compiled by Zig's C++ compiler, which links against an older glibc than the one that is installed, and
-for other machines. So the wheels run on every distribution since 2018 (manylinux_2_28).
+Zig's C++ compiler compiles the CPU library, because it links against an older glibc than the installed one, and for
+other machines. So the wheels run on every distribution since 2018 (manylinux_2_28).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Builds the CPU library from ``csrc`` with the installed C++ compiler. `make native` and `make wheels` run it. By hand:
+"""Builds the CPU library from ``csrc`` with a C++ compiler. ``make native`` and ``make wheels`` run it. By hand:
 
     python kernels/cpu/build.py                               the library, in this folder
     python kernels/cpu/build.py --out DIR --sanitize          one that stops at the first undefined behaviour
