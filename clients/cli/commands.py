@@ -10,7 +10,7 @@ class Command:
 
     entry: str
     summary: str
-    extra: str = "server"
+    extra: str = "cpu"
     parser: str = ""
 
     @property
@@ -22,7 +22,7 @@ class Command:
 COMMANDS = {
     "serve": Command(
         "penstock.service.app.command:main",
-        "serve a model over gRPC (needs penstock[server])",
+        "serve a model over gRPC (needs penstock-llm[cpu], [torch] or [cuda])",
         parser="penstock.service.config.command_line:make_parser",
     ),
     "gateway": Command(

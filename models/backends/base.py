@@ -195,7 +195,7 @@ def _why_not(entry: _Entry, config: WorkerConfig, info: CheckpointInfo) -> str |
     try:
         unsupported_reason: Objection = _found(entry.unsupported_reason)
     except ModuleNotFoundError as error:
-        return f"{error.name} is not installed: pip install 'penstock[server]'"
+        return f"{error.name} is not installed: pip install 'penstock-llm[{entry.device}]'"
     return unsupported_reason(config, info)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
+from penstock.clients.host.distribution import install_command
 from penstock.clients.host.machine import Machine
 from penstock.models.executor.child_process import child_environment
 from penstock.models.executor.process import ending
@@ -45,7 +46,7 @@ def check_installed(machine: Machine) -> None:
     missing = [package.name for package in machine.missing() if package.extra == EXTRA]
     if missing:
         raise GatewayFailed(
-            f"{HTTP_FLAG}: not installed: {', '.join(missing)}; pip install 'penstock[{EXTRA}]', or omit the flag"
+            f"{HTTP_FLAG}: not installed: {', '.join(missing)}; {install_command(EXTRA)}, or omit the flag"
         )
 
 

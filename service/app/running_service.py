@@ -1,12 +1,12 @@
 """Composes what needs the worker's facts: the gRPC services with their interceptors, and the listeners. Knows neither
 signals nor the order of a shutdown."""
 
-import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.clients.host.distribution import installed_version
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
 from penstock.service.admin.listener import AdminListener
@@ -118,7 +118,7 @@ class RunningService:
         config, engine, server = self._config, self._engine, self._server
         model_service = ModelService(
             config.model_name,
-            importlib.metadata.version("penstock"),
+            installed_version(),
             self._facts,
             tokenizer,
             self._validator,

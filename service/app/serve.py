@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import importlib.metadata
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.log_thread import LogThread
 from penstock.clients.host.open_files import raise_open_files_limit
 from penstock.clients.host.reloaded_files import FileError
@@ -161,7 +161,7 @@ class _Life:
             calls += f"\n\n{Administration(admin, wants_key, admin_transport)}"
         if self._server.metrics_target is not None:
             calls += f"\n\n{metrics_call(Address.parse(self._server.metrics_target))}"
-        version = importlib.metadata.version("penstock")
+        version = installed_version()
         with contextlib.suppress(OSError):  # a closed stdout must not end the service
             sys.stdout.write(
                 f"penstock {version} serves {config.model_name} on {bound}\n"

@@ -4,7 +4,6 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
@@ -33,6 +32,7 @@ from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import GatewayMetrics
 from penstock.clients.gateway.upstream.body_budget import BodyBudget
 from penstock.clients.gateway.upstream.service_link import ServiceLink
+from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.parse_turns import ParseTurns
 from penstock.clients.host.reloaded_files import FileWatch
 
@@ -101,7 +101,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         title="penstock",
         summary="OpenAI's HTTP API in front of a penstock service.",
         description=_DESCRIPTION,
-        version=version("penstock"),
+        version=installed_version(),
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load scripts from a public network
         redoc_url=None,

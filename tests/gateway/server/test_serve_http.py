@@ -242,7 +242,9 @@ def test_missing_packages_are_reported_before_anything_is_loaded(monkeypatch, ca
     ]
     monkeypatch.setattr(prepare, "inspect_machine", lambda: dataclasses.replace(machine, packages=lacks))
     assert serve.serve(["--port=0", "--http-port=0"]) == 1
-    said = "penstock serve: --http-port: not installed: fastapi; pip install 'penstock[gateway]', or omit the flag\n"
+    said = (
+        "penstock serve: --http-port: not installed: fastapi; pip install 'penstock-llm[gateway]', or omit the flag\n"
+    )
     assert capsys.readouterr().err == said
 
 
