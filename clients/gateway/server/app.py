@@ -44,7 +44,7 @@ Completions, chats, embeddings and models as OpenAI's clients expect them, with 
 
 Send the service's key as `Authorization: Bearer KEY`, if it requires one. An error is `{"error": {"message", "type",
 "param", "code"}}`; with 429 and 503 the header `Retry-After` has the time to wait. Every response has an
-`x-request-id`, which is the service's own if the request reached it. `traceparent` is passed on.
+`x-request-id`, which is the service's own if the request reached it. `traceparent` names the trace of the request.
 """
 
 _log = logging.getLogger(__name__)
