@@ -103,7 +103,7 @@ async def test_probes_have_no_spans(start_gateway, spans):
 async def test_no_span_contains_what_callers_wrote(start_gateway, spans):
     gateway = await start_gateway()
     await gateway.http.get(f"/{SECRET}?{SECRET}={SECRET}", headers=TRACED)
-    await gateway.http.request(SECRET.upper(), f"/v1/models?{SECRET}", headers=TRACED)
+    await gateway.http.request("PROPFIND", f"/v1/models?{SECRET}", headers=TRACED)
     await gateway.post(COMPLETIONS, headers=TRACED | {"x-mine": SECRET}, prompt=SECRET, best_of=SECRET)
     found = await until(lambda: len(of_gateway(spans)) == 3 and of_gateway(spans))
     assert [span.name for span in found][:1] == ["GET"]
