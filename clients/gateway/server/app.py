@@ -106,6 +106,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         docs_url=None,  # FastAPI's pages load scripts from a public network
         redoc_url=None,
         redirect_slashes=False,  # it would send callers to http, and to the Host that they named
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # gateway/tracing.py has ours
     )
     routes = list(app.routes)
     for part in _PARTS:
