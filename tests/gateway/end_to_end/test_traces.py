@@ -35,7 +35,7 @@ def make_holding(runner, marker):
     start_step = runner.start_step
 
     def start_or_hold(self, plan):
-        if plan.added and not os.path.exists(marker):
+        if any(any(row.token_ids) for row in plan.added) and not os.path.exists(marker):
             open(marker, "w").close()
             while True:
                 time.sleep(1)
@@ -47,7 +47,8 @@ if any("penstock.models.worker.main" in argument for argument in sys.orig_argv):
     from penstock.models.worker.runner import Runner
     make_holding(Runner, __file__ + ".held")
 """
-"""What Python runs at its start, where PYTHONPATH leads to it: the first step of the first worker does not end."""
+"""What Python runs at its start, where PYTHONPATH leads to it: the first step of the first worker does not end.
+Before that, steps whose tokens are all 0 warm the worker up."""
 
 
 class Collector(otlp_grpc.TraceServiceServicer):
