@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -172,7 +172,7 @@ class HttpGateway:
                 pass_fds=[listener.fileno(), write_end],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                env=child_environment(os.environ),
+                env=child_environment(os.environ) | _of_telemetry(os.environ),
                 process_group=0,  # Ctrl-C in a terminal reaches only the service, which ends the child when it is time
             )
         except OSError as error:
@@ -193,6 +193,12 @@ class HttpGateway:
             transport.close()
         self._process = None
         return ending(process.returncode)
+
+
+def _of_telemetry(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns OpenTelemetry's own variables: the gateway sends its spans itself, with the collector's key if it needs
+    one."""
+    return {name: value for name, value in environ.items() if name.startswith("OTEL_")}
 
 
 class _Pulse(asyncio.Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.clients.host.distribution import installed_version
+from penstock.clients.host.span_exporter import Exporter
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
 from penstock.service.admin.listener import AdminListener
@@ -30,7 +31,7 @@ from penstock.service.rpc.tokenizer import TokenizerService
 from penstock.service.telemetry.collector import MetricsReader
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.metrics import Metrics
-from penstock.service.telemetry.tracing import Exporter, Telemetry
+from penstock.service.telemetry.tracing import Telemetry
 from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.transport.call_limits import CallLimits
 from penstock.service.transport.connections import max_connections
@@ -80,7 +81,7 @@ class RunningService:
         self._facts = facts
         self._health = health
         self._tls = config.tls
-        self._exporter = Exporter(os.environ)
+        self._exporter = Exporter(os.environ, "penstock")
         self._metrics = Metrics()
         self._bound: Address | None = None
         telemetry = Telemetry(config.model_name, self._metrics)

@@ -44,7 +44,7 @@ Completions, chats, embeddings and models as OpenAI's clients expect them, with 
 
 Send the service's key as `Authorization: Bearer KEY`, if it requires one. An error is `{"error": {"message", "type",
 "param", "code"}}`; with 429 and 503 the header `Retry-After` has the time to wait. Every response has an
-`x-request-id`, which is the service's own if the request reached it. `traceparent` is passed on.
+`x-request-id`, which is the service's own if the request reached it. `traceparent` names the trace of the request.
 """
 
 _log = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         docs_url=None,  # FastAPI's pages load scripts from a public network
         redoc_url=None,
         redirect_slashes=False,  # it would send callers to http, and to the Host that they named
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # gateway/tracing.py has ours
     )
     routes = list(app.routes)
     for part in _PARTS:

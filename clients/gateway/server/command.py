@@ -3,6 +3,7 @@
 import argparse
 import logging
 import math
+import os
 import ssl
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from penstock.clients.host.log_rate import LogRate
 from penstock.clients.host.log_thread import LogThread
 from penstock.clients.host.loopback import resolves_to_loopback
 from penstock.clients.host.open_files import raise_open_files_limit
+from penstock.clients.host.span_exporter import Exporter
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +29,11 @@ def main(argv: list[str]) -> int:
     raise_open_files_limit()
     settings, http = gateway_settings(arguments), http_settings(arguments)
     _set_up_logging()
-    return serve(create_app(settings), http, f"in front of {settings.service.target}")
+    exporter = Exporter(os.environ, "penstock-gateway")
+    try:
+        return serve(create_app(settings), http, f"in front of {settings.service.target}")
+    finally:
+        exporter.close()
 
 
 def _set_up_logging() -> None:

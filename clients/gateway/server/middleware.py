@@ -14,6 +14,7 @@ from penstock.clients.gateway.errors import RETRY_S, GatewayError, as_gateway_er
 from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.schemas.unsupported import shown
 from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.tracing import GatewayTracer
 from penstock.clients.gateway.traffic import HELD_UNTIL_END, GatewayMetrics, RequestRecord
 from penstock.clients.gateway.upstream.service_link import ServiceLink
 from penstock.clients.host.error_frames import release_frames
@@ -37,6 +38,7 @@ class OuterMiddleware:
         self._max_body_bytes = settings.max_body_bytes
         self._allowed_hosts = settings.allowed_hosts
         self._gateway_metrics = gateway_metrics
+        self._tracer = GatewayTracer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
@@ -45,6 +47,8 @@ class OuterMiddleware:
             return
         routed = as_routed(scope)
         with self._gateway_metrics.request(routed) as record, ExitStack() as held:
+            if routed["path"] not in _PROBES:
+                held.enter_context(self._tracer.request(routed, scope["method"], record))
             routed[HELD_UNTIL_END] = held
             await self._pass_on(routed, receive, _without_bodies(send) if scope["method"] == "HEAD" else send, record)
 
@@ -59,7 +63,7 @@ class OuterMiddleware:
                 has_begun = True
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers.setdefault("x-request-id", f"gw-{secrets.token_hex(12)}")
+                record.request_id = headers.setdefault("x-request-id", f"gw-{secrets.token_hex(12)}")
             await send(message)
 
         async def receive_bounded() -> Message:
