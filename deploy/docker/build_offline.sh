@@ -5,8 +5,8 @@
 #
 #     sudo deploy/docker/build_offline.sh
 #
-# Variables: BASE (an archive of a root file system, in place of mmdebstrap's), SUITE (bookworm), PYTHON (python3; the
-# same version as in the base, because it downloads the wheels), PACKAGE (penstock-llm[cpu,gateway]).
+# Variables: BASE (an archive of a root file system, in place of mmdebstrap's), SUITE (bookworm), PYTHON (python3; it
+# downloads the wheels, so it needs pip and the version of the base's Python), PACKAGE (penstock-llm[cpu,gateway]).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -29,8 +29,7 @@ fi
 # Everything that pip installs, so that the build itself needs no network.
 rm -rf "$output/context"
 mkdir -p "$output/context/dist"
-"$python" -m venv "$output/venv"
-"$output/venv/bin/pip" download --quiet --only-binary=:all: --find-links dist --constraint constraints.txt \
+"$python" -m pip download --quiet --only-binary=:all: --find-links dist --constraint constraints.txt \
   --dest "$output/context/dist" "$package"
 cp constraints.txt "$output/context/"
 

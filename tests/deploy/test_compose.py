@@ -239,7 +239,5 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     dashboard = f"{provider['options']['path']}/penstock.json"
     assert seen[dashboard] == "../grafana/penstock.json"
     assert SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == dashboard
-    variables = {
-        each["name"]: each for each in json.loads((GRAFANA / "penstock.json").read_text())["templating"]["list"]
-    }
-    assert variables["datasource"]["query"] == source["type"]
+    dashboard_variables = json.loads((GRAFANA / "penstock.json").read_text())["templating"]["list"]
+    assert [each["query"] for each in dashboard_variables if each["name"] == "datasource"] == [source["type"]]

@@ -18,6 +18,7 @@ from monitoring.prometheus_server import until
 from serve_process import serving, target_of
 
 from penstock.clients import AsyncClient, Delta, PenstockError
+from penstock.clients.chat_messages import ChatMessage
 
 CONFIG = Path(__file__).parents[2] / "deploy/envoy/envoy.yaml"
 Find = Callable[[str], str]
@@ -167,7 +168,7 @@ async def test_another_replica_gets_what_one_refuses(envoy: str, tmp_path: Path)
 
 @pytest.mark.soak
 async def test_a_chat_with_the_demo_model_is_the_same_through_envoy(envoy: str, tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "What is a kernel?"}]
+    messages: list[ChatMessage] = [{"role": "user", "content": "What is a kernel?"}]
     with serving("--port=0", "--admin-listen=off", "--kv-cache-memory-bytes=64M") as (_, greeting):
         async with running_envoy(envoy, tmp_path, target_of(greeting)) as proxy:
             texts = []
