@@ -35,7 +35,7 @@ cp constraints.txt "$output/context/"
 
 storage=$(mktemp -d)
 buildah=(buildah --root "$storage/root" --runroot "$storage/run" --storage-driver vfs)
-trap '"${buildah[@]}" rm --all >/dev/null; rm -rf "$storage"' EXIT
+trap '"${buildah[@]}" rm --all >/dev/null || true; rm -rf "$storage"' EXIT
 
 container=$("${buildah[@]}" from scratch)
 "${buildah[@]}" add --quiet "$container" "$base" /
@@ -43,7 +43,7 @@ container=$("${buildah[@]}" from scratch)
 "${buildah[@]}" commit --quiet --rm "$container" penstock-base
 
 # The format: OCI's has no health check.
-"${buildah[@]}" bud --isolation chroot --format docker --network none --build-arg BASE=localhost/penstock-base \
+"${buildah[@]}" bud --isolation chroot --format docker --build-arg BASE=localhost/penstock-base \
   --build-arg PIP_NO_INDEX=1 --build-arg "PACKAGE=$package" --tag penstock -f deploy/docker/cpu.Dockerfile "$output/context"
 rm -f "$output/penstock.tar"
 "${buildah[@]}" push --quiet penstock "docker-archive:$output/penstock.tar:penstock:latest"
