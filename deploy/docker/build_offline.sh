@@ -23,7 +23,8 @@ compgen -G 'dist/*.whl' >/dev/null || { echo "dist/ has no wheels; run: make whe
 mkdir -p "$output"
 
 if [ ! -e "$base" ]; then
-  mmdebstrap --variant=minbase --include=ca-certificates,python3-venv "$suite" "$base"
+  mmdebstrap --format=tar --variant=minbase --include=ca-certificates,python3-venv "$suite" "$base.new"
+  mv "$base.new" "$base"
 fi
 
 # Everything that pip installs, so that the build itself needs no network.
