@@ -77,7 +77,8 @@ lock: setup ## update the locks after a change to pyproject.toml or constraints.
 	$(BIN)/python -P deploy/wheels/build.py --only demo --out build/wheels
 	$(RESOLVE) --constraints constraints.txt --find-links build/wheels --extra dev pyproject.toml \
 	  | $(WITHOUT_LOCAL) > requirements.lock
-	$(RESOLVE) --constraints constraints.txt --extra serve --extra gateway pyproject.toml > requirements-serve.lock
+	echo 'setuptools>=80' | $(RESOLVE) --constraints constraints.txt --extra serve --extra gateway pyproject.toml - \
+	  > requirements-serve.lock
 	$(RESOLVE) --python-version 3.12 deploy/wheels/requirements.in > deploy/wheels/requirements.txt
 
 # Files for tools, which git ignores: the namespace `penstock` as a folder of links, and the types of google.rpc, for
