@@ -31,6 +31,12 @@ COMMANDS = {
         "gateway",
         "penstock.clients.gateway.server.flags:make_parser",
     ),
+    "status-page": Command(
+        "penstock.clients.status_page.command:main",
+        "show a running service in a browser, for operators",
+        "gateway",
+        "penstock.clients.status_page.flags:make_parser",
+    ),
     "chat": Command("penstock.clients.cli.chat:main", "chat with a running service in the terminal"),
     "generate": Command("penstock.clients.cli.generate:main", "run a JSONL file of requests; can be resumed"),
     "bench": Command(

@@ -80,6 +80,7 @@ def test_commands(completions):
     [
         ("serve", {"--model", "--http-port", "--no-enable-prefix-caching", "--config"}),
         ("gateway", {"--host", "--tenant-header", "--tls-ca"}),
+        ("status-page", {"--admin", "--port", "--allowed-hosts"}),
         ("chat", {"--once", "--json-schema", "--target"}),
         ("generate", {"--input", "--retry-failed"}),
         ("bench", {"--slo", "--plot"}),
