@@ -1,6 +1,7 @@
 """Composes what needs the worker's facts: the gRPC services with their interceptors, and the listeners. Knows neither
 signals nor the order of a shutdown."""
 
+import asyncio
 import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from penstock.service.rpc.tokenizer import TokenizerService
 from penstock.service.telemetry.collector import MetricsReader
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.metrics import Metrics
+from penstock.service.telemetry.recent_stats import RecentStats
 from penstock.service.telemetry.tracing import Exporter, Telemetry
 from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.transport.call_limits import CallLimits
@@ -82,6 +84,7 @@ class RunningService:
         self._tls = config.tls
         self._exporter = Exporter(os.environ)
         self._metrics = Metrics()
+        self._recent_stats = RecentStats(lambda: engine.counters, self._metrics)
         self._bound: Address | None = None
         telemetry = Telemetry(config.model_name, self._metrics)
         self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
@@ -142,7 +145,7 @@ class RunningService:
 
     def add_admin(self, addresses: Sequence[Address], loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Adds admin listeners, which ``listen`` then opens too."""
-        service = AdminService(self._engine, self._validator, loop_lag, is_going_down)
+        service = AdminService(self._engine, self._validator, loop_lag, self._recent_stats, is_going_down)
         self._admin_listeners = [
             AdminListener(address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections)
             for address in addresses
@@ -170,11 +173,13 @@ class RunningService:
             admin.append(listener.bind())
             await listener.start()
         self._limits.start()
+        self._recent_stats.start(asyncio.get_running_loop())
         return bound, admin
 
     async def stop_listening(self, flush_s: float) -> None:
         """Closes all listeners. Clients have ``flush_s`` to read final messages."""
         self._limits.stop()
+        self._recent_stats.stop()
         await self._server.stop(flush_s)
         if self._bound is not None:
             self._bound.remove()

@@ -166,10 +166,10 @@ class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestS
     REQUEST_STATE_DECODING: _RequestState.ValueType  # 3
     """A choice of it is generating output."""
     REQUEST_STATE_HELD: _RequestState.ValueType  # 4
-    """It is held back: its stream is not read, or it may have killed a worker."""
+    """It is held back: its stream is not read, or the service is finding out which request killed a worker."""
 
 class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
-    """The state of a live request."""
+    """The state of a live request, from when it enters the queue."""
 
 REQUEST_STATE_UNSPECIFIED: RequestState.ValueType  # 0
 """Not set."""
@@ -180,7 +180,7 @@ REQUEST_STATE_PREFILLING: RequestState.ValueType  # 2
 REQUEST_STATE_DECODING: RequestState.ValueType  # 3
 """A choice of it is generating output."""
 REQUEST_STATE_HELD: RequestState.ValueType  # 4
-"""It is held back: its stream is not read, or it may have killed a worker."""
+"""It is held back: its stream is not read, or the service is finding out which request killed a worker."""
 Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
 @_typing.final
@@ -366,7 +366,9 @@ class StatsWindow(_message.Message):
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     INTER_TOKEN_LATENCY_FIELD_NUMBER: _builtins.int
     duration_ms: _builtins.int
-    """The length of the period in milliseconds. It is shorter than its name while the service has not run as long."""
+    """The length of the period in milliseconds. It is up to a second shorter than its name, because the oldest second is
+    dropped as a whole, and shorter still while the service has not run as long.
+    """
     finished_requests: _builtins.int
     """The number of requests that ended, for any reason."""
     prefill_tokens: _builtins.int
@@ -1089,9 +1091,11 @@ class ListRequestsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """The maximum number of requests in the page: 1 to 1,000. Default: 100."""
+    """The maximum number of requests in the page, up to 1,000. Default: 100."""
     page_token: _builtins.str
-    """`next_page_token` of the previous page, with the same filter. Empty for the first page."""
+    """`next_page_token` of the previous page, with the same filter. Empty for the first page. It is valid until the
+    service stops.
+    """
     @_builtins.property
     def filter(self) -> Global___RequestFilter:
         """The requests to list. Absent: all."""
@@ -1123,7 +1127,7 @@ class ListRequestsResponse(_message.Message):
     """The token of the next page. Empty if this is the last one."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
-        """The requests, the oldest first."""
+        """The requests, in the order in which they entered the queue."""
 
     def __init__(
         self,
@@ -1167,13 +1171,13 @@ class LiveRequest(_message.Message):
     age_ms: _builtins.int
     """The time since the request arrived, in milliseconds."""
     prompt_tokens: _builtins.int
-    """The number of prompt tokens."""
+    """The number of tokens of the prompt, or of all inputs of a request to embed."""
     output_tokens: _builtins.int
     """The number of output tokens so far, of all choices."""
     max_tokens: _builtins.int
-    """The maximum number of output tokens of each choice."""
+    """The maximum number of output tokens of each choice; 0 for a request to embed."""
     num_choices: _builtins.int
-    """The number of choices."""
+    """The number of choices, or of inputs."""
     priority: _builtins.int
     """The priority of the request."""
     preemptions: _builtins.int

@@ -150,7 +150,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """Lists the live requests, the oldest first, in pages. A request that lives throughout is in exactly one page.
+        """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
+        in exactly one page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,7 +159,7 @@ class AdminServiceServicer(object):
 
     def CancelRequests(self, request, context):
         """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
-        and its caller receives the output so far.
+        and its caller keeps the output that was streamed so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

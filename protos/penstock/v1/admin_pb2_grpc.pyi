@@ -61,10 +61,12 @@ class AdminServiceStub:
     NOT_FOUND otherwise.
     """
     ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
-    """Lists the live requests, the oldest first, in pages. A request that lives throughout is in exactly one page."""
+    """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
+    in exactly one page.
+    """
     CancelRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestsRequest, _admin_pb2.CancelRequestsResponse]
     """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
-    and its caller receives the output so far.
+    and its caller keeps the output that was streamed so far.
     """
     WatchKvEvents: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchKvEventsRequest, _admin_pb2.WatchKvEventsResponse]
     """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
@@ -105,10 +107,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     NOT_FOUND otherwise.
     """
     ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
-    """Lists the live requests, the oldest first, in pages. A request that lives throughout is in exactly one page."""
+    """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
+    in exactly one page.
+    """
     CancelRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestsRequest, _admin_pb2.CancelRequestsResponse]  # type: ignore[assignment]
     """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
-    and its caller receives the output so far.
+    and its caller keeps the output that was streamed so far.
     """
     WatchKvEvents: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchKvEventsRequest, _admin_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
     """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
@@ -194,7 +198,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListRequestsResponse, _abc.Awaitable[_admin_pb2.ListRequestsResponse]]:
-        """Lists the live requests, the oldest first, in pages. A request that lives throughout is in exactly one page."""
+        """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
+        in exactly one page.
+        """
 
     @_abc_1.abstractmethod
     def CancelRequests(
@@ -203,7 +209,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CancelRequestsResponse, _abc.Awaitable[_admin_pb2.CancelRequestsResponse]]:
         """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
-        and its caller receives the output so far.
+        and its caller keeps the output that was streamed so far.
         """
 
     @_abc_1.abstractmethod
