@@ -149,7 +149,7 @@ function showWindows(windows) {
   const percentile = (latency, name) => (window) => window?.[latency]?.count ? ms(window[latency][name]) : "–";
   const lines = [
     ["output tokens/s", perSecond("output_tokens", 0)],
-    ["prompt tokens/s", perSecond("prefill_tokens", 0)],
+    ["computed prompt tokens/s", perSecond("prefill_tokens", 0)],
     ["requests ended/s", perSecond("finished_requests", 1)],
     ["first token, p50", percentile("time_to_first_token", "p50_us")],
     ["first token, p90", percentile("time_to_first_token", "p90_us")],
@@ -244,7 +244,8 @@ function showRequests(answer) {
     cells.state.textContent = request.state;
     cells.age.textContent = duration(request.age_ms);
     cells.prompt.textContent = whole(request.prompt_tokens);
-    cells.output.textContent = `${whole(request.output_tokens)} of ${whole(request.max_tokens * request.num_choices)}`;
+    const most = request.max_tokens * request.num_choices;       // 0 for a request to embed
+    cells.output.textContent = most ? `${whole(request.output_tokens)} of ${whole(most)}` : "–";
     cells.priority.textContent = whole(request.priority);
     cells.preemptions.textContent = whole(request.preemptions);
   }

@@ -59,8 +59,8 @@ class Live:
     async def end(self) -> pb.Finished:
         """What it ends with."""
         async for response in self.call:
-            if response.finished:
-                ended: pb.Finished = response.finished[0]
+            if response.HasField("finished"):
+                ended: pb.Finished = response.finished
                 return ended
         raise AssertionError("it ended without an end")
 
@@ -110,8 +110,8 @@ class Page:
         call = self._stub.GenerateOne(pb.GenerateOneRequest(start=start), metadata=metadata)
         self._calls.append(call)
         async for response in call:
-            if response.accepted:
-                return Live(response.accepted[0].request_id, call)
+            if response.HasField("accepted"):
+                return Live(response.accepted.request_id, call)
         raise AssertionError("it was not accepted")
 
 
@@ -126,7 +126,9 @@ def tokenizer() -> Tokenizer:
 
 @asynccontextmanager
 async def page_for(target: str, **settings: Any) -> AsyncIterator[tuple[Starlette, httpx.AsyncClient]]:
-    """A page on a free port for the administration at ``target``."""
+    """A page on a free port for the administration at ``target``, which is patient where other programs use the
+    cores."""
+    settings = {"call_timeout_s": 120.0, "body_timeout_s": 120.0} | settings
     app = create_app(StatusPageSettings(ConnectionOptions(target), AllowedHosts("127.0.0.1"), **settings))
     http = HttpServer(app, HttpSettings(shutdown_s=1))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -35,16 +35,24 @@ def page_process(served):
     return page
 
 
+def answered(http):
+    """The status, or None where the service was too slow for the page."""
+    response = http.get("/api/status")
+    return response.json() if response.status_code == 200 else None
+
+
 def test_the_page_is_a_process_that_is_replaced_and_ends_with_the_service():
     with serving(*FLAGS, "--admin-listen=off") as (served, greeting):
         url = url_of(greeting)
         with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
             assert http.get("/").status_code == 200
-            assert http.get("/api/status").json()["stats"]["state"] == "serving"
+            answer = wait_until(lambda: answered(http))
+            assert answer["stats"]["state"] == "serving"
             assert http.get("/api/status", headers={"host": "rebound.example"}).status_code == 421
         first = page_process(served)
         first.kill()
-        assert httpx.get(f"{url}/api/status", timeout=120, trust_env=False).status_code == 200
+        first.wait()
+        assert httpx.get(url, timeout=120, trust_env=False).status_code == 200
         second = page_process(served)
         assert second.pid != first.pid
         served.terminate()
@@ -63,7 +71,9 @@ async def test_the_command_serves_any_service(start_page):
         url = re.match(rf"penstock status-page: (\S+)/ shows the service at {page.server.admin_target}\.", line)
         assert url is not None, line
         async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
-            assert (await http.get(f"{url[1]}/api/status")).json()["stats"]["state"] == "serving"
+            while (response := await http.get(f"{url[1]}/api/status")).status_code == 503:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)  # too slow for the page, where other programs use the cores
+            assert response.json()["stats"]["state"] == "serving"
         process.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(process.wait) == 0
 
