@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from penstock.clients.cli.admin.client import AdminClient
@@ -70,7 +70,7 @@ def cancel(argv: list[str] | None = None) -> int:
         parser.error("name requests by their ids, or by --tenant, --state and --min-age, or give --all")
     service = admin_connection(arguments)
     if arguments.ids:
-        return asyncio.run(_cancel_ids(service, arguments.ids))
+        return asyncio.run(_cancel_ids(service, list(dict.fromkeys(arguments.ids))))
     if not arguments.yes and not _is_confirmed(service, wanted):
         return 1
     request = pb.CancelRequestsRequest(filter=wanted)
@@ -133,7 +133,8 @@ async def _call(service: ConnectionOptions, method: str, request: object) -> Any
         return await client.call(method, request, _CANCEL_TIMEOUT_S)
 
 
-async def _cancel_ids(service: ConnectionOptions, ids: Sequence[str]) -> int:
+async def _cancel_ids(service: ConnectionOptions, ids: list[str]) -> int:
+    """Cancels the requests with these ids, which differ; returns the exit status. Raises PenstockError."""
     num_cancelled, unknown = 0, list[str]()
     async with AdminClient.opened(service) as client:
         for start in range(0, len(ids), _MAX_LISTED):

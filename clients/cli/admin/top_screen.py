@@ -100,10 +100,10 @@ class TopScreen:
             lines = [text[: columns - 1] for text in screen]
             lines[0] = self._coloured(lines[0])
             hints = ["", self.message or "r requests   q quit"] if self._has_keys else []
-            return lines[: max(1, rows - 1 - len(hints))] + hints
+            return [*lines[: max(1, rows - 1 - len(hints))], *hints][: rows - 1]
         lines = [text[: columns - 1] for text in self._list(max(1, rows - _LINES_AROUND))]
         lines[0] = self._coloured(lines[0])
-        return [self._paint(text, _SELECTED) if text.startswith("> ") else text for text in lines]
+        return [self._paint(text, _SELECTED) if text.startswith("> ") else text for text in lines[: rows - 1]]
 
     def _list(self, room: int) -> Iterator[str]:
         """Yields the list, with ``room`` for requests."""

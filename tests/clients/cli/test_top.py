@@ -198,8 +198,9 @@ def test_a_request_is_selected_and_cancelled_on_a_terminal(admin, tool, open_ter
     terminal.wait_for(f"> {live(0).request_id}")
     terminal.type("\x1b[B\x1b[B\x1b[A")
     terminal.wait_for(f"> {live(1).request_id}")
-    terminal.type("xn")
+    terminal.type("x")
     terminal.wait_for(f"cancel {live(1).request_id}? y")
+    terminal.type("n")
     terminal.wait_for("x cancel")
     assert admin.cancel_calls == []
     terminal.type("x")
