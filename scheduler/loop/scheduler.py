@@ -23,6 +23,7 @@ from penstock.scheduler.admission.intake import RequestIntake
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import Counters
+from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
 from penstock.scheduler.planning.context import new_context
@@ -168,6 +169,10 @@ class Scheduler:
             return self.timelines.find(request_id)
         self._emit_so_far(live)
         return live.timeline
+
+    def scan(self, wanted: LiveRequestFilter, after: int) -> LiveRequestScan:
+        """Returns a scan of the live requests that match and arrived after number ``after``; -1 for all."""
+        return LiveRequestScan(self._requests, self._bisector.may_run, wanted, after)
 
     def _emit_so_far(self, live: RequestState) -> None:
         for sequence in live.sequences:

@@ -243,7 +243,7 @@ class RequestLifecycle:
             return
         try:
             if isinstance(event, SequenceDelta):
-                self._meter.delta(event.choice)
+                self._meter.delta(event.choice, len(event.token_ids))
                 self._receiver.delta(self.ref, event, self._form, not self._had_output)
                 self._had_output = True
             else:
