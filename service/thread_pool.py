@@ -100,6 +100,7 @@ class FairThreadPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             waiting = [done for queue in self._queues.values() for done in queue]
+            self._queues.clear()  # a thread could start one of them before it is cancelled
         for done in waiting:
             done.cancel()
 

@@ -35,7 +35,7 @@ class LiveRequests:
         self._page_tokens = PageTokens()
 
     async def list_requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
-        """Returns a page. The request has been validated. Raises ServiceError if its token is not one of ours."""
+        """Returns a page. The request has been validated. Raises ServiceError if its token is invalid."""
         wanted = request.filter
         after = self._page_tokens.read(request.page_token, wanted) if request.page_token else -1
         scan = self._engine.scan(_filter(wanted), after)

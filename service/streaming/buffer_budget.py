@@ -6,8 +6,7 @@ WRITE_COST_S = 2.1e-4
 writers take at most 19 % of a core for any number of streams."""
 
 REQUEST_BYTES = 256 << 10
-"""What one live request adds to its stream's limit. A stream that is not read should stop before it has computed much
-that nobody may read."""
+"""What one live request adds to its stream's limit. A stream that is not read stops before it has computed much."""
 MAX_STREAM_BYTES = 4 << 20
 MAX_TOTAL_BYTES = 32 << 20
 MIN_STREAM_BYTES = 64 << 10

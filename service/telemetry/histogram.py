@@ -92,7 +92,7 @@ class LogHistogram:
         for bucket, count in sorted(self.counts.items()):
             rank -= count
             if rank <= 0:
-                return _LEAST_S * _GROWTH ** (bucket + 0.5)
+                return _LEAST_S * math.pow(_GROWTH, bucket + 0.5)
         return 0.0
 
 

@@ -53,7 +53,7 @@ class RecentLatencies:
     """Latencies over a short time."""
 
     first_token: LogHistogram = field(default_factory=LogHistogram)
-    """From arrival to the first delta."""
+    """The time from arrival to the first delta."""
     inter_token: LogHistogram = field(default_factory=LogHistogram)
     """For each token of a delta, its share of the time since the delta before."""
 

@@ -160,7 +160,8 @@ async def test_a_body_has_a_limit_of_size_and_of_time(start_page):
 
 async def test_a_body_that_is_no_login_is_refused(start_page):
     page = await start_page()
-    for body in ({}, {"key": ""}, {"key": "two words"}, {"key": 1}, {"key": "k", "more": 1}, [], "k"):
+    bodies: list[object] = [{}, {"key": ""}, {"key": "two words"}, {"key": 1}, {"key": "k", "more": 1}, [], "k"]
+    for body in bodies:
         assert (await page.post("/api/login", body)).status_code == 400, body
 
 

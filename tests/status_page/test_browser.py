@@ -47,8 +47,8 @@ def open_page(complaints):
         # A container's root, and what else has no sandbox of its own, gets none from Chromium.
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
 
-        def open_page(url, **viewport):
-            page = browser.new_page(viewport={"width": 1180, "height": 900} | viewport, color_scheme="light")
+        def open_page(url, width=1180, height=900):
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.on("console", note)
             page.goto(url)

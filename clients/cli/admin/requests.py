@@ -34,12 +34,12 @@ A request is listed from when it enters the queue until it ends. Lengths are in 
 _CANCEL_EPILOG = """\
 examples:
   penstock cancel 01KAH3Y5W7Q2R8T4V6X0Z1B3C5        the id is in penstock requests, and in the service's log
-  penstock cancel --tenant acme --state waiting     asks first
-  penstock cancel --min-age 600 --yes               does not ask, for scripts
+  penstock cancel --tenant acme --state waiting     after a question
+  penstock cancel --min-age 600 --yes               without a question, for scripts
   penstock cancel --all
 
 A cancelled request ends with the status CANCELLED, and its caller keeps the output so far. The status is 1 if an id
-names no live request; the others are cancelled all the same.
+names no live request; the others are still cancelled.
 """
 
 
@@ -62,7 +62,7 @@ def requests_parser() -> CommandParser:
 
 
 def cancel(argv: list[str] | None = None) -> int:
-    """Runs ``penstock cancel`` and returns its exit status: 1 if an id is unknown or the operator says no."""
+    """Runs ``penstock cancel`` and returns its exit status: 1 if an id is unknown or the operator declines."""
     parser = cancel_parser()
     arguments = parser.parse_args(argv)
     wanted = _filter(arguments)
@@ -149,9 +149,9 @@ async def _cancel_ids(service: ConnectionOptions, ids: list[str]) -> int:
 
 
 def _is_confirmed(service: ConnectionOptions, wanted: pb.RequestFilter) -> bool:
-    """Asks whether to cancel all requests that match. Raises PenstockError if there is no terminal to ask on."""
+    """Lets the operator confirm that all requests that match are cancelled. Raises PenstockError without a terminal."""
     if not sys.stdin.isatty():
-        raise PenstockError("this asks before it cancels requests, and the input is not a terminal; pass --yes")
+        raise PenstockError("the input is not a terminal, so cancelling cannot be confirmed; pass --yes")
     page = asyncio.run(_call(service, "ListRequests", pb.ListRequestsRequest(filter=wanted, page_size=_MAX_LISTED)))
     number = "more than 1,000" if page.next_page_token else f"{len(page.requests):,}"
     try:

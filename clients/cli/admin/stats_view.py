@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.v1 import admin_pb2 as pb
 
@@ -9,7 +10,7 @@ _BAR_WIDTH = 30
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STATE_PREFIX = "ENGINE_STATE_"
 _TITLE_WIDTH = 10
-_PERIODS = (("10 s", "last_10s"), ("60 s", "last_60s"))
+_PERIODS: tuple[tuple[str, Literal["last_10s", "last_60s"]], ...] = (("10 s", "last_10s"), ("60 s", "last_60s"))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Key(Enum):
 
 
 class ScreenAction(Enum):
-    """What a key asks for."""
+    """The action of a key."""
 
     DRAW = auto()
     LIST = auto()

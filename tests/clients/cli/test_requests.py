@@ -117,7 +117,7 @@ class TestCancel:
         monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
         done = said(capsys, "cancel", "--all", status=1)
         assert done.err == (
-            "penstock cancel: this asks before it cancels requests, and the input is not a terminal; pass --yes\n"
+            "penstock cancel: the input is not a terminal, so cancelling cannot be confirmed; pass --yes\n"
         )
         assert not two.cancel_calls
 

@@ -137,7 +137,8 @@ class TestListing:
         await send(30)
         lasting = {live.request_id for live in (await page(service)).requests}
         rng = random.Random(1)
-        token, seen, num_sent = "", [], 0
+        seen: list[str] = []
+        token, num_sent = "", 0
         while token or not seen:
             answer = await page(service, page_size=4, page_token=token)
             seen += [live.request_id for live in answer.requests]
