@@ -27,7 +27,7 @@ _SHARED_STREAM = "penstock.v1.GenerationService/Generate"
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _CurrentCall:
     """The call of this task."""
 
     attributes: Mapping[str, str]
@@ -37,9 +37,9 @@ class _Call:
     """Whether it may carry many requests."""
 
 
-_NO_CALL = _Call({}, "", is_shared=False)
+_NO_CALL = _CurrentCall({}, "", is_shared=False)
 
-_current_call: ContextVar[_Call] = ContextVar("_current_call")
+_current_call: ContextVar[_CurrentCall] = ContextVar("_current_call")
 
 
 class Telemetry:
@@ -57,7 +57,7 @@ class Telemetry:
         service, _, method_name = name.rpartition("/")
         carrier = {key: value for key, value in metadata if key == "traceparent" and isinstance(value, str)}
         attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method_name}
-        _current_call.set(_Call(attributes, carrier.get("traceparent", ""), name == _SHARED_STREAM))
+        _current_call.set(_CurrentCall(attributes, carrier.get("traceparent", ""), name == _SHARED_STREAM))
         with self._tracer.start_as_current_span(
             name,
             context=_PROPAGATOR.extract(carrier) if carrier else None,
