@@ -182,7 +182,14 @@ def test_the_wheels_are_installed_and_serve_without_a_compiler(tmp_path: Path) -
     subprocess.run(["make", "wheels"], cwd=ROOT, check=True)
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    install = [venv / "bin/pip", "install", "-q", "--find-links", ROOT / "dist", "penstock-llm[cpu,gateway]"]
+    install: list[str | Path] = [
+        venv / "bin/pip",
+        "install",
+        "-q",
+        "--find-links",
+        ROOT / "dist",
+        "penstock-llm[cpu,gateway]",
+    ]
     subprocess.run(install, check=True, env={**os.environ, "CXX": NO_COMPILER})
     code = "import sys; from penstock.kernels.cpu import bindings; print(bindings.library_path())"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", cpu.VARIABLE)}
@@ -191,7 +198,15 @@ def test_the_wheels_are_installed_and_serve_without_a_compiler(tmp_path: Path) -
     doctor = subprocess.check_output([venv / "bin/penstock", "doctor"], text=True, env=environment)
     assert "will use the cpu backend" in doctor
     (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt": "The kernel", "max_tokens": 8}\n')
-    command = [venv / "bin/penstock", "generate", "demo", "--input", tmp_path / "in.jsonl", "--output", "-"]
+    command: list[str | Path] = [
+        venv / "bin/penstock",
+        "generate",
+        "demo",
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        "-",
+    ]
     answered = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert json.loads(answered.stdout)["choices"][0]["text"]
 

@@ -107,7 +107,7 @@ class Page:
             text="hi", client_request_id=client_request_id, sampling=pb.Sampling(max_tokens=4000, ignore_eos=True)
         )
         metadata = (("authorization", f"Bearer {TENANT}"),)
-        call = self._stub.GenerateOne(pb.GenerateOneRequest(start=start), metadata=metadata)
+        call: Any = self._stub.GenerateOne(pb.GenerateOneRequest(start=start), metadata=metadata)
         self._calls.append(call)
         async for response in call:
             if response.HasField("accepted"):

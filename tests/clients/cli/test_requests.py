@@ -138,9 +138,14 @@ class TestCancel:
         assert bool(two.cancel_calls) is is_yes
 
     def test_the_question_has_the_number(self, admin, capsys, monkeypatch):
-        asked = []
+        asked: list[str] = []
+
+        def decline(question):
+            asked.append(question)
+            return ""
+
         monkeypatch.setattr("sys.stdin", Terminal())
-        monkeypatch.setattr(commands, "input", lambda question: asked.append(question) or "", raising=False)
+        monkeypatch.setattr(commands, "input", decline, raising=False)
         for number in (1, 1000, 1001):
             admin.live = [live(each) for each in range(number)]
             said(capsys, "cancel", "--all", status=1)

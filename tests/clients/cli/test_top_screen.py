@@ -9,8 +9,9 @@ STATS = pb.WatchStatsResponse(state=pb.ENGINE_STATE_SERVING, uptime_ms=5000, liv
 
 
 def live(name, **fields):
-    known = {"state": pb.REQUEST_STATE_WAITING, "tenant": "acme", "num_choices": 1}
-    return pb.LiveRequest(request_id=name, **known | fields)
+    request = pb.LiveRequest(request_id=name, state=pb.REQUEST_STATE_WAITING, tenant="acme", num_choices=1)
+    request.MergeFrom(pb.LiveRequest(**fields))
+    return request
 
 
 def make_screen(**changes):

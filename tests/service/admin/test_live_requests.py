@@ -76,7 +76,8 @@ async def page(service, **fields):
 
 async def pages(service, **fields):
     """All pages, one after the other."""
-    token, found = "", []
+    token = ""
+    found: list[admin_pb2.ListRequestsResponse] = []
     while not found or token:
         found.append(await page(service, page_token=token, **fields))
         token = found[-1].next_page_token

@@ -181,10 +181,9 @@ def in_an_admin_request(bad: Message, path: str) -> tuple[str, Message, str]:
             return "UpdateSettings", admin_pb2.UpdateSettingsRequest(tenants=[bad]), f"tenants[0].{path}"
         case admin_pb2.RequestFilter():
             return "ListRequests", admin_pb2.ListRequestsRequest(filter=bad), f"filter.{path}"
-        case _:
-            ids = admin_pb2.RequestIds()
-            ids.MergeFrom(bad)
-            return "CancelRequests", admin_pb2.CancelRequestsRequest(ids=ids), f"ids.{path}"
+        case admin_pb2.RequestIds():
+            return "CancelRequests", admin_pb2.CancelRequestsRequest(ids=bad), f"ids.{path}"
+    raise AssertionError(bad)
 
 
 def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
