@@ -38,7 +38,7 @@ async def test_each_live_request_is_on_one_page(start_page):
 
 async def test_a_page_that_is_none_is_refused(start_page):
     page = await start_page()
-    queries: list[dict[str, object]] = [{"page_size": size} for size in (0, 201, "x", "")]
+    queries = [{"page_size": size} for size in ("0", "201", "x", "")]
     for query in [*queries, {"page_token": "x" * 300}, {"page_token": "QUJD"}]:
         assert (await page.status(**query)).status_code == 400, query
 
