@@ -26,7 +26,7 @@ function element(tag, parent, text, className) {
 const whole = (number) => number.toLocaleString("en", { maximumFractionDigits: 0 });
 const fixed = (number, digits = 1) =>
   number.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-const ms = (us) => `${fixed(us / 1000)} ms`;
+const ms = (us) => us < 1e6 ? `${fixed(us / 1000)} ms` : `${fixed(us / 1e6, 2)} s`;
 
 function duration(milliseconds) {
   const seconds = Math.floor(milliseconds / 1000), two = (number) => String(number).padStart(2, "0");

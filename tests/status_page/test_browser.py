@@ -17,7 +17,7 @@ from penstock.clients import AsyncClient
 from penstock.clients.errors import PenstockError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-MAX_SCREENSHOT_BYTES = 150_000
+MAX_SCREENSHOT_BYTES = 200_000
 MARKUP = "<b>bold</b><img src=x onerror='document.title=1'>"
 KEYS = {"acme": "a" * 40, "zenith": "z" * 40, "operators": "o" * 40}
 FLAGS = ["--port=0", "--admin-http-port=0", "--metrics-listen=off", "--log-level=error"]
@@ -111,7 +111,7 @@ def log_in(page, key=KEYS["operators"]):
 def test_an_operator_logs_in_sees_the_load_and_cancels_a_request(keys_file, open_page, complaints, tmp_path):
     from playwright.sync_api import expect
 
-    memory = "--kv-cache-memory-bytes=8M"  # so little that requests wait and are preempted
+    memory = "--kv-cache-memory-bytes=49M"  # so little that requests wait and are preempted
     with (
         serving(*FLAGS, memory, "--max-num-seqs=16", f"--api-keys-file={keys_file}") as (_, greeting),
         load(target_of(greeting), {"acme": 14, "zenith": 6}),
