@@ -10,6 +10,7 @@ other machines. So the wheels run on every distribution since 2018 (manylinux_2_
 
 import argparse
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ def build_cpu(out: Path, machine: str) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         library = builder["build"](Path(folder), compiler=compiler, machine=machine)
         wheel = package_cpu(library, out, platform)
-    _audit(wheel, platform)
+    _audit(wheel, machine)
     return wheel
 
 
@@ -94,13 +95,14 @@ def _build(project: Path, out: Path, **environment: str) -> Path:
         return Path(shutil.copy(wheel, out))
 
 
-def _audit(wheel: Path, platform: str) -> None:
-    """Exits unless auditwheel finds that the wheel runs on its platform."""
+def _audit(wheel: Path, machine: str) -> None:
+    """Exits unless auditwheel finds that the wheel runs with ``GLIBC`` or an older glibc."""
     done = subprocess.run(
         [sys.executable, "-m", "auditwheel", "show", str(wheel)], capture_output=True, text=True, check=False
     )
-    if done.returncode or f'"{platform}"' not in " ".join(done.stdout.split()):
-        sys.exit(f"{wheel.name} does not run on {platform}:\n{done.stdout}{done.stderr}")
+    found = re.search(rf'platform tag:\s+"manylinux_(\d+)_(\d+)_{machine}"', done.stdout)
+    if done.returncode or found is None or [*map(int, found.groups())] > [*map(int, GLIBC.split("."))]:
+        sys.exit(f"{wheel.name} needs a newer system than manylinux_{GLIBC}:\n{done.stdout}{done.stderr}")
 
 
 def main() -> None:
