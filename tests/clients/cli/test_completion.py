@@ -155,7 +155,7 @@ def test_commands_complete_without_grpc_torch_and_the_service(completions):
     assert "penstock.clients.cli.completion" in modules
     assert not {name.partition(".")[0] for name in modules} & {"google", "grpc", "torch", "tqdm", "yaml"}
     assert {name for name in modules if name.startswith("penstock.")} == {
-        "penstock.clients", "penstock.clients.cli",
+        "penstock.clients", "penstock.clients.cli", "penstock.clients.host", "penstock.clients.host.distribution",
         *(f"penstock.clients.cli.{name}" for name in ("command_parser", "commands", "completion", "main")),
     }  # fmt: skip
 
