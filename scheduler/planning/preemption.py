@@ -26,11 +26,12 @@ class PreemptionPolicy:
         preempt each other."""
 
     def rows_to_plan(self) -> list[SequenceState]:
-        """Returns the decoding rows in the order in which the plan continues them. Under ``fair``, rows of the tenant
-        with the smallest share come first, so that rows of one with a large share can still be preempted."""
+        """Returns the decoding rows in the order in which the plan continues them; do not change the list. Under
+        ``fair``, rows of the tenant with the smallest share come first, so that rows of one with a large share can
+        still be preempted."""
         decoding = self._running.decoding
         if self._policy is not Policy.FAIR:
-            return decoding.copy()
+            return decoding
         self._shares = self._dominant_shares()
         return sorted(decoding, key=self._order)
 

@@ -53,9 +53,11 @@ class HttpCommand:
     """The flag of ``penstock serve`` that starts it."""
     target_flag: str
     """The command's flag for the service's address."""
+    sends_spans: bool = False
+    """Whether it sends spans itself, and so needs OpenTelemetry's variables, with the collector's key if it has one."""
 
 
-GATEWAY = HttpCommand("gateway", "HTTP gateway", HTTP_FLAG, "--target")
+GATEWAY = HttpCommand("gateway", "HTTP gateway", HTTP_FLAG, "--target", sends_spans=True)
 STATUS_PAGE = HttpCommand("status-page", "status page", ADMIN_HTTP_FLAG, "--admin")
 
 
@@ -197,7 +199,7 @@ class HttpProcess:
                 pass_fds=[listener.fileno(), write_end],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                env=child_environment(os.environ) | _of_telemetry(os.environ),
+                env=child_environment(os.environ) | (_of_telemetry(os.environ) if self._serves.sends_spans else {}),
                 process_group=0,  # Ctrl-C in a terminal reaches only the service, which ends the child when it is time
             )
         except OSError as error:
@@ -221,8 +223,7 @@ class HttpProcess:
 
 
 def _of_telemetry(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns OpenTelemetry's own variables: the gateway sends its spans itself, with the collector's key if it needs
-    one."""
+    """Returns OpenTelemetry's own variables."""
     return {name: value for name, value in environ.items() if name.startswith("OTEL_")}
 
 

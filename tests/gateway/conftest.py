@@ -265,7 +265,7 @@ async def http_in_front_of(target: str, **settings: Any) -> AsyncIterator[tuple[
     http = HttpServer(app, HttpSettings(shutdown_s=1))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.create_task(http.serve([listener]))
-        while not http.started:  # noqa: ASYNC110 - uvicorn tells nobody
+        while not http.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.001)
         base = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:

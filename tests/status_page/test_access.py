@@ -1,4 +1,4 @@
-"""Who may see the page's figures and cancel requests, and what a browser is told."""
+"""Access to the page's figures and to cancelling, and the headers that browsers get."""
 
 import asyncio
 import socket

@@ -32,7 +32,7 @@ def complaints():
 
 @pytest.fixture
 def open_page(complaints):
-    """Opens the page in headless Chromium. Without a browser the test fails: whoever runs it is to look at the page."""
+    """Opens the page in headless Chromium. Without a browser the test fails."""
     browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser_path is None:
         pytest.fail("no Chromium here (Debian: apt-get install chromium)")
