@@ -7,8 +7,9 @@ chunks never lack blocks. Only a decoding row can lack them, and takes them from
 the budget is for drafts, which never take anything from other rows.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from heapq import merge
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from penstock.scheduler.planning.preemption import PreemptionPolicy
 from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN, PrefillAdder, PrefillRound
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
+from penstock.scheduler.planning.step_shares import StepShares
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.timeline import Cause, lacked_blocks, made_room
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
@@ -89,11 +91,12 @@ class Planner:
 
     def _plan(self) -> Planned:
         plan = StepPlan(self.counters.steps, [], [], [], [], [])
-        drafting = self._plan_decodes(plan)
+        shares = self._step_shares(plan.step)
+        drafting = self._plan_decodes(plan, () if shares is None else shares.sitting_out)
         budget = self._context.budget - len(plan.decodes)
         chunked: list[SequenceState] = []
         if self.running.prefilling or len(self.waiting):
-            chunked = self._plan_chunks(plan, self._prefill_budget(plan, budget))
+            chunked = self._plan_chunks(plan, self._prefill_budget(plan, budget), shares)
         if drafting:
             self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks))
         self._close(plan, chunked)
@@ -175,14 +178,24 @@ class Planner:
 
     # Decoding rows --------------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, plan: StepPlan) -> list[tuple[int, SequenceState]]:
-        """Plans a token for each decoding row; returns the rows that may have drafts, with their positions in the
-        plan."""
+    def _step_shares(self, step: int) -> StepShares | None:
+        """Returns the tenants' shares of a step; None if tenants have none."""
+        if not self.waiting.by_turns:
+            return None
+        decoding = (row for row in self.running.decoding if row.length_bound < row.length_limit)
+        return StepShares(step, decoding, *self._model.decode_costs())
+
+    def _plan_decodes(self, plan: StepPlan, sitting_out: Container[SequenceState]) -> list[tuple[int, SequenceState]]:
+        """Plans a token for each decoding row that does not sit the step out; returns the rows that may have drafts,
+        with their positions in the plan."""
         unplanned = deque(self._preemption.rows_to_plan())  # without the rows that are preempted meanwhile
         drafting: list[tuple[int, SequenceState]] = []
         decode_kv = 0
         while unplanned:
             sequence = unplanned.popleft()
+            if sequence in sitting_out:
+                self.counters.rows_sat_out += 1
+                continue
             # The worst case: every token in flight is accepted, and each of them is computed now.
             num_slots = sequence.length_bound
             if num_slots < sequence.length_limit:
@@ -272,7 +285,7 @@ class Planner:
         decode_kv = self._context.decode_kv
         return self._model.max_prefill(len(plan.decodes), decode_kv, context, self._target_itl_s, budget)
 
-    def _plan_chunks(self, plan: StepPlan, budget: int) -> list[SequenceState]:
+    def _plan_chunks(self, plan: StepPlan, budget: int, shares: StepShares | None) -> list[SequenceState]:
         """Plans chunks of histories, in order; returns the sequences that got one."""
         chunked: list[SequenceState] = []
         if not budget:
@@ -281,16 +294,40 @@ class Planner:
         this_round, behind = PrefillRound(), self._behind()
         beginners = self.prefill_adder.schedulable(this_round)
         for sequence in merge(behind, beginners, key=self.waiting.order) if len(self.waiting) else behind:
+            tenant = sequence.live.tenant
+            if tenant in this_round.tenants_over:
+                continue
             if sequence.state is SequenceStatus.WAITING:
                 if not self.prefill_adder.try_add(plan, sequence, this_round):
                     continue
-                self._context.tenants.began(sequence.live.tenant)
-            budget -= self._plan_chunk(plan, sequence, budget)
+                self._context.tenants.began(tenant)
+            most = budget if shares is None else self._tenant_budget(plan, shares, sequence, budget)
+            budget -= self._plan_chunk(plan, sequence, most)
             chunked.append(sequence)
+            if shares is not None and shares.left_s(tenant) <= 0:
+                this_round.tenants_over.add(tenant)
             if not budget:
                 self._record_spent()
                 break
         return chunked
+
+    def _tenant_budget(self, plan: StepPlan, shares: StepShares, sequence: SequenceState, budget: int) -> int:
+        """Returns the maximum number of tokens in a sequence's chunk, at most ``budget``, for its tenant's share of the
+        step; records that the tenant takes their time."""
+        tenant, model, decode_kv = sequence.live.tenant, self._model, self._context.decode_kv
+        left_s, decodes = shares.left_s(tenant), StepWork(0, 0, len(plan.decodes), decode_kv)
+        decodes_s = model.predict(decodes)
+        if math.isinf(left_s) or decodes_s is None:
+            return budget
+        start = sequence.num_planned
+        limit = model.max_prefill(len(plan.decodes), decode_kv, start, decodes_s + left_s, budget)
+        num_tokens = min(limit, sequence.prefill_end - start)
+        end = start + num_tokens
+        chunk = decodes._replace(
+            prefill_tokens=num_tokens, prefill_kv=num_tokens * (start + end) // 2, chunks=1, chunk_kv=end
+        )
+        shares.take(tenant, (model.predict(chunk) or decodes_s) - decodes_s)
+        return num_tokens
 
     def _record_spent(self) -> None:
         """Records why the first waiting sequence does not begin."""
@@ -342,16 +379,13 @@ class Planner:
         return not num_own and self._preemption.would_make_room(tenant, rank)
 
     def _make_room(self) -> bool:
-        """Preempts a row for the first waiting sequence that finds no room; returns False if there is none to
-        preempt."""
+        """Preempts a row for a waiting sequence that finds no room; returns False if there is none to preempt."""
         if not self._preemption.makes_room:
             return False
-        sequence = self.prefill_adder.first_without_room()
-        if sequence is None:
-            return False
-        victim = self._preemption.victim_for_waiting(sequence, self.prefill_adder.num_missing_for(sequence))
-        if victim is None:
-            return False
-        sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is only for this sequence
-        self._preempt(victim, made_room(sequence.live.request.request_id))
-        return True
+        for sequence in self.prefill_adder.without_room():
+            victim = self._preemption.victim_for_waiting(sequence, self.prefill_adder.num_missing_for(sequence))
+            if victim is not None:
+                sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is only for this sequence
+                self._preempt(victim, made_room(sequence.live.request.request_id))
+                return True
+        return False

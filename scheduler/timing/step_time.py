@@ -179,6 +179,14 @@ class StepTimeModel:
             return None
         return self._pace * _dot(self._coefficients, _terms(work, steps, drafts)) + work.copied_blocks * self._copy_s
 
+    def decode_costs(self) -> tuple[float, float]:
+        """Returns the seconds that a decoding row adds to a step, and those for each position of its history; zero
+        while too little is known."""
+        if self._num_steps < _MIN_STEPS:
+            return 0.0, 0.0
+        row, position, draft = (self._pace * self._coefficients[index] * _SCALES[index] for index in (3, 4, 7))
+        return row + draft * self._drafts_each, position
+
     def max_prefill(self, decodes: int, decode_kv: int, context: int, target_s: float | None, at_most: int) -> int:
         """Returns the maximum number of tokens of a history, of which ``context`` are computed, that a step can compute
         beside these decodes within ``target_s``: ``MIN_CHUNK`` to ``at_most``, and ``at_most`` while too little is

@@ -1,0 +1,73 @@
+"""Divides the time of a step among tenants under ``fair``, so that one tenant's load does not slow down the tokens of
+others.
+
+If others decode in the same step, a tenant takes at most its share of it, by weight. Rows beyond that sit the step out,
+and go first in a later one. What a tenant leaves of its share it may take later, so a prompt of a tenant with little
+load need not be split. On a GPU a row hardly prolongs a step, so rows rarely sit out.
+"""
+
+import math
+from collections.abc import Iterable
+
+from penstock.scheduler.planning.sequence import SequenceState
+from penstock.scheduler.planning.tenants import TenantUse
+
+MIN_SHARE_S = 0.015
+"""The part of a step that a tenant may always take. Otherwise steps would become so short that their constant costs
+dominate."""
+MAX_SAVED_S = 0.015
+"""What a tenant may take beyond its share, if it left as much of its share of earlier steps."""
+
+
+class StepShares:
+    """What each tenant may take of one step."""
+
+    def __init__(self, step: int, decoding: Iterable[SequenceState], row_s: float, position_s: float) -> None:
+        """``decoding``: the rows that want a token. Each takes ``row_s``, and ``position_s`` for each position of its
+        history."""
+        self.sitting_out: set[SequenceState] = set()
+        """Decoding rows beyond their tenant's share."""
+        self._step = step
+        wanted: dict[TenantUse, list[tuple[SequenceState, float]]] = {}
+        for sequence in decoding:
+            seconds = row_s + position_s * sequence.length_bound
+            wanted.setdefault(sequence.live.tenant, []).append((sequence, seconds))
+        self._wanted_s = {tenant: sum(seconds for _, seconds in rows) for tenant, rows in wanted.items()}
+        self._total_s = sum(self._wanted_s.values())
+        self._total_weight = sum(tenant.limits.weight for tenant in wanted)
+        self._left_s: dict[TenantUse, float] = {}
+        for tenant, rows in wanted.items():
+            limit_s, taken_s = self.left_s(tenant), self._wanted_s[tenant]
+            self.take(tenant, taken_s if taken_s <= limit_s else self._choose(tenant, rows, limit_s))
+
+    def left_s(self, tenant: TenantUse) -> float:
+        """Returns what the tenant may still take; infinite if nobody else decodes."""
+        left_s = self._left_s.get(tenant)
+        if left_s is None:
+            num_missed = max(0, self._step - tenant.saved_at - 1)
+            left_s = self._share_s(tenant) + min(MAX_SAVED_S, tenant.saved_s + num_missed * MIN_SHARE_S)
+            self._left_s[tenant] = left_s
+        return left_s
+
+    def take(self, tenant: TenantUse, seconds: float) -> None:
+        """Records that the tenant takes ``seconds``."""
+        left_s = self._left_s[tenant] = self.left_s(tenant) - seconds
+        tenant.saved_s, tenant.saved_at = max(-MAX_SAVED_S, min(left_s, MAX_SAVED_S)), self._step
+
+    def _share_s(self, tenant: TenantUse) -> float:
+        weight = tenant.limits.weight
+        others_s = self._total_s - self._wanted_s.get(tenant, 0.0)
+        others_weight = self._total_weight - (weight if tenant in self._wanted_s else 0.0)
+        return max(MIN_SHARE_S, others_s * weight / others_weight) if others_weight > 0 else math.inf
+
+    def _choose(self, tenant: TenantUse, rows: list[tuple[SequenceState, float]], limit_s: float) -> float:
+        """Chooses rows up to the limit, and at least one, beginning after the last one that was chosen in an earlier
+        step. The others sit out. Returns the chosen rows' time."""
+        taken_s, last = 0.0, tenant.last_in_share
+        for sequence, seconds in sorted(rows, key=lambda row: (row[0].rank <= last, row[0].rank)):
+            if not taken_s or taken_s < limit_s:
+                tenant.last_in_share = sequence.rank
+                taken_s += seconds
+            else:
+                self.sitting_out.add(sequence)
+        return taken_s
