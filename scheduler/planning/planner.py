@@ -183,7 +183,7 @@ class Planner:
         if not self.waiting.by_turns:
             return None
         decoding = (row for row in self.running.decoding if row.length_bound < row.length_limit)
-        return StepShares(step, decoding, *self._model.decode_costs())
+        return StepShares(step, decoding, self._model.decode_costs())
 
     def _plan_decodes(self, plan: StepPlan, sitting_out: Container[SequenceState]) -> list[tuple[int, SequenceState]]:
         """Plans a token for each decoding row that does not sit the step out; returns the rows that may have drafts,

@@ -1,9 +1,10 @@
 """Divides the time of a step among tenants under ``fair``, so that one tenant's load does not slow down the tokens of
 others.
 
-If others decode in the same step, a tenant takes at most its share of it, by weight. Rows beyond that sit the step out,
-and go first in a later one. What a tenant leaves of its share it may take later, so a prompt of a tenant with little
-load need not be split. On a GPU a row hardly prolongs a step, so rows rarely sit out.
+If others decode in the same step, a tenant prolongs it at most by its share, by weight, or by as much as the step takes
+without any row, which is long for a large model. Rows beyond that sit the step out, and go first in a later one. What a
+tenant leaves of its share it may take later, so a prompt of a tenant with little load need not be split. On a GPU a row
+hardly prolongs a step, so rows rarely sit out.
 """
 
 import math
@@ -11,10 +12,12 @@ from collections.abc import Iterable
 
 from penstock.scheduler.planning.sequence import SequenceState
 from penstock.scheduler.planning.tenants import TenantUse
+from penstock.scheduler.timing.step_time import DecodeCosts
 
+MIN_ROWS_S = 0.005
+"""By how much a tenant's decoding rows may always prolong a step."""
 MIN_SHARE_S = 0.015
-"""The part of a step that a tenant may always take. Otherwise steps would become so short that their constant costs
-dominate."""
+"""By how much its rows and chunks may together: a prompt that is cut into many chunks costs more."""
 MAX_SAVED_S = 0.015
 """What a tenant may take beyond its share, if it left as much of its share of earlier steps."""
 
@@ -22,22 +25,22 @@ MAX_SAVED_S = 0.015
 class StepShares:
     """What each tenant may take of one step."""
 
-    def __init__(self, step: int, decoding: Iterable[SequenceState], row_s: float, position_s: float) -> None:
-        """``decoding``: the rows that want a token. Each takes ``row_s``, and ``position_s`` for each position of its
-        history."""
+    def __init__(self, step: int, decoding: Iterable[SequenceState], costs: DecodeCosts) -> None:
+        """``decoding``: the rows that want a token."""
         self.sitting_out: set[SequenceState] = set()
         """Decoding rows beyond their tenant's share."""
         self._step = step
+        self._least_s = max(MIN_ROWS_S, costs.step_s)
         wanted: dict[TenantUse, list[tuple[SequenceState, float]]] = {}
         for sequence in decoding:
-            seconds = row_s + position_s * sequence.length_bound
+            seconds = costs.row_s + costs.position_s * sequence.length_bound
             wanted.setdefault(sequence.live.tenant, []).append((sequence, seconds))
         self._wanted_s = {tenant: sum(seconds for _, seconds in rows) for tenant, rows in wanted.items()}
         self._total_s = sum(self._wanted_s.values())
         self._total_weight = sum(tenant.limits.weight for tenant in wanted)
         self._left_s: dict[TenantUse, float] = {}
         for tenant, rows in wanted.items():
-            limit_s, taken_s = self.left_s(tenant), self._wanted_s[tenant]
+            limit_s, taken_s = self._rows_s(tenant), self._wanted_s[tenant]
             self.take(tenant, taken_s if taken_s <= limit_s else self._choose(tenant, rows, limit_s))
 
     def left_s(self, tenant: TenantUse) -> float:
@@ -45,8 +48,8 @@ class StepShares:
         left_s = self._left_s.get(tenant)
         if left_s is None:
             num_missed = max(0, self._step - tenant.saved_at - 1)
-            left_s = self._share_s(tenant) + min(MAX_SAVED_S, tenant.saved_s + num_missed * MIN_SHARE_S)
-            self._left_s[tenant] = left_s
+            saved_s = min(MAX_SAVED_S, tenant.saved_s + num_missed * MIN_SHARE_S)
+            left_s = self._left_s[tenant] = max(MIN_SHARE_S, self._rows_s(tenant)) + saved_s
         return left_s
 
     def take(self, tenant: TenantUse, seconds: float) -> None:
@@ -54,11 +57,12 @@ class StepShares:
         left_s = self._left_s[tenant] = self.left_s(tenant) - seconds
         tenant.saved_s, tenant.saved_at = max(-MAX_SAVED_S, min(left_s, MAX_SAVED_S)), self._step
 
-    def _share_s(self, tenant: TenantUse) -> float:
+    def _rows_s(self, tenant: TenantUse) -> float:
+        """Returns what the tenant's decoding rows may take."""
         weight = tenant.limits.weight
         others_s = self._total_s - self._wanted_s.get(tenant, 0.0)
         others_weight = self._total_weight - (weight if tenant in self._wanted_s else 0.0)
-        return max(MIN_SHARE_S, others_s * weight / others_weight) if others_weight > 0 else math.inf
+        return max(self._least_s, others_s * weight / others_weight) if others_weight > 0 else math.inf
 
     def _choose(self, tenant: TenantUse, rows: list[tuple[SequenceState, float]], limit_s: float) -> float:
         """Chooses rows up to the limit, and at least one, beginning after the last one that was chosen in an earlier

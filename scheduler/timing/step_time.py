@@ -92,6 +92,17 @@ class StepWork(NamedTuple):
         return cls(tokens, kv, step.decodes, 2 * step.decodes, chunks, chunks * step.end)
 
 
+class DecodeCosts(NamedTuple):
+    """The parts of the time of a step that decodes, in seconds."""
+
+    step_s: float
+    """Without any row."""
+    row_s: float
+    """Added by a row."""
+    position_s: float
+    """Added by each position of a row's history."""
+
+
 class _Moments:
     """Sums over steps, weighted by age: the products of the terms with each other, and with the time."""
 
@@ -179,13 +190,12 @@ class StepTimeModel:
             return None
         return self._pace * _dot(self._coefficients, _terms(work, steps, drafts)) + work.copied_blocks * self._copy_s
 
-    def decode_costs(self) -> tuple[float, float]:
-        """Returns the seconds that a decoding row adds to a step, and those for each position of its history; zero
-        while too little is known."""
+    def decode_costs(self) -> DecodeCosts:
+        """Returns what decoding costs; zero while too little is known."""
         if self._num_steps < _MIN_STEPS:
-            return 0.0, 0.0
-        row, position, draft = (self._pace * self._coefficients[index] * _SCALES[index] for index in (3, 4, 7))
-        return row + draft * self._drafts_each, position
+            return DecodeCosts(0.0, 0.0, 0.0)
+        step, row, position, draft = (self._pace * self._coefficients[index] * _SCALES[index] for index in (0, 3, 4, 7))
+        return DecodeCosts(step, row + draft * self._drafts_each, position)
 
     def max_prefill(self, decodes: int, decode_kv: int, context: int, target_s: float | None, at_most: int) -> int:
         """Returns the maximum number of tokens of a history, of which ``context`` are computed, that a step can compute
