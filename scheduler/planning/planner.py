@@ -52,6 +52,8 @@ class Planner:
         self._context = context
         self._facts = facts
         self._model = model
+        self._base_s = min((step.computed_us * 1e-6 for step in facts.measured_steps if step.decodes), default=0.0)
+        """About how long a step takes without any row: as long as the shortest one that was measured at the start."""
         self._pinned = PinnedPrefixes(self.kv, self.waiting.update_work)
         self.restore_policy = HostTierRestorePolicy(self.kv, model, facts)
         self.prefill_adder = PrefillAdder(context, self._pinned, self.restore_policy, is_late)
@@ -98,7 +100,7 @@ class Planner:
         if self.running.prefilling or len(self.waiting):
             chunked = self._plan_chunks(plan, self._prefill_budget(plan, budget), shares)
         if drafting:
-            self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks))
+            self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks), shares)
         self._close(plan, chunked)
         return Planned(plan, StepWork.of(plan, self._context.decode_kv))
 
@@ -182,8 +184,10 @@ class Planner:
         """Returns the tenants' shares of a step; None if tenants have none."""
         if not self.waiting.by_turns:
             return None
-        decoding = (row for row in self.running.decoding if row.length_bound < row.length_limit)
-        return StepShares(step, decoding, self._model.decode_costs())
+        decoding = [row for row in self.running.decoding if row.length_bound < row.length_limit]
+        decode_kv = sum(row.length_bound for row in decoding)
+        costs = self._model.decode_costs(len(decoding), decode_kv, self._base_s)
+        return StepShares(step, decoding, costs, self._base_s)
 
     def _plan_decodes(self, plan: StepPlan, sitting_out: Container[SequenceState]) -> list[tuple[int, SequenceState]]:
         """Plans a token for each decoding row that does not sit the step out; returns the rows that may have drafts,
@@ -212,7 +216,9 @@ class Planner:
         self._context.decode_kv = decode_kv
         return drafting
 
-    def _plan_drafts(self, plan: StepPlan, drafting: list[tuple[int, SequenceState]], room: int) -> None:
+    def _plan_drafts(
+        self, plan: StepPlan, drafting: list[tuple[int, SequenceState]], room: int, shares: StepShares | None
+    ) -> None:
         """Lets rows of the plan have drafts: at most ``room`` in total, and for each row as many as its blocks hold."""
         num_wanted = 0
         for index, sequence in drafting:
@@ -220,6 +226,8 @@ class Planner:
             # too, even if all of its drafts are rejected.
             num_left = sequence.length_limit - sequence.length_bound - 1
             num_drafts = self._hold_drafts(plan, sequence, min(sequence.max_drafts, num_left, room))
+            if shares is not None and num_drafts > 0:
+                num_drafts = shares.take_drafts(sequence.live.tenant, num_drafts)
             if num_drafts > 0:
                 plan.decodes[index] = Decode(sequence.row, 1 + num_drafts)
                 sequence.in_flight[-1] += num_drafts

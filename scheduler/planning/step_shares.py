@@ -25,12 +25,12 @@ MAX_SAVED_S = 0.015
 class StepShares:
     """What each tenant may take of one step."""
 
-    def __init__(self, step: int, decoding: Iterable[SequenceState], costs: DecodeCosts) -> None:
-        """``decoding``: the rows that want a token."""
+    def __init__(self, step: int, decoding: Iterable[SequenceState], costs: DecodeCosts, base_s: float) -> None:
+        """``decoding``: the rows that want a token; a step takes ``base_s`` without them."""
         self.sitting_out: set[SequenceState] = set()
         """Decoding rows beyond their tenant's share."""
         self._step = step
-        self._least_s = max(MIN_ROWS_S, costs.step_s)
+        self._least_s = max(MIN_ROWS_S, base_s)
         wanted: dict[TenantUse, list[tuple[SequenceState, float]]] = {}
         for sequence in decoding:
             seconds = costs.row_s + costs.position_s * sequence.length_bound
@@ -39,9 +39,14 @@ class StepShares:
         self._total_s = sum(self._wanted_s.values())
         self._total_weight = sum(tenant.limits.weight for tenant in wanted)
         self._left_s: dict[TenantUse, float] = {}
+        self._drafts_left_s: dict[TenantUse, float] = {}
+        self._draft_s = costs.draft_s
         for tenant, rows in wanted.items():
             limit_s, taken_s = self._rows_s(tenant), self._wanted_s[tenant]
-            self.take(tenant, taken_s if taken_s <= limit_s else self._choose(tenant, rows, limit_s))
+            if taken_s > limit_s:
+                taken_s = self._choose(tenant, rows, limit_s)
+            self._drafts_left_s[tenant] = limit_s - taken_s
+            self.take(tenant, taken_s)
 
     def left_s(self, tenant: TenantUse) -> float:
         """Returns what the tenant may still take; infinite if nobody else decodes."""
@@ -57,8 +62,18 @@ class StepShares:
         left_s = self._left_s[tenant] = self.left_s(tenant) - seconds
         tenant.saved_s, tenant.saved_at = max(-MAX_SAVED_S, min(left_s, MAX_SAVED_S)), self._step
 
+    def take_drafts(self, tenant: TenantUse, num_drafts: int) -> int:
+        """Returns how many of these drafts a row of the tenant may have, and records that they are taken."""
+        left_s = self._drafts_left_s[tenant]
+        if left_s <= 0:
+            return 0
+        if num_drafts * self._draft_s > left_s:
+            num_drafts = int(left_s / self._draft_s)
+        self._drafts_left_s[tenant] = left_s - num_drafts * self._draft_s
+        return num_drafts
+
     def _rows_s(self, tenant: TenantUse) -> float:
-        """Returns what the tenant's decoding rows may take."""
+        """Returns what the tenant's decoding rows and their drafts may take."""
         weight = tenant.limits.weight
         others_s = self._total_s - self._wanted_s.get(tenant, 0.0)
         others_weight = self._total_weight - (weight if tenant in self._wanted_s else 0.0)

@@ -148,7 +148,7 @@ def test_a_prompt_does_not_wait_for_those_of_a_tenant_that_has_its_share(new_sim
 
 def test_a_tenant_is_served_while_anothers_streams_hold_most_blocks(new_simulation):
     """Preempted rows of the heavy tenant come back, with long histories to compute again."""
-    simulation, _ = new_simulation(num_blocks=1500)
+    simulation, _ = new_simulation(num_blocks=900)
     heavy = long_rows(simulation, 40)
     light = [simulation.ask(2 + number / 40, 36, 32, tenant="light") for number in range(1200)]
     simulation.run(32.5)
