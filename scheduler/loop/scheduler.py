@@ -118,6 +118,7 @@ class Scheduler:
         tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), self.timelines.open(request)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
         live.entered_at, live.work = self._clock(), entry.work
+        self._intake.grammar_budget.enter(request)
         self._num_arrived += 1
         self._requests[request.request_id] = live
         for index in range(request.num_prompts):
@@ -238,6 +239,7 @@ class Scheduler:
         """Closes a request's accounts; returns the context for requests that continue it."""
         request = live.request
         self.tenants.leave(live.tenant)
+        self._intake.grammar_budget.leave(request)
         live.timeline.ended(reason.name)
         self.timelines.close(live.timeline)
         context = live.context(reason, self.kv.block_size)
