@@ -5,7 +5,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from penstock.clients.gateway.upstream import body_budget
 from penstock.clients.gateway.upstream.body_budget import BURST_BYTES, TENANT_BYTES_PER_S, BodyBudget, NoRoomForBody
 
 
@@ -177,7 +176,7 @@ class Waits:
 
 async def test_a_tenants_bodies_are_received_at_a_rate(monkeypatch):
     waits = Waits()
-    monkeypatch.setattr(body_budget.asyncio, "sleep", waits.sleep)
+    monkeypatch.setattr(asyncio, "sleep", waits.sleep)
     budget = BodyBudget(1 << 40, clock=lambda: waits.now)
     with budget.body("a") as first, budget.body("a") as second, budget.body("b") as other:
         await first.add_bytes(BURST_BYTES)
