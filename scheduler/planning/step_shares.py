@@ -3,8 +3,8 @@ others.
 
 If others decode in the same step, a tenant prolongs it at most by its share, by weight, or by as much as the step takes
 without any row, which is long for a large model. Rows beyond that sit the step out, and go first in a later one. What a
-tenant leaves of its share it may take later, so a prompt of a tenant with little load need not be split. On a GPU a row
-hardly prolongs a step, so rows rarely sit out.
+tenant leaves of its share it may take later, so a prompt of a tenant with little load need not be split. Rows hardly
+prolong the steps of a GPU, so they rarely sit out there.
 """
 
 import math
@@ -15,9 +15,9 @@ from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.timing.step_time import DecodeCosts
 
 MIN_ROWS_S = 0.005
-"""By how much a tenant's decoding rows may always prolong a step."""
+"""The time that a tenant's decoding rows may always add to a step."""
 MIN_SHARE_S = 0.015
-"""By how much its rows and chunks may together: a prompt that is cut into many chunks costs more."""
+"""The time that its rows and chunks together may always add: a prompt that is cut into many chunks costs more."""
 MAX_SAVED_S = 0.015
 """What a tenant may take beyond its share, if it left as much of its share of earlier steps."""
 
@@ -49,7 +49,7 @@ class StepShares:
             self.take(tenant, taken_s)
 
     def left_s(self, tenant: TenantUse) -> float:
-        """Returns what the tenant may still take; infinite if nobody else decodes."""
+        """Returns what the tenant may still take; infinite if no other tenant decodes."""
         left_s = self._left_s.get(tenant)
         if left_s is None:
             num_missed = max(0, self._step - tenant.saved_at - 1)

@@ -61,7 +61,7 @@ class TenantUse:
         self.saved_s = 0.0
         """What it left of its share of a step, for later ones."""
         self.saved_at = -1
-        """That step."""
+        """The number of that step."""
 
     def charge(self, num_tokens: int) -> None:
         """Charges served tokens."""

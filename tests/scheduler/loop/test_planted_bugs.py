@@ -245,7 +245,9 @@ def drafts_without_blocks(patch):
 
 def drafts_beyond_the_budget(patch):
     plan_drafts = Planner._plan_drafts
-    patch.setattr(Planner, "_plan_drafts", lambda planner, plan, rows, room: plan_drafts(planner, plan, rows, 9))
+    patch.setattr(
+        Planner, "_plan_drafts", lambda planner, plan, rows, room, shares: plan_drafts(planner, plan, rows, 9, shares)
+    )
 
 
 def drafts_that_fail_not_taken_back(patch):
