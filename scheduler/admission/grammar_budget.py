@@ -10,7 +10,7 @@ from typing import NamedTuple
 from penstock.scheduler.config import RETRY_AFTER_MS
 from penstock.scheduler.request import RefusalKind, Refused, Request
 
-MAX_BYTES = 384 << 20
+MAX_BYTES = 256 << 20
 """The limit for all tenants. Each may have as much as the others leave, divided by two."""
 SMALL_BYTES = 4 << 10
 """Grammars up to this length do not count."""
