@@ -66,6 +66,8 @@ class Scheduler:
         self._on_finished = on_finished
         self._requests: dict[str, RequestState] = {}
         self._num_arrived = 0
+        self.num_held = 0
+        """Requests that are held back because their output is not read."""
         self._in_flight: deque[StepPlan] = deque()
 
     @property
@@ -82,11 +84,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that wait for a row."""
         return len(self._planner.waiting)
-
-    @property
-    def num_held(self) -> int:
-        """Requests that are held back because their output is not read."""
-        return sum(live.held for live in self._requests.values())
 
     @property
     def num_cached_tokens(self) -> int:
@@ -156,6 +153,7 @@ class Scheduler:
         if live is None or live.held == held:
             return
         self._planner.hold(live, held)
+        self.num_held += 1 if held else -1
         self._bisector.hold(request_id, held)
         if held:
             live.expected_s = None
@@ -192,6 +190,7 @@ class Scheduler:
         afterwards."""
         lives = list(self._requests.values())
         self._requests.clear()
+        self.num_held = 0
         for live in lives:
             request_id, context = live.request.request_id, None
             try:
@@ -233,6 +232,7 @@ class Scheduler:
         self.predictor.ended(live, reason)
         context = self._close(live, reason)
         del self._requests[live.request.request_id]
+        self.num_held -= live.held
         self._report_finished(live, reason, message, context)
 
     def _close(self, live: RequestState, reason: EngineFinishReason) -> Context | None:

@@ -292,6 +292,7 @@ class World:
             own = [(sequence.index == 0, sequence.num_prompt_tokens) for sequence in new if sequence.live.tenant is use]
             assert planner.waiting.queued_of(use.name) == (sum(n for n, _ in own), sum(n for _, n in own))
         assert {id(sequence) for sequence in running if sequence.live.held} == set(map(id, planner.running.held))
+        assert self.scheduler.num_held == sum(live.held for live in self.scheduler._requests.values())
 
     def check_work(self, queue: WaitingQueue) -> None:
         """What each waiting choice lacks is what the cache does not have now, and it is counted once."""
