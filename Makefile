@@ -18,6 +18,7 @@ PENSTOCK_TORCH_INDEX ?=
 # Tests and checks never reach a model hub.
 export HF_HUB_OFFLINE := 1
 
+SERVING := $(VENV)/.serving
 ENVIRONMENT := $(VENV)/.made
 NATIVE := $(VENV)/.native
 LINKS := .dev/.made
@@ -34,33 +35,51 @@ help: ## list the targets
 .PHONY: setup native lock
 setup: $(ENVIRONMENT) $(LINKS) $(NATIVE) ## create .venv with all dependencies; does nothing if it is up to date
 
+define make-venv
+@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+  || { echo "penstock needs Python 3.11 to 3.13: set one with make $@ PYTHON=python3.12" >&2; exit 1; }
+@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+endef
+
+install-torch = $(BIN)/pip install -c constraints.txt \
+  $(if $(PENSTOCK_TORCH_INDEX),--extra-index-url "$(PENSTOCK_TORCH_INDEX)") torch
+
 # pip checks the hash of every package except torch and the packages that CUDA builds of torch depend on. A CPU build of
-# the same version has another hash, so torch is pinned by its version. The first call resolves nothing, since
-# requirements.lock is complete.
-$(ENVIRONMENT): pyproject.toml setup.py constraints.txt requirements.lock
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
-	  || { echo "penstock needs Python 3.11 to 3.13: set one with make setup PYTHON=python3.12" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+# the same version has another hash, so torch is pinned by its version. pip resolves nothing, since the locks are complete.
+$(ENVIRONMENT): constraints.txt requirements.lock $(SERVING)
 	$(BIN)/pip install --require-hashes --no-deps -r requirements.lock
-	$(BIN)/pip install -c constraints.txt $(if $(PENSTOCK_TORCH_INDEX),--extra-index-url "$(PENSTOCK_TORCH_INDEX)") torch
-	$(BIN)/pip install --no-deps --no-build-isolation -e .
+	$(install-torch)
 	@touch $@
 
-# Installing penstock has built the library already, unless a source has changed since or there is no compiler.
-$(NATIVE): kernels/cpu/build.py $(wildcard kernels/cpu/csrc/*/*) | $(ENVIRONMENT)
+# What `make serve` needs: without torch, if the CPU library can be built. The compiler runs beside pip.
+$(SERVING): pyproject.toml requirements-serve.lock
+	$(make-venv)
+	@$(BIN)/python -P kernels/cpu/build.py --if-possible & \
+	$(BIN)/pip install --quiet --require-hashes --no-deps -r requirements-serve.lock; \
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .; wait $$!
+	@test -e kernels/cpu/libpenstock_cpu.so || $(install-torch)
+	@touch $(NATIVE) $@
+
+$(NATIVE): kernels/cpu/build.py $(wildcard kernels/cpu/csrc/*/*) | $(SERVING)
 	@$(BIN)/python -P kernels/cpu/build.py --if-possible
 	@touch $@
 
-native: $(ENVIRONMENT) ## build the CPU library and show the compiler's output; CXX=clang++ chooses the compiler
+native: $(SERVING) ## build the CPU library and show the compiler's output; CXX=clang++ chooses the compiler
 	$(BIN)/python -P kernels/cpu/build.py
 	@touch $(NATIVE)
 
-# One file for every Python and platform, with the versions of constraints.txt.
-lock: ## update requirements.lock after a change to pyproject.toml or constraints.txt; needs uv
+# Each lock is for every Python and platform, with the versions of constraints.txt. The demo model is a requirement of the
+# extra `torch`, so its wheel is built first; a checkout has the model itself.
+RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
+WITHOUT_LOCAL := awk '/^[A-Za-z0-9]/ { keeps = !/^(torch|nvidia-[a-z0-9-]*|cuda-[a-z]*|penstock-llm-demo)==/ } keeps'
+lock: setup ## update the locks after a change to pyproject.toml or constraints.txt; needs uv
 	@command -v uv >/dev/null || { echo "uv resolves for all platforms at once: pip install uv" >&2; exit 1; }
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
-	  --constraints constraints.txt --extra server --extra dev pyproject.toml \
-	  | awk '/^[A-Za-z0-9]/ { keeps = !/^(torch|nvidia-[a-z0-9-]*|cuda-[a-z]*)==/ } keeps' > requirements.lock
+	$(BIN)/python -P deploy/wheels/build.py --only demo --out build/wheels
+	$(RESOLVE) --constraints constraints.txt --find-links build/wheels --extra dev pyproject.toml \
+	  | $(WITHOUT_LOCAL) > requirements.lock
+	echo 'setuptools>=80' | $(RESOLVE) --constraints constraints.txt --extra serve --extra gateway pyproject.toml - \
+	  > requirements-serve.lock
+	$(RESOLVE) --python-version 3.12 deploy/wheels/requirements.in > deploy/wheels/requirements.txt
 
 # Files for tools, which git ignores: the namespace `penstock` as a folder of links, and the types of google.rpc, for
 # mypy and pyright; and the protos of google.rpc that the contract imports, for buf, which would download them otherwise.
@@ -91,10 +110,23 @@ $(NODE): package.json package-lock.json
 	npm ci --ignore-scripts --no-audit --no-fund
 	@touch $@
 
+# ---------------------------------------------------------------------------------------------------------------- release
+
+WHEEL_TOOLS := build/wheel-tools
+
+.PHONY: wheels
+wheels: $(WHEEL_TOOLS)/.made ## build and check the wheels of a release, in dist; ARGS='--only main,demo' selects some
+	$(WHEEL_TOOLS)/bin/python -P deploy/wheels/build.py $(ARGS)
+
+$(WHEEL_TOOLS)/.made: deploy/wheels/requirements.txt
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/pip install --quiet --require-hashes --no-deps -r $<
+	@touch $@
+
 # ------------------------------------------------------------------------------------------------------------------- run
 
 .PHONY: serve bench bench-peers bench-cpu bench-spec bench-gpu
-serve: setup ## serve the demo model on 127.0.0.1:50051; PORT=... and ARGS='MODEL' change that
+serve: $(SERVING) $(NATIVE) ## serve the demo model on 127.0.0.1:50051; PORT=... and ARGS='MODEL' change that
 	$(BIN)/penstock serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # -P keeps tests/ off sys.path. Otherwise `import kernels` would find tests/kernels.
@@ -144,6 +176,7 @@ gpu-wheels: ## download the packages that `tests/gpu_run.sh` installs on a machi
 	  $$(for name in $(GPU_WHEELS); do grep -oE "^$$name==[^ ;]+" requirements.lock; done)
 
 soak: setup ## run the long tests in full, then sanitize and emulate; with ARGS, only the long tests
+	$(BIN)/pip install -q 'ray[serve]>=2.60'
 	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)
 	$(if $(ARGS),,$(MAKE) sanitize emulate)
 

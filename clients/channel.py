@@ -27,6 +27,14 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
 )
+_ON_THIS_MACHINE = (
+    ("grpc.enable_http_proxy", 0),  # a proxy from the environment cannot reach this machine
+    # What a busy client has not read stays in the service, which joins it into larger messages. Otherwise gRPC would
+    # buffer hundreds of small ones, and every token would come late. A message that is being read has a window of its
+    # own size.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4096),
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ def open_channel(target: str, tls: Tls | None) -> grpc.aio.Channel:
     """Returns a channel, which connects on first use. Raises PenstockError if a file cannot be read or is missing."""
     options: list[tuple[str, int | str]] = list(_OPTIONS)
     if _LOOPBACK.match(target):
-        options.append(("grpc.enable_http_proxy", 0))  # a proxy from the environment cannot reach this machine
+        options += _ON_THIS_MACHINE
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options)
     if (tls.certificate is None) != (tls.key is None):  # gRPC would abort the process

@@ -30,6 +30,8 @@ class Counters:
     decode_rows: int = 0
     """Decoding rows, summed over all steps."""
     preemptions: int = 0
+    rows_sat_out: int = 0
+    """Rows that a step left out because their tenant had its share of it, summed over all steps."""
     output_tokens: int = 0
     """Tokens chosen, including those that are never shown."""
     refused: int = 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from penstock.models.executor.priority import lower_priority
 from penstock.service.errors import Reason, ServiceError
 
 _BYTES_PER_JOB = 1024
@@ -54,10 +55,12 @@ class FairThreadPool:
         *,
         threads_per_tenant: int = 1,
         num_giving_way: int = 0,
+        is_background: bool = False,
     ) -> None:
         """``threads_per_tenant``: the maximum number of threads that work for one tenant at a time.
         ``num_giving_way``: the maximum number of jobs that wait for other processes, besides ``num_threads`` that
-        work."""
+        work. ``is_background``: the threads have a low priority, because other threads run meanwhile: a job must not
+        hold the interpreter's lock for long."""
         self._num_threads = num_threads
         self._threads_per_tenant = threads_per_tenant
         self._max_jobs = num_threads + num_giving_way
@@ -71,7 +74,9 @@ class FairThreadPool:
         self._queues: dict[str, dict[Future[Any], _Job]] = {}
         """Waiting jobs by tenant, without empty queues, in the order of turns. Guarded by the lock."""
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(self._max_jobs, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(
+            self._max_jobs, thread_name_prefix=name, initializer=lower_priority if is_background else None
+        )
 
     async def run(self, work: Callable[[], T], num_bytes: int, tenant: str) -> T:
         """Runs ``work`` in a thread when it is the tenant's turn. ``num_bytes`` is the size of the input that it holds
@@ -100,6 +105,7 @@ class FairThreadPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             waiting = [done for queue in self._queues.values() for done in queue]
+            self._queues.clear()  # a thread could start one of them before it is cancelled
         for done in waiting:
             done.cancel()
 

@@ -41,7 +41,7 @@ prepare() {
     step wheels 60 "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" .whl/*.whl
   fi
   # The service asks for its own version.
-  step version 20 "$PYTHON" -P setup.py -q egg_info --egg-base "$site"
+  step version 20 "$PYTHON" -P -c "import setuptools; setuptools.setup()" -q egg_info --egg-base "$site"
 }
 
 facts() {

@@ -1,15 +1,16 @@
-"""What is installed: every file of every folder, under the name `penstock` and no other, and the CPU library."""
+"""The wheels: every file of every folder, under the name `penstock` and no other; the demo models; the CPU library."""
 
+import json
 import os
 import re
-import shlex
+import runpy
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,10 @@ ROOT = Path(__file__).parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
 
-# Scripts and sources that made what the wheel contains, and that nobody needs installed.
-NOT_INSTALLED = (Path("models/train_demo"), Path("kernels/cpu/csrc"), Path("scheduler/testing"))
+# Models, which have a wheel of their own; scripts and sources that an installation does not need.
+DEMO_MODELS = (Path("models/demo"), Path("models/demo_draft"), Path("models/demo_eagle3"))
+DEMO_FILES = [file for folder in DEMO_MODELS for file in (ROOT / folder).iterdir()]
+NOT_INSTALLED = (Path("models/train_demo"), Path("kernels/cpu/csrc"), Path("scheduler/testing"), *DEMO_MODELS)
 LIBRARY = "libpenstock_cpu.so"
 
 # A compiler that writes something wherever it should write, and is done at once; and none at all.
@@ -53,11 +56,11 @@ def installed_name(file: Path) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree to build from, so that no build folder is left in it; nothing is compiled yet."""
+    """A copy of the tree to build from, so that no build folder is left in it."""
     copy = tmp_path_factory.mktemp("tree")
-    for folder in FOLDERS.values():
+    for folder in (*FOLDERS.values(), "deploy/wheels"):
         copytree(ROOT / folder, copy / folder, ignore=ignore_patterns("__pycache__", "*.so"), dirs_exist_ok=True)
-    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     return copy
 
@@ -71,31 +74,18 @@ def fake_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def run_with(compiler: str, tree: Path, *command: str) -> str:
-    """What a command prints that succeeds, run by this Python in the tree with a compiler."""
-    done = subprocess.run(
-        [sys.executable, "-P", *command],
-        cwd=tree,
-        env={**os.environ, "CXX": compiler},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def build(compiler: str, tree: Path, what: str) -> tuple[Path, str]:
-    """A wheel, an editable install's wheel or an sdist, made as pip makes it, and what was printed."""
-    printed = run_with(compiler, tree, "-c", f"from setuptools import build_meta; build_meta.build_{what}('{what}s')")
-    (built,) = (tree / f"{what}s").iterdir()
-    return built, printed
+@pytest.fixture(scope="module")
+def builder(tree: Path) -> dict[str, Any]:
+    """The functions of the script that builds the wheels."""
+    return runpy.run_path(str(tree / "deploy/wheels/build.py"))
 
 
 @pytest.fixture(scope="module")
-def wheel(tree: Path, fake_compiler: str) -> Path:
-    """A wheel."""
-    return build(fake_compiler, tree, "wheel")[0]
+def wheel(tree: Path, builder: dict[str, Any]) -> Path:
+    """The main wheel."""
+    built = builder["build_main"](tree / "dist")
+    assert isinstance(built, Path)
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -147,52 +137,78 @@ def test_the_wheel_holds_every_file_of_the_folders(wheel_names: list[str]) -> No
     assert sorted(missing) == []
 
 
-def test_the_wheel_holds_the_contract_and_the_demo_models(wheel_names: list[str]) -> None:
+def test_the_main_wheel_is_pure_python_and_has_the_contract_but_no_models(wheel: Path, wheel_names: list[str]) -> None:
+    assert wheel.name.startswith("penstock_llm-")
+    assert wheel.stem.endswith("-py3-none-any")
     assert "penstock/v1/descriptor.binpb" in wheel_names
     assert "penstock/v1/generation.proto" in wheel_names
-    weights = {name.split("/")[2] for name in wheel_names if name.endswith("/model.safetensors")}
-    assert weights == {"demo", "demo_draft", "demo_eagle3"}
+    assert [name for name in wheel_names if name.endswith((".safetensors", ".so", ".cpp", ".h", ".map"))] == []
 
 
-def test_the_wheel_holds_the_compiled_library_and_not_its_sources(wheel: Path, wheel_names: list[str]) -> None:
-    assert zipfile.ZipFile(wheel).read(f"penstock/kernels/cpu/{LIBRARY}") == b"compiled\n"
-    assert [name for name in wheel_names if name.endswith((".cpp", ".h", ".map"))] == []
-    assert [name for name in wheel_names if ".so" in name] == [f"penstock/kernels/cpu/{LIBRARY}"]
+def test_the_demo_wheel_has_every_file_of_the_demo_models(tree: Path, builder: dict[str, Any]) -> None:
+    built = builder["build_demo"](tree / "dist")
+    assert built.stem.endswith("-py3-none-any")
+    names = {name for name in zipfile.ZipFile(built).namelist() if ".dist-info/" not in name}
+    models = {file.relative_to(ROOT / "models").as_posix() for file in DEMO_FILES}
+    assert len(models) > 10
+    assert names == {"penstock/demo_models/__init__.py", *(f"penstock/demo_models/{name}" for name in models)}
 
 
-def test_a_wheel_is_for_a_platform_and_any_python(wheel: Path) -> None:
-    _, _, python, abi, platform = wheel.stem.split("-")
-    assert (python, abi) == ("py3", "none")
-    assert platform.startswith("linux_")
+def test_the_wheel_of_the_cpu_library_is_for_a_platform_and_any_python(
+    tree: Path, builder: dict[str, Any], tmp_path: Path
+) -> None:
+    library = tmp_path / LIBRARY
+    library.write_text("compiled")
+    built = builder["package_cpu"](library, tree / "dist", "manylinux_2_28_aarch64")
+    assert built.stem.endswith("-py3-none-manylinux_2_28_aarch64")
+    with zipfile.ZipFile(built) as archive:
+        assert archive.read(f"penstock/cpu_library/{LIBRARY}") == b"compiled"
+        assert len([name for name in archive.namelist() if ".dist-info/" not in name]) == 2
 
 
-def test_an_editable_install_has_the_library_beside_its_sources(tree: Path, fake_compiler: str) -> None:
-    built, _ = build(fake_compiler, tree, "editable")
-    assert (tree / "kernels/cpu" / LIBRARY).read_text() == "compiled\n"
-    assert "-py3-none-linux_" in built.name
-    assert [name for name in zipfile.ZipFile(built).namelist() if ".so" in name] == []
+def test_the_wheels_of_a_release_have_one_version() -> None:
+    files = [ROOT / "pyproject.toml", *ROOT.glob("deploy/wheels/*/pyproject.toml")]
+    projects = {(read := tomllib.loads(file.read_text())["project"])["name"]: read for file in files}
+    assert projects.keys() == {"penstock-llm", "penstock-llm-cpu", "penstock-llm-demo"}
+    (version,) = {project["version"] for project in projects.values()}
+    extras = projects["penstock-llm"]["optional-dependencies"]
+    pins = {line for lines in extras.values() for line in lines if line.startswith("penstock-llm-")}
+    assert pins == {f"penstock-llm-cpu=={version}", f"penstock-llm-demo=={version}"}
 
 
-def test_the_source_distribution_holds_what_the_library_is_made_of(tree: Path) -> None:
-    (tree / "kernels/cpu" / LIBRARY).touch()
-    built, _ = build(NO_COMPILER, tree, "sdist")
-    with tarfile.open(built) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    expected = {file.relative_to(ROOT).as_posix() for file in (ROOT / "kernels/cpu/csrc").rglob("*.*")}
-    assert expected | {"setup.py", "pyproject.toml", "kernels/cpu/build.py", "kernels/cpu/bindings.py"} <= names
-    assert [name for name in names if ".so" in name] == []
-
-
-def test_an_install_without_a_compiler_succeeds_with_one_warning(tree: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "tree"
-    copytree(tree, copy, ignore=ignore_patterns("*.so", "build", "wheels", "editables", "sdists"))
-    built, printed = build(NO_COMPILER, copy, "wheel")
-    names = zipfile.ZipFile(built).namelist()
-    assert "penstock/kernels/cpu/bindings.py" in names
-    assert [name for name in names if ".so" in name] == []
-    (line,) = [line for line in printed.splitlines() if "penstock: WARNING" in line]
-    assert "plain torch" in line
-    assert "g++" in line
+@pytest.mark.soak
+def test_the_wheels_are_installed_and_serve_without_a_compiler(tmp_path: Path) -> None:
+    """Takes minutes: builds all wheels, with the library compiled for two machines."""
+    subprocess.run(["make", "wheels"], cwd=ROOT, check=True)
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    install: list[str | Path] = [
+        venv / "bin/pip",
+        "install",
+        "-q",
+        "--find-links",
+        ROOT / "dist",
+        "penstock-llm[cpu,gateway]",
+    ]
+    subprocess.run(install, check=True, env={**os.environ, "CXX": NO_COMPILER})
+    code = "import sys; from penstock.kernels.cpu import bindings; print(bindings.library_path())"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", cpu.VARIABLE)}
+    path = subprocess.check_output([venv / "bin/python", "-P", "-c", code], text=True, env=environment).strip()
+    assert Path(path).is_relative_to(venv)
+    doctor = subprocess.check_output([venv / "bin/penstock", "doctor"], text=True, env=environment)
+    assert "will use the cpu backend" in doctor
+    (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt": "The kernel", "max_tokens": 8}\n')
+    command: list[str | Path] = [
+        venv / "bin/penstock",
+        "generate",
+        "demo",
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        "-",
+    ]
+    answered = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(answered.stdout)["choices"][0]["text"]
 
 
 def test_no_file_needs_a_table_of_contents() -> None:
@@ -202,18 +218,6 @@ def test_no_file_needs_a_table_of_contents() -> None:
     assert len(written) > 100
     most = {file: 550 if file.suffix == ".proto" else 500 for file in written}  # a contract is mostly comments
     assert [str(file) for file in sorted(most) if len((ROOT / file).read_text().splitlines()) > most[file]] == []
-
-
-@pytest.mark.soak
-def test_an_installed_library_runs_here(cpu_library: Path, tree: Path, tmp_path: Path) -> None:
-    """Compiled by whatever compiles here, which takes a while."""
-    compiler = shlex.join(build_cpu.find_compiler())
-    flags = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(tmp_path)]
-    run_with(compiler, tree, "-m", "pip", "install", *flags, ".")
-    code = "from penstock.kernels.cpu import bindings as cpu, isa_report; print(cpu.library_path()); isa_report.main()"
-    printed = run_with(compiler, tree, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}").splitlines()
-    assert printed[0] == str(tmp_path / "penstock/kernels/cpu" / LIBRARY)
-    assert printed[1:] == [level for level in cpu.LEVELS if cpu.find_kernels(level)]
 
 
 # The library's own build ---------------------------------------------------------------------------------------------

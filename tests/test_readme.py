@@ -15,9 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CLIENT, GRPC, BATCH, DEVELOPING, INSTALL = [
+CLIENT, GRPC, BATCH, DEVELOPING, INSTALL, SIZING = [
     (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("client", "grpc", "batch", "developing", "install")
+    for name in ("client", "grpc", "batch", "developing", "install", "sizing")
 ]
 PRINTED_TARGET = "127.0.0.1:50051"
 PENSTOCK = Path(sys.executable).with_name("penstock")
@@ -122,7 +122,7 @@ def test_the_call_with_grpcurl_is_the_one_with_buf() -> None:
 
 
 def test_the_commands_exist() -> None:
-    pages = README + DEVELOPING + INSTALL
+    pages = README + DEVELOPING + INSTALL + SIZING
     verbs = set(re.findall(r"(?:^ {4}|`)make ([\w-]+)", pages, re.MULTILINE))
     assert {"serve", "test", "check", "bench", "soak", "protos"} <= verbs
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -131,6 +131,32 @@ def test_the_commands_exist() -> None:
     commands = set(re.findall(r"(?:^ {4}|`)penstock ([a-z-]+)", pages, re.MULTILINE))
     assert {"serve", "top", "explain", "generate", "doctor"} <= commands
     assert [command for command in commands if not re.search(rf"^  {command} ", help_text, re.MULTILINE)] == []
+
+
+def flags_of(command: str) -> set[str]:
+    """The flags that a command's help lists."""
+    return set(re.findall(r"--[a-z][a-z-]*", run(f"{shlex.quote(str(PENSTOCK))} {command} --help")))
+
+
+def test_every_flag_of_the_page_on_sizing_exists() -> None:
+    """A flag belongs to the command before it in the same code, and else to `penstock serve`."""
+    used: dict[str, set[str]] = {}
+    for line, inline in re.findall(r"^ {4}(.+)$|`([^`\n]+)`", SIZING, re.MULTILINE):
+        code = line or inline
+        command = re.match(r"penstock ([a-z-]+)", code)
+        if command or code.startswith("--"):
+            used.setdefault(command[1] if command else "serve", set()).update(re.findall(r"--[a-z][a-z-]*", code))
+    assert {"--max-num-seqs", "--drain-delay", "--load-format"} <= used["serve"]
+    assert {"--wait", "--resume"} <= used["drain"]
+    assert {command: flags - flags_of(command) for command, flags in used.items() if flags - flags_of(command)} == {}
+
+
+def test_the_page_on_sizing_counts_the_bytes_of_a_token() -> None:
+    (line,) = re.findall(r"^ {4}(python3 -c .+)$", SIZING, re.MULTILINE)
+    num_bytes = int(run(line, ROOT))
+    row = re.search(r"^\| demo \| 6, 2, 64 \| ([\d,]+) \| ([\d,]+) tokens \|$", SIZING, re.MULTILINE)
+    assert row is not None
+    assert [int(each.replace(",", "")) for each in row.groups()] == [num_bytes, (1 << 30) // num_bytes]
 
 
 def test_the_badges_are_true() -> None:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +28,7 @@ from penstock.clients.bench.workload import RandomLoad, WarmUp, Workload
 from penstock.clients.cli.options import advised, connection, default_target
 from penstock.clients.client import AsyncClient
 from penstock.clients.errors import PenstockError
+from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.event_loop import loop_factory
 
 _DEFAULT_HTTP = "http://127.0.0.1:8000"
@@ -202,7 +202,7 @@ def _write_report(arguments: argparse.Namespace, report: Report, about: dict[str
     screen: IO[str] = sys.stderr if arguments.json == "-" else sys.stdout
     print(f"{title}\n\n{table(summary)}", file=screen)
     if arguments.json is not None:
-        head = {"format": _JSON_FORMAT, "penstock": version("penstock"), "date": datetime.now(UTC).isoformat()}
+        head = {"format": _JSON_FORMAT, "penstock": installed_version(), "date": datetime.now(UTC).isoformat()}
         text = json.dumps({**head, **about, "summary": summary, "requests": report.requests()})
         if arguments.json == "-":
             print(text)

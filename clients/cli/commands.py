@@ -10,7 +10,7 @@ class Command:
 
     entry: str
     summary: str
-    extra: str = "server"
+    extra: str = "cpu"
     parser: str = ""
 
     @property
@@ -22,7 +22,7 @@ class Command:
 COMMANDS = {
     "serve": Command(
         "penstock.service.app.command:main",
-        "serve a model over gRPC (needs penstock[server])",
+        "serve a model over gRPC (needs penstock-llm[cpu], [torch] or [cuda])",
         parser="penstock.service.config.command_line:make_parser",
     ),
     "gateway": Command(
@@ -30,6 +30,12 @@ COMMANDS = {
         "serve OpenAI's HTTP API for a running service",
         "gateway",
         "penstock.clients.gateway.server.flags:make_parser",
+    ),
+    "status-page": Command(
+        "penstock.clients.status_page.command:main",
+        "show a running service in a browser, for operators",
+        "gateway",
+        "penstock.clients.status_page.flags:make_parser",
     ),
     "chat": Command("penstock.clients.cli.chat:main", "chat with a running service in the terminal"),
     "generate": Command("penstock.clients.cli.generate:main", "run a JSONL file of requests; can be resumed"),
@@ -41,6 +47,16 @@ COMMANDS = {
     ),
     "top": Command("penstock.clients.cli.admin.top:main", "show live statistics of a running service"),
     "explain": Command("penstock.clients.cli.admin.explain:main", "show where a request's time went"),
+    "requests": Command(
+        "penstock.clients.cli.admin.requests:list_requests",
+        "list the live requests of a service",
+        parser="penstock.clients.cli.admin.requests:requests_parser",
+    ),
+    "cancel": Command(
+        "penstock.clients.cli.admin.requests:cancel",
+        "cancel live requests of a service",
+        parser="penstock.clients.cli.admin.requests:cancel_parser",
+    ),
     "drain": Command(
         "penstock.clients.cli.admin.command:drain",
         "refuse new requests and finish running ones",

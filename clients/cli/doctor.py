@@ -11,15 +11,19 @@ from penstock.clients.cli.command_parser import CommandParser
 from penstock.clients.cli.options import ConnectionOptions, add_connection_flags, connection
 from penstock.clients.cli.reachability import reach
 from penstock.clients.host.cpu_library import CpuLibrary, inspect_cpu_library
+from penstock.clients.host.distribution import install_command
 from penstock.clients.host.machine import Machine, Package, has_gpu, inspect_machine
 
-_INSTALL = "pip install 'penstock[server]'"
 _OPTIONAL = {
     "bench": "for plots and OpenAI's API in penstock bench",
     "gateway": "for OpenAI's API: penstock gateway, penstock serve --http-port",
     "ray": "for replicas under Ray Serve",
 }
 """Extras that a service does not need, and their purpose."""
+_NEEDED = {"cpu": ("", "serve"), "reference": ("", "serve", "torch"), "cuda": ("", "serve", "torch", "cuda")}
+"""The extras whose packages each backend needs."""
+_INSTALLED_BY = {"cpu": "cpu", "reference": "torch", "cuda": "cuda"}
+"""The extra that installs all that a backend needs."""
 _DISPENSABLE = {
     "transformers": "the tests compare results with it",
     "triton": "GPU kernels need it",
@@ -104,21 +108,32 @@ def _examine_service(service: ConnectionOptions, *, as_json: bool) -> int:
     return int(bool(reached.problem))
 
 
-def _is_needed(package: Package) -> bool:
-    """Whether every service needs the package."""
-    return package.extra not in _OPTIONAL and package.name not in _DISPENSABLE
+def _backend(machine: Machine, library: CpuLibrary) -> str:
+    """Returns the backend that runs once its packages are installed."""
+    if machine.default_device()[0] != "cpu":
+        return "cuda"
+    return "cpu" if library.levels else "reference"
+
+
+def _lacking(machine: Machine, library: CpuLibrary) -> tuple[list[Package], list[Package]]:
+    """Returns the packages that the backend lacks: those that it cannot run without, and dispensable ones."""
+    extras = _NEEDED[_backend(machine, library)]
+    lacking = [package for package in machine.missing() if package.extra in extras]
+    needed = [package for package in lacking if package.name not in _DISPENSABLE]
+    return needed, [package for package in lacking if package not in needed]
 
 
 def choose(machine: Machine, library: CpuLibrary) -> BackendChoice:
     """Returns the backend that will run, and the reason."""
-    if any(map(_is_needed, machine.missing())):
-        return BackendChoice(None, None, "the packages that a server needs are not installed")
-    device, why = machine.default_device()
-    if device == "cpu" and library.levels:
-        return BackendChoice("cpu", device, f"the CPU library with {library.levels[0]}: {why}")
-    if device != "cpu":
-        return BackendChoice("cuda", device, f"kernels in Triton on the GPU: {why}")
-    return BackendChoice("reference", device, f"plain torch on the CPU: {why}")
+    if _lacking(machine, library)[0]:
+        return BackendChoice(None, None, "packages that a server needs are not installed")
+    backend, (device, why) = _backend(machine, library), machine.default_device()
+    runs = {
+        "cpu": f"the CPU library with {next(iter(library.levels), '')}",
+        "cuda": "kernels in Triton on the GPU",
+        "reference": "plain torch on the CPU",
+    }
+    return BackendChoice(backend, device, f"{runs[backend]}: {why}")
 
 
 def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
@@ -130,37 +145,38 @@ def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
             f"Python {machine.python} is not supported",
             "create an environment with Python 3.11 to 3.13",
         )
-    missing = machine.missing()
-    needed = [package.name for package in missing if _is_needed(package)]
+    backend, (needed, dispensable) = _backend(machine, library), _lacking(machine, library)
+    install = install_command(_INSTALLED_BY[backend])
     if needed:
-        yield Finding(FindingKind.MISSING, f"not installed: {', '.join(needed)}", _INSTALL)
+        what = f"not installed: {', '.join(package.name for package in needed)}"
+        if any(package.extra == "torch" for package in needed) and backend == "reference":
+            what, install = f"{what}; needed because {library.problem}", f"{library.remedy}; or {install}"
+        yield Finding(FindingKind.MISSING, what, install)
     else:
-        for package in missing:
-            if package.name in _DISPENSABLE and package.extra not in _OPTIONAL:
-                yield Finding(
-                    FindingKind.ADVICE, f"not installed: {package.name} ({_DISPENSABLE[package.name]})", _INSTALL
-                )
-    if not (library.levels or needed) and machine.default_device()[0] == "cpu":
+        for package in dispensable:
+            what = f"not installed: {package.name} ({_DISPENSABLE[package.name]})"
+            yield Finding(FindingKind.ADVICE, what, install)
+    if backend == "reference" and not needed:
         what = f"models run in plain torch, many times slower: {library.problem}"
         yield Finding(FindingKind.ADVICE, what, library.remedy)
-    listed = {package.name for package in missing if package.extra not in _OPTIONAL}  # some are in two extras
+    listed = {package.name for package in needed + dispensable}  # some are in two extras
     for extra, purpose in _OPTIONAL.items():
-        names = [package.name for package in missing if package.extra == extra and package.name not in listed]
+        names = [package.name for package in machine.missing() if package.extra == extra and package.name not in listed]
         if names:
             what = f"not installed: {', '.join(names)} ({purpose})"
-            yield Finding(FindingKind.ADVICE, what, f"pip install 'penstock[{extra}]'")
+            yield Finding(FindingKind.ADVICE, what, install_command(extra))
     if machine.gpu_problem or (has_gpu() and not machine.gpus):
         yield Finding(
             FindingKind.ADVICE,
             f"the GPU cannot be used: {machine.gpu_problem}",
             "repair the driver until nvidia-smi lists the GPU",
         )
-    if machine.gpus and not (machine.torch_has_cuda or needed):
-        yield Finding(
-            FindingKind.ADVICE,
-            "this torch was built without CUDA, so the GPU stays idle",
-            "install a build of torch with CUDA",
-        )
+    if machine.gpus and not machine.torch_has_cuda:
+        if "torch" in {package.name for package in machine.missing()}:
+            what, remedy = "torch is not installed", install_command("cuda")
+        else:
+            what, remedy = "this torch was built without CUDA", "install a build of torch with CUDA"
+        yield Finding(FindingKind.ADVICE, f"{what}, so the GPU stays idle", remedy)
     if machine.available_bytes < _LOW_MEMORY:
         yield Finding(
             FindingKind.ADVICE,

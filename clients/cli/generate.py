@@ -230,7 +230,7 @@ def make_parser() -> CommandParser:
         nargs="?",
         metavar="MODEL",
         help="run this model here: a directory, a Hugging Face id, or demo; accepts the flags of penstock serve too "
-        "(needs penstock[server])",
+        "(needs penstock-llm[cpu], [torch] or [cuda])",
     )
     parser.add_argument("--input", required=True, metavar="IN.jsonl", help="file of requests; - is standard input")
     parser.add_argument("--output", required=True, metavar="OUT.jsonl", help="file of results; - is standard output")

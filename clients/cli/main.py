@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import version
 
 from penstock.clients.cli.commands import COMMANDS, Command
+from penstock.clients.host.distribution import install_command, installed_version
 
 USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 """Exit statuses besides 0 and 1, as in shells."""
@@ -78,7 +78,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(_help(), end="")
         return 0
     if name in ("-V", "--version"):
-        print(f"penstock {version('penstock')}")
+        print(f"penstock {installed_version()}")
         return 0
     if name in COMMANDS:
         return _run(name, COMMANDS[name], rest)
@@ -100,10 +100,10 @@ def _run(name: str, command: Command, arguments: list[str]) -> int:
         package = (missing.name or "").partition(".")[0]
         if package in ("penstock", ""):
             raise
-        return _fail(
-            program,
-            f"this needs {package}, which is not installed; install it: pip install 'penstock[{command.extra}]'",
-        )
+        from penstock.clients.host.machine import has_gpu
+
+        extra = "cuda" if command.extra == "cpu" and has_gpu() else command.extra
+        return _fail(program, f"this needs {package}, which is not installed; install it: {install_command(extra)}")
     except PenstockError as error:
         return _fail(program, str(error))
 

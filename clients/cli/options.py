@@ -33,18 +33,14 @@ class ConnectionOptions:
 
 
 def add_connection_flags(
-    parser: argparse.ArgumentParser, of_target: str, flag: str = "--target", of_key: str = _OF_KEY
+    parser: argparse.ArgumentParser, of_target: str, flag: str = "--target", of_key: str | None = _OF_KEY
 ) -> None:
     """Adds ``--target``, with the help text ``of_target``, and the flags that ``connection`` reads; ``of_key`` is the
-    help text of the key's flag."""
+    help text of the key's flag, which is left out if it is None."""
     flags = parser.add_argument_group("the service")
     flags.add_argument(flag, metavar="HOST:PORT", help=of_target)
-    flags.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help=of_key,
-    )
+    if of_key is not None:
+        flags.add_argument("--api-key-file", type=Path, metavar="FILE", help=of_key)
     flags.add_argument("--tls", action="store_true", help="use TLS; implied by each of the flags below")
     flags.add_argument("--tls-ca", type=Path, metavar="FILE", help="certificates to trust (default: the system's)")
     flags.add_argument("--tls-cert", type=Path, metavar="FILE", help="the client's own certificate")
@@ -54,10 +50,16 @@ def add_connection_flags(
 
 def connection(arguments: argparse.Namespace, target: str) -> ConnectionOptions:
     """Reads the flags and the environment. Raises PenstockError if one of the files cannot be used."""
+    tls = tls_options(arguments)
+    return ConnectionOptions(target, _api_key(arguments.api_key_file), tls)
+
+
+def tls_options(arguments: argparse.Namespace) -> Tls | None:
+    """Reads the flags for TLS; None without TLS. Raises PenstockError if one of the files cannot be used."""
     _check_tls_files(arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     uses_tls = any((arguments.tls, arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name))
     tls = Tls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name)
-    return ConnectionOptions(target, _api_key(arguments.api_key_file), tls if uses_tls else None)
+    return tls if uses_tls else None
 
 
 def _check_tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> None:
@@ -95,7 +97,12 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
 
 def admin_connection(arguments: argparse.Namespace) -> ConnectionOptions:
     """Reads the flags and the environment for the admin listener. Raises PenstockError."""
-    return connection(arguments, arguments.admin or os.environ.get(ADMIN_VARIABLE) or DEFAULT_ADMIN)
+    return connection(arguments, admin_target(arguments))
+
+
+def admin_target(arguments: argparse.Namespace) -> str:
+    """Returns the admin listener's address from the flag, the environment, or else this machine's."""
+    return arguments.admin or os.environ.get(ADMIN_VARIABLE) or DEFAULT_ADMIN
 
 
 @contextmanager

@@ -26,6 +26,8 @@ class RequestRecord:
 
     status = GONE
     """The response's status; GONE until the response has begun."""
+    request_id = ""
+    """The response's ``x-request-id``; empty until the response has begun."""
 
 
 class GatewayMetrics:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.clients.host.distribution import NAME, installed_version
+
 _INSTRUCTION_SETS = (
     *("sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
@@ -84,7 +86,7 @@ class Machine:
         if not self.gpus:
             return "cpu", self.gpu_problem or "there is no NVIDIA GPU"
         if not self.torch_has_cuda:
-            return "cpu", "there is a GPU, but this torch was built without CUDA"
+            return "cpu", "there is a GPU, but no torch that was built with CUDA"
         if self.visible_gpus is not None:
             # The first invalid entry ends the list. Names other than numbers are UUIDs, which the driver knows.
             first = self.visible_gpus.partition(",")[0].strip()
@@ -107,7 +109,7 @@ def inspect_machine(root: Path = Path("/")) -> Machine:
     memory_bytes, available_bytes = _memory(root)
     gpus, gpu_problem = _gpus()
     return Machine(
-        penstock=importlib.metadata.version("penstock"),
+        penstock=installed_version(),
         python=platform.python_version(),
         python_path=sys.executable,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -219,15 +221,18 @@ def _parse_gpus(table: str) -> Iterator[Gpu]:
 
 
 def _packages() -> Iterator[Package]:
-    """Yields the dependencies of the installed penstock."""
-    for requirement in importlib.metadata.requires("penstock") or ():
+    """Yields the dependencies of the installed penstock. A part of penstock itself, such as the demo model, is included
+    only if it is installed: a checkout needs none of them."""
+    for requirement in importlib.metadata.requires(NAME) or ():
         name = re.match(r"[A-Za-z0-9._-]+", requirement)
         extra = re.search(r"""extra\s*==\s*['"]([a-z]+)""", requirement)
-        if name is None or (extra is not None and extra[1] == "dev"):
+        if name is None or name[0] == NAME or (extra is not None and extra[1] in ("all", "dev")):
             continue
         version = None
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name[0])
+        if version is None and name[0].startswith(NAME):
+            continue
         yield Package(name[0], version, extra[1] if extra else "")
 
 

@@ -2,6 +2,7 @@
 models."""
 
 import ctypes
+import importlib.util
 import os
 from ctypes import (
     CFUNCTYPE,
@@ -29,11 +30,14 @@ SPLIT = 256
 QUERY_TILE = 16
 
 LIBRARY = Path(__file__).parent / "libpenstock_cpu.so"
+"""The library that is built in a checkout."""
 SOURCES = Path(__file__).parent / "csrc"
 """The C++ sources; absent from a wheel."""
 VARIABLE = "PENSTOCK_CPU_LIBRARY"
 """The environment variable that selects another build of the library."""
-BUILD_IT = "install penstock again with pip's --force-reinstall --no-cache-dir; in a checkout, run make native"
+PACKAGE = "penstock.cpu_library"
+"""The package that contains the library in an installation; penstock-llm-cpu installs it."""
+BUILD_IT = "pip install --force-reinstall penstock-llm-cpu; in a checkout, run make native"
 """The remedy for a missing or stale library."""
 
 LEVELS = ("amx", "avx512_bf16", "avx512", "avx2", "generic")
@@ -191,8 +195,13 @@ def address(array: NDArray[np.generic]) -> int:
 
 
 def library_path() -> Path:
-    """The path of the library: the one beside this file, or the one that the environment variable names."""
-    return Path(os.environ.get(VARIABLE) or LIBRARY)
+    """The path of the library: the one that the environment variable names, the one beside this file, or the installed
+    one."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    package = None if SOURCES.is_dir() else importlib.util.find_spec(PACKAGE)
+    return LIBRARY if package is None or package.origin is None else Path(package.origin).with_name(LIBRARY.name)
 
 
 def load_library(path: Path | None = None) -> ctypes.CDLL:
@@ -205,10 +214,12 @@ def _load(path: Path) -> ctypes.CDLL:
     if not path.exists():
         if path != LIBRARY:
             raise LibraryMissing(f"{path}, which {VARIABLE} names, does not exist", f"unset {VARIABLE}")
-        raise LibraryMissing(
-            f"{path} does not exist, because no C++ compiler worked when penstock was installed",
-            f"install one (Debian, Ubuntu: apt-get install g++), then {BUILD_IT}",
-        )
+        if SOURCES.is_dir():
+            raise LibraryMissing(
+                f"{path} has not been built",
+                "run make native; it needs a C++ compiler (Debian, Ubuntu: apt-get install g++)",
+            )
+        raise LibraryMissing("the CPU library is not installed", "pip install 'penstock-llm[cpu]'")
     try:
         library = ctypes.CDLL(str(path))
         library.penstock_kernels.argtypes = [c_char_p]

@@ -1,4 +1,4 @@
-"""Builds the CPU library from ``csrc`` with the installed C++ compiler. ``pip install`` runs it. By hand:
+"""Builds the CPU library from ``csrc`` with a C++ compiler. ``make native`` and ``make wheels`` run it. By hand:
 
     python kernels/cpu/build.py                               the library, in this folder
     python kernels/cpu/build.py --out DIR --sanitize          one that stops at the first undefined behaviour
@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -46,11 +46,8 @@ SOFTWARE_TILES = ("-DPENSTOCK_SOFTWARE_TILES",)
 LINK = ("-shared", "-pthread", f"-Wl,--version-script={SOURCES / 'core/exports.map'}")
 COMPLETE = "-Wl,-z,defs"
 
-INSTALL_ONE = (
-    "install one (Debian, Ubuntu: apt-get install g++), then penstock again with pip's --force-reinstall "
-    "--no-cache-dir; in a checkout, run make native"
-)
-SEE_ALL = "install with pip -v to see its full output; in a checkout, run make native"
+INSTALL_ONE = "install one (Debian, Ubuntu: apt-get install g++), then run make native"
+SEE_ALL = "run make native to see its full output"
 
 
 class CannotBuild(Exception):
@@ -71,11 +68,17 @@ def find_compiler() -> list[str]:
 
 
 def build(
-    folder: Path, *, sanitize: bool = False, software_tiles: bool = False, levels: Collection[str] = LEVEL_FLAGS
+    folder: Path,
+    *,
+    compiler: Sequence[str] = (),
+    machine: str = platform.machine(),
+    sanitize: bool = False,
+    software_tiles: bool = False,
+    levels: Collection[str] = LEVEL_FLAGS,
 ) -> Path:
-    """Compiles and links all sources; returns the library's path. Instruction sets whose source is not in ``levels``
-    are left out, except the generic one. Raises CannotBuild."""
-    compiler = find_compiler()
+    """Compiles and links all sources for a machine, by default with the installed compiler; returns the library's path.
+    Instruction sets whose source is not in ``levels`` are left out, except the generic one. Raises CannotBuild."""
+    compiler = compiler or find_compiler()
     sources = sorted(SOURCES.rglob("*.cpp"))
     if not sources:
         raise CannotBuild("the sources are missing", "they are in a checkout and in the source distribution")
@@ -92,7 +95,7 @@ def build(
         ]
         commands = []
         for source, made in zip(sources, objects, strict=True):
-            flags = level_flags(source.name) if source.name in levels else ()
+            flags = level_flags(source.name, machine) if source.name in levels else ()
             commands.append([*common, *flags, *extra, "-c", str(source), "-o", str(made)])
         # The sources in target/ take the longest, so they go first.
         commands.sort(key=lambda command: f"{os.sep}target{os.sep}" not in command[-3])
@@ -109,7 +112,7 @@ def build(
 
 def build_if_possible(folder: Path) -> Path | None:
     """Builds the library in a folder if a source is newer. Without a working compiler it removes the stale library and
-    prints a warning instead of failing, since an installation that has only the client needs no library."""
+    prints a warning instead of failing."""
     target = folder / LIBRARY
     if is_current(target):
         return target
@@ -149,9 +152,9 @@ def is_current(library: Path) -> bool:
     return all(source.stat().st_mtime_ns <= made for source in source_files())
 
 
-def level_flags(name: str) -> tuple[str, ...]:
+def level_flags(name: str, machine: str = platform.machine()) -> tuple[str, ...]:
     """The compiler flags for a source's instruction set."""
-    return LEVEL_FLAGS.get(name, ()) if platform.machine() in ("x86_64", "AMD64") else ()
+    return LEVEL_FLAGS.get(name, ()) if machine in ("x86_64", "AMD64") else ()
 
 
 def _run(command: list[str]) -> None:

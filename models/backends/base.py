@@ -155,13 +155,15 @@ class _Entry:
     """The ``Objection`` as module:attribute; None if the backend runs every model."""
     device: str | None
     """The device for which ``auto`` considers the backend; None for all."""
+    extra: str
+    """The package's extra that installs what the backend imports."""
 
 
 _HERE = "penstock.models.backends"
 BACKENDS = {
-    "cpu": _Entry(f"{_HERE}.cpu.backend:load", f"{_HERE}.cpu.backend:unsupported_reason", "cpu"),
-    "cuda": _Entry(f"{_HERE}.cuda.backend:load", f"{_HERE}.cuda.backend:unsupported_reason", "cuda"),
-    "reference": _Entry(f"{_HERE}.reference.backend:load", None, None),
+    "cpu": _Entry(f"{_HERE}.cpu.backend:load", f"{_HERE}.cpu.backend:unsupported_reason", "cpu", "cpu"),
+    "cuda": _Entry(f"{_HERE}.cuda.backend:load", f"{_HERE}.cuda.backend:unsupported_reason", "cuda", "cuda"),
+    "reference": _Entry(f"{_HERE}.reference.backend:load", None, None, "torch"),
 }
 """Backends by name. ``auto`` picks the first one that can run the model."""
 
@@ -177,25 +179,26 @@ def load_backend(config: WorkerConfig) -> Backend:
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
     for warning in info.warnings if config.tensor_parallel_rank == 0 else ():
         logger.warning("%s", warning)
+    reasons: list[str] = []
     for name in names:
         entry = BACKENDS[name]
-        why_not = _why_not(entry, config, info)
-        if why_not is None:
+        try:
             load: BackendFactory = _found(entry.factory)
+            why_not = _why_not(entry, config, info)
+        except ModuleNotFoundError as error:
+            why_not = f"{error.name} is not installed: pip install 'penstock-llm[{entry.extra}]'"
+        if why_not is None:
+            for reason in reasons:
+                logger.warning("SLOW: this model runs on the %s backend. %s", name, reason)
             return load(config, info)
-        if not is_auto:
-            raise ModelError(f"--backend {name}: {why_not}")
-        logger.warning("SLOW: this model runs on the plain torch backend, not on the %s backend: %s", kind, why_not)
-    raise AssertionError("the last backend runs every model")
+        reasons.append(f"--backend {name}: {why_not}")
+    raise ModelError("; ".join(reasons))
 
 
 def _why_not(entry: _Entry, config: WorkerConfig, info: CheckpointInfo) -> str | None:
     if entry.unsupported_reason is None:
         return None
-    try:
-        unsupported_reason: Objection = _found(entry.unsupported_reason)
-    except ModuleNotFoundError as error:
-        return f"{error.name} is not installed: pip install 'penstock[server]'"
+    unsupported_reason: Objection = _found(entry.unsupported_reason)
     return unsupported_reason(config, info)
 
 

@@ -5,6 +5,7 @@ Does not import torch, so that the service can refuse a model in milliseconds. D
 
 import fnmatch
 import glob
+import importlib.util
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -143,7 +144,7 @@ def resolve_model(name: str, weights: bool = True, revision: str | None = None) 
             f"--revision {revision}: {name} is not on the hub, and only a model there has revisions: leave it out"
         )
     if name in (DEMO, *DEMO_DRAFTERS):
-        return Path(__file__).parents[1] / name
+        return _demo_model(name)
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -153,6 +154,17 @@ def resolve_model(name: str, weights: bool = True, revision: str | None = None) 
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(f"{name}: no such directory: give a model's directory, an id like owner/name, or {DEMO}")
     return _from_hub(name, weights, revision)
+
+
+def _demo_model(name: str) -> Path:
+    """Returns the directory in the checkout, or in the installed package of demo models. Raises ModelError."""
+    in_checkout = Path(__file__).parents[1] / name
+    if in_checkout.is_dir():
+        return in_checkout
+    package = importlib.util.find_spec("penstock.demo_models")
+    if package is None or package.origin is None:
+        raise ModelError(f"{name}: the demo models are not installed: pip install penstock-llm-demo")
+    return Path(package.origin).parent / name
 
 
 def _refuse_other(where: object, names: Iterable[str]) -> None:

@@ -252,8 +252,16 @@ def _as_itself(match: re.Match[str]) -> str:
     return character if character.isalnum() else match[0]
 
 
+_PART = 256
+
+
 def _choices(text: str, _: bool) -> str:
-    return "start: " + " | ".join(map(quoted, json.loads(text)))
+    return "start: " + " | ".join(map(_in_parts, json.loads(text)))
+
+
+def _in_parts(text: str) -> str:
+    """Returns a text as a sequence of Lark strings, since compiling a long one takes five times as much memory."""
+    return " ".join(quoted(text[begin : begin + _PART]) for begin in range(0, max(1, len(text)), _PART))
 
 
 def quoted(text: str) -> str:

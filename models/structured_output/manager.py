@@ -27,8 +27,8 @@ from penstock.models.structured_output.mask_round import MaskRound
 from penstock.models.structured_output.mask_work import MaskTools, RowWork
 from penstock.scheduler.plan import WorkerConfig
 
-MAX_COMPILED = 32
-"""The number of compiled grammars that are cached."""
+MAX_COMPILED, MAX_COMPILED_BYTES = 32, 512 << 10
+"""The number of compiled grammars that are cached, and the limit on their texts: one takes up to 400 times as much."""
 MAX_THREADS = 4
 """The maximum number of threads that compute the masks of one batch. On a CPU they take cores from the layers."""
 
@@ -67,6 +67,8 @@ class StructuredOutputManager:
         self._num_words = -(-(num_ids or vocab_size) // 32)
         self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
         """Grammars by tenant and text, so that tenants do not wait for each other's rows."""
+        self._num_bytes = 0
+        """The length of these texts together."""
 
     def _make_tools(self) -> MaskTools:
         num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
@@ -82,8 +84,12 @@ class StructuredOutputManager:
             compiled = self._compiled[key] = CompiledGrammar(
                 compiling, forces=forces_tokens(grammar), puts_off=self.puts_off
             )
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._num_bytes += len(grammar)
+            while len(self._compiled) > MAX_COMPILED or (
+                self._num_bytes > MAX_COMPILED_BYTES and len(self._compiled) > 1
+            ):
+                (_, oldest), _ = self._compiled.popitem(last=False)
+                self._num_bytes -= len(oldest)
         self._compiled.move_to_end(key)
         return GrammarMatcher(compiled, num_prompt_tokens, self._vocab_size)
 

@@ -1,9 +1,6 @@
 """Threads that compute masks: one for which steps wait, and a few with a low priority for slow grammars. Independent of
 grammars and batches."""
 
-import contextlib
-import os
-import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -13,9 +10,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from penstock.models.executor.priority import lower_priority
+
 BACKGROUND_THREADS = 2
-BACKGROUND_NICE = 10
-"""Niceness of threads that no step waits for. While the layers use every core, such a thread gets a tenth of one."""
 RECHECK_S = 0.002
 """The interval between attempts to start work whose grammar is in use, or whose row has unknown tokens."""
 STUCK_S = 0.01
@@ -51,13 +48,6 @@ class WorkerThread:
                 done.set_result(work())
             except BaseException as error:  # the library's panics are not Exceptions
                 done.set_exception(error)
-
-
-def lower_priority(thread_id: int) -> None:
-    """Lowers the priority of a thread, if it still runs. Does nothing on systems other than Linux."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread_id, BACKGROUND_NICE)
 
 
 def cpu_time_s(thread: threading.Thread) -> float:
@@ -223,7 +213,7 @@ class BackgroundLane:
             self._changed.notify()
 
     def _run(self) -> None:
-        lower_priority(threading.get_native_id())
+        lower_priority()
         while True:
             work = self._next()
             began_s = time.thread_time()

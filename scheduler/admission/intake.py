@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.admission.control import AdmissionControl, check_rate, check_tokens
+from penstock.scheduler.admission.grammar_budget import GrammarBudget
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
@@ -83,6 +84,7 @@ class RequestIntake:
         self._tenants = tenants
         self._facts = facts
         self._clock = clock
+        self.grammar_budget = GrammarBudget()
         self.configure(config)
 
     def configure(self, config: SchedulerConfig) -> None:
@@ -158,6 +160,7 @@ class RequestIntake:
     def _admit(self, request: Request, cached_work: QueuedWork, prediction: Prediction | None) -> None:
         waiting, tenants = self._planner.waiting, self._tenants
         try:
+            self.grammar_budget.check(request)
             self.admission.check(
                 request,
                 queue=waiting.queued,

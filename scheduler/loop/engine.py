@@ -16,6 +16,8 @@ from penstock.kv.events import KvEventLog
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import Counters, EngineState, EngineStats
 from penstock.scheduler.executor import Executor, ExecutorError
+from penstock.scheduler.loop.deadlines import DeadlineTimers
+from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.planning.rate_limit import Rated
@@ -52,7 +54,7 @@ class Engine:
         self._facts: WorkerFacts | None = None
         self._scheduler: Scheduler | None = None
         self._callbacks: list[Callable[[EngineState], None]] = []
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._deadlines = DeadlineTimers(self._on_deadline)
         self._idle = asyncio.Event()
         self._idle.set()
         self._pump_is_due = False
@@ -99,7 +101,7 @@ class Engine:
         # Before the request is added, because its sink may end it at once.
         self._idle.clear()
         if request.deadline is not None:
-            self._deadlines[request.request_id] = self._call_at(request.deadline, request.request_id)
+            self._deadlines.set(request.request_id, request.deadline)
         try:
             self._scheduler.add_request(request)
         except BaseException:
@@ -131,10 +133,8 @@ class Engine:
         with self._failing_on_error():
             if not self._scheduler.update_request(request_id, change):
                 return False
-        if change.deadline is not None and request_id in self._deadlines:
-            self._deadlines.pop(request_id).cancel()
         if change.deadline is not None and self._scheduler.is_live(request_id):
-            self._deadlines[request_id] = self._call_at(change.deadline, request_id)
+            self._deadlines.set(request_id, change.deadline)
         self._pump_soon()
         return True
 
@@ -174,6 +174,12 @@ class Engine:
         """Returns the timeline of a request that is alive or ended recently."""
         return None if self._scheduler is None else self._scheduler.explain(request_id)
 
+    def scan(self, wanted: LiveRequestFilter, after: int = -1) -> LiveRequestScan:
+        """Returns a scan of the live requests that match and arrived after number ``after``; not available before
+        ``start``."""
+        assert self._scheduler is not None, "the engine has not started"
+        return self._scheduler.scan(wanted, after)
+
     @property
     def kv_events(self) -> KvEventLog:
         """The log of the prefix cache's content and changes; not available before ``start``."""
@@ -188,22 +194,15 @@ class Engine:
         """Returns the tenants with live requests."""
         return iter(()) if self._scheduler is None else iter(self._scheduler.tenants)
 
-    def _call_at(self, deadline: float, request_id: str) -> asyncio.TimerHandle:
-        # Both clocks are CLOCK_MONOTONIC, but a loop may round its own.
-        delay = max(0.0, deadline - time.monotonic())
-        loop = asyncio.get_running_loop()
-        return loop.call_later(
-            delay, self.abort, request_id, EngineFinishReason.DEADLINE, "the request's deadline passed"
-        )
+    def _on_deadline(self, request_id: str) -> None:
+        self.abort(request_id, EngineFinishReason.DEADLINE, "the request's deadline passed")
 
     def _on_finished(self, request: Request) -> None:
         self._num_finished += 1
         self._forget(request.request_id)
 
     def _forget(self, request_id: str) -> None:
-        timer = self._deadlines.pop(request_id, None)
-        if timer is not None:
-            timer.cancel()
+        self._deadlines.drop(request_id)
         if self._scheduler is not None and not self._scheduler.num_requests:
             self._idle.set()
 

@@ -37,6 +37,7 @@ class OutputProcessor:
         self._predictor = predictor
         self._clock = clock
         self._finish = finish
+        self._block_size = planner.kv.block_size
 
     def apply(self, row: RowResult) -> None:
         """Applies the result of one row of a step."""
@@ -63,7 +64,8 @@ class OutputProcessor:
                 most = max(sequence.num_planned, len(sequence.token_ids) - 1)
                 assert row.num_computed <= most, f"row {row.row} is ahead of its plans"
             sequence.num_computed = row.num_computed
-            self._planner.publish_confirmed(sequence)
+            if row.num_computed >= (sequence.num_published + 1) * self._block_size:
+                self._planner.publish_confirmed(sequence)
         if num_tokens:
             self._planner.counters.output_tokens += num_tokens
             sequence.live.tenant.num_new += num_tokens

@@ -23,6 +23,7 @@ from penstock.scheduler.admission.intake import RequestIntake
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import Counters
+from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
 from penstock.scheduler.planning.context import new_context
@@ -65,6 +66,8 @@ class Scheduler:
         self._on_finished = on_finished
         self._requests: dict[str, RequestState] = {}
         self._num_arrived = 0
+        self.num_held = 0
+        """Requests that are held back because their output is not read."""
         self._in_flight: deque[StepPlan] = deque()
 
     @property
@@ -81,11 +84,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that wait for a row."""
         return len(self._planner.waiting)
-
-    @property
-    def num_held(self) -> int:
-        """Requests that are held back because their output is not read."""
-        return sum(live.held for live in self._requests.values())
 
     @property
     def num_cached_tokens(self) -> int:
@@ -117,6 +115,7 @@ class Scheduler:
         tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), self.timelines.open(request)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
         live.entered_at, live.work = self._clock(), entry.work
+        self._intake.grammar_budget.enter(request)
         self._num_arrived += 1
         self._requests[request.request_id] = live
         for index in range(request.num_prompts):
@@ -154,6 +153,7 @@ class Scheduler:
         if live is None or live.held == held:
             return
         self._planner.hold(live, held)
+        self.num_held += 1 if held else -1
         self._bisector.hold(request_id, held)
         if held:
             live.expected_s = None
@@ -168,6 +168,10 @@ class Scheduler:
             return self.timelines.find(request_id)
         self._emit_so_far(live)
         return live.timeline
+
+    def scan(self, wanted: LiveRequestFilter, after: int) -> LiveRequestScan:
+        """Returns a scan of the live requests that match and arrived after number ``after``; -1 for all."""
+        return LiveRequestScan(self._requests, self._bisector.may_run, wanted, after)
 
     def _emit_so_far(self, live: RequestState) -> None:
         for sequence in live.sequences:
@@ -186,6 +190,7 @@ class Scheduler:
         afterwards."""
         lives = list(self._requests.values())
         self._requests.clear()
+        self.num_held = 0
         for live in lives:
             request_id, context = live.request.request_id, None
             try:
@@ -227,12 +232,14 @@ class Scheduler:
         self.predictor.ended(live, reason)
         context = self._close(live, reason)
         del self._requests[live.request.request_id]
+        self.num_held -= live.held
         self._report_finished(live, reason, message, context)
 
     def _close(self, live: RequestState, reason: EngineFinishReason) -> Context | None:
         """Closes a request's accounts; returns the context for requests that continue it."""
         request = live.request
         self.tenants.leave(live.tenant)
+        self._intake.grammar_budget.leave(request)
         live.timeline.ended(reason.name)
         self.timelines.close(live.timeline)
         context = live.context(reason, self.kv.block_size)

@@ -9,7 +9,7 @@ from penstock.scheduler.plan import WorkerFacts, num_row_numbers
 from penstock.scheduler.planning.queues import RunningQueue, WaitingQueue
 from penstock.scheduler.planning.rows import RowIdAllocator
 from penstock.scheduler.planning.sequence import SequenceState
-from penstock.scheduler.planning.tenants import TenantAccounting
+from penstock.scheduler.planning.tenants import TenantAccounting, TenantUse
 from penstock.scheduler.recovery.crash_bisector import CrashBisector
 
 
@@ -30,6 +30,11 @@ class PlanningContext:
     """The maximum number of tokens in a step."""
     decode_kv: int = 0
     """Positions that the decoding rows of the last plan read."""
+
+    def is_above_share(self, tenant: TenantUse) -> bool:
+        """Returns whether a tenant's running rows hold more than its share of the blocks."""
+        num_held = sum(len(sequence.block_ids) for sequence in self.running if sequence.live.tenant is tenant)
+        return num_held > self.kv.pool.num_blocks * self.tenants.share(tenant)
 
 
 def new_context(

@@ -45,12 +45,12 @@ class OutputBuffer:
         "_held_logprobs",
         "_lengths",
         "_min_tokens",
+        "_num_in_end",
         "_stop_token_ids",
         "_text",
         "end",
         "index",
         "max_tokens",
-        "num_in_text",
         "num_tokens",
     )
 
@@ -70,17 +70,22 @@ class OutputBuffer:
         self.max_tokens = max_tokens
         self.num_tokens = 0
         """Tokens chosen so far."""
-        self.num_in_text = 0
-        """The number of these that were released with text; excludes the tokens that ended the sequence."""
         self.end: StopMatch | None = None
         self._text = text
         self._stop_token_ids = frozenset(stop_token_ids)
         self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
         self._held: list[int] = []
+        self._num_in_end = 0
+        """The number of tokens that ended the sequence: a stop token, or those of a stop string."""
         self._held_logprobs = None if num_top_logprobs is None else HeldLogprobs(num_top_logprobs)
         self._lengths: list[int] = []
         """The number of characters of the text that begin in each of the oldest tokens of ``_held``, where known."""
+
+    @property
+    def num_in_text(self) -> int:
+        """The number of tokens that were released with text; excludes the tokens that ended the sequence."""
+        return self.num_tokens - len(self._held) - self._num_in_end
 
     def take_tokens(self, token_ids: Sequence[int], logprobs: TokenLogprobs | None) -> SequenceDelta | None:
         """Returns the output that a step's tokens release, or None. If one of them ends the sequence, sets ``end`` and
@@ -89,33 +94,37 @@ class OutputBuffer:
         num_released = 0
         text = ""
         for index, token_id in enumerate(token_ids):
-            is_stop = token_id in self._stop_token_ids
-            is_early = is_stop and self.num_tokens < self._min_tokens
-            if is_early and token_id in self._end_token_ids:
-                released = self._end(StopMatch(EngineFinishReason.STOP))
-            else:
+            end = self._end_at(token_id) if token_id in self._stop_token_ids else None
+            if end is None or end.stop_token_id is not None:
                 self.num_tokens += 1
                 self._held.append(token_id)
                 if self._held_logprobs is not None:
                     assert logprobs is not None, "a result lacks the log-probabilities that its row needs"
                     self._held_logprobs.add_token(logprobs, index)
-                if is_stop and not is_early:
-                    released = self._end(StopMatch(EngineFinishReason.STOP, stop_token_id=token_id))
-                else:
-                    released = self._text.feed(token_id)
-                    if self._held_logprobs is not None:
-                        self._lengths += released.text_lengths()
-            num_released += released.num_tokens
-            text += released.text
-            if self.num_tokens >= self.max_tokens and released.stop is None and self.end is None:
-                released = self._end(StopMatch(EngineFinishReason.LENGTH))
-                num_released += released.num_tokens
-                text += released.text
-            if released.stop is not None:  # even if it was complete only at the end
-                self.end = StopMatch(EngineFinishReason.STOP, stop=released.stop)
+            if end is not None:
+                released = self._end(end)
+            else:
+                released = self._text.feed(token_id)
+                if self._held_logprobs is not None:
+                    self._lengths += released.text_lengths()
+            num_more, more, stop, _ = released
+            if self.num_tokens >= self.max_tokens and stop is None and self.end is None:
+                num_released += num_more
+                text += more
+                num_more, more, stop, _ = self._end(StopMatch(EngineFinishReason.LENGTH))
+            num_released += num_more
+            text += more
+            if stop is not None:  # even if it was complete only at the end
+                self.end = StopMatch(EngineFinishReason.STOP, stop=stop)
             if self.end is not None:
                 break
         return self._release(num_released, text)
+
+    def _end_at(self, token_id: int) -> StopMatch | None:
+        """Returns how a stop token ends the sequence; None if it comes before ``min_tokens`` and is output as well."""
+        if self.num_tokens >= self._min_tokens:
+            return StopMatch(EngineFinishReason.STOP, stop_token_id=token_id)
+        return StopMatch(EngineFinishReason.STOP) if token_id in self._end_token_ids else None
 
     def cut(self) -> SequenceDelta:
         """Ends a sequence that has as many tokens as it may have, and releases the tokens that are held back."""
@@ -138,8 +147,8 @@ class OutputBuffer:
         if not (num_released or text or self.end):
             return None
         held = self._held
-        self.num_in_text += num_released
         if self.end is not None:  # the tokens that ended it count in its usage, and are delivered with it
+            self._num_in_end = len(held) - num_released
             num_released = len(held)
         if num_released == len(held):
             shown, self._held = held, []

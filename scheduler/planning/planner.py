@@ -7,7 +7,9 @@ chunks never lack blocks. Only a decoding row can lack them, and takes them from
 the budget is for drafts, which never take anything from other rows.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Container
 from heapq import merge
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from penstock.scheduler.planning.preemption import PreemptionPolicy
 from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN, PrefillAdder, PrefillRound
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
+from penstock.scheduler.planning.step_shares import StepShares
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.timeline import Cause, lacked_blocks, made_room
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
@@ -49,6 +52,8 @@ class Planner:
         self._context = context
         self._facts = facts
         self._model = model
+        self._base_s = min((step.computed_us * 1e-6 for step in facts.measured_steps if step.decodes), default=0.0)
+        """About how long a step takes without any row: as long as the shortest one that was measured at the start."""
         self._pinned = PinnedPrefixes(self.kv, self.waiting.update_work)
         self.restore_policy = HostTierRestorePolicy(self.kv, model, facts)
         self.prefill_adder = PrefillAdder(context, self._pinned, self.restore_policy, is_late)
@@ -88,13 +93,14 @@ class Planner:
 
     def _plan(self) -> Planned:
         plan = StepPlan(self.counters.steps, [], [], [], [], [])
-        drafting = self._plan_decodes(plan)
+        shares = self._step_shares(plan.step)
+        drafting = self._plan_decodes(plan, () if shares is None else shares.sitting_out)
         budget = self._context.budget - len(plan.decodes)
         chunked: list[SequenceState] = []
         if self.running.prefilling or len(self.waiting):
-            chunked = self._plan_chunks(plan, self._prefill_budget(plan, budget))
+            chunked = self._plan_chunks(plan, self._prefill_budget(plan, budget), shares)
         if drafting:
-            self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks))
+            self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks), shares)
         self._close(plan, chunked)
         return Planned(plan, StepWork.of(plan, self._context.decode_kv))
 
@@ -170,25 +176,34 @@ class Planner:
 
     def publish_confirmed(self, sequence: SequenceState) -> None:
         """Publishes the row's full blocks up to ``num_computed``, the position that results have confirmed."""
-        num_full = sequence.num_computed // self.kv.block_size
-        if num_full > sequence.num_published:
-            self._publish(sequence, num_full)
+        self._publish(sequence, sequence.num_computed // self.kv.block_size)
 
     # Decoding rows --------------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, plan: StepPlan) -> list[tuple[int, SequenceState]]:
-        """Plans a token for each decoding row; returns the rows that may have drafts, with their positions in the
-        plan."""
-        rows = self._preemption.rows_to_plan()  # a copy, because rows may be preempted meanwhile
+    def _step_shares(self, step: int) -> StepShares | None:
+        """Returns the tenants' shares of a step; None if tenants have none."""
+        if not self.waiting.by_turns:
+            return None
+        decoding = [row for row in self.running.decoding if row.length_bound < row.length_limit]
+        decode_kv = sum(row.length_bound for row in decoding)
+        costs = self._model.decode_costs(len(decoding), decode_kv, self._base_s)
+        return StepShares(step, decoding, costs, self._base_s)
+
+    def _plan_decodes(self, plan: StepPlan, sitting_out: Container[SequenceState]) -> list[tuple[int, SequenceState]]:
+        """Plans a token for each decoding row that does not sit the step out; returns the rows that may have drafts,
+        with their positions in the plan."""
+        unplanned = deque(self._preemption.rows_to_plan())  # without the rows that are preempted meanwhile
         drafting: list[tuple[int, SequenceState]] = []
         decode_kv = 0
-        for index, sequence in enumerate(rows):
-            if sequence.state is not SequenceStatus.DECODING:
-                continue  # it was preempted
+        while unplanned:
+            sequence = unplanned.popleft()
+            if sequence in sitting_out:
+                self.counters.rows_sat_out += 1
+                continue
             # The worst case: every token in flight is accepted, and each of them is computed now.
             num_slots = sequence.length_bound
             if num_slots < sequence.length_limit:
-                if num_slots > sequence.capacity and not self._grow(plan, sequence, num_slots, rows[index + 1 :]):
+                if num_slots > sequence.capacity and not self._grow(plan, sequence, num_slots, unplanned):
                     continue
                 if sequence.max_drafts:
                     drafting.append((len(plan.decodes), sequence))
@@ -201,7 +216,9 @@ class Planner:
         self._context.decode_kv = decode_kv
         return drafting
 
-    def _plan_drafts(self, plan: StepPlan, drafting: list[tuple[int, SequenceState]], room: int) -> None:
+    def _plan_drafts(
+        self, plan: StepPlan, drafting: list[tuple[int, SequenceState]], room: int, shares: StepShares | None
+    ) -> None:
         """Lets rows of the plan have drafts: at most ``room`` in total, and for each row as many as its blocks hold."""
         num_wanted = 0
         for index, sequence in drafting:
@@ -209,6 +226,8 @@ class Planner:
             # too, even if all of its drafts are rejected.
             num_left = sequence.length_limit - sequence.length_bound - 1
             num_drafts = self._hold_drafts(plan, sequence, min(sequence.max_drafts, num_left, room))
+            if shares is not None and num_drafts > 0:
+                num_drafts = shares.take_drafts(sequence.live.tenant, num_drafts)
             if num_drafts > 0:
                 plan.decodes[index] = Decode(sequence.row, 1 + num_drafts)
                 sequence.in_flight[-1] += num_drafts
@@ -223,20 +242,21 @@ class Planner:
         if num_slots <= sequence.capacity:
             return num_drafts
         num_new = self.kv.num_blocks_for(num_slots) - len(sequence.block_ids)
-        if num_new + len(self.running) <= self.kv.pool.num_free and self._grow(plan, sequence, num_slots, ()):
+        if num_new + len(self.running) <= self.kv.pool.num_free and self._grow(plan, sequence, num_slots, deque()):
             return num_drafts
         return sequence.capacity - sequence.length_bound
 
-    def _grow(
-        self, plan: StepPlan, sequence: SequenceState, num_slots: int, not_planned: Sequence[SequenceState]
-    ) -> bool:
+    def _grow(self, plan: StepPlan, sequence: SequenceState, num_slots: int, unplanned: deque[SequenceState]) -> bool:
         """Gives a row the blocks that it needs, preempting other rows for them; returns False if the row was the last
-        and was preempted itself. ``not_planned``: the decoding rows that are not in the plan yet."""
+        and was preempted itself. ``unplanned``: the decoding rows that are not in the plan yet; those that are
+        preempted are removed from it."""
         num_blocks = self.kv.num_blocks_for(num_slots)
         while (new := self.kv.grow(sequence.block_ids, num_blocks)) is None:
             if self._pinned.remove_all():
                 continue
-            victim = self._preemption.victim_for_decode(sequence, not_planned)
+            victim = self._preemption.victim_for_decode(sequence, unplanned)
+            if victim in unplanned:
+                unplanned.remove(victim)
             needy = "it" if victim is sequence else sequence.live.request.request_id
             self._preempt(victim, lacked_blocks(needy, num_blocks - len(sequence.block_ids)))
             if victim is sequence:
@@ -273,7 +293,7 @@ class Planner:
         decode_kv = self._context.decode_kv
         return self._model.max_prefill(len(plan.decodes), decode_kv, context, self._target_itl_s, budget)
 
-    def _plan_chunks(self, plan: StepPlan, budget: int) -> list[SequenceState]:
+    def _plan_chunks(self, plan: StepPlan, budget: int, shares: StepShares | None) -> list[SequenceState]:
         """Plans chunks of histories, in order; returns the sequences that got one."""
         chunked: list[SequenceState] = []
         if not budget:
@@ -282,16 +302,40 @@ class Planner:
         this_round, behind = PrefillRound(), self._behind()
         beginners = self.prefill_adder.schedulable(this_round)
         for sequence in merge(behind, beginners, key=self.waiting.order) if len(self.waiting) else behind:
+            tenant = sequence.live.tenant
+            if tenant in this_round.tenants_over:
+                continue
             if sequence.state is SequenceStatus.WAITING:
                 if not self.prefill_adder.try_add(plan, sequence, this_round):
                     continue
-                self._context.tenants.began(sequence.live.tenant)
-            budget -= self._plan_chunk(plan, sequence, budget)
+                self._context.tenants.began(tenant)
+            most = budget if shares is None else self._tenant_budget(plan, shares, sequence, budget)
+            budget -= self._plan_chunk(plan, sequence, most)
             chunked.append(sequence)
+            if shares is not None and shares.left_s(tenant) <= 0:
+                this_round.tenants_over.add(tenant)
             if not budget:
                 self._record_spent()
                 break
         return chunked
+
+    def _tenant_budget(self, plan: StepPlan, shares: StepShares, sequence: SequenceState, budget: int) -> int:
+        """Returns the maximum number of tokens in a sequence's chunk, at most ``budget``, for its tenant's share of the
+        step; records that the tenant takes their time."""
+        tenant, model, decode_kv = sequence.live.tenant, self._model, self._context.decode_kv
+        left_s, decodes = shares.left_s(tenant), StepWork(0, 0, len(plan.decodes), decode_kv)
+        decodes_s = model.predict(decodes)
+        if math.isinf(left_s) or decodes_s is None:
+            return budget
+        start = sequence.num_planned
+        limit = model.max_prefill(len(plan.decodes), decode_kv, start, decodes_s + left_s, budget)
+        num_tokens = min(limit, sequence.prefill_end - start)
+        end = start + num_tokens
+        chunk = decodes._replace(
+            prefill_tokens=num_tokens, prefill_kv=num_tokens * (start + end) // 2, chunks=1, chunk_kv=end
+        )
+        shares.take(tenant, (model.predict(chunk) or decodes_s) - decodes_s)
+        return num_tokens
 
     def _record_spent(self) -> None:
         """Records why the first waiting sequence does not begin."""
@@ -343,16 +387,13 @@ class Planner:
         return not num_own and self._preemption.would_make_room(tenant, rank)
 
     def _make_room(self) -> bool:
-        """Preempts a row for the first waiting sequence that finds no room; returns False if there is none to
-        preempt."""
+        """Preempts a row for a waiting sequence that finds no room; returns False if there is none to preempt."""
         if not self._preemption.makes_room:
             return False
-        sequence = self.prefill_adder.first_without_room()
-        if sequence is None:
-            return False
-        victim = self._preemption.victim_for_waiting(sequence, self.prefill_adder.num_missing_for(sequence))
-        if victim is None:
-            return False
-        sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is only for this sequence
-        self._preempt(victim, made_room(sequence.live.request.request_id))
-        return True
+        for sequence in self.prefill_adder.without_room():
+            victim = self._preemption.victim_for_waiting(sequence, self.prefill_adder.num_missing_for(sequence))
+            if victim is not None:
+                sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is only for this sequence
+                self._preempt(victim, made_room(sequence.live.request.request_id))
+                return True
+        return False

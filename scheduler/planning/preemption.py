@@ -5,11 +5,11 @@ the tenant with the largest share for its weight; among them the one with the le
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 from penstock.scheduler.planning.context import PlanningContext
-from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
+from penstock.scheduler.planning.sequence import SequenceState
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.policy import Policy, Rank
 
@@ -26,11 +26,12 @@ class PreemptionPolicy:
         preempt each other."""
 
     def rows_to_plan(self) -> list[SequenceState]:
-        """Returns the decoding rows in the order in which the plan continues them. Under ``fair``, rows of the tenant
-        with the smallest share come first, so that rows of one with a large share can still be preempted."""
+        """Returns the decoding rows in the order in which the plan continues them; do not change the list. Under
+        ``fair``, rows of the tenant with the smallest share come first, so that rows of one with a large share can
+        still be preempted."""
         decoding = self._running.decoding
         if self._policy is not Policy.FAIR:
-            return decoding.copy()
+            return decoding
         self._shares = self._dominant_shares()
         return sorted(decoding, key=self._order)
 
@@ -55,16 +56,14 @@ class PreemptionPolicy:
             held[sequence.live.tenant] += len(sequence.block_ids)
         return held
 
-    def victim_for_decode(self, needy: SequenceState, not_planned: Sequence[SequenceState]) -> SequenceState:
-        """Returns the row whose blocks a decoding row takes: itself, if no row comes after it. ``not_planned``: the
-        decoding rows that were not in the plan yet, some of which may have been preempted since. Rows in the plan are
-        never preempted."""
+    def victim_for_decode(self, needy: SequenceState, unplanned: Iterable[SequenceState]) -> SequenceState:
+        """Returns the row whose blocks a decoding row takes: itself, if no row comes after it. ``unplanned``: the
+        decoding rows that are not in the plan yet. Rows in the plan are never preempted."""
         running = self._running
         if running.held:
             return self._cheapest(running.held)
         own = self._order(needy)
-        unplanned = chain(running.prefilling, (row for row in not_planned if row.state is SequenceStatus.DECODING))
-        later = [row for row in unplanned if self._order(row) > own]
+        later = [row for row in chain(running.prefilling, unplanned) if self._order(row) > own]
         return self._cheapest(self._last(later)) if later else needy
 
     @property

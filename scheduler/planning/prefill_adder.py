@@ -11,6 +11,7 @@ from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState
+from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.timeline import Cause
 
 MAX_ADDED_TOKENS = 1 << 18
@@ -32,6 +33,8 @@ class PrefillRound:
     num_added_tokens: int = 0
     is_over: bool = False
     """If true, no other sequence begins in this plan."""
+    tenants_over: set[TenantUse] = field(default_factory=set)
+    """Tenants of which no other sequence begins in this plan: they have their share of the step or of the blocks."""
 
 
 class PrefillAdder:
@@ -64,7 +67,7 @@ class PrefillAdder:
     def schedulable(self, this_round: PrefillRound) -> Iterator[SequenceState]:
         """Iterates, in order, over the sequences that may begin if there is room. The caller may read one further than
         it plans."""
-        for sequence in self._waiting.in_order():
+        for sequence in self._waiting.in_order(this_round.tenants_over):
             if this_round.is_over:
                 return
             if not self._has_row() or not self._context.rows.num_free:
@@ -98,18 +101,26 @@ class PrefillAdder:
                 return True
             sequence.num_free_at_last_try = self._kv.pool.num_free
         timeline.waits(sequence.index, Cause.BLOCKS, self._kv.pool.num_free, self.num_blocks_for(sequence))
+        if self._waiting.by_turns and self._context.is_above_share(sequence.live.tenant):
+            this_round.tenants_over.add(sequence.live.tenant)  # other tenants do not wait for it
+            return False
         this_round.without_room.append(sequence)
         if sequence.num_overtaken >= MAX_OVERTAKEN or len(this_round.without_room) == MAX_WITHOUT_ROOM:
             this_round.is_over = True
         return False
 
-    def first_without_room(self) -> SequenceState | None:
-        """Returns the sequence that would begin next, if it lacks only rows or blocks."""
-        sequence = next((sequence for sequence in self._waiting.in_order() if not self._is_blocked(sequence)), None)
-        if sequence is None or sequence.in_flight:
-            return None
-        has_room = self._has_row() and not self._lacks_blocks(sequence)
-        return None if has_room else sequence
+    def without_room(self) -> Iterator[SequenceState]:
+        """Iterates over the sequences that would begin next, if they lack only rows or blocks: at most one, or one of
+        each tenant where tenants take turns."""
+        seen: set[TenantUse] = set()
+        for sequence in self._waiting.in_order(seen):
+            if self._is_blocked(sequence):
+                continue
+            if not sequence.in_flight and not (self._has_row() and not self._lacks_blocks(sequence)):
+                yield sequence
+            if not self._waiting.by_turns:
+                return
+            seen.add(sequence.live.tenant)
 
     def num_blocks_for(self, sequence: SequenceState) -> int:
         """Returns the number of free blocks that a sequence with nothing cached needs."""

@@ -6,13 +6,14 @@ The order is that of ranks. Where tenants take turns, their turns come first, an
 import heapq
 import math
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import chain
 from typing import NamedTuple, cast
 
 from penstock.kv.wanted import WantedBlocks
 from penstock.scheduler.planning.ordered_queue import OrderedQueue
 from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
+from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.policy import Policy, Rank
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
 
@@ -225,12 +226,14 @@ class WaitingQueue:
         """The work for missing blocks that the first of several waiting sequences computes."""
         return QueuedWork(tokens=self._wanted.num_missing * self._block_size)
 
-    def in_order(self) -> Iterator[SequenceState]:
-        """Iterates over all sequences in order. Sequences may be added and removed meanwhile; added ones are not
-        seen."""
+    def in_order(self, skipped: Container[TenantUse] = ()) -> Iterator[SequenceState]:
+        """Iterates over all sequences in order, except those of skipped tenants where tenants take turns. Sequences and
+        skipped tenants may be added meanwhile, and sequences removed; added sequences are not seen."""
         if len(self._lanes) <= 1:
-            for lane in list(self._lanes.values()):
-                yield from lane.snapshot()
+            for sequence in chain.from_iterable([lane.snapshot() for lane in self._lanes.values()]):
+                if self.by_turns and sequence.live.tenant in skipped:
+                    return
+                yield sequence
             return
         # A turn may change while its lane's first sequence is processed, so it is read again for the next one.
         lanes = [(self.order(lane.first), lane.snapshot()) for lane in self._lanes.values()]
@@ -238,6 +241,9 @@ class WaitingQueue:
         heapq.heapify(heap)
         while heap:
             _, choice, sequences = heap[0]
+            if choice.live.tenant in skipped:
+                heapq.heappop(heap)
+                continue
             yield choice
             following = next(sequences, None)
             if following is None:

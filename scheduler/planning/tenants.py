@@ -9,11 +9,13 @@ of each tenant's rows, this module knows neither blocks nor rows.
 """
 
 import heapq
+import math
 import time
 from collections.abc import Callable, Iterator
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.planning.rate_limit import Rated, TenantRateLimit
+from penstock.scheduler.policy import Rank
 
 MAX_REMEMBERED = 4096
 """The number of tenants without a live request whose turns are kept."""
@@ -24,7 +26,20 @@ MAX_SAVED_TOKENS = 2048
 class TenantUse:
     """The state of one tenant."""
 
-    __slots__ = ("limits", "name", "num_live", "num_new", "num_rows", "num_waiting", "rate_limit", "served", "turn")
+    __slots__ = (
+        "last_in_share",
+        "limits",
+        "name",
+        "num_live",
+        "num_new",
+        "num_rows",
+        "num_waiting",
+        "rate_limit",
+        "saved_at",
+        "saved_s",
+        "served",
+        "turn",
+    )
 
     def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
         self.name = name
@@ -41,6 +56,12 @@ class TenantUse:
         self.turn = 0.0
         self.num_new = 0
         """Tokens that a step chose for it and that are not charged yet."""
+        self.last_in_share: Rank = (-math.inf, 0, 0)
+        """The rank of the last row that had a part of its share of a step, while others had to sit out."""
+        self.saved_s = 0.0
+        """What it left of its share of a step, for later ones."""
+        self.saved_at = -1
+        """The number of that step."""
 
     def charge(self, num_tokens: int) -> None:
         """Charges served tokens."""

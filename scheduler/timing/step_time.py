@@ -92,6 +92,17 @@ class StepWork(NamedTuple):
         return cls(tokens, kv, step.decodes, 2 * step.decodes, chunks, chunks * step.end)
 
 
+class DecodeCosts(NamedTuple):
+    """The seconds that decoding rows take of a step."""
+
+    row_s: float
+    """Each row."""
+    position_s: float
+    """Each position of a row's history."""
+    draft_s: float
+    """Each draft."""
+
+
 class _Moments:
     """Sums over steps, weighted by age: the products of the terms with each other, and with the time."""
 
@@ -178,6 +189,20 @@ class StepTimeModel:
         if self._num_steps < _MIN_STEPS:
             return None
         return self._pace * _dot(self._coefficients, _terms(work, steps, drafts)) + work.copied_blocks * self._copy_s
+
+    def decode_costs(self, decodes: int, decode_kv: int, base_s: float) -> DecodeCosts:
+        """Returns what each of these rows costs of a step that decodes them all and takes ``base_s`` without them; zero
+        while too little is known. In a steady load the model cannot distinguish a step's constant cost from that of its
+        rows. So the rows share whatever is beyond ``base_s``."""
+        whole_s = self.least(StepWork(0, 0, decodes, decode_kv))
+        if not decodes or whole_s is None:
+            return DecodeCosts(0.0, 0.0, 0.0)
+        rows_s = max(0.0, whole_s - base_s)
+        row, position, draft = (self._pace * self._coefficients[index] * _SCALES[index] for index in (3, 4, 7))
+        modelled = row * decodes + position * decode_kv
+        if modelled <= 0.0:
+            return DecodeCosts(rows_s / decodes, 0.0, draft)
+        return DecodeCosts(rows_s * row / modelled, rows_s * position / modelled, draft)
 
     def max_prefill(self, decodes: int, decode_kv: int, context: int, target_s: float | None, at_most: int) -> int:
         """Returns the maximum number of tokens of a history, of which ``context`` are computed, that a step can compute

@@ -14,12 +14,14 @@ from google.protobuf import text_format
 from penstock.scheduler.loop.engine import Engine
 from penstock.service.admin.explain import Explainer
 from penstock.service.admin.kv_events import KvEvents
+from penstock.service.admin.live_requests import LiveRequests
 from penstock.service.admin.settings import LiveSettings
 from penstock.service.admin.stats import StatsFeed
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.telemetry.event_loop_lag import LoopLag
+from penstock.service.telemetry.recent_stats import RecentStats
 from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -34,7 +36,12 @@ class AdminService(pb_grpc.AdminServiceServicer):
     """The servicer. Needs a started engine."""
 
     def __init__(
-        self, engine: Engine, validator: Validator, loop_lag: LoopLag, is_going_down: Callable[[], bool]
+        self,
+        engine: Engine,
+        validator: Validator,
+        loop_lag: LoopLag,
+        recent_stats: RecentStats,
+        is_going_down: Callable[[], bool],
     ) -> None:
         """``is_going_down`` returns whether the process is ending and can never accept new requests again."""
         self._engine = engine
@@ -42,7 +49,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._is_going_down = is_going_down
         self._settings = LiveSettings(engine)
         self._explainer = Explainer(engine)
-        self._stats = StatsFeed(engine, loop_lag)
+        self._live_requests = LiveRequests(engine)
+        self._stats = StatsFeed(engine, loop_lag, recent_stats)
         self._kv_events = KvEvents(engine.kv_events)
 
     def close(self) -> None:
@@ -93,6 +101,23 @@ class AdminService(pb_grpc.AdminServiceServicer):
         """Returns the timeline of a live or ended request."""
         self._validator.check(request)
         return await self._explainer.Explain(request, context)
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
+        """Returns a page of the live requests."""
+        self._validator.check(request)
+        return await self._live_requests.list_requests(request)
+
+    async def CancelRequests(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:
+        """Cancels live requests; returns how many."""
+        self._validator.check(request)
+        response = pb.CancelRequestsResponse()
+        try:
+            await self._live_requests.cancel(request, response)
+        finally:  # those that were cancelled before the caller left are logged too
+            if response.cancelled_requests:
+                target = text_format.MessageToString(request, as_one_line=True)
+                _log_change(f"requests cancelled: {response.cancelled_requests} of {target}")
+        return response
 
     async def WatchKvEvents(  # type: ignore[override]
         self, request: pb.WatchKvEventsRequest, context: Context

@@ -1,4 +1,5 @@
-"""WatchStats: sends the statistics of the engine and the event loop at an interval. Counts nothing itself."""
+"""WatchStats: sends the statistics of the engine, the event loop and the last minute at an interval. Counts nothing
+itself."""
 
 import asyncio
 import time
@@ -11,6 +12,8 @@ from penstock.scheduler.loop.engine import Engine
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.streaming.messages import milliseconds
 from penstock.service.telemetry.event_loop_lag import PERIOD_S, Lag, LoopLag
+from penstock.service.telemetry.histogram import LogHistogram
+from penstock.service.telemetry.recent_stats import RecentStats, RecentWindow
 from penstock.service.transport.call_end import write
 from penstock.v1 import admin_pb2 as pb
 
@@ -23,9 +26,10 @@ _STATES = {state: pb.EngineState.Value(f"ENGINE_STATE_{state.name}") for state i
 class StatsFeed:
     """Serves all subscribers. The reported uptime is that of this object."""
 
-    def __init__(self, engine: Engine, loop_lag: LoopLag) -> None:
+    def __init__(self, engine: Engine, loop_lag: LoopLag, recent_stats: RecentStats) -> None:
         self._engine = engine
         self._loop_lag = loop_lag
+        self._recent_stats = recent_stats
         self._began = time.monotonic()
         self._closed = asyncio.Event()
 
@@ -81,6 +85,8 @@ class StatsFeed:
                 pb.TenantStats(tenant=use.name, live_requests=use.num_live, served_tokens=use.served)
                 for use in self._engine.busiest_tenants(MAX_TENANTS)
             ],
+            last_10s=_window(self._recent_stats.over(10)),
+            last_60s=_window(self._recent_stats.over(60)),
         )
         if stats.predicted_ttft_s is not None:
             answer.predicted_ttft_ms = milliseconds(stats.predicted_ttft_s)
@@ -88,3 +94,19 @@ class StatsFeed:
             p50_us, p99_us, max_us = (round(seconds * 1e6) for seconds in (lag.p50_s, lag.p99_s, lag.max_s))
             answer.loop_lag.CopyFrom(pb.LoopLag(p50_us=p50_us, p99_us=p99_us, max_us=max_us))
         return answer
+
+
+def _window(recent: RecentWindow) -> pb.StatsWindow:
+    return pb.StatsWindow(
+        duration_ms=milliseconds(recent.seconds),
+        finished_requests=recent.finished_requests,
+        prefill_tokens=recent.prefill_tokens,
+        output_tokens=recent.output_tokens,
+        time_to_first_token=_percentiles(recent.first_token),
+        inter_token_latency=_percentiles(recent.inter_token),
+    )
+
+
+def _percentiles(latencies: LogHistogram) -> pb.LatencyPercentiles:
+    p50_us, p90_us, p99_us = (round(latencies.percentile(percent) * 1e6) for percent in (50, 90, 99))
+    return pb.LatencyPercentiles(count=latencies.count, p50_us=p50_us, p90_us=p90_us, p99_us=p99_us)

@@ -18,11 +18,20 @@ from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, WorkerConfig
-from penstock.service.app.gateway_process import check_installed
+from penstock.service.app.http_process import check_installed
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.auth.tenant_limits import TenantLimitsFile
-from penstock.service.config.addresses import Address, admin_address, http_address, metrics_address, warn_of_exposure
+from penstock.service.config.addresses import (
+    ADMIN_HTTP_FLAG,
+    HTTP_FLAG,
+    Address,
+    admin_address,
+    admin_http_address,
+    http_address,
+    metrics_address,
+    warn_of_exposure,
+)
 from penstock.service.config.sampling_defaults import read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.text.tokenizer import Tokenizer, TokenizerError
@@ -45,10 +54,14 @@ class Prepared:
     """The HTTP gateway's address; None: no gateway."""
     http_options: Sequence[str]
     """Further flags of the gateway."""
+    status_page: Address | None
+    """The status page's address; None: no such page."""
+    status_page_options: Sequence[str]
+    """Further flags of the status page's command."""
 
 
 def prepare(config: ServeConfig) -> Prepared:
-    """Checks ports, model and files, the fastest checks first. Raises ListenError, GatewayFailed, FileError, ModelError
+    """Checks ports, model and files, the fastest checks first. Raises ListenError, HttpFailed, FileError, ModelError
     and TokenizerError."""
     machine = inspect_machine()
     addresses = _check_addresses(config, machine)
@@ -93,7 +106,15 @@ def prepare(config: ServeConfig) -> Prepared:
         checks_grammars_soon=True,
     )
     worker = replace(_worker_config(config, path, facts, machine), speculation=speculation)
-    return Prepared(server, worker, load_tokenizer, addresses.http, http_options(config))
+    return Prepared(
+        server,
+        worker,
+        load_tokenizer,
+        addresses.http,
+        http_options(config),
+        addresses.status_page,
+        status_page_options(config),
+    )
 
 
 class _Addresses(NamedTuple):
@@ -102,21 +123,24 @@ class _Addresses(NamedTuple):
     admin: Address | None
     metrics: Address | None
     http: Address | None
+    status_page: Address | None
 
 
 def _check_addresses(config: ServeConfig, machine: Machine) -> _Addresses:
-    """Raises ListenError if an address is invalid or in use, and GatewayFailed if the gateway is not installed."""
+    """Raises ListenError if an address is invalid or in use, and HttpFailed if packages for HTTP are not installed."""
     address = Address.parse(config.address, *config.address_flags)
     admin = admin_address(config.admin_listen, address, has_keys=config.has_credentials)
     metrics = metrics_address(config.metrics_listen, address)
     address.check_free()
     http = http_address(config.http_address)
-    for other in filter(None, (admin, metrics, http)):
+    status_page = admin_http_address(config.admin_http_address, has_keys=config.has_credentials)
+    for other in filter(None, (admin, metrics, http, status_page)):
         other.check_free()
-    if http is not None:
-        check_installed(machine)
+    for listener, flag in ((http, HTTP_FLAG), (status_page, ADMIN_HTTP_FLAG)):
+        if listener is not None:
+            check_installed(machine, flag)
     warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=config.needs_certificates)
-    return _Addresses(admin, metrics, http)
+    return _Addresses(admin, metrics, http, status_page)
 
 
 def _scheduler_config(config: ServeConfig, tenants: TenantLimitsFile) -> SchedulerConfig:
@@ -159,9 +183,8 @@ def http_options(config: ServeConfig) -> Sequence[str]:
     """Returns the flags of ``penstock gateway`` that follow from the service's flags."""
     # The gateway's responses end with the service's requests; its own grace period must not end them earlier.
     grace_s = math.ceil(config.shutdown_grace) + _HTTP_GRACE_S
-    tls = [] if config.tls_cert is None else [f"--http-tls-cert={config.tls_cert}", f"--http-tls-key={config.tls_key}"]
     return (
-        *tls,
+        *_tls_options(config),
         *([] if config.http_host is None else [f"--host={config.http_host}"]),
         *([] if config.allowed_origins is None else [f"--allowed-origins={config.allowed_origins}"]),
         *([] if config.allowed_hosts is None else [f"--allowed-hosts={config.allowed_hosts}"]),
@@ -171,6 +194,21 @@ def http_options(config: ServeConfig) -> Sequence[str]:
         f"--reasoning-parser={config.reasoning_parser}",
         f"--shutdown-grace={grace_s}",
     )
+
+
+def status_page_options(config: ServeConfig) -> Sequence[str]:
+    """Returns the flags of ``penstock status-page`` that follow from the service's flags."""
+    return (
+        *_tls_options(config),
+        *([] if config.admin_http_host is None else [f"--host={config.admin_http_host}"]),
+        *([] if config.allowed_hosts is None else [f"--allowed-hosts={config.allowed_hosts}"]),
+    )
+
+
+def _tls_options(config: ServeConfig) -> Sequence[str]:
+    if config.tls_cert is None:
+        return ()
+    return f"--http-tls-cert={config.tls_cert}", f"--http-tls-key={config.tls_key}"
 
 
 def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, machine: Machine) -> WorkerConfig:

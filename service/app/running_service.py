@@ -1,12 +1,14 @@
 """Composes what needs the worker's facts: the gRPC services with their interceptors, and the listeners. Knows neither
 signals nor the order of a shutdown."""
 
-import importlib.metadata
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.clients.host.distribution import installed_version
+from penstock.clients.host.span_exporter import Exporter
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
 from penstock.service.admin.listener import AdminListener
@@ -30,7 +32,8 @@ from penstock.service.rpc.tokenizer import TokenizerService
 from penstock.service.telemetry.collector import MetricsReader
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.metrics import Metrics
-from penstock.service.telemetry.tracing import Exporter, Telemetry
+from penstock.service.telemetry.recent_stats import RecentStats
+from penstock.service.telemetry.tracing import Telemetry
 from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.transport.call_limits import CallLimits
 from penstock.service.transport.connections import max_connections
@@ -80,8 +83,9 @@ class RunningService:
         self._facts = facts
         self._health = health
         self._tls = config.tls
-        self._exporter = Exporter(os.environ)
+        self._exporter = Exporter(os.environ, "penstock")
         self._metrics = Metrics()
+        self._recent_stats = RecentStats(lambda: engine.counters, self._metrics)
         self._bound: Address | None = None
         telemetry = Telemetry(config.model_name, self._metrics)
         self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
@@ -111,14 +115,14 @@ class RunningService:
         max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
         self._max_connections = max_connections(config.max_connections)
         self._server = new_server(interceptors, max_streams, self._max_connections, self._limits.connections.cut)
-        self.admin: AdminListener | None = None
+        self._admin_listeners: list[AdminListener] = []
         self._add_services(tokenizer, health)
 
     def _add_services(self, tokenizer: Tokenizer, health: Health) -> None:
         config, engine, server = self._config, self._engine, self._server
         model_service = ModelService(
             config.model_name,
-            importlib.metadata.version("penstock"),
+            installed_version(),
             self._facts,
             tokenizer,
             self._validator,
@@ -140,20 +144,21 @@ class RunningService:
         """The number of requests that have started and not ended."""
         return self.generation.num_live + self.embedding.num_live
 
-    def add_admin(self, address: Address, loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
-        """Adds the admin listener, which ``listen`` then opens too."""
-        service = AdminService(self._engine, self._validator, loop_lag, is_going_down)
-        self.admin = AdminListener(
-            address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections
-        )
+    def add_admin(self, addresses: Sequence[Address], loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
+        """Adds admin listeners, which ``listen`` then opens too."""
+        service = AdminService(self._engine, self._validator, loop_lag, self._recent_stats, is_going_down)
+        self._admin_listeners = [
+            AdminListener(address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections)
+            for address in addresses
+        ]
 
     def metrics_reader(self, loop_lag: LoopLag) -> MetricsReader:
         """Returns a reader of all metrics."""
         return MetricsReader(self._engine, self._facts, self._metrics, loop_lag, self._config.model_name)
 
-    async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, str | None]:
-        """Opens both listeners; callers' also on ``private`` Unix sockets, which only this user can open. Returns the
-        two addresses. Raises ListenError."""
+    async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, list[str]]:
+        """Opens all listeners; callers' also on ``private`` Unix sockets, which only this user can open. Returns the
+        callers' address, and those of the admin listeners. Raises ListenError."""
         try:
             bound = bind(self._server, address, self._tls)
             self._bound = address
@@ -164,21 +169,23 @@ class RunningService:
         finally:
             # After a failure too: gRPC frees only the ports of servers that were started.
             await self._server.start()
-        admin = None
-        if self.admin is not None:
-            admin = self.admin.bind()
-            await self.admin.start()
+        admin = []
+        for listener in self._admin_listeners:
+            admin.append(listener.bind())
+            await listener.start()
         self._limits.start()
+        self._recent_stats.start(asyncio.get_running_loop())
         return bound, admin
 
     async def stop_listening(self, flush_s: float) -> None:
-        """Closes both listeners. Clients have ``flush_s`` to read final messages."""
+        """Closes all listeners. Clients have ``flush_s`` to read final messages."""
         self._limits.stop()
+        self._recent_stats.stop()
         await self._server.stop(flush_s)
         if self._bound is not None:
             self._bound.remove()
-        if self.admin is not None:
-            await self.admin.stop()
+        for listener in self._admin_listeners:
+            await listener.stop()
 
     def close(self) -> None:
         """Ends threads, and sends the last spans."""

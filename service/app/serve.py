@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import importlib.metadata
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.log_thread import LogThread
 from penstock.clients.host.open_files import raise_open_files_limit
 from penstock.clients.host.reloaded_files import FileError
@@ -28,11 +28,18 @@ from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
-from penstock.service.app.gateway_process import GatewayFailed, HttpGateway
+from penstock.service.app.http_process import STATUS_PAGE, HttpFailed, HttpProcess
 from penstock.service.app.prepare import Prepared, prepare
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
-from penstock.service.app.usage_examples import Administration, HttpCalls, Transport, UsageExamples, metrics_call
+from penstock.service.app.usage_examples import (
+    Administration,
+    HttpCalls,
+    Transport,
+    UsageExamples,
+    metrics_call,
+    status_page_url,
+)
 from penstock.service.auth.identity import AllowAll
 from penstock.service.config.addresses import ADMIN_FLAG, Address, ListenError
 from penstock.service.config.command_line import PROGRAM, parse_config
@@ -49,7 +56,7 @@ _MIB = 1 << 20
 _MAX_LINE = 2000
 
 _REFUSALS = (
-    ExecutorError, FileError, GatewayFailed, ListenError, ModelError, TokenizerError
+    ExecutorError, FileError, HttpFailed, ListenError, ModelError, TokenizerError
 )  # fmt: skip
 """Errors that prevent a start. The text of each is one line."""
 
@@ -120,8 +127,11 @@ class _Life:
         self._engine = Engine(new_executor(prepared.worker, worker), prepared.server.scheduler)
         self._http = None
         if prepared.http is not None:
-            self._http = HttpGateway(prepared.http, prepared.http_options)
-        self._server = Server(prepared.server, self._engine, prepared.load_tokenizer, self._http)
+            self._http = HttpProcess(prepared.http, prepared.http_options)
+        self._status_page = None
+        if prepared.status_page is not None:
+            self._status_page = HttpProcess(prepared.status_page, prepared.status_page_options, serves=STATUS_PAGE)
+        self._server = Server(prepared.server, self._engine, prepared.load_tokenizer, self._http, self._status_page)
         self._has_failed = False
 
     async def run(self, lifeline: int | None) -> int:
@@ -159,9 +169,12 @@ class _Life:
             admin = Address.parse(self._server.admin_target)
             admin_transport = Transport.PLAIN if admin.is_local else transport
             calls += f"\n\n{Administration(admin, wants_key, admin_transport)}"
+        if self._server.status_page_target is not None:
+            page = Address.parse(self._server.status_page_target)
+            calls += f"\n\n{status_page_url(page, has_tls=transport is not Transport.PLAIN)}"
         if self._server.metrics_target is not None:
             calls += f"\n\n{metrics_call(Address.parse(self._server.metrics_target))}"
-        version = importlib.metadata.version("penstock")
+        version = installed_version()
         with contextlib.suppress(OSError):  # a closed stdout must not end the service
             sys.stdout.write(
                 f"penstock {version} serves {config.model_name} on {bound}\n"

@@ -2,7 +2,8 @@
 
 The order of a shutdown: health reports not ready; new requests are refused; running requests get the grace period; the
 rest end with a status on their streams; the listeners close; the worker stops. The HTTP gateway refuses new connections
-before the service refuses requests, and its process ends before the listeners close.
+before the service refuses requests, and its process ends before the listeners close. So does the status page, which
+serves until then.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
 from penstock.service.admin.listener import ADMIN_SERVICE
-from penstock.service.app.gateway_process import HttpGateway
+from penstock.service.app.http_process import HttpProcess
 from penstock.service.app.running_service import SERVICES, RunningService
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import AllowAll
@@ -42,21 +43,23 @@ FLUSH_S = 1.0
 
 
 class Server:
-    """One service: a listener for callers, one for operators, and optionally the HTTP gateway."""
+    """One service: a listener for callers, one for operators, and optionally the HTTP gateway and the status page."""
 
     def __init__(
         self,
         config: ServerConfig,
         engine: Engine,
         load_tokenizer: Callable[[], Tokenizer],
-        http: HttpGateway | None = None,
+        http: HttpProcess | None = None,
+        status_page: HttpProcess | None = None,
     ) -> None:
         """``load_tokenizer`` is called once, on another thread, while the engine starts. Raises ListenError for an
-        invalid address. The server starts and stops the engine and ``http``."""
+        invalid address. The server starts and stops the engine, ``http`` and ``status_page``."""
         self._config = config
         self._engine = engine
         self._load_tokenizer = load_tokenizer
         self._http = http
+        self._status_page = status_page
         self._address = Address.parse(config.listen)
         self._admin_address = None if config.admin_listen is None else Address.parse(config.admin_listen, ADMIN_FLAG)
         if self._admin_address is not None and isinstance(config.authenticator, AllowAll):
@@ -81,6 +84,8 @@ class Server:
         """The admin listener's address, set by ``start``."""
         self.http_target: str | None = None
         """The HTTP gateway's address, set by ``start``."""
+        self.status_page_target: str | None = None
+        """The status page's address, set by ``start``."""
         self.metrics_target: str | None = None
         """The address of the metrics page, set by ``start``."""
 
@@ -126,16 +131,23 @@ class Server:
         running = None
         try:
             running = RunningService(self._config, self._engine, self.tokenizer, facts, self._health)
-            if self._admin_address is not None:
-                running.add_admin(self._admin_address, self._loop_lag, self._is_going_down)
             private = () if self._http is None else (self._http.open(),)
-            bound, self.admin_target = await running.listen(self._address, private)
+            private_admin = None if self._status_page is None else self._status_page.open()
+            admin = [address for address in (self._admin_address, private_admin) if address is not None]
+            if admin:
+                running.add_admin(admin, self._loop_lag, self._is_going_down)
+            bound, bound_admin = await running.listen(self._address, private)
+            if self._admin_address is not None:
+                self.admin_target = bound_admin[0]
             if self._http is not None:
                 metrics = None if self.metrics_target is None else Address.parse(self.metrics_target, METRICS_FLAG)
                 self.http_target = str(await self._http.start(metrics))
+            if self._status_page is not None:
+                self.status_page_target = str(await self._status_page.start())
         except BaseException:
-            if self._http is not None:
-                await self._http.stop()
+            for child in (self._http, self._status_page):
+                if child is not None:
+                    await child.stop()
             if running is not None:
                 await running.stop_listening(0.0)
             await self._engine.stop()
@@ -220,6 +232,8 @@ class Server:
         running.embedding.shut_down()
         if self._http is not None:
             await self._http.stop()
+        if self._status_page is not None:  # until here it showed what the service waits for
+            await self._status_page.stop()
         self._health.close()
         self._stats_log.stop()
         self._file_watch.stop()

@@ -177,6 +177,11 @@ class Administration:
         )
 
 
+def status_page_url(address: Address, *, has_tls: bool) -> str:
+    """Returns the line that names the status page."""
+    return f"Status page for operators: http{'s' if has_tls else ''}://{address.reached_at}/"
+
+
 def metrics_call(address: Address) -> str:
     """Returns the command that shows the page for Prometheus."""
     return f"Metrics for Prometheus:\n  curl {shlex.quote(f'http://{address.reached_at}{METRICS_PATH}')}"

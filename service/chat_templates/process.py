@@ -23,6 +23,7 @@ import jinja2.debug  # noqa: F401
 import msgspec
 
 from penstock.models.executor.child_process import FED_BY_STRANGERS, prepare_child
+from penstock.models.executor.priority import lower_priority
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.chat_templates.frames import (
     COMPILE_MEMORY_BYTES,
@@ -163,6 +164,8 @@ class _Renderer:
     def _read(self) -> bytes:
         """Returns the next frame. Ends the process if the socket is closed."""
         length = int.from_bytes(self._read_exactly(LENGTH_BYTES), "little")
+        if length > LONG_FRAME_BYTES:  # the renderer ends after it
+            lower_priority()
         return self._read_exactly(length)
 
     def _read_exactly(self, length: int) -> bytes:

@@ -19,6 +19,8 @@ MAX_PORT = 65535
 ADMIN_FLAG = "--admin-listen"
 HTTP_FLAG = "--http-port"
 HTTP_HOST_FLAG = "--http-host"
+ADMIN_HTTP_FLAG = "--admin-http-port"
+ADMIN_HTTP_HOST_FLAG = "--admin-http-host"
 METRICS_FLAG = "--metrics-listen"
 METRICS_PATH, LIVE_PATH, READY_PATH = "/metrics", "/livez", "/readyz"
 """The paths of the metrics listener."""
@@ -211,13 +213,27 @@ def http_address(text: str | None) -> Address | None:
     return None if text is None else Address.parse(text, HTTP_FLAG, HTTP_HOST_FLAG)
 
 
+def admin_http_address(text: str | None, *, has_keys: bool) -> Address | None:
+    """Returns the address of the status page, by ``--admin-http-host`` and ``--admin-http-port``; None if it is off.
+    Raises ListenError, also if other machines could administer the service without a key."""
+    if text is None:
+        return None
+    address = Address.parse(text, ADMIN_HTTP_FLAG, ADMIN_HTTP_HOST_FLAG)
+    if not (has_keys or address.is_local):
+        raise ListenError(
+            f"{ADMIN_HTTP_HOST_FLAG} {address}: anyone who reaches it could administer the service; give "
+            "--api-keys-file with an admin's key, or listen on 127.0.0.1"
+        )
+    return address
+
+
 def warn_of_exposure(
     service: Address, http: Address | None, metrics: Address | None, *, has_keys: bool, is_mutual: bool
 ) -> None:
     """Logs a warning for each listener that other machines can use without credentials.
 
-    ``has_keys``: callers need a key or a token. ``is_mutual``: callers need a certificate, except over HTTP. The admin
-    listener needs no warning: without keys, ``admin_address`` refuses an address that other machines can reach.
+    ``has_keys``: callers need a key or a token. ``is_mutual``: callers need a certificate, except over HTTP. The
+    administration needs no warning: without keys, an address that other machines can reach is refused.
     """
     if not (has_keys or is_mutual):
         _warn(service, "use the model without a key", "give --api-keys-file, --jwt-jwks-file or --tls-client-ca")

@@ -17,10 +17,16 @@ def check_listeners(config: "ServeConfig") -> None:
         _check_host("--host", config.host, "--port", "--listen")
     if config.http_host is not None:
         _check_host("--http-host", config.http_host, "--http-port")
+    if config.admin_http_host is not None:
+        _check_host("--admin-http-host", config.admin_http_host, "--admin-http-port")
     if config.listen is not None and (config.host is not None or config.port is not None):
         raise ConfigError("--listen: already sets the host and the port; leave --host and --port out")
     if config.http_host is not None and config.http_port is None:
         raise ConfigError("--http-host: needs --http-port as well: give that too, or leave --http-host out")
+    if config.admin_http_host is not None and config.admin_http_port is None:
+        raise ConfigError(
+            "--admin-http-host: needs --admin-http-port as well: give that too, or leave --admin-http-host out"
+        )
 
 
 def _check_host(flag: str, host: str, port_flag: str, or_socket: str = "") -> None:

@@ -20,11 +20,12 @@ def check_identity(config: "ServeConfig") -> None:
         raise ConfigError(
             "--tls-cert: a Unix socket has no TLS; leave --tls-cert and --tls-key out, or listen on HOST:PORT"
         )
-    if config.tls_client_ca is not None and config.http_port is not None and not config.has_credentials:
-        raise ConfigError(
-            "--http-port: --tls-client-ca does not apply to HTTP, where anyone could call; give --api-keys-file or "
-            "--jwt-jwks-file too, or leave --http-port out"
-        )
+    for flag_name, port in (("--http-port", config.http_port), ("--admin-http-port", config.admin_http_port)):
+        if config.tls_client_ca is not None and port is not None and not config.has_credentials:
+            raise ConfigError(
+                f"{flag_name}: --tls-client-ca does not apply to HTTP, where anyone could call; give --api-keys-file "
+                f"or --jwt-jwks-file too, or leave {flag_name} out"
+            )
     _check_tokens(config)
 
 

@@ -48,6 +48,8 @@ MAX_NAMED_TENANTS = 16_384
 """Limit on tenants with settings of their own, so that all of them fit in one message."""
 MAX_TOKENS_CAP = 1 << 24
 MAX_LIVE_REQUESTS_CAP = 1 << 20
+MAX_LISTED_REQUESTS = 1000
+"""Limit on the requests in a page, and on the ids of one cancellation."""
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_REGEX_BYTES = 64 << 10
 MAX_TOOL_CALLS = 4096
@@ -108,6 +110,7 @@ _TENANT = Text(1, 64, TENANT_NAME, "letters, digits, '_', '.' and '-' only")
 _TRACE = Text(55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex")
 _TRUNCATION = Number(-1, Limit.CONTEXT)
 _SIDE = Known(frozenset({0, 1, 2}))
+_REQUEST_ID = Text(1, 64, required=True)
 _CLIENT_ID = Text(1, 128, _PRINTABLE, "printable ASCII")
 
 FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
@@ -245,7 +248,19 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "requests_per_second": Number(MIN_REQUEST_RATE, MAX_REQUEST_RATE),
         "tokens_per_minute": Number(1, MAX_TOKEN_BUDGET),
     },
-    "ExplainRequest": {"request_id": Text(1, 64, required=True)},
+    "ExplainRequest": {"request_id": _REQUEST_ID},
+    "ListRequestsRequest": {
+        "filter": Nested(),
+        "page_size": Number(0, MAX_LISTED_REQUESTS),
+        "page_token": Text(1, 64),
+    },
+    "CancelRequestsRequest": {"ids": Nested(), "filter": Nested()},
+    "RequestIds": {"request_ids": Items(MAX_LISTED_REQUESTS, _REQUEST_ID, required=True)},
+    "RequestFilter": {
+        "tenant": _TENANT,
+        "states": Items(4, Known(frozenset({1, 2, 3, 4}))),
+        "min_age_ms": Number(0, UINT64_MAX),
+    },
     "WatchKvEventsRequest": {"after_sequence": Number(0, UINT64_MAX), "stream_id": Text(1, 64)},
 }
 """Bounds by message and field. The default of a field that is not set is always within its bound."""

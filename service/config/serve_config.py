@@ -106,6 +106,14 @@ class ServeConfig:
     http_host: str | None = flag(
         None, "the address of OpenAI's API; 0.0.0.0 is every IPv4 address", metavar="HOST", shown="127.0.0.1"
     )
+    admin_http_port: int | None = flag(
+        None, "the port of the status page for operators, with HTTPS if --tls-cert is given, in a child process",
+        shown="no status page", low=0, high=65535,
+    )  # fmt: skip
+    admin_http_host: str | None = flag(
+        None, "the address of the status page; one that other machines can reach requires --api-keys-file",
+        metavar="HOST", shown="127.0.0.1",
+    )  # fmt: skip
     tool_call_parser: str = flag(
         AUTO, "the format of the model's tool calls, for OpenAI's API; auto detects it from the chat template",
         choices=[AUTO, NONE, *TOOL_FORMATS],
@@ -346,6 +354,13 @@ class ServeConfig:
         if self.http_port is None:
             return None
         return host_port(self.http_host or DEFAULT_HOST, self.http_port)
+
+    @property
+    def admin_http_address(self) -> str | None:
+        """The listen address of the status page, as ``host:port``; None without it."""
+        if self.admin_http_port is None:
+            return None
+        return host_port(self.admin_http_host or DEFAULT_HOST, self.admin_http_port)
 
     @property
     def has_credentials(self) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from google.rpc import status_pb2
-from opentelemetry.trace import INVALID_SPAN, Span
 
 from penstock.clients.host.error_frames import release_frames
 from penstock.scheduler.loop.engine import Engine
@@ -46,7 +45,7 @@ from penstock.service.streaming.messages import finished_message, milliseconds
 from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
-from penstock.service.telemetry.tracing import Telemetry
+from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
 from penstock.v1 import generation_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ class RequestLifecycle:
         """The error that ended the request, unless the engine ended it."""
         self._had_output = False
         self._done = False
-        self._span: Span = INVALID_SPAN
+        self._span = NO_SPAN
 
     def begin_request(self, start: pb.Start, after: "asyncio.Task[None] | None" = None) -> None:
         """Checks the request and starts its preparation. It enters the queue after the request that ``after`` prepares,
@@ -244,7 +243,7 @@ class RequestLifecycle:
             return
         try:
             if isinstance(event, SequenceDelta):
-                self._meter.delta(event.choice)
+                self._meter.delta(event.choice, len(event.token_ids))
                 self._receiver.delta(self.ref, event, self._form, not self._had_output)
                 self._had_output = True
             else:
@@ -263,6 +262,8 @@ class RequestLifecycle:
     def _accept(self, event: RequestAccepted) -> None:
         assert self._request is not None
         self.was_accepted = True
+        if self._span.is_recording:
+            self._span.follow(self._request_context.engine.explain(self.request_id))
         self._receiver.accepted(
             pb.Accepted(
                 ref=self.ref,

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import grpc
-from opentelemetry.trace import INVALID_SPAN, Span
 
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.planning.rate_limit import Rated
@@ -15,6 +14,7 @@ from penstock.scheduler.request import (
     EngineFinishReason,
     Event,
     Request,
+    RequestAccepted,
     RequestFinished,
     RequestTimings,
     TokenUsage,
@@ -26,7 +26,7 @@ from penstock.service.requests.generate import Origin
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
-from penstock.service.telemetry.tracing import Telemetry
+from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
 from penstock.v1 import embedding_pb2 as pb, embedding_pb2_grpc as pb_grpc, generation_pb2
 
 _OPERATION = "embeddings"
@@ -76,7 +76,7 @@ class _LiveEmbedding:
         self._arrival = time.monotonic()
         self._deadline = None if time_left_s is None else self._arrival + time_left_s
         self._tenant = principal.tenant
-        self._span: Span = INVALID_SPAN
+        self._span = NO_SPAN
         self._request: Request | None = None
         self._vectors: dict[int, bytes] = {}
         self._vector_bytes = 0
@@ -140,7 +140,10 @@ class _LiveEmbedding:
 
     def _on_event(self, event: Event) -> None:
         """The request's sink: never raises."""
-        if isinstance(event, Embedded):
+        if isinstance(event, RequestAccepted):
+            if self._span.is_recording:
+                self._span.follow(self._engine.explain(self._request_id))
+        elif isinstance(event, Embedded):
             self._vectors[event.choice] = event.vector[: self._vector_bytes]
         elif isinstance(event, RequestFinished):
             self._finished = event

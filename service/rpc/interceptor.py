@@ -149,6 +149,8 @@ async def _only_message(
 ) -> Any:
     """Reads the message of a method that takes exactly one. Raises ServiceError if there is none or a second one."""
     async with limits.messages_of(is_open).place(owner):
+        if not is_open:
+            await limits.answers.wait_for_room(owner)
         raw = await _read(context)
         if raw is None or await _read(context) is not None:
             raise ServiceError(Reason.MESSAGE_COUNT)

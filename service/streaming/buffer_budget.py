@@ -5,6 +5,8 @@ WRITE_COST_S = 2.1e-4
 """The time between a stream's messages, per active stream. At 40 us per message, most of it in the kernel and gRPC,
 writers take at most 19 % of a core for any number of streams."""
 
+REQUEST_BYTES = 256 << 10
+"""What one live request adds to its stream's limit. A stream that is not read stops before it has computed much."""
 MAX_STREAM_BYTES = 4 << 20
 MAX_TOTAL_BYTES = 32 << 20
 MIN_STREAM_BYTES = 64 << 10
@@ -20,9 +22,10 @@ class BufferBudget:
         self.num_bytes = 0
         """The pending bytes; updated by the streams."""
 
-    def threshold(self) -> int:
-        """Returns the number of bytes that one stream may have now."""
-        return min(MAX_STREAM_BYTES, max(MIN_STREAM_BYTES, MAX_TOTAL_BYTES - self.num_bytes))
+    def threshold(self, num_live: int) -> int:
+        """Returns the number of bytes that a stream with ``num_live`` requests may have now."""
+        most = min(MAX_STREAM_BYTES, REQUEST_BYTES * max(1, num_live))
+        return min(most, max(MIN_STREAM_BYTES, MAX_TOTAL_BYTES - self.num_bytes))
 
 
 class WritePacer:

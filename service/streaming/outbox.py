@@ -232,7 +232,7 @@ class Outbox:
             self._count(-len(raw))
         if self.is_stalled:
             self._last_taken = self._loop.time()
-            if self._pending_bytes <= self._buffer_budget.threshold() // 2:
+            if self._pending_bytes <= self._buffer_budget.threshold(self._num_live) // 2:
                 self._set_stalled(False)
 
     async def _wait(self) -> bool:
@@ -273,7 +273,7 @@ class Outbox:
 
     def _keep_bounds(self, num_bytes: int) -> None:
         """Applies the limits on the message that grows by ``num_bytes``, and on all pending output including them."""
-        if not self.is_stalled and self._pending_bytes > self._buffer_budget.threshold():
+        if not self.is_stalled and self._pending_bytes > self._buffer_budget.threshold(self._num_live):
             self._set_stalled(True)
         elif self._pending_bytes > MAX_STALLED_BYTES:
             self.fail(ServiceError(Reason.READER_TOO_SLOW))

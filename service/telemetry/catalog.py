@@ -125,6 +125,8 @@ INSTRUMENTS = (
                "Drafted tokens that were accepted.", _POSITION),
     Instrument("penstock.preemptions", COUNTER, "{preemption}", lambda now: now.counters.preemptions,
                "Rows that gave up their blocks to other rows."),
+    Instrument("penstock.rows_sat_out", COUNTER, "{row}", lambda now: now.counters.rows_sat_out,
+               "Rows that a step left out because their tenant had its share of it, summed over all steps."),
     Instrument("penstock.worker_restarts", COUNTER, "{restart}", lambda now: now.stats.restarts,
                "Workers that were replaced."),
 

@@ -4,13 +4,13 @@ Runs on the event loop for each scrape or push, a few times a minute; nothing is
 """
 
 import asyncio
-import importlib.metadata
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
+from penstock.clients.host.distribution import installed_version
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
@@ -49,7 +49,7 @@ class MetricsReader:
         self, engine: Engine, facts: WorkerFacts, metrics: Metrics, loop_lag: LoopLag, model_name: str
     ) -> None:
         self._engine = engine
-        version = importlib.metadata.version("penstock")
+        version = installed_version()
         self._snapshot = partial(Snapshot, engine, facts, metrics, loop_lag, model_name, version)
         common = {
             "model_name": model_name,

@@ -15,7 +15,7 @@ from penstock.scheduler.request import RequestFinished
 from penstock.service.auth.identity import ACCESS
 from penstock.service.errors import ServiceError
 from penstock.service.telemetry.buckets import FIRST_TOKEN_BOUNDS, OUTPUT_TOKEN_BOUNDS, REQUEST_BOUNDS, TOKEN_BOUNDS
-from penstock.service.telemetry.histogram import Histogram
+from penstock.service.telemetry.histogram import Histogram, LogHistogram
 
 MAX_TENANTS = 64
 """Tenants with a label of their own: the first ones seen. Every request may bring a new name."""
@@ -48,6 +48,16 @@ class OperationTimes:
     """Durations by the name of the status; the name is empty for OK."""
 
 
+@dataclass(slots=True)
+class RecentLatencies:
+    """Latencies over a short time."""
+
+    first_token: LogHistogram = field(default_factory=LogHistogram)
+    """The time from arrival to the first delta."""
+    inter_token: LogHistogram = field(default_factory=LogHistogram)
+    """For each token of a delta, its share of the time since the delta before."""
+
+
 class Metrics:
     """All counters of a service."""
 
@@ -71,6 +81,8 @@ class Metrics:
         self.calls: Counter[tuple[str, str]] = Counter()
         """Ended calls by method and the name of the status."""
         self.tenants: dict[str, TenantTotals] = {}
+        self.recent = RecentLatencies()
+        """Latencies of this second. ``recent_stats.py`` puts a new object here each second."""
 
     def request(self, arrival: float) -> "RequestMeter":
         """Returns the meter of a request that arrived at ``arrival``, in ``time.monotonic()``."""
@@ -163,12 +175,17 @@ class RequestMeter:
         self._last_at: dict[int, float] = {}
         """Time of the last delta by choice."""
 
-    def delta(self, choice: int) -> None:
-        """Counts a delta of the choice."""
+    def delta(self, choice: int, num_tokens: int) -> None:
+        """Counts a delta of the choice. It may have no tokens if it only ends the choice."""
         now = time.monotonic()
         last_at = self._last_at.get(choice)
         if last_at is not None:
-            self._metrics.inter_token.observe(now - last_at)
+            passed_s = now - last_at
+            self._metrics.inter_token.observe(passed_s)
+            if num_tokens:
+                self._metrics.recent.inter_token.observe(passed_s / num_tokens, num_tokens)
         elif not self._last_at:
-            self._metrics.first_token.observe(now - self._arrival)
+            passed_s = now - self._arrival
+            self._metrics.first_token.observe(passed_s)
+            self._metrics.recent.first_token.observe(passed_s)
         self._last_at[choice] = now

@@ -10,10 +10,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from penstock.clients.host.span_exporter import CLOSE_S
 from penstock.service.telemetry.collector import LoopReader, Point, Reading
 from penstock.service.telemetry.histogram import Distribution
 from penstock.service.telemetry.instrument import MetricKind
-from penstock.service.telemetry.tracing import CLOSE_S
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric, MetricExporter, MetricsData

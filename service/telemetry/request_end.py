@@ -2,20 +2,18 @@
 
 import logging
 
-from opentelemetry.trace import Span, format_trace_id
-
 from penstock.scheduler.request import SpeculationCounts
 from penstock.service.telemetry.metrics import End, Metrics
-from penstock.service.telemetry.tracing import end_request
+from penstock.service.telemetry.tracing import RequestSpan
 
 _log = logging.getLogger(__name__)
 
 
-def report_end(span: Span, metrics: Metrics, end: End) -> None:
+def report_end(span: RequestSpan, metrics: Metrics, end: End) -> None:
     """Ends the span, counts the request and logs how it ended."""
     finished, reason, code = end.finished, end.reason, end.code
     metrics.ended(end)
-    end_request(span, finished, reason, code)
+    span.end_request(finished, reason, code)
     if not _log.isEnabledFor(logging.INFO):
         return
     usage, timings, client_request_id = finished.usage, finished.timings, end.client_request_id[:128]
@@ -40,9 +38,8 @@ def report_end(span: Span, metrics: Metrics, end: End) -> None:
         "preemptions": timings.preemptions,
         "worker_restarts": timings.restarts,
     }
-    context = span.get_span_context()
-    if context.is_valid:
-        data["trace_id"] = format_trace_id(context.trace_id)
+    if span.trace_id:
+        data["trace_id"] = span.trace_id
     _log.info(
         "request %s (tenant %s, client id %r): %s%s, %s after %d ms; tokens: prompt %d, cached %d, output %d",
         end.request_id,

@@ -1,26 +1,45 @@
 """Spans of calls and requests, by OpenTelemetry's conventions for RPC and generative AI servers.
 
-Without a configured exporter, the API's null tracer does nothing. A span holds counts, names and the request id; never
-a prompt, an output or a key.
+Without a configured exporter, the API's null tracer does nothing. A span holds counts, names and ids; never a prompt,
+an output or a key.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import grpc
 from opentelemetry import context as otel_context, trace
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import INVALID_SPAN, Link, NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from penstock.scheduler.request import RequestFinished
+from penstock.scheduler.timeline import Timeline
 from penstock.service.errors import code_of
 from penstock.service.telemetry.metrics import Metrics
+from penstock.service.telemetry.phases import moments_of, phases_of
 
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-CLOSE_S = 0.3
-"""How long sending the last spans may take."""
 _PROPAGATOR = TraceContextTextMapPropagator()
+_SHARED_STREAM = "penstock.v1.GenerationService/Generate"
+"""The method whose calls carry many requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CurrentCall:
+    """The call of this task."""
+
+    attributes: Mapping[str, str]
+    traceparent: str
+    """The trace context in its metadata; empty if there is none."""
+    is_shared: bool
+    """Whether it may carry many requests."""
+
+
+_NO_CALL = _CurrentCall({}, "", is_shared=False)
+
+_current_call: ContextVar[_CurrentCall] = ContextVar("_current_call")
 
 
 class Telemetry:
@@ -34,18 +53,16 @@ class Telemetry:
     @contextmanager
     def call(self, method: str, metadata: Sequence[tuple[str, str | bytes]], request_id: str) -> Iterator[None]:
         """Opens the server span of one RPC, a child of the caller's span. It is the current span inside the block."""
-        service, _, name = method.removeprefix("/").rpartition("/")
+        name = method.removeprefix("/")
+        service, _, method_name = name.rpartition("/")
         carrier = {key: value for key, value in metadata if key == "traceparent" and isinstance(value, str)}
+        attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method_name}
+        _current_call.set(_CurrentCall(attributes, carrier.get("traceparent", ""), name == _SHARED_STREAM))
         with self._tracer.start_as_current_span(
-            method.removeprefix("/"),
+            name,
             context=_PROPAGATOR.extract(carrier) if carrier else None,
             kind=SpanKind.SERVER,
-            attributes={
-                "rpc.system": "grpc",
-                "rpc.service": service,
-                "rpc.method": name,
-                "penstock.request_id": request_id,
-            },
+            attributes={**attributes, "penstock.request_id": request_id},
             record_exception=False,  # an exception's text may contain data that a span must not
             set_status_on_exception=False,
         ) as span:
@@ -56,33 +73,65 @@ class Telemetry:
                 raise
             _end_call(span, grpc.StatusCode.OK)
 
-    def request(self, request_id: str, tenant: str, operation: str, traceparent: str) -> Span:
-        """Opens the span of one request; ``operation`` is ``chat`` or ``text_completion``. ``end_request`` ends it."""
-        parent = _PROPAGATOR.extract({"traceparent": traceparent}) if traceparent else otel_context.get_current()
-        return self._tracer.start_span(
-            f"{operation} {self._model_name}",
-            context=parent,
-            kind=SpanKind.INTERNAL,
-            attributes={
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "penstock",
-                "gen_ai.request.model": self._model_name,
-                "penstock.request_id": request_id,
-                "penstock.tenant": tenant,
-            },
-        )
+    def request(self, request_id: str, tenant: str, operation: str, traceparent: str) -> "RequestSpan":
+        """Opens the span of one request; ``operation`` is ``chat``, ``text_completion`` or ``embeddings``.
+
+        It is a child of ``traceparent`` if the request names one, and otherwise of its call's span. A request that
+        shares its stream with others is in no trace of the stream's: the stream's span may last for days, and each
+        request is sampled separately. If the parent is not the call's span, the request's span takes the place of an
+        RPC's span and has a link to the call's."""
+        call = _current_call.get(_NO_CALL)
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "penstock",
+            "gen_ai.request.model": self._model_name,
+            "penstock.request_id": request_id,
+            "penstock.tenant": tenant,
+        }
+        parent, kind = otel_context.get_current(), SpanKind.INTERNAL
+        links: list[Link] = []
+        if traceparent != call.traceparent if traceparent else call.is_shared and not call.traceparent:
+            of_call = trace.get_current_span().get_span_context()
+            links = [Link(of_call)] if of_call.is_valid else []
+            parent, kind = _PROPAGATOR.extract({"traceparent": traceparent}, otel_context.Context()), SpanKind.SERVER
+            attributes |= call.attributes
+        began_ns = time.time_ns()
+        span = self._tracer.start_span(f"{operation} {self._model_name}", parent, kind, attributes, links, began_ns)
+        return RequestSpan(span, self._tracer, began_ns)
 
 
-def _end_call(span: Span, code: grpc.StatusCode) -> None:
-    number: int = code.value[0]
-    span.set_attribute("rpc.grpc.status_code", number)
-    if code in _OUR_FAULTS:
-        span.set_status(Status(StatusCode.ERROR, code.name))
+class RequestSpan:
+    """The span of one request, with a child span for each phase of the request."""
 
+    def __init__(self, span: Span, tracer: Tracer, began_ns: int) -> None:
+        """``began_ns`` is the span's beginning in Unix time."""
+        self._span = span
+        self._tracer = tracer
+        self._began_ns = began_ns
+        self._began = time.monotonic()
+        self._timeline: Timeline | None = None
 
-def end_request(span: Span, finished: RequestFinished, ended: str, code: grpc.StatusCode) -> None:
-    """Records how a request ended and what it used, and ends its span. ``ended``: the name of the reason."""
-    if span.is_recording():
+    @property
+    def is_recording(self) -> bool:
+        """Whether the request is sampled."""
+        return self._span.is_recording()
+
+    @property
+    def trace_id(self) -> str:
+        """The trace's id; empty if there is no trace."""
+        context = self._span.get_span_context()
+        return trace.format_trace_id(context.trace_id) if context.is_valid else ""
+
+    def follow(self, timeline: Timeline | None) -> None:
+        """Takes the phases from a timeline, when the span ends."""
+        self._timeline = timeline
+
+    def end_request(self, finished: RequestFinished, ended: str, code: grpc.StatusCode) -> None:
+        """Records how the request ended and what it used, and ends the span. ``ended`` is the name of the reason."""
+        span = self._span
+        if not span.is_recording():
+            return
+        now = time.monotonic()
         span.set_attributes(
             {
                 "gen_ai.usage.input_tokens": finished.usage.prompt_tokens,
@@ -90,48 +139,45 @@ def end_request(span: Span, finished: RequestFinished, ended: str, code: grpc.St
                 "gen_ai.response.finish_reasons": [ended.lower()],
                 "penstock.cached_tokens": finished.usage.cached_tokens,
                 "penstock.preemptions": finished.timings.preemptions,
+                "penstock.worker_restarts": finished.timings.restarts,
                 "penstock.time_to_first_token_s": finished.timings.first_token_us / 1e6,
             }
         )
         if finished.speculation is not None:
             span.set_attribute("penstock.drafted_tokens", finished.speculation.drafted)
             span.set_attribute("penstock.accepted_tokens", finished.speculation.accepted)
+        if self._timeline is not None:
+            self._add_phases(self._timeline, now)
         _end_call(span, code)
-    span.end()
+        span.end(self._unix_ns(now))
+
+    def _add_phases(self, timeline: Timeline, now: float) -> None:
+        for moment in moments_of(timeline):
+            self._span.add_event(moment.name.value, moment.attributes, self._unix_ns(moment.at))
+        parent = trace.set_span_in_context(self._span, otel_context.Context())
+        for phase in phases_of(timeline, now):
+            begin_ns, attributes = self._unix_ns(phase.begin), phase.attributes
+            child = self._tracer.start_span(phase.name.value, parent, attributes=attributes, start_time=begin_ns)
+            child.end(self._unix_ns(phase.end))
+
+    def _unix_ns(self, at: float) -> int:
+        """Converts a time of the timeline. The offset is that of the span's beginning, so that no change of the
+        system's time puts a phase outside the span."""
+        return self._began_ns + max(0, round((at - self._began) * 1e9))
+
+
+NO_SPAN = RequestSpan(INVALID_SPAN, NoOpTracer(), 0)
+"""The span of a request that was refused before it got one."""
+
+
+def _end_call(span: Span, code: grpc.StatusCode) -> None:
+    number: int = code.value[0]
+    span.set_attribute("rpc.grpc.status_code", number)
+    if code in _OUR_FAULTS:
+        span.set_attribute("error.type", code.name)
+        span.set_status(Status(StatusCode.ERROR, code.name))
 
 
 _OUR_FAULTS = frozenset(
     {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 )
-
-
-class Exporter:
-    """Sends the process's spans to a collector, if the environment names one."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        """``environ`` holds OpenTelemetry's own variables. Create it after the worker has started: it opens a
-        channel."""
-        wanted = any(environ.get(name) for name in _ENDPOINTS)
-        self._shutdown = _install_exporter(environ.get("OTEL_SERVICE_NAME", "penstock")) if wanted else _nothing
-
-    def close(self) -> None:
-        """Sends the remaining spans, for ``CLOSE_S`` at most, so that the process ends without delay."""
-        thread = threading.Thread(target=self._shutdown, name="last spans", daemon=True)
-        thread.start()
-        thread.join(CLOSE_S)
-
-
-def _install_exporter(service_name: str) -> Callable[[], None]:
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    provider = TracerProvider(shutdown_on_exit=False, resource=Resource.create({"service.name": service_name}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    trace.set_tracer_provider(provider)
-    return provider.shutdown
-
-
-def _nothing() -> None:
-    pass

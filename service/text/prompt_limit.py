@@ -1,9 +1,12 @@
-"""Limits the tokens of a prompt, and makes the errors for longer prompts. Independent of the tokenizer."""
+"""Limits the tokens of a text, and makes the errors for longer texts. Independent of the tokenizer."""
 
 from dataclasses import dataclass
 from typing import NoReturn
 
 from penstock.service.errors import Reason, ServiceError, invalid
+
+MAX_TOKENS_AT_ONCE = 3 << 18
+"""The limit of a text that is not a prompt. The tokenizer's library takes about 250 bytes per token while it works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +49,21 @@ class PromptLimit:
 
     def _error(self, problem: str) -> ServiceError:
         return invalid(self.field, problem, Reason.CONTEXT_LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimit(PromptLimit):
+    """The limit of a text that is not a prompt, or of one that is truncated to a prompt afterwards."""
+
+    max_tokens: int = MAX_TOKENS_AT_ONCE
+    field: str = "text"
+
+    def check(self, num_tokens: int) -> None:
+        """Refuses a text that has too many tokens. Raises ServiceError TOO_EXPENSIVE."""
+        if num_tokens > self.max_tokens:
+            self.refuse(f"{num_tokens:,}")
+
+    def refuse(self, what: str = "more") -> NoReturn:
+        """Raises the error for a text that has too many tokens, ``what`` of them."""
+        problem = f"{self.field}: at most {self.max_tokens:,} tokens at once; it has {what}; send less at once"
+        raise ServiceError(Reason.TOO_EXPENSIVE, problem, field=self.field)

@@ -11,15 +11,17 @@ from itertools import groupby
 import tokenizers
 
 from penstock.service.chat_templates.text import runs
+from penstock.service.config.text_size import utf8_bytes
 from penstock.service.text.prompt_limit import PromptLimit
 
 _WINDOW_CHARS = 16 << 10
 _USUAL_CHARS_PER_TOKEN = 8
 """More than in usual texts. If a text is too long even at this ratio, its number of tokens is estimated first."""
-_ESTIMATE_FACTOR = 2
-_ESTIMATE_SLACK = 1024
+_BYTES_AT_ONCE = 1 << 20
+"""Longer texts are always estimated first: each of their bytes may be a token."""
+_ESTIMATE_SLACK, _MAX_ESTIMATE_SLACK = 1024, 1 << 17
 """Margins of the estimate. It splits words at the ends of windows, which changes a few tokens, so it refuses a text
-only if that is over the limit by this factor and this number."""
+only if that has twice as many tokens as the limit and the first number, or the second number more than the limit."""
 
 
 class SpecialTokenGuard:
@@ -122,10 +124,11 @@ class SpecialTokenGuard:
 
     def _has_far_too_many(self, text: str, max_tokens: int) -> bool:
         """Returns whether a very long text has many more tokens than ``max_tokens``. Encodes it in windows: the whole
-        text could take seconds, and 100 bytes per token."""
-        if self.takes_spaces or len(text) <= max(_WINDOW_CHARS, _USUAL_CHARS_PER_TOKEN * max_tokens):
+        text could take seconds, and hundreds of bytes per token."""
+        most_bytes = max(_WINDOW_CHARS, min(_BYTES_AT_ONCE, _USUAL_CHARS_PER_TOKEN * max_tokens))
+        if self.takes_spaces or utf8_bytes(text) <= most_bytes:
             return False
-        most = _ESTIMATE_FACTOR * max_tokens + _ESTIMATE_SLACK
+        most = max_tokens + min(max_tokens + _ESTIMATE_SLACK, _MAX_ESTIMATE_SLACK)
         num_tokens = 0
         for start in range(0, len(text), _WINDOW_CHARS):
             num_tokens += len(self._encoding(text[start : start + _WINDOW_CHARS], False))

@@ -18,7 +18,7 @@ from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.text.longest_token import longest_token_bytes
-from penstock.service.text.prompt_limit import PromptLimit
+from penstock.service.text.prompt_limit import PromptLimit, TextLimit
 from penstock.service.text.reasoning import REASONING_MARKS, Reasoning
 from penstock.service.text.special_tokens import SpecialTokenGuard
 from penstock.service.text.token_table import TokenTextTable, UnsupportedDecoder
@@ -34,6 +34,8 @@ _LONG_BYTES = 64 << 10
 _NUM_RENDERING, _NUM_RENDERING_LONG = 7, 3
 """Number of conversations with slow templates that give way to others at a time, for short and for long prompts."""
 _LONG_THREADS = 4
+_HUGE_BYTES = 1 << 20
+_HUGE_THREADS = 2
 """Threads for long texts. A tenant uses one at a time, so this many tenants do not wait for each other."""
 _NOBODY = Principal(DEFAULT_TENANT)
 """The principal outside of a call."""
@@ -131,11 +133,12 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the ids of a caller's text, which has no special tokens itself. With ``add_special_tokens``, the
         tokenizer adds its own around it, such as the beginning of sequence, and ``truncation`` keeps them. Raises
-        ServiceError, also if there are more tokens than ``limit`` allows; a truncated text has no limit."""
+        ServiceError, also if there are more tokens than ``limit`` allows; before it is truncated, a text may have as
+        many as a ``TextLimit`` allows."""
         _check_size((text,), "text")
-        token_ids = self._special_token_guard.encode(
-            text, add_special_tokens, limit=limit if truncation is None else None
-        )
+        if limit is None or truncation is not None:
+            limit = TextLimit(field="text" if limit is None else limit.field)
+        token_ids = self._special_token_guard.encode(text, add_special_tokens, limit=limit)
         if truncation is None or len(token_ids) <= truncation.max_tokens:
             return token_ids
         if not add_special_tokens or not self._library.num_special_tokens_to_add(False):
@@ -145,8 +148,9 @@ class Tokenizer:
     def encode_chat(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
         """Returns the ids of a conversation, with special tokens only from the template, never from the caller's texts.
 
-        Raises ServiceError, also if there are more tokens than ``limit`` allows.
+        Raises ServiceError, also if there are more tokens than ``limit`` allows, by default a ``TextLimit``.
         """
+        limit = limit or TextLimit(field="chat")
         rendered = self._template_of(chat).render(chat)
         self._check_rendered(rendered, limit)
         return self._special_token_guard.encode_template(rendered, limit=limit)
@@ -239,8 +243,9 @@ class TokenizerPool:
     """Runs slow work off the event loop, in a few threads, and refuses more than it can queue. Tenants take turns, and
     one tenant never has all threads.
 
-    Long texts have threads of their own, so that short ones never wait for them. The threads run in parallel: the
-    library releases the GIL while it encodes.
+    Long texts have threads of their own, so that short ones never wait for them; so have huge ones, which take seconds,
+    and must not take the cores from steps and streams. The threads run in parallel: the library releases the GIL while
+    it encodes.
     """
 
     def __init__(
@@ -253,7 +258,8 @@ class TokenizerPool:
         max_waiting_bytes: int = 64 << 20,
     ) -> None:
         """``num_threads`` may work for one tenant: one on long texts, and the others, at least one, on short ones.
-        ``max_waiting_bytes`` limits the queue for short and for long texts; one tenant may use half of it."""
+        ``max_waiting_bytes`` limits each of the queues for short, long and huge texts; one tenant may use half of
+        it."""
         self.tokenizer = tokenizer
         self._block_size = block_size
         self._max_prompt_tokens = max_prompt_tokens
@@ -269,6 +275,13 @@ class TokenizerPool:
         self._long = FairThreadPool(
             "tokenizer-long", _LONG_THREADS, max_waiting_bytes, num_giving_way=_NUM_RENDERING_LONG
         )
+        self._huge = FairThreadPool(
+            "tokenizer-huge",
+            _HUGE_THREADS,
+            max_waiting_bytes,
+            num_giving_way=_NUM_RENDERING_LONG,
+            is_background=True,
+        )
 
     async def run(self, work: Callable[[], T], num_bytes: int, tenant: str | None = None) -> T:
         """Runs ``work`` in a thread; ``num_bytes`` is the size of its input. ``tenant``: the owner of the work; None is
@@ -277,7 +290,7 @@ class TokenizerPool:
         Raises what ``work`` raises, and ServiceError PREPARATION_FULL. If its caller is cancelled, running work
         continues and waiting work is dropped.
         """
-        lane = self._long if num_bytes > _LONG_BYTES else self._short
+        lane = self._huge if num_bytes > _HUGE_BYTES else self._long if num_bytes > _LONG_BYTES else self._short
         return await lane.run(work, num_bytes, current_principal.get(_NOBODY).tenant if tenant is None else tenant)
 
     def limit(self, field: str, room_for_output: int = 1) -> PromptLimit:
@@ -315,3 +328,4 @@ class TokenizerPool:
         """Ends the threads; waiting work is cancelled."""
         self._short.close()
         self._long.close()
+        self._huge.close()

@@ -1,9 +1,11 @@
-"""Drops whole responses that the client does not read: after a time, or sooner if there are too many."""
+"""Drops whole responses that the client does not read: after a time, or sooner if there are too many. A tenant that has
+many waits for the next ones."""
 
 import asyncio
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.clients.host.log_rate import LogRate
 from penstock.service.transport.call_end import WRITE_PATIENCE_S, CallEnder
@@ -14,6 +16,10 @@ SOON_S = 5.0
 MAX_BYTES_OF_TENANT = 64 << 20
 MAX_BYTES = 256 << 20
 """Limits on unread responses older than ``SOON_S``: per tenant, and in total."""
+ROOM_OF_TENANT = 32 << 20
+"""With more bytes than this in large unread responses, the tenant's next calls wait: there is no age limit, and gRPC
+keeps a copy of each response."""
+LARGE_BYTES = 64 << 10
 CALL_BYTES = 16 << 10
 """Memory that gRPC keeps for a call, even if its response is short."""
 
@@ -37,6 +43,10 @@ class UnreadAnswers:
         self._answers: dict[asyncio.Task[object], _Answer] = {}
         """Oldest first, by the handler's task, which is done when its response has been sent. Finished ones are removed
         at the next check: a callback per call would cost more."""
+        self._large_bytes: Counter[str] = Counter()
+        """Bytes of large responses that are not sent yet, by tenant."""
+        self._sent: dict[str, asyncio.Event] = {}
+        """Set when a large response of the tenant has been sent, if a call waits for that."""
         self._timer: asyncio.TimerHandle | None = None
         self._ender = CallEnder()
         _log.addFilter(_log_rate)
@@ -47,8 +57,23 @@ class UnreadAnswers:
         assert task is not None
         loop = asyncio.get_running_loop()
         self._answers[task] = _Answer(tenant, request_id, num_bytes + CALL_BYTES, loop.time())
+        if num_bytes > LARGE_BYTES:
+            self._large_bytes[tenant] += num_bytes
+            task.add_done_callback(partial(self._end_large, tenant, num_bytes))
         if self._timer is None:
             self._timer = loop.call_later(CHECK_S, self._check)
+
+    async def wait_for_room(self, tenant: str) -> None:
+        """Waits while the tenant has too many bytes in large responses that are not sent yet."""
+        while self._large_bytes[tenant] > ROOM_OF_TENANT:
+            await self._sent.setdefault(tenant, asyncio.Event()).wait()
+
+    def _end_large(self, tenant: str, num_bytes: int, _task: asyncio.Task[object]) -> None:
+        self._large_bytes[tenant] -= num_bytes
+        if not self._large_bytes[tenant]:
+            del self._large_bytes[tenant]
+        if tenant in self._sent:
+            self._sent.pop(tenant).set()
 
     def end(self, task: asyncio.Task[object]) -> None:
         """Ends the call of ``task``, and drops everything that it has to send."""

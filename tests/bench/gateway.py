@@ -233,7 +233,7 @@ def family(pid: int) -> dict[str, psutil.Process]:
     service = psutil.Process(pid)
     found = {"service": service, "client": psutil.Process()}
     for child in service.children():
-        found["gateway" if "gateway_child" in " ".join(child.cmdline()) else "worker"] = child
+        found["gateway" if "http_child" in " ".join(child.cmdline()) else "worker"] = child
     return found
 
 

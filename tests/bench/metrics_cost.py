@@ -63,8 +63,8 @@ async def main() -> None:
     """Prints the costs."""
     metrics = Metrics()
     meter = metrics.request(time.monotonic())
-    meter.delta(0)
-    delta_us = microseconds(lambda: meter.delta(0), 200_000)
+    meter.delta(0, 1)
+    delta_us = microseconds(lambda: meter.delta(0, 1), 200_000)
     prometheus_us, otel_us = in_libraries()
     print(f"a delta: {delta_us:.2f} us; {DELTAS_PER_S:,} a second: {delta_us * DELTAS_PER_S / 1e4:.2f} % of a core")
     print(f"  one observation by prometheus_client {prometheus_us:.2f} us, by OpenTelemetry's SDK {otel_us:.2f} us")

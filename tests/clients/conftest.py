@@ -54,6 +54,8 @@ class Terminal:
         termios.tcsetwinsize(other, (30, 100))
         command = [*tool.command, *map(str, arguments)]
         environment = tool.environment | {"TERM": "dumb", "NO_COLOR": tool.environment.get("NO_COLOR", "1")}
+        for size in ("COLUMNS", "LINES"):  # pytest-xdist sets them
+            environment.pop(size, None)
         self.process = subprocess.Popen(
             command, env=environment, stdin=other, stdout=other, stderr=other, start_new_session=True, close_fds=True
         )

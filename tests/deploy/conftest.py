@@ -1,10 +1,11 @@
-"""The chart as helm renders it."""
+"""The chart as helm renders it, and programs that check other files."""
 
 import io
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -69,3 +70,16 @@ def render(helm: Callable[..., subprocess.CompletedProcess[str]]) -> Render:
         return [each for each in yaml.safe_load_all(done.stdout) if each]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def find_program() -> Callable[[str], str]:
+    """Returns a program's path: on PATH, or beside this Python, where deploy/docker/requirements.txt puts it."""
+
+    def find(name: str) -> str:
+        path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+        if path is None:
+            pytest.skip(f"{name} is not installed (pip install --no-deps -r deploy/docker/requirements.txt)")
+        return path
+
+    return find

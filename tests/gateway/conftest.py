@@ -37,7 +37,7 @@ from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.app.gateway_process import HttpGateway
+from penstock.service.app.http_process import HttpProcess
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.config.addresses import Address
@@ -167,7 +167,7 @@ def _scripted(tokenizer: Tokenizer, scheduler: SchedulerConfig | None = None, **
     config = scheduler or SchedulerConfig()
 
     async def serve() -> None:
-        http = HttpGateway(Address("127.0.0.1"), ["--tool-call-parser=hermes", "--reasoning-parser=think"])
+        http = HttpProcess(Address("127.0.0.1"), ["--tool-call-parser=hermes", "--reasoning-parser=think"])
         engine = Engine(FakeExecutor(vocab_size=258, next_token=say, seconds_per_step=0.002), config)
         given = ServerConfig(SCRIPTED_NAME, "127.0.0.1:0", scheduler=config, **settings)
         server = Server(given, engine, lambda: tokenizer, http)
@@ -265,7 +265,7 @@ async def http_in_front_of(target: str, **settings: Any) -> AsyncIterator[tuple[
     http = HttpServer(app, HttpSettings(shutdown_s=1))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.create_task(http.serve([listener]))
-        while not http.started:  # noqa: ASYNC110 - uvicorn tells nobody
+        while not http.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.001)
         base = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:

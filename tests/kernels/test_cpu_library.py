@@ -81,8 +81,32 @@ def test_the_best_level_is_the_default(cpu_library: Path) -> None:
 def test_a_library_that_was_not_built_comes_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "library.so")
     monkeypatch.delenv(cpu.VARIABLE, raising=False)
-    with pytest.raises(cpu.LibraryMissing, match=r"no C\+\+ compiler worked .* apt-get install g\+\+"):
+    with pytest.raises(cpu.LibraryMissing, match=r"not been built: run make native; .* apt-get install g\+\+"):
         cpu.load_library()
+
+
+def test_a_library_that_is_not_installed_comes_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "library.so")
+    monkeypatch.setattr(cpu, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(cpu, "PACKAGE", "penstock.no_such_package")
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
+    with pytest.raises(cpu.LibraryMissing, match=r"not installed: pip install 'penstock-llm\[cpu\]'"):
+        cpu.load_library()
+
+
+def test_an_installed_library_is_used_where_there_are_no_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu_library: Path
+) -> None:
+    package = tmp_path / "installed_kernels"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / cpu.LIBRARY.name).symlink_to(cpu_library)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(cpu, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(cpu, "PACKAGE", package.name)
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
+    assert cpu.library_path() == package / cpu.LIBRARY.name
+    assert find_kernels("generic") is not None
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ class World:
         self.now = 0.0
         """A second later with every plan."""
         self.step_us = 1_000_000
+        self.row_us = 0
+        """What each row adds."""
         self._new_worker()
         self.scheduler = Scheduler(self.facts, self.config, clock=lambda: self.now)
 
@@ -236,7 +238,7 @@ class World:
         if not self.plans:
             return False
         result = self.worker.run(self.plans.popleft())
-        result.computed_us = self.step_us
+        result.computed_us = self.step_us + self.row_us * len(result.rows)
         choices = [self.scheduler._planner.rows.holder(row.row, row.epoch) for row in result.rows]
         lengths = [
             len(sequence.token_ids) + len(row.token_ids) for sequence, row in zip(choices, result.rows, strict=True)
@@ -290,6 +292,7 @@ class World:
             own = [(sequence.index == 0, sequence.num_prompt_tokens) for sequence in new if sequence.live.tenant is use]
             assert planner.waiting.queued_of(use.name) == (sum(n for n, _ in own), sum(n for _, n in own))
         assert {id(sequence) for sequence in running if sequence.live.held} == set(map(id, planner.running.held))
+        assert self.scheduler.num_held == sum(live.held for live in self.scheduler._requests.values())
 
     def check_work(self, queue: WaitingQueue) -> None:
         """What each waiting choice lacks is what the cache does not have now, and it is counted once."""

@@ -284,6 +284,9 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
         """One after the other; then the service ends, unless it hangs."""
         self.hangs = False
         self.intervals: list[int] = []
+        self.live: list[admin_pb2.LiveRequest] = []
+        self.list_calls: list[admin_pb2.ListRequestsRequest] = []
+        self.cancel_calls: list[admin_pb2.CancelRequestsRequest] = []
         self.target = ""
         self._leaving = threading.Event()
 
@@ -291,6 +294,22 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
         if request.request_id not in self.explained:
             context.abort(grpc.StatusCode.NOT_FOUND, "it is not among the last 1,000; --explain-requests keeps more")
         return self.explained[request.request_id]
+
+    def ListRequests(self, request, context):
+        """Knows no filter but the tenant's. A page token is the number of requests before the page."""
+        self.list_calls.append(request)
+        found = [live for live in self.live if request.filter.tenant in ("", live.tenant)]
+        end = int(request.page_token or 0) + (request.page_size or 100)
+        token = str(end) if end < len(found) else ""
+        return admin_pb2.ListRequestsResponse(requests=found[int(request.page_token or 0) : end], next_page_token=token)
+
+    def CancelRequests(self, request, context):
+        self.cancel_calls.append(request)
+        ids, tenant = request.ids.request_ids, request.filter.tenant
+        gone = [live for live in self.live if (live.request_id in ids if ids else tenant in ("", live.tenant))]
+        self.live = [live for live in self.live if live not in gone]
+        unknown = [each for each in ids if each not in {live.request_id for live in gone}]
+        return admin_pb2.CancelRequestsResponse(cancelled_requests=len(gone), unknown_request_ids=unknown)
 
     def WatchStats(self, request, context):
         self.intervals.append(request.interval_ms)

@@ -12,7 +12,7 @@ from penstock.clients.errors import PenstockError, RequestFailed, Unreachable, f
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 
 _TIMEOUT_S = 10.0
-"""The deadline of calls that return immediately."""
+"""The deadline of calls that return at once."""
 
 
 class AdminClient:
@@ -30,10 +30,10 @@ class AdminClient:
         async with open_channel(service.target, service.tls) as channel:
             yield cls(channel, service)
 
-    async def call(self, method: str, request: Any) -> Any:
+    async def call(self, method: str, request: Any, timeout_s: float = _TIMEOUT_S) -> Any:
         """Calls a unary method, such as ``Drain``. Raises PenstockError."""
         with self._explained():
-            return await getattr(self._stub, method)(request, metadata=self._metadata, timeout=_TIMEOUT_S)
+            return await getattr(self._stub, method)(request, metadata=self._metadata, timeout=timeout_s)
 
     async def watch(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
         """Yields the messages of a streaming method, such as ``WatchStats``. Raises PenstockError."""

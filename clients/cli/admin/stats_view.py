@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.v1 import admin_pb2 as pb
 
@@ -9,6 +10,7 @@ _BAR_WIDTH = 30
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STATE_PREFIX = "ENGINE_STATE_"
 _TITLE_WIDTH = 10
+_PERIODS: tuple[tuple[str, Literal["last_10s", "last_60s"]], ...] = (("10 s", "last_10s"), ("60 s", "last_60s"))
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,13 @@ def line(stats: pb.WatchStatsResponse, rates: Rates) -> str:
         f"tokens/s: output {rates.output_tokens:.0f}, prompt {rates.prefill_tokens + rates.cached_tokens:.0f} "
         f"(cached {100 * rates.cached_share:.0f} %){drafted}; step {stats.step_us / 1000:.1f} ms; loop lag: {lag}; "
         f"first token predicted: {predicted}; preempted {stats.preemptions}, refused {stats.refused_requests}, "
-        f"workers replaced {stats.worker_restarts}"
+        f"workers replaced {stats.worker_restarts}{_recent_words(stats)}"
     )
+
+
+def title(target: str, stats: pb.WatchStatsResponse) -> str:
+    """Formats the first line of a screen."""
+    return f"penstock top   {target}   {state_name(stats)}   up {_uptime(stats.uptime_ms // 1000)}"
 
 
 def dashboard(
@@ -81,7 +88,7 @@ def dashboard(
 ) -> Iterator[str]:
     """Formats a screen. ``before``: the previous update; ``history``: output tokens per second, the newest last."""
     rates = None if before is None else Rates.between(before, stats)
-    yield f"penstock top   {target}   {state_name(stats)}   up {_uptime(stats.uptime_ms // 1000)}"
+    yield title(target, stats)
     yield ""
     stalled = f", {stats.stalled_requests:,} of them stalled" if stats.stalled_requests else ""
     yield _row("requests", f"{stats.live_requests:,} live{stalled}")
@@ -104,6 +111,7 @@ def dashboard(
         yield from ("", _row("speed", "known with the next answer"))
     else:
         yield from _speeds(stats, rates, history, unicode)
+    yield from _recent_table(stats)
     yield ""
     yield _row(
         "in all",
@@ -126,6 +134,49 @@ def _speeds(stats: pb.WatchStatsResponse, rates: Rates, history: Sequence[float]
         yield _row("drafts", f"{rates.drafted_tokens:10,.0f} tokens/s, {accepted}")
     yield _row("steps", f"{rates.steps:10,.1f} per second, {stats.step_us / 1000:,.1f} ms at the median")
     yield _row("requests", f"{rates.finished_requests:10,.1f} ended per second, {rates.refused_requests:,.1f} refused")
+
+
+def _recent(stats: pb.WatchStatsResponse) -> Iterator[tuple[str, list[float], list[str], list[str]]]:
+    """Yields the recent periods: the name; the rates of output, computed prompts and requests; the latencies of first
+    tokens and between tokens. Yields nothing for a service that does not report them."""
+    for name, field in _PERIODS:
+        if stats.HasField(field):
+            window = getattr(stats, field)
+            totals = (window.output_tokens, window.prefill_tokens, window.finished_requests)
+            rates = [1000 * total / max(1, window.duration_ms) for total in totals]
+            yield name, rates, _latencies(window.time_to_first_token), _latencies(window.inter_token_latency)
+
+
+def _recent_words(stats: pb.WatchStatsResponse) -> str:
+    return "".join(
+        f"; last {name}: tokens/s {output:.0f} output, {computed:.0f} computed, requests/s {requests:.1f}, "
+        f"p50/p90/p99 in ms: first token {'/'.join(first)}, between tokens {'/'.join(between)}"
+        for name, (output, computed, requests), first, between in _recent(stats)
+    )
+
+
+def _recent_table(stats: pb.WatchStatsResponse) -> Iterator[str]:
+    rows = list(_recent(stats))
+    if not rows:
+        return
+    yield ""
+    yield f"{'':10} {'tokens/s':>19} {'requests':>9}   {'first token, ms':>22}   {'between tokens, ms':>22}"
+    percentiles = _columns(["p50", "p90", "p99"])
+    yield f"{'last':10} {'output':>9} {'computed':>9} {'/s':>9}   {percentiles}   {percentiles}"
+    for name, (output, computed, requests), first, between in rows:
+        yield f"{name:10} {output:9,.0f} {computed:9,.0f} {requests:9,.1f}   {_columns(first)}   {_columns(between)}"
+
+
+def _latencies(percentiles: pb.LatencyPercentiles) -> list[str]:
+    """Formats the percentiles in milliseconds, with three digits, because they are not exact."""
+    if not percentiles.count:
+        return ["-"] * 3
+    found = (us / 1000 for us in (percentiles.p50_us, percentiles.p90_us, percentiles.p99_us))
+    return [f"{ms:,.0f}" if ms >= 99.95 else f"{ms:.1f}" if ms >= 9.995 else f"{ms:.2f}" for ms in found]
+
+
+def _columns(texts: list[str]) -> str:
+    return "  ".join(f"{text:>6}" for text in texts)
 
 
 def _tenants(before: pb.WatchStatsResponse | None, stats: pb.WatchStatsResponse, rates: Rates | None) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """The common part of every request to the service."""
 
-import re
 from collections.abc import Mapping
 
 from penstock.clients.gateway.requests.sampling import client_request_id
@@ -8,11 +7,10 @@ from penstock.clients.gateway.requests.truncation import fill_truncation
 from penstock.clients.gateway.schemas.common import GenerationBody
 from penstock.clients.gateway.schemas.unsupported import model_not_found
 from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.tracing import traceparent
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.requests import timeout_ms
 from penstock.v1 import generation_pb2 as pb
-
-_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def new_start(body: GenerationBody, headers: Mapping[str, str], settings: GatewaySettings) -> pb.Start:
@@ -25,15 +23,9 @@ def new_start(body: GenerationBody, headers: Mapping[str, str], settings: Gatewa
     if body.max_draft_tokens is not None:
         start.max_draft_tokens = body.max_draft_tokens
     fill_truncation(start, body)
-    start.traceparent = traceparent(headers)
+    start.traceparent = traceparent()
     start.client_request_id = client_request_id(body.request_id, headers.get("x-request-id"))
     return start
-
-
-def traceparent(headers: Mapping[str, str]) -> str:
-    """Returns the caller's trace context; empty if it is missing or invalid, as the standard requires."""
-    given = headers.get("traceparent", "")
-    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 def check_model(name: str | None, caller: UpstreamCaller) -> None:

@@ -17,12 +17,13 @@ from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, from_failure
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.sampling import client_request_id
-from penstock.clients.gateway.requests.start import check_model, traceparent
+from penstock.clients.gateway.requests.start import check_model
 from penstock.clients.gateway.requests.truncation import fill_truncation
 from penstock.clients.gateway.responses.chunking import encoded
 from penstock.clients.gateway.responses.http_response import until_gone
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.embeddings import EmbeddingResponse, EmbeddingsRequest
+from penstock.clients.gateway.tracing import traceparent
 from penstock.clients.gateway.traffic import GONE
 from penstock.v1 import embedding_pb2 as pb
 from penstock.v1.generation_pb2 import TokenIds
@@ -68,7 +69,7 @@ def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: s
         normalize=body.normalize,
         priority=body.priority,
         tenant=tenant,
-        traceparent=traceparent(headers),
+        traceparent=traceparent(),
         client_request_id=client_request_id(body.request_id, headers.get("x-request-id")),
     )
     fill_truncation(request, body)

@@ -1,12 +1,11 @@
 """Probes without a key: whether the service accepts requests, and the version."""
 
-from importlib.metadata import version
-
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from penstock.clients.gateway.upstream.service_link import ServiceLink
+from penstock.clients.host.distribution import installed_version
 
 
 class Version(BaseModel):
@@ -17,7 +16,7 @@ class Version(BaseModel):
 
 def make_router() -> APIRouter:
     """Makes ``/health``, ``/ping``, which is the same under SageMaker's name, and ``/version``."""
-    this_version = Version(version=version("penstock"))
+    this_version = Version(version=installed_version())
     router = APIRouter(tags=["probes"], responses={503: {"description": "The service does not accept requests."}})
 
     @router.get("/health", response_class=Response)

@@ -4,7 +4,6 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
@@ -33,6 +32,7 @@ from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import GatewayMetrics
 from penstock.clients.gateway.upstream.body_budget import BodyBudget
 from penstock.clients.gateway.upstream.service_link import ServiceLink
+from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.parse_turns import ParseTurns
 from penstock.clients.host.reloaded_files import FileWatch
 
@@ -44,7 +44,7 @@ Completions, chats, embeddings and models as OpenAI's clients expect them, with 
 
 Send the service's key as `Authorization: Bearer KEY`, if it requires one. An error is `{"error": {"message", "type",
 "param", "code"}}`; with 429 and 503 the header `Retry-After` has the time to wait. Every response has an
-`x-request-id`, which is the service's own if the request reached it. `traceparent` is passed on.
+`x-request-id`, which is the service's own if the request reached it. `traceparent` names the trace of the request.
 """
 
 _log = logging.getLogger(__name__)
@@ -101,11 +101,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         title="penstock",
         summary="OpenAI's HTTP API in front of a penstock service.",
         description=_DESCRIPTION,
-        version=version("penstock"),
+        version=installed_version(),
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load scripts from a public network
         redoc_url=None,
         redirect_slashes=False,  # it would send callers to http, and to the Host that they named
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # gateway/tracing.py has ours
     )
     routes = list(app.routes)
     for part in _PARTS:

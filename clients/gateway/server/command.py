@@ -3,6 +3,7 @@
 import argparse
 import logging
 import math
+import os
 import ssl
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from penstock.clients.host.log_rate import LogRate
 from penstock.clients.host.log_thread import LogThread
 from penstock.clients.host.loopback import resolves_to_loopback
 from penstock.clients.host.open_files import raise_open_files_limit
+from penstock.clients.host.span_exporter import Exporter
 
 
 def main(argv: list[str]) -> int:
@@ -26,11 +28,17 @@ def main(argv: list[str]) -> int:
     arguments = make_parser().parse_args(argv)
     raise_open_files_limit()
     settings, http = gateway_settings(arguments), http_settings(arguments)
-    _set_up_logging()
-    return serve(create_app(settings), http, f"in front of {settings.service.target}")
+    set_up_logging()
+    exporter = Exporter(os.environ, "penstock-gateway")
+    try:
+        return serve(
+            create_app(settings), http, lambda url: f"penstock gateway: {url}/v1 in front of {settings.service.target}."
+        )
+    finally:
+        exporter.close()
 
 
-def _set_up_logging() -> None:
+def set_up_logging() -> None:
     """Writes the log in a separate thread, and limits how often a message is repeated."""
     handler = LogThread()
     handler.addFilter(LogRate())
@@ -53,7 +61,7 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
         api_key_file=key,
         tenant_header=arguments.tenant_header or "",
         metrics_target=arguments.metrics_target or "",
-        exposed_address=_exposed_address(arguments),
+        exposed_address=exposed_address(arguments),
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         max_body_bytes=arguments.max_body_mib << 20,
@@ -61,7 +69,7 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
         max_callers=arguments.max_callers,
         keepalive_s=arguments.sse_keep_alive,
         allowed_origins=arguments.allowed_origins,
-        allowed_hosts=_allowed_hosts(arguments),
+        allowed_hosts=allowed_hosts(arguments),
         requires_tenant=arguments.require_tenant_header,
         max_bodies_bytes=_max_bodies_mib(arguments) << 20,
         ignores_unknown_fields=arguments.unknown_fields == "ignore",
@@ -80,12 +88,12 @@ def _max_bodies_mib(arguments: argparse.Namespace) -> int:
     return given or max(least, GatewaySettings.max_bodies_bytes >> 20)
 
 
-def _allowed_hosts(arguments: argparse.Namespace) -> AllowedHosts | None:
+def allowed_hosts(arguments: argparse.Namespace) -> AllowedHosts | None:
     """Returns None for a Unix socket, which no page of a browser can reach."""
     return None if arguments.unix_socket is not None else AllowedHosts(arguments.host, arguments.allowed_hosts)
 
 
-def _exposed_address(arguments: argparse.Namespace) -> str:
+def exposed_address(arguments: argparse.Namespace) -> str:
     """Returns the address at which other machines can reach the listener; empty if they cannot, or if the socket was
     opened by another program."""
     if arguments.fd is not None or arguments.unix_socket is not None or resolves_to_loopback(arguments.host):

@@ -3,6 +3,7 @@ buffered for them. Independent of HTTP."""
 
 import resource
 from collections import Counter
+from itertools import chain
 from typing import Protocol
 
 _RESERVED_FILES = 64
@@ -36,8 +37,10 @@ class ConnectionPlaces:
             max_connections = max(1, min(max_connections, limit - _RESERVED_FILES))
         self.max_connections = max_connections
         self._max_unread_bytes = max_unread_bytes
+        self._silent: dict[HttpConnection, None] = {}
+        """Connections that have not sent a request yet, the oldest first."""
         self._idle: dict[HttpConnection, None] = {}
-        """Connections without a request; the one that has been idle longest is first."""
+        """Connections between two requests; the one that has been idle longest is first."""
         self._unread: dict[HttpConnection, int] = {}
         """Connections that are read more slowly than they are written, with the number of bytes that waited when they
         were last checked. Since then it can only have fallen."""
@@ -46,23 +49,24 @@ class ConnectionPlaces:
         self._num = 0
 
     def enter(self, connection: HttpConnection) -> None:
-        """Adds a new connection. If there are too many, closes the one that has been idle longest."""
+        """Adds a new connection. If there are too many, closes the one that has been silent longest, or else idle."""
         self._num += 1
         if self._num > self.max_connections:
-            longest_idle = next((each for each in self._idle if not each.num_unread), None)
-            if longest_idle is not None:
-                del self._idle[longest_idle]  # it ends slightly later; until then another call would close the same one
-                longest_idle.cut()
-        self._idle[connection] = None
+            least_needed = next((each for each in chain(self._silent, self._idle) if not each.num_unread), None)
+            if least_needed is not None:
+                self.mark_busy(least_needed)  # it ends slightly later; until then another call would close the same one
+                least_needed.cut()
+        self._silent[connection] = None
 
     def leave(self, connection: HttpConnection) -> None:
         """Removes a connection that has ended."""
         self._num -= 1
-        self._idle.pop(connection, None)
+        self.mark_busy(connection)
         self.catch_up(connection)
 
     def mark_busy(self, connection: HttpConnection) -> None:
         """Marks a connection as busy, since the head of a request has arrived: it is not closed for others."""
+        self._silent.pop(connection, None)
         self._idle.pop(connection, None)
 
     def end(self, connection: HttpConnection) -> None:

@@ -42,17 +42,20 @@ def make_parser() -> CommandParser:
         "it, so put it behind a proxy that authenticates them (default: each caller's own key is passed on)",
     )
     flags = parser.add_argument_group("HTTP")
-    _add_listener_flags(flags)
+    add_listener_flags(flags, default_port=8000)
     _add_serving_flags(flags)
     _add_request_flags(parser.add_argument_group("requests"))
     return parser
 
 
-def _add_listener_flags(flags: "argparse._ArgumentGroup") -> None:
+def add_listener_flags(flags: "argparse._ArgumentGroup", default_port: int) -> None:
+    """Adds the flags of a listener for HTTP."""
     flags.add_argument(
         "--host", default="127.0.0.1", help="where to listen; 0.0.0.0 is everywhere (default: %(default)s)"
     )
-    flags.add_argument("--port", type=_number(0, 65535), default=8000, help="0 takes a free one (default: %(default)s)")
+    flags.add_argument(
+        "--port", type=_number(0, 65535), default=default_port, help="0 takes a free one (default: %(default)s)"
+    )
     flags.add_argument("--unix-socket", type=Path, metavar="PATH", help="listen on a Unix socket instead")
     flags.add_argument("--fd", type=_number(0, 2**20), metavar="N", help="listen on a socket that was opened already")
     flags.add_argument(
@@ -95,12 +98,12 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
         "(default: %(default)s)",
     )  # fmt: skip
     flags.add_argument(
-        "--allowed-origins", type=_listed(read_origins), default=(), metavar="ORIGINS",
+        "--allowed-origins", type=listed(read_origins), default=(), metavar="ORIGINS",
         help="web pages of these origins may call, separated by commas, such as https://app.example.com; * is any "
         "origin (default: none)",
     )  # fmt: skip
     flags.add_argument(
-        "--allowed-hosts", type=_listed(read_hosts), default=(), metavar="NAMES",
+        "--allowed-hosts", type=listed(read_hosts), default=(), metavar="NAMES",
         help="further host names of the gateway, separated by commas, such as llm.example.com or *.example.com; * is "
         "any name. If callers need no key, requests with another Host are refused (default: addresses, names without a "
         "dot and this machine's name)",
@@ -161,7 +164,9 @@ def _number(low: int, high: int) -> Callable[[str], int]:
     return read
 
 
-def _listed(read: Callable[[str], tuple[str, ...]]) -> Callable[[str], tuple[str, ...]]:
+def listed(read: Callable[[str], tuple[str, ...]]) -> Callable[[str], tuple[str, ...]]:
+    """Returns the parser of a flag whose value ``read`` turns into a list."""
+
     def read_list(text: str) -> tuple[str, ...]:
         try:
             return read(text)

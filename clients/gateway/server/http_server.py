@@ -7,14 +7,14 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from penstock.clients.errors import PenstockError
 from penstock.clients.gateway.server.certificate import CHECK_S, certificate_files
@@ -60,10 +60,11 @@ class HttpSettings:
     """How long running responses may continue after a signal to stop."""
 
 
-def serve(app: FastAPI, http: HttpSettings, what: str) -> int:
-    """Serves until a signal; returns the exit status. The greeting contains ``what``. Raises PenstockError."""
+def serve(app: Starlette, http: HttpSettings, greeting: Callable[[str], str]) -> int:
+    """Serves until a signal; returns the exit status. ``greeting`` makes a sentence of the URL, without a slash at its
+    end. Raises PenstockError."""
     with _listening(http) as (listener, address):
-        server = HttpServer(app, http, f"penstock gateway: {address}/v1 {what}. Ctrl-C stops it.")
+        server = HttpServer(app, http, f"{greeting(address)} Ctrl-C stops it.")
         calm_collector()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             MemoryWatch().start(runner.get_loop())
@@ -141,7 +142,7 @@ class HttpServer(uvicorn.Server):
     """Stops at the first signal after running responses have ended, and at the second immediately. Prints a greeting
     once it serves."""
 
-    def __init__(self, app: FastAPI, http: HttpSettings, greeting: str = "") -> None:
+    def __init__(self, app: Starlette, http: HttpSettings, greeting: str = "") -> None:
         self._places = places = ConnectionPlaces(http.max_connections, http.max_unread_bytes)
         super().__init__(_config(app, http, places))
         app.state.gateway_metrics.bound(self.server_state.connections, places.max_connections)
@@ -218,7 +219,7 @@ def _bound_writes(listener: socket.socket, seconds: int) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
-def _config(app: FastAPI, http: HttpSettings, places: ConnectionPlaces) -> uvicorn.Config:
+def _config(app: Starlette, http: HttpSettings, places: ConnectionPlaces) -> uvicorn.Config:
     protocol = partial(TimeoutHttpProtocol, places=places, head_s=_HEAD_S, write_timeout_s=http.write_timeout_s)
     return uvicorn.Config(
         app,

@@ -5,6 +5,7 @@ import logging
 import secrets
 import traceback
 from contextlib import ExitStack
+from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,9 +14,9 @@ from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import RETRY_S, GatewayError, as_gateway_error
 from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.schemas.unsupported import shown
-from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.tracing import GatewayTracer
 from penstock.clients.gateway.traffic import HELD_UNTIL_END, GatewayMetrics, RequestRecord
-from penstock.clients.gateway.upstream.service_link import ServiceLink
+from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.clients.host.error_frames import release_frames
 from penstock.clients.host.log_rate import LOG_KIND
 
@@ -24,19 +25,50 @@ _PROBES = frozenset({"/health", "/ping", "/version", _METRICS})
 """Paths served at any load: if a load balancer's probe is refused, it removes the gateway when it is needed most."""
 _SAY_NOTHING = _PROBES - {_METRICS}
 """Paths that load balancers request with any Host."""
-_FULL = "the gateway has reached its limit of connections; try again"
+_FULL = "the server has reached its limit of connections; try again"
 
 _log = logging.getLogger(__name__)
+
+
+class RequestLimits(Protocol):
+    """The settings that limit requests."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The limit on the body of a request."""
+        ...
+
+    @property
+    def allowed_hosts(self) -> AllowedHosts | None:
+        """The accepted values of ``Host`` if callers need no key; None: any."""
+        ...
+
+
+class KeyedService(Protocol):
+    """The link to the service, which the app has as ``app.state.link``."""
+
+    async def needs_key(self) -> bool:
+        """Returns whether callers need a key. Raises RequestFailed if that is unknown."""
+        ...
 
 
 class OuterMiddleware:
     """ASGI middleware. An exception's text may contain a caller's data, so neither logs nor callers get it."""
 
-    def __init__(self, app: ASGIApp, settings: GatewaySettings, gateway_metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: RequestLimits,
+        gateway_metrics: GatewayMetrics,
+        open_paths: frozenset[str] = _SAY_NOTHING,
+    ) -> None:
+        """``open_paths`` are served with any ``Host``."""
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
         self._allowed_hosts = settings.allowed_hosts
         self._gateway_metrics = gateway_metrics
+        self._tracer = GatewayTracer()
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
@@ -45,6 +77,8 @@ class OuterMiddleware:
             return
         routed = as_routed(scope)
         with self._gateway_metrics.request(routed) as record, ExitStack() as held:
+            if routed["path"] not in _PROBES:
+                held.enter_context(self._tracer.request(routed, scope["method"], record))
             routed[HELD_UNTIL_END] = held
             await self._pass_on(routed, receive, _without_bodies(send) if scope["method"] == "HEAD" else send, record)
 
@@ -59,7 +93,7 @@ class OuterMiddleware:
                 has_begun = True
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers.setdefault("x-request-id", f"gw-{secrets.token_hex(12)}")
+                record.request_id = headers.setdefault("x-request-id", f"gw-{secrets.token_hex(12)}")
             await send(message)
 
         async def receive_bounded() -> Message:
@@ -96,12 +130,12 @@ class OuterMiddleware:
     async def _check_host_is_ours(self, host: str | None, scope: Scope) -> None:
         """If callers need no key, only the check of Host keeps other web pages out. Metrics never need a key."""
         hosts = self._allowed_hosts
-        if hosts is None or host is None or hosts.allows(host) or scope["path"] in _SAY_NOTHING:
+        if hosts is None or host is None or hosts.allows(host) or scope["path"] in self._open_paths:
             return
-        link: ServiceLink = scope["app"].state.link
+        link: KeyedService = scope["app"].state.link
         if scope["path"] == _METRICS or not await link.needs_key():
             message = (
-                f"Host: {shown(host)} is not a name of this gateway; use its address, or start it with --allowed-hosts"
+                f"Host: {shown(host)} is not a name of this server; use its address, or start it with --allowed-hosts"
             )
             raise GatewayError(421, message, code="invalid_host")
 

@@ -11,6 +11,8 @@ EVICTION_INTERVAL_S = 0.25
 sender of an evicted body would send the next one as fast as the network allows."""
 TENANT_SHARE = 0.5
 """The part of the budget that one tenant may take."""
+TENANT_BYTES_PER_S, BURST_BYTES = 32 << 20, 4 << 20
+"""How fast a tenant's bodies are received, after a burst. Receiving them takes the event loop from all streams."""
 
 
 class NoRoomForBody(Exception):
@@ -61,6 +63,9 @@ class BodyBudget:
         self._interval_s = interval_s
         self._next_eviction: dict[str, float] = {}
         """The time of each tenant's next eviction, for tenants that have bodies."""
+        self._received: dict[str, float] = {}
+        """The time at which a tenant's bodies have been received at the rate that it may have, for tenants that have
+        bodies."""
         self._room_of: dict[str | None, asyncio.Future[None]] = {}
         """Completed when there may be room again: by tenant, and under None for the whole budget."""
 
@@ -85,6 +90,7 @@ class BodyBudget:
             return  # it was evicted, and its request ends
         body.num_bytes += num_bytes
         self._bytes_of[body.tenant] += num_bytes
+        await self._pace(body.tenant, num_bytes)
         while body in self._bodies and (tenant := self._tenant_that_yields(body)) is not None:
             if (wait_s := self._next_eviction.get(tenant, 0.0) - self._clock()) > 0:
                 await self._wait(body.tenant if self._is_over(body.tenant) else None, wait_s)
@@ -97,6 +103,14 @@ class BodyBudget:
             assert evict is not None, "complete bodies were skipped"
             self._drop(slowest)
             evict()
+
+    async def _pace(self, tenant: str, num_bytes: int) -> None:
+        """Waits until a tenant may receive more."""
+        now = self._clock()
+        began = max(self._received.get(tenant, 0.0), now - BURST_BYTES / TENANT_BYTES_PER_S)
+        received = self._received[tenant] = began + num_bytes / TENANT_BYTES_PER_S
+        if received > now:
+            await asyncio.sleep(received - now)
 
     def give_back(self, body: BodyInMemory, num_bytes: int) -> None:
         """Releases bytes of a body."""
@@ -133,4 +147,5 @@ class BodyBudget:
             if not self._bytes_of[body.tenant]:
                 del self._bytes_of[body.tenant]
                 self._next_eviction.pop(body.tenant, None)
+                self._received.pop(body.tenant, None)
             self._wake(body.tenant)

@@ -22,6 +22,7 @@ from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.errors import RequestFailed, failure_from_call
 from penstock.clients.gateway.errors import RETRY_S, GatewayError
 from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.tracing import trace_metadata
 from penstock.clients.gateway.upstream.body_budget import BodyInMemory
 from penstock.clients.gateway.upstream.caller_headers import bearer_key, named_tenant
 from penstock.clients.gateway.upstream.places import Identity, Metadata, PlaceName, SharedStream
@@ -86,6 +87,7 @@ class UpstreamCaller:
         self._link = link
         self._identity = identity
         self._place = place
+        self._metadata = (*identity.metadata, *trace_metadata())
         self._carried: list[tuple[Callable[[], None], Receiver]] = []
         """All requests, each with the function that cancels it."""
         self._num_live = 0
@@ -126,7 +128,7 @@ class UpstreamCaller:
         """Calls the service for the caller, such as ``call(caller.stubs.tokenizer.Tokenize, request)``. Without
         ``is_short`` the deadline is that of a generation. Raises RequestFailed, and GatewayError for a request that is
         too large."""
-        return await self._link.call(method, request, self._identity.metadata, is_short=is_short)
+        return await self._link.call(method, request, self._metadata, is_short=is_short)
 
     def carry(self, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
         """Sends a request on the stream of the caller's tenant; returns a function that cancels it. Each ``carry``
@@ -242,7 +244,7 @@ class ServiceLink:
         return self.settings.service.api_key is None and await self._state.needs_key()
 
     async def call(
-        self, method: Callable[..., Awaitable[T]], request: Message, metadata: object, *, is_short: bool = True
+        self, method: Callable[..., Awaitable[T]], request: Message, metadata: Metadata, *, is_short: bool = True
     ) -> T:
         """Makes one call; without ``is_short``, with the deadline of a generation. Raises RequestFailed, and
         GatewayError for a request that is too large."""
@@ -289,7 +291,8 @@ class ServiceLink:
 
     async def _fetch_model(self, identity: Identity) -> GetModelResponse:
         request = GetModelRequest(tenant=identity.tenant)
-        model = await self.call(self.stubs.model.GetModel, request, identity.metadata)
+        metadata = (*identity.metadata, *trace_metadata())  # in the trace of the first request that needs it
+        model = await self.call(self.stubs.model.GetModel, request, metadata)
         rate = model.requests_per_second if model.HasField("requests_per_second") else None
         self.refusals.set(identity.tenant or model.tenant, rate)
         return model

@@ -151,6 +151,38 @@ TIMELINE_KIND_ENDED: TimelineKind.ValueType  # 10
 """The request ended. `detail` has the reason."""
 Global___TimelineKind: _TypeAlias = TimelineKind  # noqa: Y015
 
+class _RequestState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_STATE_UNSPECIFIED: _RequestState.ValueType  # 0
+    """Not set."""
+    REQUEST_STATE_WAITING: _RequestState.ValueType  # 1
+    """No choice of it has a row: it has not begun, or was preempted."""
+    REQUEST_STATE_PREFILLING: _RequestState.ValueType  # 2
+    """Its prompt is being computed."""
+    REQUEST_STATE_DECODING: _RequestState.ValueType  # 3
+    """A choice of it is generating output."""
+    REQUEST_STATE_HELD: _RequestState.ValueType  # 4
+    """It is held back: its stream is not read, or the service is finding out which request killed a worker."""
+
+class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
+    """The state of a live request, from when it enters the queue."""
+
+REQUEST_STATE_UNSPECIFIED: RequestState.ValueType  # 0
+"""Not set."""
+REQUEST_STATE_WAITING: RequestState.ValueType  # 1
+"""No choice of it has a row: it has not begun, or was preempted."""
+REQUEST_STATE_PREFILLING: RequestState.ValueType  # 2
+"""Its prompt is being computed."""
+REQUEST_STATE_DECODING: RequestState.ValueType  # 3
+"""A choice of it is generating output."""
+REQUEST_STATE_HELD: RequestState.ValueType  # 4
+"""It is held back: its stream is not read, or the service is finding out which request killed a worker."""
+Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
+
 @_typing.final
 class WatchStatsRequest(_message.Message):
     """A request for live statistics."""
@@ -207,6 +239,8 @@ class WatchStatsResponse(_message.Message):
     DRAFTS_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    LAST_10S_FIELD_NUMBER: _builtins.int
+    LAST_60S_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """The state of the engine."""
     uptime_ms: _builtins.int
@@ -269,6 +303,14 @@ class WatchStatsResponse(_message.Message):
     def loop_lag(self) -> Global___LoopLag:
         """The lag of the service's event loop. Absent before its first sample."""
 
+    @_builtins.property
+    def last_10s(self) -> Global___StatsWindow:
+        """The last 10 seconds."""
+
+    @_builtins.property
+    def last_60s(self) -> Global___StatsWindow:
+        """The last 60 seconds."""
+
     def __init__(
         self,
         *,
@@ -298,16 +340,102 @@ class WatchStatsResponse(_message.Message):
         drafts: _builtins.int = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        last_10s: Global___StatsWindow | None = ...,
+        last_60s: Global___StatsWindow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "loop_lag", b"loop_lag", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "last_10s", b"last_10s", "last_60s", b"last_60s", "loop_lag", b"loop_lag", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "accepted_tokens", b"accepted_tokens", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "finished_requests", b"finished_requests", "host_blocks", b"host_blocks", "kv_usage", b"kv_usage", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "restored_tokens", b"restored_tokens", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_us", b"step_us", "steps", b"steps", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "accepted_tokens", b"accepted_tokens", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "finished_requests", b"finished_requests", "host_blocks", b"host_blocks", "kv_usage", b"kv_usage", "last_10s", b"last_10s", "last_60s", b"last_60s", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "restored_tokens", b"restored_tokens", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_us", b"step_us", "steps", b"steps", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_ttft_ms: _TypeAlias = _typing.Literal["predicted_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__predicted_ttft_ms: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_ttft_ms) -> _WhichOneofReturnType__predicted_ttft_ms | None: ...
 
 Global___WatchStatsResponse: _TypeAlias = WatchStatsResponse  # noqa: Y015
+
+@_typing.final
+class StatsWindow(_message.Message):
+    """Throughput and latency over a recent period."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DURATION_MS_FIELD_NUMBER: _builtins.int
+    FINISHED_REQUESTS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    INTER_TOKEN_LATENCY_FIELD_NUMBER: _builtins.int
+    duration_ms: _builtins.int
+    """The length of the period in milliseconds. It is up to a second shorter than its name, because the oldest second is
+    dropped as a whole, and shorter still while the service has not run as long.
+    """
+    finished_requests: _builtins.int
+    """The number of requests that ended, for any reason."""
+    prefill_tokens: _builtins.int
+    """The number of prompt positions that were computed."""
+    output_tokens: _builtins.int
+    """The number of chosen tokens."""
+    @_builtins.property
+    def time_to_first_token(self) -> Global___LatencyPercentiles:
+        """From the arrival of a request to its first token, for first tokens in this period."""
+
+    @_builtins.property
+    def inter_token_latency(self) -> Global___LatencyPercentiles:
+        """Between two messages with output of the same choice, divided by the tokens of the later one, for tokens in this
+        period.
+        """
+
+    def __init__(
+        self,
+        *,
+        duration_ms: _builtins.int = ...,
+        finished_requests: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        time_to_first_token: Global___LatencyPercentiles | None = ...,
+        inter_token_latency: Global___LatencyPercentiles | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inter_token_latency", b"inter_token_latency", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "finished_requests", b"finished_requests", "inter_token_latency", b"inter_token_latency", "output_tokens", b"output_tokens", "prefill_tokens", b"prefill_tokens", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsWindow: _TypeAlias = StatsWindow  # noqa: Y015
+
+@_typing.final
+class LatencyPercentiles(_message.Message):
+    """Percentiles of a latency, within 5 % of the exact value."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    P50_US_FIELD_NUMBER: _builtins.int
+    P90_US_FIELD_NUMBER: _builtins.int
+    P99_US_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """The number of samples. The percentiles are 0 if there are none."""
+    p50_us: _builtins.int
+    """The median, in microseconds."""
+    p90_us: _builtins.int
+    """The 90th percentile, in microseconds."""
+    p99_us: _builtins.int
+    """The 99th percentile, in microseconds."""
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        p50_us: _builtins.int = ...,
+        p90_us: _builtins.int = ...,
+        p99_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "p50_us", b"p50_us", "p90_us", b"p90_us", "p99_us", b"p99_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatencyPercentiles: _TypeAlias = LatencyPercentiles  # noqa: Y015
 
 @_typing.final
 class LoopLag(_message.Message):
@@ -920,6 +1048,246 @@ class TimelineEntry(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_step) -> _WhichOneofReturnType__last_step | None: ...
 
 Global___TimelineEntry: _TypeAlias = TimelineEntry  # noqa: Y015
+
+@_typing.final
+class RequestFilter(_message.Message):
+    """Selects live requests. A request must match every field that is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    MIN_AGE_MS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant of the request. Empty: every tenant."""
+    min_age_ms: _builtins.int
+    """The minimum time since the request arrived, in milliseconds."""
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[Global___RequestState.ValueType]:
+        """The states of the request. Empty: every state."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        states: _abc.Iterable[Global___RequestState.ValueType] | None = ...,
+        min_age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_age_ms", b"min_age_ms", "states", b"states", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestFilter: _TypeAlias = RequestFilter  # noqa: Y015
+
+@_typing.final
+class ListRequestsRequest(_message.Message):
+    """A request for a page of the live requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """The maximum number of requests in the page, up to 1,000. Default: 100."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page, with the same filter. Empty for the first page. It is valid until the
+    service stops.
+    """
+    @_builtins.property
+    def filter(self) -> Global___RequestFilter:
+        """The requests to list. Absent: all."""
+
+    def __init__(
+        self,
+        *,
+        filter: Global___RequestFilter | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsRequest: _TypeAlias = ListRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestsResponse(_message.Message):
+    """A page of the live requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """The token of the next page. Empty if this is the last one."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
+        """The requests, in the order in which they entered the queue."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___LiveRequest] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class LiveRequest(_message.Message):
+    """A live request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The server's id of the request."""
+    client_request_id: _builtins.str
+    """The caller's own id of the request."""
+    tenant: _builtins.str
+    """The tenant of the request."""
+    state: Global___RequestState.ValueType
+    """The state of the request."""
+    age_ms: _builtins.int
+    """The time since the request arrived, in milliseconds."""
+    prompt_tokens: _builtins.int
+    """The number of tokens of the prompt, or of all inputs of a request to embed."""
+    output_tokens: _builtins.int
+    """The number of output tokens so far, of all choices."""
+    max_tokens: _builtins.int
+    """The maximum number of output tokens of each choice; 0 for a request to embed."""
+    num_choices: _builtins.int
+    """The number of choices, or of inputs."""
+    priority: _builtins.int
+    """The priority of the request."""
+    preemptions: _builtins.int
+    """How often choices of the request were preempted."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        client_request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        state: Global___RequestState.ValueType = ...,
+        age_ms: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        num_choices: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client_request_id", b"client_request_id", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveRequest: _TypeAlias = LiveRequest  # noqa: Y015
+
+@_typing.final
+class CancelRequestsRequest(_message.Message):
+    """A request to cancel live requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> Global___RequestIds:
+        """The requests with these ids."""
+
+    @_builtins.property
+    def filter(self) -> Global___RequestFilter:
+        """All requests that match. An empty filter matches every request."""
+
+    def __init__(
+        self,
+        *,
+        ids: Global___RequestIds | None = ...,
+        filter: Global___RequestFilter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "ids", b"ids", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "ids", b"ids", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["ids", "filter"]  # noqa: Y015
+    _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_target) -> _WhichOneofReturnType_target | None: ...
+
+Global___CancelRequestsRequest: _TypeAlias = CancelRequestsRequest  # noqa: Y015
+
+@_typing.final
+class RequestIds(_message.Message):
+    """The server's ids of requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Each 1 to 64 bytes; 1 to 1,000 ids."""
+
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestIds: _TypeAlias = RequestIds  # noqa: Y015
+
+@_typing.final
+class CancelRequestsResponse(_message.Message):
+    """The response after requests were cancelled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANCELLED_REQUESTS_FIELD_NUMBER: _builtins.int
+    UNKNOWN_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    cancelled_requests: _builtins.int
+    """The number of requests that were cancelled."""
+    @_builtins.property
+    def unknown_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The given ids that name no live request, in the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        cancelled_requests: _builtins.int = ...,
+        unknown_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_requests", b"cancelled_requests", "unknown_request_ids", b"unknown_request_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestsResponse: _TypeAlias = CancelRequestsResponse  # noqa: Y015
 
 @_typing.final
 class WatchKvEventsRequest(_message.Message):

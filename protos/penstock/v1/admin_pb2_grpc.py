@@ -72,6 +72,16 @@ class AdminServiceStub(object):
                 request_serializer=penstock_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/penstock.v1.AdminService/ListRequests',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.CancelRequests = channel.unary_unary(
+                '/penstock.v1.AdminService/CancelRequests',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.CancelRequestsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.CancelRequestsResponse.FromString,
+                _registered_method=True)
         self.WatchKvEvents = channel.unary_stream(
                 '/penstock.v1.AdminService/WatchKvEvents',
                 request_serializer=penstock_dot_v1_dot_admin__pb2.WatchKvEventsRequest.SerializeToString,
@@ -139,6 +149,22 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
+        in exactly one page.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelRequests(self, request, context):
+        """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
+        and its caller keeps the output that was streamed so far.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchKvEvents(self, request, context):
         """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
         prefix is cached. The first message comes at once. The events contain prompts, as token ids. The stream ends with
@@ -185,6 +211,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'CancelRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequests,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.CancelRequestsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.CancelRequestsResponse.SerializeToString,
             ),
             'WatchKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchKvEvents,
@@ -384,6 +420,60 @@ class AdminService(object):
             '/penstock.v1.AdminService/Explain',
             penstock_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.AdminService/ListRequests',
+            penstock_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.AdminService/CancelRequests',
+            penstock_dot_v1_dot_admin__pb2.CancelRequestsRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.CancelRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

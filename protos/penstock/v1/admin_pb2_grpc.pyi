@@ -60,6 +60,14 @@ class AdminServiceStub:
     """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
     NOT_FOUND otherwise.
     """
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
+    """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
+    in exactly one page.
+    """
+    CancelRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestsRequest, _admin_pb2.CancelRequestsResponse]
+    """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
+    and its caller keeps the output that was streamed so far.
+    """
     WatchKvEvents: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchKvEventsRequest, _admin_pb2.WatchKvEventsResponse]
     """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
     prefix is cached. The first message comes at once. The events contain prompts, as token ids. The stream ends with
@@ -97,6 +105,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
     NOT_FOUND otherwise.
+    """
+    ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
+    in exactly one page.
+    """
+    CancelRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestsRequest, _admin_pb2.CancelRequestsResponse]  # type: ignore[assignment]
+    """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
+    and its caller keeps the output that was streamed so far.
     """
     WatchKvEvents: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchKvEventsRequest, _admin_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
     """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
@@ -174,6 +190,26 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
         """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
         NOT_FOUND otherwise.
+        """
+
+    @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _admin_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListRequestsResponse, _abc.Awaitable[_admin_pb2.ListRequestsResponse]]:
+        """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
+        in exactly one page.
+        """
+
+    @_abc_1.abstractmethod
+    def CancelRequests(
+        self,
+        request: _admin_pb2.CancelRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CancelRequestsResponse, _abc.Awaitable[_admin_pb2.CancelRequestsResponse]]:
+        """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
+        and its caller keeps the output that was streamed so far.
         """
 
     @_abc_1.abstractmethod

@@ -31,7 +31,7 @@ class TokenizeRequest(_message.Message):
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     INCLUDE_TEXT_OFFSETS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """The text: at most 4 MiB of UTF-8. Special tokens spelled in it are ordinary text."""
+    """The text: at most 4 MiB of UTF-8 and 786,432 tokens. Special tokens spelled in it are ordinary text."""
     add_special_tokens: _builtins.bool
     """Whether the tokenizer adds its own special tokens, such as a beginning of sequence, as it does for a `text` prompt.
     Default: true.

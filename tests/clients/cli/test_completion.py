@@ -80,11 +80,14 @@ def test_commands(completions):
     [
         ("serve", {"--model", "--http-port", "--no-enable-prefix-caching", "--config"}),
         ("gateway", {"--host", "--tenant-header", "--tls-ca"}),
+        ("status-page", {"--admin", "--port", "--allowed-hosts"}),
         ("chat", {"--once", "--json-schema", "--target"}),
         ("generate", {"--input", "--retry-failed"}),
         ("bench", {"--slo", "--plot"}),
         ("settings", {"--policy", "--max-num-seqs", "--admin"}),
         ("drain", {"--wait", "--resume"}),
+        ("requests", {"--tenant", "--state", "--min-age", "--json"}),
+        ("cancel", {"--tenant", "--all", "--yes"}),
     ],
 )
 def test_flags(completions, command, flags):
@@ -114,6 +117,7 @@ def test_choices(completions):
     assert completions("penstock serve --dtype f") == ["float32", "float16", "float64"]
     assert completions("penstock serve --dtype=b") == ["--dtype=bfloat16"]
     assert completions("penstock settings --policy ") == ["fcfs", "priority", "deadline", "fair"]
+    assert completions("penstock cancel --state ") == ["waiting", "prefilling", "decoding", "held"]
     assert completions("penstock gateway --unknown-fields ") == ["refuse", "ignore"]
     assert completions("penstock bench --api o") == ["openai"]
     assert completions("penstock completion ")[-3:] == list(SHELLS)
@@ -151,7 +155,7 @@ def test_commands_complete_without_grpc_torch_and_the_service(completions):
     assert "penstock.clients.cli.completion" in modules
     assert not {name.partition(".")[0] for name in modules} & {"google", "grpc", "torch", "tqdm", "yaml"}
     assert {name for name in modules if name.startswith("penstock.")} == {
-        "penstock.clients", "penstock.clients.cli",
+        "penstock.clients", "penstock.clients.cli", "penstock.clients.host", "penstock.clients.host.distribution",
         *(f"penstock.clients.cli.{name}" for name in ("command_parser", "commands", "completion", "main")),
     }  # fmt: skip
 

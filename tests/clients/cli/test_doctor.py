@@ -160,11 +160,11 @@ def test_a_crash_of_the_cpu_library_is_reported(monkeypatch, tmp_path):
 
 
 def test_what_a_server_lacks_is_named_with_the_command(fitted):
-    bare = without(fitted, "torch", "tokenizers", "uvloop")
+    bare = without(fitted, "numpy", "tokenizers", "uvloop")
     (finding,) = examine(bare, LIBRARY)
     assert finding.kind is FindingKind.MISSING
-    assert finding.what == "not installed: tokenizers, torch"
-    assert finding.remedy == "pip install 'penstock[server]'"
+    assert finding.what == "not installed: numpy, tokenizers"
+    assert finding.remedy == "pip install 'penstock-llm[cpu]'"
     assert choose(bare, LIBRARY).backend is None
     assert any("cannot run" in line for line in describe(bare, LIBRARY, choose(bare, LIBRARY), [finding]))
 
@@ -173,7 +173,28 @@ def test_what_is_dispensable_is_advice(fitted):
     found = without(fitted, "uvloop")
     assert choose(found, LIBRARY).backend == "cpu"
     assert remedies(found, FindingKind.MISSING) == []
-    assert remedies(found, FindingKind.ADVICE) == ["pip install 'penstock[server]'"]
+    assert remedies(found, FindingKind.ADVICE) == ["pip install 'penstock-llm[cpu]'"]
+
+
+def test_only_the_packages_of_the_backend_are_needed(fitted):
+    bare = without(fitted, "torch", "transformers", "triton")
+    assert choose(bare, LIBRARY).backend == "cpu"
+    assert list(examine(bare, LIBRARY)) == []
+
+    assert choose(bare, NO_LIBRARY).backend is None
+    (finding,) = examine(bare, NO_LIBRARY)
+    assert (finding.kind, finding.what) == (
+        FindingKind.MISSING,
+        "not installed: torch; needed because it is not there",
+    )
+    assert finding.remedy == "install a compiler; or pip install 'penstock-llm[torch]'"
+
+
+def test_a_gpu_needs_torch(fitted):
+    bare = without(fitted, "torch", "triton")
+    (finding,) = examine(dataclasses.replace(bare, gpus=[GPU]), LIBRARY)
+    assert (finding.kind, finding.remedy) == (FindingKind.ADVICE, "pip install 'penstock-llm[cuda]'")
+    assert finding.what == "torch is not installed, so the GPU stays idle"
 
 
 def test_a_python_that_is_not_supported_and_a_broken_driver_are_findings(fitted):
@@ -297,18 +318,18 @@ def test_a_driver_failure_is_reported_with_its_cause(tmp_path, monkeypatch):
 
 def test_packages_are_those_of_the_bare_install_and_of_its_extras(here):
     assert Package("grpcio", next(p.version for p in here.packages if p.name == "grpcio"), "") in here.packages
-    assert {package.extra for package in here.packages} == {"", "server", "gateway", "bench", "ray"}
+    assert {package.extra for package in here.packages} == {"", "serve", "torch", "cuda", "gateway", "bench", "ray"}
 
 
 @pytest.mark.parametrize(
     ("name", "extra"), [("aiohttp", "bench"), ("uvloop", "gateway"), ("fastapi", "gateway"), ("ray", "ray")]
 )
 def test_a_server_runs_without_what_only_others_use(fitted, name, extra):
-    server = [package for package in fitted.packages if package.extra in ("", "server")]
+    server = [package for package in fitted.packages if package.extra in ("", "serve")]
     lacking = dataclasses.replace(fitted, packages=[*server, Package(name, None, extra)])
     assert choose(lacking, LIBRARY).backend == "cpu"
     assert remedies(lacking, FindingKind.MISSING) == []
-    assert remedies(lacking, FindingKind.ADVICE) == [f"pip install 'penstock[{extra}]'"]
+    assert remedies(lacking, FindingKind.ADVICE) == [f"pip install 'penstock-llm[{extra}]'"]
 
 
 def test_json_is_for_programs(capsys):
@@ -323,7 +344,7 @@ def test_json_is_for_programs(capsys):
 def test_the_exit_status_shows_whether_a_server_can_run(monkeypatch, capsys, fitted):
     monkeypatch.setattr(doctor, "inspect_machine", lambda: fitted)
     assert doctor.main([]) == 0
-    monkeypatch.setattr(doctor, "inspect_machine", lambda: without(fitted, "torch"))
+    monkeypatch.setattr(doctor, "inspect_machine", lambda: without(fitted, "tokenizers"))
     assert doctor.main([]) == 1
     assert "pip install" in capsys.readouterr().out
 

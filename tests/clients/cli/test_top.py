@@ -6,6 +6,8 @@ import pytest
 
 from penstock.clients.cli import main as cli
 from penstock.clients.cli.admin.stats_view import Rates, dashboard, line
+from penstock.clients.cli.admin.top_screen import Key
+from penstock.clients.cli.admin.top_terminal import keys_in
 from penstock.v1 import admin_pb2 as pb
 
 BEFORE = pb.WatchStatsResponse(
@@ -45,12 +47,23 @@ NOW = pb.WatchStatsResponse(
         pb.TenantStats(tenant="acme", live_requests=150, served_tokens=4000),
         pb.TenantStats(tenant="new-one", live_requests=40, served_tokens=99),
     ],
+    last_10s=pb.StatsWindow(
+        duration_ms=9500,
+        finished_requests=19,
+        prefill_tokens=1900,
+        output_tokens=9500,
+        time_to_first_token=pb.LatencyPercentiles(count=19, p50_us=120_000, p90_us=99_949, p99_us=1_250_000),
+        inter_token_latency=pb.LatencyPercentiles(count=9000, p50_us=9994, p90_us=12_340, p99_us=850),
+    ),
+    last_60s=pb.StatsWindow(duration_ms=12_000),
 )
 
 LINE = (
     "RECOVERING: requests 190, rows 180, waiting 12, stalled 3, KV 50.0 %; tokens/s: output 1000, prompt 1000 "
     "(cached 25 %); step 23.9 ms; loop lag: 3.1 ms at p99; first token predicted: 120 ms; preempted 7, refused 4, "
-    "workers replaced 1"
+    "workers replaced 1; last 10 s: tokens/s 1000 output, 200 computed, requests/s 2.0, p50/p90/p99 in ms: first token "
+    "120/99.9/1,250, between tokens 9.99/12.3/0.85; last 60 s: tokens/s 0 output, 0 computed, requests/s 0.0, "
+    "p50/p90/p99 in ms: first token -/-/-, between tokens -/-/-"
 )
 
 SCREEN = """\
@@ -67,6 +80,11 @@ output          1,000 tokens/s
 prompt            750 tokens/s computed, 250 from the cache (25 %)
 steps            40.0 per second, 23.9 ms at the median
 requests         10.0 ended per second, 2.0 refused
+
+                      tokens/s  requests          first token, ms       between tokens, ms
+last          output  computed        /s      p50     p90     p99      p50     p90     p99
+10 s           1,000       200       2.0      120    99.9   1,250     9.99    12.3    0.85
+60 s               0         0       0.0        -       -       -        -       -       -
 
 in all     3,000 output tokens, 30 requests ended, 4 refused
            preempted: 7; workers replaced: 1
@@ -92,7 +110,7 @@ def test_a_line():
     assert line(NOW, Rates.between(BEFORE, NOW)) == LINE
 
 
-def test_a_screen():
+def test_a_dashboard():
     lines = dashboard("gpu1:50052", BEFORE, NOW, [], unicode=False)
     assert "".join(f"{text.rstrip()}\n" for text in lines) == SCREEN
 
@@ -112,6 +130,11 @@ def test_the_first_screen_has_no_speeds():
     text = "\n".join(dashboard("gpu1:50052", None, BEFORE, [], unicode=False))
     assert "known with the next answer" in text
     assert text.count("nothing is known yet") == 2  # of the first token, and of the loop
+
+
+def test_a_service_that_does_not_report_the_last_seconds_has_no_table_of_them():
+    text = "\n".join([line(BEFORE, Rates.between(BEFORE, BEFORE)), *dashboard("x", None, BEFORE, [], unicode=False)])
+    assert "p90" not in text
 
 
 def test_the_past_is_drawn_where_the_terminal_can():
@@ -142,6 +165,12 @@ def test_once_as_json(admin, capsys):
     told = json.loads(capsys.readouterr().out)
     assert (told["state"], told["kv_usage"], told["predicted_ttft_ms"]) == ("recovering", 0.5, 120)
     assert told["loop_lag"] == {"p50_us": 240, "p99_us": 3100, "max_us": 1_250_900}
+    assert told["last_10s"]["time_to_first_token"] == {
+        "count": 19,
+        "p50_us": 120_000,
+        "p90_us": 99_949,
+        "p99_us": 1_250_000,
+    }
     assert told["tenants"][1] == {"tenant": "new-one", "live_requests": 40, "served_tokens": 99}
 
 
@@ -153,6 +182,62 @@ def test_on_a_terminal_until_ctrl_c(admin, tool, open_terminal):
     terminal.wait_for("new-one")
     terminal.interrupt("\x1b[?1049l")
     assert terminal.end() == 130
+
+
+def live(number, tenant="acme"):
+    state = pb.REQUEST_STATE_DECODING
+    return pb.LiveRequest(request_id=f"R{number:025}", tenant=tenant, state=state, age_ms=1500, num_choices=1)
+
+
+def test_a_request_is_selected_and_cancelled_on_a_terminal(admin, tool, open_terminal):
+    admin.stats, admin.hangs = [NOW], True
+    admin.live = [live(0), live(1), live(2)]
+    terminal = open_terminal("top", "--admin", admin.target)
+    terminal.wait_for("r requests   q quit")
+    terminal.type("r")
+    terminal.wait_for(f"> {live(0).request_id}")
+    terminal.type("\x1b[B\x1b[B\x1b[A")
+    terminal.wait_for(f"> {live(1).request_id}")
+    terminal.type("x")
+    terminal.wait_for(f"cancel {live(1).request_id}? y")
+    terminal.type("n")
+    terminal.wait_for("x cancel")
+    assert admin.cancel_calls == []
+    terminal.type("x")
+    terminal.wait_for("? y cancels it")
+    terminal.type("y")
+    terminal.wait_for(f"> {live(2).request_id}")
+    terminal.wait_for(f"{live(1).request_id} was cancelled")
+    [call] = admin.cancel_calls
+    assert call == pb.CancelRequestsRequest(ids=pb.RequestIds(request_ids=[live(1).request_id]))
+    terminal.type("r")
+    terminal.wait_for("new-one")
+    terminal.type("q")
+    assert terminal.end() == 0
+
+
+def test_keys_of_a_terminal_are_those_that_are_pressed():
+    pressed = [Key.UP, Key.DOWN, Key.UP, Key.REQUESTS, Key.OTHER, Key.OTHER, Key.QUIT, Key.OTHER]
+    assert list(keys_in("\x1b[A\x1b[B\x1bOAr\x1b[5~zq\x1b")) == pressed
+
+
+def test_a_terminal_that_only_shows_has_no_keys(admin, tool, open_terminal):
+    """As in ``penstock top < /dev/null``."""
+    admin.stats, admin.hangs = [NOW], True
+    tool.command[-1] = "import os, sys; os.dup2(os.open(os.devnull, os.O_RDONLY), 0)\n" + tool.command[-1]
+    terminal = open_terminal("top", "--admin", admin.target)
+    assert "q quit" not in terminal.wait_for("new-one")
+    terminal.interrupt("\x1b[?1049l")
+    assert terminal.end() == 130
+
+
+def test_the_end_of_the_service_gives_the_terminal_back(admin, tool, open_terminal):
+    admin.stats = [NOW]
+    terminal = open_terminal("top", "--admin", admin.target)
+    terminal.wait_for("new-one")
+    terminal.wait_for("\x1b[?1049l")
+    terminal.wait_for(f"the service at {admin.target} has stopped")
+    assert terminal.end() == 1
 
 
 def test_a_state_that_is_not_serving_is_red(admin, tool, open_terminal):

@@ -42,12 +42,14 @@ def test_flags_are_those_of_penstock_serve() -> None:
     assert config.speculation.num_speculative_tokens == 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["port", "http-port", "listen", "config", "tls_cert"])
 def test_listeners_and_tls_are_refused(app: Any, name: str) -> None:
     with pytest.raises(InvalidOption, match=name.replace("-", "_")):
         app({"model": "demo", name: "1"})
 
 
+@pytest.mark.soak
 def test_options_of_the_command_line_are_yaml(app: Any) -> None:
     deployment = options_of(app({"autoscaling_config": "{min_replicas: 1, max_replicas: 3}", "num_cpus": "2"}))
     assert deployment.name == "penstock"
@@ -56,6 +58,7 @@ def test_options_of_the_command_line_are_yaml(app: Any) -> None:
     assert deployment.init_args == (["--threads=2"], 60.0)
 
 
+@pytest.mark.soak
 def test_a_replica_takes_the_requests_of_a_step_and_uses_its_gpus(app: Any) -> None:
     deployment = options_of(
         app({"num_replicas": "2", "num_gpus": 4, "max-num-seqs": "8", "graceful_shutdown_timeout_s": 5})
@@ -65,6 +68,7 @@ def test_a_replica_takes_the_requests_of_a_step_and_uses_its_gpus(app: Any) -> N
     assert options_of(app({})).max_ongoing_requests == 256
 
 
+@pytest.mark.soak
 def test_the_example_is_valid(app: Any) -> None:
     from ray.serve.config import gRPCOptions
     from ray.serve.schema import ServeDeploySchema

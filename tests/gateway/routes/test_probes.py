@@ -1,7 +1,6 @@
 """The probes, which need no key."""
 
 import asyncio
-from importlib.metadata import version
 
 import grpc
 import httpx
@@ -12,6 +11,7 @@ from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.upstream import service_state
 from penstock.clients.gateway.upstream.service_link import ServiceLink
+from penstock.clients.host.distribution import installed_version
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")])
@@ -28,7 +28,7 @@ def test_the_openapi_description_gives_probe_answers_no_body(scripted):
 
 
 def test_the_version_is_reported(scripted):
-    assert httpx.get(f"{scripted}/version", timeout=120).json() == {"version": version("penstock")}
+    assert httpx.get(f"{scripted}/version", timeout=120).json() == {"version": installed_version()}
 
 
 async def test_many_probes_at_once_are_one_question(monkeypatch):

@@ -161,7 +161,7 @@ def test_silent_connections_give_way_before_tls_is_agreed_on(folder, new_loop, s
             )
             server = HttpServer(create_app(GatewaySettings(service=ConnectionOptions("127.0.0.1:1"))), http)
             serving = asyncio.create_task(server.serve([listener]))
-            while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
+            while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
                 await asyncio.sleep(0.001)
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             for _, writer in silent:

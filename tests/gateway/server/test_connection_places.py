@@ -26,6 +26,16 @@ def entered(places, number):
     return connections
 
 
+def test_silent_connections_give_way_before_those_that_had_requests():
+    places = ConnectionPlaces(3, 1000)
+    served, *silent = entered(places, 3)
+    places.mark_busy(served)
+    places.end(served)
+    entered(places, 4)
+    assert all(each.is_cut for each in silent)
+    assert not served.is_cut
+
+
 def test_the_one_that_is_idle_for_longest_gives_way():
     places = ConnectionPlaces(3, 1000)
     first, second, third = entered(places, 3)

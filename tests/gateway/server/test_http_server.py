@@ -24,7 +24,7 @@ async def listening(listener, target=NOWHERE, **http):
         create_app(GatewaySettings(service=ConnectionOptions(target))), HttpSettings(shutdown_s=1, **http)
     )
     serving = asyncio.create_task(server.serve([listener]))
-    while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.001)
     try:
         yield

@@ -22,8 +22,8 @@ from waiting import until, wait_until
 from penstock.clients import Client
 from penstock.clients.host.machine import Package, inspect_machine
 from penstock.clients.requests import Options
-from penstock.service.app import gateway_process as http_gateway, prepare, serve
-from penstock.service.app.gateway_process import GatewayFailed, HttpGateway, Patience, check_installed
+from penstock.service.app import http_process, prepare, serve
+from penstock.service.app.http_process import HttpFailed, HttpProcess, Patience, check_installed
 from penstock.service.app.usage_examples import HttpCalls
 from penstock.service.config.addresses import HTTP_FLAG, Address, ListenError
 from penstock.service.config.command_line import parse_config
@@ -32,7 +32,7 @@ from penstock.service.config.flags import ConfigError
 # The real bootstrap, and instead of the gateway one that answers each connection with its own process id and arguments.
 STAND_IN = """
 import os, signal, socket, sys, threading, time
-from penstock.service.app import gateway_child
+from penstock.service.app import http_child
 
 def gateway(arguments):
     name, *flags = arguments
@@ -66,21 +66,21 @@ def gateway(arguments):
     except KeyboardInterrupt:
         return 130
 
-gateway_child.penstock = gateway
-gateway_child.main(*sys.argv[1:])
+http_child.penstock = gateway
+http_child.main(*sys.argv[1:])
 """
 BROKEN = "import sys; sys.exit(3)"
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setattr(http_gateway, "_CHILD", STAND_IN)
+    monkeypatch.setattr(http_process, "_CHILD", STAND_IN)
 
 
 @contextlib.asynccontextmanager
 async def running(*options, port=0, **patience):
     """A gateway, where it listens, and the address that the service would have."""
-    gateway = HttpGateway(Address("127.0.0.1", port, flag=HTTP_FLAG), options, Patience(**patience))
+    gateway = HttpProcess(Address("127.0.0.1", port, flag=HTTP_FLAG), options, Patience(**patience))
     try:
         service = gateway.open()
         yield gateway, await gateway.start(), service
@@ -148,8 +148,8 @@ async def test_one_that_hangs_is_killed_and_another_follows(stand_in, caplog):
 
 
 async def test_one_that_hangs_before_it_serves_is_no_gateway(monkeypatch):
-    monkeypatch.setattr(http_gateway, "_CHILD", "import time; time.sleep(1000)")
-    with pytest.raises(GatewayFailed, match="the gateway was ended by SIGKILL"):
+    monkeypatch.setattr(http_process, "_CHILD", "import time; time.sleep(1000)")
+    with pytest.raises(HttpFailed, match="the HTTP gateway was ended by SIGKILL"):
         async with running(start_s=0.1):
             pass
 
@@ -168,15 +168,15 @@ async def test_the_gateway_itself_lives_while_its_loop_does(caplog):
 
 
 async def test_one_that_never_serves_is_no_gateway(monkeypatch):
-    monkeypatch.setattr(http_gateway, "_CHILD", BROKEN)
-    with pytest.raises(GatewayFailed, match=f"^{HTTP_FLAG}: the gateway ended with exit code 3; see its output"):
+    monkeypatch.setattr(http_process, "_CHILD", BROKEN)
+    with pytest.raises(HttpFailed, match=f"^{HTTP_FLAG}: the HTTP gateway ended with exit code 3; see its output"):
         async with running():
             pass
 
 
 async def test_one_that_cannot_start_again_is_tried_less_and_less_often(stand_in, monkeypatch, caplog):
     async with running(first_s=0.1, longest_s=0.2) as (gateway, *_):
-        monkeypatch.setattr(http_gateway, "_CHILD", BROKEN)
+        monkeypatch.setattr(http_process, "_CHILD", BROKEN)
         os.kill(gateway.pid, signal.SIGKILL)
         await until(lambda: caplog.text.count("ended with exit code 3") == 2)
         assert "was ended by SIGKILL; restarting it in 0.1 s" in caplog.text
@@ -205,7 +205,7 @@ async def test_the_gateway_ends_on_drain_and_not_on_a_service_wide_signal(stand_
 
 
 async def test_one_that_does_not_end_is_killed(stand_in, monkeypatch):
-    monkeypatch.setattr(http_gateway, "_END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http_process, "_END_TIMEOUT_S", 0.1)
     async with running("--deaf=1") as (_, address, _):
         pid, _ = await ask(address)
     assert is_gone(pid)
@@ -234,7 +234,7 @@ async def test_a_port_in_use_is_named(stand_in):
 
 def test_missing_packages_are_reported_before_anything_is_loaded(monkeypatch, capsys):
     machine = inspect_machine()
-    check_installed(machine)
+    check_installed(machine, HTTP_FLAG)
     lacks = [
         Package("fastapi", None, "gateway"),
         Package("matplotlib", None, "bench"),
@@ -242,7 +242,9 @@ def test_missing_packages_are_reported_before_anything_is_loaded(monkeypatch, ca
     ]
     monkeypatch.setattr(prepare, "inspect_machine", lambda: dataclasses.replace(machine, packages=lacks))
     assert serve.serve(["--port=0", "--http-port=0"]) == 1
-    said = "penstock serve: --http-port: not installed: fastapi; pip install 'penstock[gateway]', or omit the flag\n"
+    said = (
+        "penstock serve: --http-port: not installed: fastapi; pip install 'penstock-llm[gateway]', or omit the flag\n"
+    )
     assert capsys.readouterr().err == said
 
 
@@ -291,7 +293,7 @@ LONG = Options(max_tokens=800, ignore_eos=True, seed=1)
 
 def gateway_of(served):
     """The gateway's process."""
-    (gateway,) = (p for p in psutil.Process(served.process.pid).children() if "gateway_child" in " ".join(p.cmdline()))
+    (gateway,) = (p for p in psutil.Process(served.process.pid).children() if "http_child" in " ".join(p.cmdline()))
     return gateway
 
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from penstock.clients.gateway.upstream.body_budget import BodyBudget, NoRoomForBody
+from penstock.clients.gateway.upstream.body_budget import BURST_BYTES, TENANT_BYTES_PER_S, BodyBudget, NoRoomForBody
 
 
 @pytest.fixture
@@ -160,3 +160,34 @@ async def test_a_body_that_is_cancelled_while_it_waits_counts_no_more():
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert budget.num_bytes == 50
+
+
+class Waits:
+    """A clock that sleeping moves."""
+
+    def __init__(self):
+        self.now = 1000.0
+        self.waited_s = 0.0
+
+    async def sleep(self, seconds):
+        self.now += seconds
+        self.waited_s += seconds
+
+
+async def test_a_tenants_bodies_are_received_at_a_rate(monkeypatch):
+    waits = Waits()
+    monkeypatch.setattr(asyncio, "sleep", waits.sleep)
+    budget = BodyBudget(1 << 40, clock=lambda: waits.now)
+    with budget.body("a") as first, budget.body("a") as second, budget.body("b") as other:
+        await first.add_bytes(BURST_BYTES)
+        assert waits.waited_s == 0.0, "a burst is received at once"
+        for _ in range(64):
+            await first.add_bytes(TENANT_BYTES_PER_S // 64)
+            await second.add_bytes(TENANT_BYTES_PER_S // 64)
+        assert waits.waited_s == pytest.approx(2.0, rel=0.01), "its bodies share the rate"
+        waits.waited_s = 0.0
+        await other.add_bytes(BURST_BYTES)
+        assert waits.waited_s == 0.0, "other tenants have their own"
+        waits.now += 60.0
+        await first.add_bytes(2 * BURST_BYTES)
+        assert waits.waited_s == pytest.approx(BURST_BYTES / TENANT_BYTES_PER_S), "nothing is saved beyond a burst"

@@ -1,6 +1,7 @@
 """Loading: dtypes, shards, dummy weights, the vocabulary's upper rows, and memory that does not suffice."""
 
 import copy
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -9,6 +10,7 @@ import torch
 
 from penstock.models.backends import memory
 from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.models.errors import ModelError
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
@@ -184,3 +186,25 @@ async def test_a_prompt_id_without_a_logit_never_gets_another_tokens_logprob(tin
     added = AddedRow(0, 0, [1, 40], 2, 0, [0], sampling)
     with pytest.raises(AssertionError, match="tokenizer's vocabulary"):
         executor._runner.run(StepPlan(0, [], [added], [], [Chunk(0, 0, 2)], []))
+
+
+@pytest.fixture
+def without_torch(monkeypatch):
+    """An installation on a CPU: nothing can import torch."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "penstock.models.backends.reference.backend", raising=False)
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_backend_whose_packages_are_missing_comes_with_the_remedy(worker_config):
+    remedy = r"--backend reference: torch is not installed: pip install 'penstock-llm\[torch\]'"
+    with pytest.raises(ModelError, match=remedy):
+        load_backend(worker_config(resolve_model(DEMO), backend="reference"))
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_without_a_backend_that_can_run_the_reason_of_each_is_reported(worker_config, monkeypatch, caplog):
+    monkeypatch.setenv("PENSTOCK_CPU_LIBRARY", "/none")
+    with pytest.raises(ModelError, match=r"--backend cpu: .*/none.*; --backend reference: torch is not installed"):
+        load_backend(worker_config(resolve_model(DEMO), backend="auto"))
+    assert "SLOW" not in caplog.text

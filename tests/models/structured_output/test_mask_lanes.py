@@ -1,8 +1,6 @@
 """What rows of different tenants share while their masks are computed, and what a step waits for."""
 
 import json
-import os
-import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,7 +9,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from penstock.models.structured_output import mask_lanes, mask_round
+from penstock.models.structured_output import mask_round
 from penstock.models.structured_output.compiler import read_tokenizer, to_grammar
 from penstock.models.structured_output.manager import StructuredOutputManager
 from penstock.models.structured_output.mask_lanes import BackgroundLane, StepLane
@@ -105,18 +103,6 @@ def test_a_step_waits_longer_only_while_its_masks_have_no_core(monkeypatch):
     assert round_._left_s(0.0, 0.0) == 0.0
     now_s, used_s = mask_round.LOADED_BUDGET_S, 0.0
     assert round_._left_s(0.0, 0.0) == 0.0
-
-
-def test_priorities_are_lowered_on_linux_only(monkeypatch):
-    """Elsewhere a thread's id may be another process's."""
-    lowered = []
-    monkeypatch.setattr(os, "setpriority", lambda *args: lowered.append(args))
-    monkeypatch.setattr(sys, "platform", "darwin")
-    mask_lanes.lower_priority(5)
-    assert lowered == []
-    monkeypatch.setattr(sys, "platform", "linux")
-    mask_lanes.lower_priority(5)
-    assert lowered == [(os.PRIO_PROCESS, 5, mask_lanes.BACKGROUND_NICE)]
 
 
 def test_forced_text_has_the_same_tokens_wherever_a_row_goes_on(tokenizer):

@@ -18,7 +18,7 @@ MORE_KEYS = tuple(f"key-of-the-attacker-{number}" for number in range(100))
 """Further keys of the attacker's tenant."""
 _SAMPLE_S = 0.1
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-KINDS = {"worker": "penstock.models.worker.main", "gateway": "penstock.service.app.gateway_child"}
+KINDS = {"worker": "penstock.models.worker.main", "gateway": "penstock.service.app.http_child"}
 """Child processes that must not be restarted, by a part of their command lines."""
 OTHERS = "others"
 """All other children, such as those that check grammars and render templates."""

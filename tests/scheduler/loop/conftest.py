@@ -45,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, number):
         *limits, num_host_blocks = random_config(number)
         self.world = self.new_world(*limits, num_host_blocks=num_host_blocks)
+        self.world.row_us = (0, 200_000)[number % 2]
         self.is_whole = True
 
     def do(self, operation, *args):

@@ -201,7 +201,7 @@ async def test_a_sink_may_end_its_request_as_soon_as_it_is_accepted(engine, new_
     engine.submit(request)
     await asyncio.wait_for(engine.wait_idle(), 120)
     assert [getattr(event, "reason", None) for event in ends] == [None, EngineFinishReason.CANCELLED]
-    assert engine._deadlines == {}
+    assert not engine._deadlines
 
 
 async def test_a_refused_request_leaves_nothing_behind(submit):
@@ -210,7 +210,7 @@ async def test_a_refused_request_leaves_nothing_behind(submit):
     with pytest.raises(Refused):
         submit(engine, "one", 1000, deadline=time.monotonic() + 3600)
     await asyncio.wait_for(engine.wait_idle(), 120)
-    assert engine._deadlines == {}
+    assert not engine._deadlines
     await engine.stop()
 
 

@@ -68,14 +68,17 @@ def published_when_its_tokens_are_known(patch):
 
 
 def published_one_slot_early(patch):
-    confirmed = Planner.publish_confirmed
+    apply = OutputProcessor.apply
 
-    def publish_early(planner, sequence):
-        sequence.num_computed += 1
-        confirmed(planner, sequence)
-        sequence.num_computed -= 1
+    def apply_and_publish(processor, row):
+        apply(processor, row)
+        planner = processor._planner
+        sequence = planner.rows.holder(row.row, row.epoch)
+        num_full = (sequence.num_computed + 1) // planner.kv.block_size
+        if sequence.row == row.row and num_full > sequence.num_published:
+            planner._publish(sequence, num_full)
 
-    patch.setattr(Planner, "publish_confirmed", publish_early)
+    patch.setattr(OutputProcessor, "apply", apply_and_publish)
 
 
 def row_number_reused_at_once(patch):
@@ -242,7 +245,9 @@ def drafts_without_blocks(patch):
 
 def drafts_beyond_the_budget(patch):
     plan_drafts = Planner._plan_drafts
-    patch.setattr(Planner, "_plan_drafts", lambda planner, plan, rows, room: plan_drafts(planner, plan, rows, 9))
+    patch.setattr(
+        Planner, "_plan_drafts", lambda planner, plan, rows, room, shares: plan_drafts(planner, plan, rows, 9, shares)
+    )
 
 
 def drafts_that_fail_not_taken_back(patch):

@@ -73,6 +73,33 @@ async def test_totals_are_those_of_what_ended(start_watched):
     assert stats.step_us > 0
 
 
+async def test_the_last_seconds_have_what_ended_in_them(start_watched):
+    service = await start_watched()
+    for _ in range(2):
+        prompt = pb.Start(text="x" * 64, sampling=pb.Sampling(max_tokens=3, ignore_eos=True))
+        await service.generation.Complete(pb.CompleteRequest(start=prompt))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await service.generation.Complete(pb.CompleteRequest(start=pb.Start(text="x", sampling=pb.Sampling(top_p=7))))
+    stats = await watch(service).read()
+    window = stats.last_60s
+    assert 0 < window.duration_ms <= stats.uptime_ms + 1000
+    assert (window.finished_requests, window.output_tokens, window.prefill_tokens) == (2, 6, 64 + 16)
+    first, between = window.time_to_first_token, window.inter_token_latency
+    assert (first.count, between.count) == (2, 4)
+    # A step takes 2 ms, and percentiles are within 5 %.
+    for latency in (first, between):
+        assert 1900 < latency.p50_us <= latency.p90_us <= latency.p99_us
+    assert stats.last_10s.duration_ms <= 60_000
+    assert stats.last_10s.finished_requests <= 2
+
+
+async def test_before_the_first_request_the_last_seconds_are_empty(start_watched):
+    stats = await watch(await start_watched()).read()
+    for window in (stats.last_10s, stats.last_60s):
+        assert (window.finished_requests, window.output_tokens, window.prefill_tokens) == (0, 0, 0)
+        assert window.time_to_first_token == window.inter_token_latency == admin_pb2.LatencyPercentiles()
+
+
 async def test_the_use_of_host_memory_is_reported(start_service):
     executor = FakeExecutor(
         vocab_size=258, next_token=lambda history, sampling: ord("a"), num_blocks=8, num_host_blocks=9

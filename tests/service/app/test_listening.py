@@ -11,7 +11,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.app.gateway_process import HttpGateway
+from penstock.service.app.http_process import HttpProcess
 from penstock.service.app.prepare import prepare
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
@@ -188,7 +188,7 @@ class TestFailedStart:
         path, admin = tmp_path / "s", tmp_path / "a"
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            http = HttpGateway(Address("127.0.0.1", port if fails == "http" else 0))
+            http = HttpProcess(Address("127.0.0.1", port if fails == "http" else 0))
             config = ServerConfig(
                 "bytes",
                 f"unix:{path}",

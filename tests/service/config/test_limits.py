@@ -74,6 +74,10 @@ def bad_lists(bound: Any, of_what: str) -> Iterator[tuple[Any, str]]:
             yield ["x"] * (high + 1), ""
             yield ["x", ""], "[1]"
             yield ["x" * (max_bytes // 2 + 1)] * 2, ""
+        case kinds.Items(each=kinds.Known(numbers=numbers)):
+            yield [min(numbers)] * (high + 1), ""
+            yield [min(numbers), max(numbers) + 1], "[1]"
+            yield [0], "[0]"
         case kinds.Items() if of_what == "ToolCall":
             yield [pb.ToolCall(name="x")] * (high + 1), ""
             yield [pb.ToolCall(name="x"), pb.ToolCall(id="x")], "[1].name"
@@ -103,7 +107,7 @@ def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
             yield ["x"] * (high + 1), ""
             yield [""], "[0]"
             yield ["x", "x" * (each.high + 1)], "[1]"
-        case bounds.Messages() | kinds.Texts() | kinds.Items(each=bounds.Nested()):
+        case bounds.Messages() | kinds.Texts() | kinds.Items(each=bounds.Nested() | kinds.Known()):
             yield from bad_lists(bound, field.message_type.name if field.message_type is not None else "")
         case kinds.NestedIds(high=high):
             yield pb.TokenIds(ids=[0] * (int(LIMITS.resolve(high)) + 1)), ".ids"
@@ -170,6 +174,18 @@ def bad_messages() -> Iterator[Any]:
                 yield pytest.param(message, f"{field_name}{at}", id=f"{name}.{field_name}-{number}")
 
 
+def in_an_admin_request(bad: Message, path: str) -> tuple[str, Message, str]:
+    """The same for a part of an operator's request."""
+    match bad:
+        case admin_pb2.TenantSettings():
+            return "UpdateSettings", admin_pb2.UpdateSettingsRequest(tenants=[bad]), f"tenants[0].{path}"
+        case admin_pb2.RequestFilter():
+            return "ListRequests", admin_pb2.ListRequestsRequest(filter=bad), f"filter.{path}"
+        case admin_pb2.RequestIds():
+            return "CancelRequests", admin_pb2.CancelRequestsRequest(ids=bad), f"ids.{path}"
+    raise AssertionError(bad)
+
+
 def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
     """The method that the message can be sent by, what is sent, and the path that is to be named."""
     start = pb.Start(text="hi")
@@ -200,8 +216,8 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
             complete(bad)
             start.chat.messages.add(role="assistant", tool_calls=[bad])
             path = f"chat.messages[0].tool_calls[0].{path}"
-        case admin_pb2.TenantSettings():
-            return "UpdateSettings", admin_pb2.UpdateSettingsRequest(tenants=[bad]), f"tenants[0].{path}"
+        case admin_pb2.TenantSettings() | admin_pb2.RequestFilter() | admin_pb2.RequestIds():
+            return in_an_admin_request(bad, path)
         case embedding_pb2.EmbedInput():
             return "Embed", embedding_pb2.EmbedRequest(inputs=[bad]), f"inputs[0].{path}"
         case embedding_pb2.EmbedRequest():
@@ -346,6 +362,8 @@ def test_the_bounds_themselves_are_allowed(name):
                 good = ["x" * low, "x" * high]
             case kinds.Known(numbers=numbers):
                 good = list(numbers)
+            case kinds.Items(each=kinds.Known(numbers=numbers)):
+                good = [list(numbers)]
             case kinds.Items(high=high, each=kinds.Text() as each):
                 good = [["x" * each.high] * high]
             case kinds.Texts(high=high, max_bytes=max_bytes):

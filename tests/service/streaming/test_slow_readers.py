@@ -132,6 +132,7 @@ async def test_a_stalled_stream_that_fills_on_is_cut_off_at_once(make_outbox, sm
 
 async def test_all_streams_together_have_a_bound_and_the_fullest_is_stalled_first(make_outbox, monkeypatch):
     monkeypatch.setattr(backlog_module, "MAX_TOTAL_BYTES", 2_000_000)
+    monkeypatch.setattr(backlog_module, "REQUEST_BYTES", 4_000_000)
     buffer_budget = BufferBudget()
     streams = [make_outbox(buffer_budget=buffer_budget) for _ in range(12)]
     for _, writer, _ in streams:

@@ -5,18 +5,21 @@ import threading
 import grpc
 import pytest
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import SpanKind, StatusCode
 
-from penstock.service.telemetry import tracing as telemetry
-from penstock.service.telemetry.tracing import Exporter
+from penstock.clients.host import span_exporter
+from penstock.clients.host.span_exporter import Exporter
+from penstock.service.telemetry.phases import PhaseName
 from penstock.v1 import generation_pb2 as pb
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
 PROMPT = "a prompt that nobody else may read"
+PHASES = {name.value for name in PhaseName}
 
 
 @pytest.fixture
@@ -41,7 +44,10 @@ async def test_a_call_is_a_child_of_its_caller(start_service, spans):
     service = await start_service()
     metadata = (("traceparent", TRACEPARENT),)
     response = await service.generation.Complete(pb.CompleteRequest(start=start()), metadata=metadata)
-    request, call = spans()
+    *phases, request, call = spans()
+    assert [phase.name for phase in phases] == ["prepare", "queue", "prefill", "decode"]
+    assert {parent_of(phase) for phase in phases} == {(TRACE_ID, trace.format_span_id(request.context.span_id))}
+    assert [event.name for event in request.events] == ["penstock.accepted", "penstock.first_token"]
     assert call.name == "penstock.v1.GenerationService/Complete"
     assert parent_of(call) == (TRACE_ID, SPAN_ID)
     assert parent_of(request) == (TRACE_ID, trace.format_span_id(call.context.span_id))
@@ -55,15 +61,50 @@ async def test_a_call_is_a_child_of_its_caller(start_service, spans):
     assert request.attributes["gen_ai.response.finish_reasons"] == ("length",)
 
 
-async def test_a_request_on_a_shared_stream_names_its_own_parent(start_service, spans, new_reading):
-    service = await start_service()
+async def on_a_stream(service, spans, new_reading, **options):
+    """The spans of two requests on one stream, of which only the first names a parent, and the call's span."""
     frames = [pb.GenerateRequest(start=start(ref=1, traceparent=TRACEPARENT)), pb.GenerateRequest(start=start(ref=2))]
-    reading = await new_reading().read(service.generation.Generate(iter(frames)))
-    *requests, call = spans()
-    by_id = {span.attributes["penstock.request_id"]: span for span in requests}
-    first, second = (by_id[reading.outcomes[ref].finished[0].request_id] for ref in (1, 2))
+    reading = await new_reading().read(service.generation.Generate(iter(frames), **options))
+    by_id = {span.attributes["penstock.request_id"]: span for span in spans() if span.name not in PHASES}
+    first, second = (by_id.pop(reading.outcomes[ref].finished[0].request_id) for ref in (1, 2))
+    [call] = by_id.values()
+    return first, second, call
+
+
+async def test_a_request_on_a_shared_stream_has_a_trace_of_its_own(start_service, spans, new_reading):
+    """Otherwise all requests of a stream, which may last for days, would be sampled together."""
+    first, second, call = await on_a_stream(await start_service(), spans, new_reading)
     assert parent_of(first) == (TRACE_ID, SPAN_ID)
-    assert second.parent.span_id == call.context.span_id
+    assert second.parent is None
+    assert second.context.trace_id != call.context.trace_id
+    for span in (first, second):
+        assert [link.context.span_id for link in span.links] == [call.context.span_id]
+        assert span.kind is SpanKind.SERVER
+        assert (span.attributes["rpc.service"], span.attributes["rpc.method"]) == (
+            "penstock.v1.GenerationService",
+            "Generate",
+        )
+
+
+async def test_requests_on_the_stream_of_a_traced_caller_are_in_its_trace(start_service, spans, new_reading):
+    """The first names the parent that the call has too, so it is not beside the call."""
+    metadata = (("traceparent", TRACEPARENT),)
+    first, second, call = await on_a_stream(await start_service(), spans, new_reading, metadata=metadata)
+    assert parent_of(call) == (TRACE_ID, SPAN_ID)
+    for span in (first, second):
+        assert parent_of(span) == (TRACE_ID, trace.format_span_id(call.context.span_id))
+        assert (span.kind, span.links) == (SpanKind.INTERNAL, ())
+
+
+async def test_an_unsampled_parent_yields_no_span(start_service, spans, new_reading):
+    service = await start_service()
+    unsampled = TRACEPARENT[:-2] + "00"
+    metadata = (("traceparent", unsampled),)
+    await service.generation.Complete(pb.CompleteRequest(start=start()), metadata=metadata)
+    await service.generation.Complete(pb.CompleteRequest(start=start(traceparent=unsampled)), metadata=metadata)
+    frames = [pb.GenerateRequest(start=start(ref=1, traceparent=unsampled))]
+    await new_reading().read(service.generation.Generate(iter(frames)))
+    assert [span.name for span in spans()] == ["penstock.v1.GenerationService/Generate"]
 
 
 async def test_no_span_contains_prompts_or_error_texts(start_service, spans, monkeypatch):
@@ -76,9 +117,9 @@ async def test_no_span_contains_prompts_or_error_texts(start_service, spans, mon
     service.engine.submit = fail
     with pytest.raises(grpc.aio.AioRpcError):
         await service.generation.Complete(pb.CompleteRequest(start=start()))
-    found = spans()
+    found = [span for span in spans() if span.name not in PHASES]
     assert [span.status.status_code for span in found] == [StatusCode.UNSET] * 2 + [StatusCode.ERROR] * 2
-    assert PROMPT not in "".join(span.to_json() for span in found)
+    assert PROMPT not in "".join(span.to_json() for span in spans())
 
 
 async def test_logs_contain_the_id_but_no_texts(start_service, caplog):
@@ -127,20 +168,41 @@ async def test_an_error_of_ours_is_logged_as_internal(start_service, caplog):
 
 def test_without_an_endpoint_nothing_is_exported(monkeypatch):
     monkeypatch.setattr(trace, "set_tracer_provider", lambda provider: pytest.fail("a provider was installed"))
-    Exporter({}).close()
-    Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}).close()
+    endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    for environ in ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, {**endpoint, "OTEL_TRACES_EXPORTER": "none"}):
+        Exporter(environ, "penstock").close()
 
 
 def test_with_an_endpoint_there_is_a_provider(monkeypatch):
     installed: list[TracerProvider] = []
     monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
-    Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}).close()
+    Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, "penstock").close()
     [provider] = installed
     assert provider.resource.attributes["service.name"] == "penstock"
 
 
+def test_an_error_of_the_exporter_is_logged_without_its_text(monkeypatch, caplog):
+    """Its text may have the collector's key."""
+    installed: list[TracerProvider] = []
+    monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
+    failed = threading.Event()
+
+    def fail(exporter, spans):
+        failed.set()
+        raise ValueError("secret")
+
+    monkeypatch.setattr(OTLPSpanExporter, "export", fail)
+    exporter = Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, "penstock")
+    installed[0].get_tracer("x").start_span("x").end()
+    installed[0].force_flush()
+    exporter.close()
+    assert failed.is_set()
+    assert "spans could not be sent (ValueError)" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_a_collector_that_is_slow_holds_nothing_up(monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr(telemetry, "_install_exporter", lambda name: released.wait)
-    Exporter({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"}).close()
+    monkeypatch.setattr(span_exporter, "_install_exporter", lambda name: released.wait)
+    Exporter({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"}, "penstock").close()
     released.set()  # had it waited for the collector, it would wait still

@@ -1,6 +1,7 @@
 """Prompts that are too long are refused before all of them is tokenized, and no other prompt is."""
 
 import json
+import re
 
 import pytest
 import tokenizers
@@ -9,6 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text.prompt_limit import PromptLimit
 from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
+from penstock.service.text.truncation import Truncation
 
 MIB = 1 << 20
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
@@ -74,6 +76,31 @@ def test_a_text_with_far_too_many_tokens_is_tokenized_in_part(load, encoded, kin
         encode(tokenizer, kind, "7 " * (2 * MIB - 16), PromptLimit(1000, "prompt"))
     assert error.value.reason is Reason.CONTEXT_LENGTH
     assert sum(lengths) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("field", "encode"),
+    [
+        ("text", lambda tokenizer, text: tokenizer.encode(text)),
+        ("chat", lambda tokenizer, text: tokenizer.encode_chat(TemplateInput([TemplateMessage("user", text)]))),
+        (
+            "inputs[0].text",
+            lambda tokenizer, text: tokenizer.encode(
+                text, truncation=Truncation(8, keeps_first=True), limit=PromptLimit(1000, "inputs[0].text")
+            ),
+        ),
+    ],
+    ids=["text", "chat", "truncated"],
+)
+def test_a_text_that_is_not_a_prompt_has_a_limit_too(load, encoded, field, encode):
+    """Each token takes hundreds of bytes while the library works, so no call of it gets millions."""
+    tokenizer = load(known=False)
+    lengths = encoded(tokenizer)
+    with pytest.raises(ServiceError, match=re.escape(f"{field}: at most 786,432 tokens at once; it has more")) as error:
+        encode(tokenizer, "7 " * (2 * MIB - 16))
+    assert error.value.reason is Reason.TOO_EXPENSIVE
+    assert 786_432 < sum(lengths) < MIB
+    assert max(lengths) < 20_000
 
 
 def test_a_chat_with_too_many_tokens_whatever_they_are_is_not_tokenized(load, encoded):

@@ -70,6 +70,31 @@ async def test_many_small_answers_are_too_many(answers, monkeypatch):
     assert answers._ender.tasks == mine[:2]
 
 
+async def test_a_call_waits_until_large_answers_of_its_tenant_are_sent(answers, monkeypatch):
+    monkeypatch.setattr(unread, "ROOM_OF_TENANT", 250_000)
+    mine = [await waiting(answers, "a", 100_000) for _ in range(3)]
+    calls = [asyncio.create_task(answers.wait_for_room("a")) for _ in range(2)]
+    await answers.wait_for_room("b")
+    await asyncio.sleep(0)
+    assert not any(call.done() for call in calls)
+    calls[0].cancel()
+    mine[1].cancel()
+    await calls[1]
+    await asyncio.wait(calls)
+    assert calls[0].cancelled()
+    for task in mine:
+        task.cancel()
+    await asyncio.wait(mine)
+    assert not answers._large_bytes
+    assert not answers._sent
+
+
+async def test_small_answers_do_not_make_calls_wait(answers, monkeypatch):
+    monkeypatch.setattr(unread, "ROOM_OF_TENANT", 0)
+    await waiting(answers, "a", CALL_BYTES + unread.LARGE_BYTES)
+    await answers.wait_for_room("a")
+
+
 async def test_all_tasks_are_looked_at_once_for_all_calls_that_end(monkeypatch):
     """And few calls end in one turn of the loop."""
     monkeypatch.setattr(call_end, "GATHER_S", 0.0)

@@ -47,19 +47,41 @@ bool has_tiles() {
 #endif
 }
 
+struct Extensions {
+  bool avx2 = false, avx512 = false, avx512_bf16 = false;
+};
+
+bool has(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
+
+// What the processor has and the system saves for each thread. Read from the processor, because not every compiler's
+// runtime library implements __builtin_cpu_supports: Zig's reports nothing.
+Extensions read_extensions() {
+  constexpr unsigned FMA = 1u << 12, OSXSAVE = 1u << 27, F16C = 1u << 29;                    // leaf 1, ecx
+  constexpr unsigned AVX2 = 1u << 5, BMI2 = 1u << 8;                                         // leaf 7, ebx
+  constexpr unsigned F = 1u << 16, DQ = 1u << 17, BW = 1u << 30, VL = 1u << 31;              // leaf 7, ebx
+  constexpr unsigned VNNI = 1u << 11, BF16 = 1u << 5;                                        // leaf 7, ecx; subleaf 1, eax
+  constexpr unsigned YMM = 0x06, ZMM = 0xe6;                                                 // XCR0
+  Extensions found;
+  unsigned a, b, c, d, saved, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, FMA | OSXSAVE | F16C)) return found;
+  __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  if (!has(saved, YMM) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
+  found.avx2 = has(b, AVX2 | BMI2);
+  found.avx512 = found.avx2 && has(saved, ZMM) && has(b, F | DQ | BW | VL);
+  bool has_vnni = has(c, VNNI);
+  found.avx512_bf16 = found.avx512 && has_vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, BF16);
+  return found;
+}
+
 #endif
 
 bool runs_here(const char* name) {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-  if (!strcmp(name, "amx")) return avx512_bf16 && has_tiles();
-  if (!strcmp(name, "avx512_bf16")) return avx512_bf16;
-  if (!strcmp(name, "avx512")) return avx512;
-  if (!strcmp(name, "avx2")) return avx2;
+  static const Extensions here = read_extensions();
+  if (!strcmp(name, "amx")) return here.avx512_bf16 && has_tiles();
+  if (!strcmp(name, "avx512_bf16")) return here.avx512_bf16;
+  if (!strcmp(name, "avx512")) return here.avx512;
+  if (!strcmp(name, "avx2")) return here.avx2;
 #endif
   return !strcmp(name, "generic");
 }

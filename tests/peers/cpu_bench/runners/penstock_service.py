@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +15,7 @@ from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
 from penstock.clients import AsyncClient, Delta
 from penstock.clients.cli.admin.client import AdminClient
 from penstock.clients.cli.options import ConnectionOptions
+from penstock.clients.host.distribution import installed_version
 from penstock.v1 import admin_pb2
 
 LAG = "loop_lag_p99_ms"
@@ -29,7 +29,7 @@ def main(wire: Wire, arguments: argparse.Namespace) -> None:
     """Starts the service, runs the sets, ends it."""
     flags = ["--quantization", arguments.quantization] if arguments.quantization else []
     with TemporaryDirectory() as folder, service(arguments.model, folder, flags) as (process, target, admin, ready_s):
-        wire.ready(Ready(f"penstock {version('penstock')}", process.pid, ready_s))
+        wire.ready(Ready(f"penstock {installed_version()}", process.pid, ready_s))
         asyncio.run(_serve(wire, target, admin))
 
 

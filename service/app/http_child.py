@@ -1,4 +1,5 @@
-"""The child process of ``penstock serve --http-port``: ``penstock gateway``, which ends with its parent.
+"""A child process of ``penstock serve`` that serves HTTP: ``penstock gateway`` or ``penstock status-page``. It ends
+with its parent.
 
 Its standard input ends when its parent does, for whatever reason. Then the child removes the directory of the socket
 between the two.
@@ -18,13 +19,13 @@ PARENT_IS_GONE = 1
 
 
 def main(directory: str, *arguments: str) -> NoReturn:
-    """Runs the gateway with ``arguments``. Removes ``directory`` if the parent ends."""
-    # systemd sends SIGTERM to all processes of a service. Only the service acts on it: it ends the gateway by SIGINT
-    # when it is time. Threads inherit the mask.
+    """Runs ``penstock`` with ``arguments``. Removes ``directory`` if the parent ends."""
+    # systemd sends SIGTERM to all processes of a service. Only the service acts on it: it ends this process by
+    # SIGINT when it is time. Threads inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     prepare_child(FED_BY_STRANGERS)
     threading.Thread(target=_end_with_parent, args=(directory,), daemon=True, name="parent").start()
-    sys.exit(penstock(["gateway", *arguments]))
+    sys.exit(penstock(list(arguments)))
 
 
 def _end_with_parent(directory: str) -> None:

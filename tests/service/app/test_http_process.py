@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.service.app import gateway_process as http_gateway
-from penstock.service.app.gateway_process import GatewayFailed, HttpGateway, Patience
+from penstock.service.app import http_process
+from penstock.service.app.http_process import HttpFailed, HttpProcess, Patience
 from penstock.service.config.addresses import HTTP_FLAG, Address
 
 # It serves nothing, and says that it does.
@@ -25,8 +25,8 @@ sys.stdin.read()
 @pytest.fixture
 async def gateway(monkeypatch):
     """It is stopped after the test, whatever has become of it."""
-    monkeypatch.setattr(http_gateway, "_CHILD", STAND_IN)
-    gateway = HttpGateway(Address("127.0.0.1", flag=HTTP_FLAG), patience=Patience(first_s=0.01, silent_s=60.0))
+    monkeypatch.setattr(http_process, "_CHILD", STAND_IN)
+    gateway = HttpProcess(Address("127.0.0.1", flag=HTTP_FLAG), patience=Patience(first_s=0.01, silent_s=60.0))
     directory = Path(gateway.open().reached_at.removeprefix("unix:")).parent
     yield gateway
     async with asyncio.timeout(120):
@@ -65,7 +65,7 @@ async def test_one_for_which_there_are_no_descriptors_is_tried_again(gateway, la
 
 async def test_a_start_without_free_descriptors_is_reported(gateway, lack_descriptors):
     lack_descriptors(1)
-    with pytest.raises(GatewayFailed, match=rf"^{HTTP_FLAG}: the gateway cannot be started \(Too many open files\)"):
+    with pytest.raises(HttpFailed, match=rf"^{HTTP_FLAG}: the HTTP gateway cannot be started \(Too many open files\)"):
         async with asyncio.timeout(120):
             await gateway.start()
 
@@ -74,7 +74,7 @@ async def test_an_error_of_the_keepers_own_ends_the_start_and_not_the_end(gatewa
     async def fail(*_):
         raise ValueError("of our own")
 
-    monkeypatch.setattr(HttpGateway, "_run", fail)
+    monkeypatch.setattr(HttpProcess, "_run", fail)
     with pytest.raises(ValueError, match="of our own"):
         async with asyncio.timeout(120):
             await gateway.start()

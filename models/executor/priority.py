@@ -1,0 +1,16 @@
+"""Lowers the priority of work that must not take the cores from steps and streams."""
+
+import contextlib
+import os
+import sys
+
+BACKGROUND_NICE = 10
+"""While the layers of a model use every core, such a thread gets a tenth of one."""
+
+
+def lower_priority(thread_id: int = 0) -> None:
+    """Lowers the priority of a thread, by default the calling one, if it still runs. Does nothing on systems other than
+    Linux."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread_id, BACKGROUND_NICE)

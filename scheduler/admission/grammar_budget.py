@@ -1,0 +1,79 @@
+"""Limits the memory that a worker needs for the grammars of live requests. It knows their texts only by length.
+
+The factors are measured: a grammar that is one long text takes 380 bytes per byte when it is compiled, and 14 more in
+each row, since the library follows forced text in advance. Other grammars take less.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from penstock.scheduler.config import RETRY_AFTER_MS
+from penstock.scheduler.request import RefusalKind, Refused, Request
+
+MAX_BYTES = 256 << 20
+"""The limit for all tenants. Each may have as much as the others leave, divided by two."""
+SMALL_BYTES = 4 << 10
+"""Grammars up to this length do not count."""
+_COMPILED, _ROW = 400, 14
+"""Bytes per byte of a grammar's text: once for all rows of a tenant that use it, and for each of them."""
+
+
+class _Tenant(NamedTuple):
+    live: Counter[str]
+    """The number of live requests by grammar."""
+    num_bytes: int
+
+
+_NOTHING = _Tenant(Counter(), 0)
+
+
+class GrammarBudget:
+    """The memory of live requests' grammars, by tenant."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+        self._total = 0
+
+    def check(self, request: Request) -> None:
+        """Raises Refused if the request's grammar needs more memory than its tenant may have."""
+        own = self._tenants.get(request.tenant, _NOTHING)
+        new = self._bytes(request, own.live)
+        most = (MAX_BYTES - (self._total - own.num_bytes)) // 2
+        if not new or own.num_bytes + new <= most:
+            return
+        size = f"{len(request.grammar):,} bytes"
+        if new > MAX_BYTES // 2:
+            message = f"a constraint of {size} in {request.n} sequences needs too much memory; shorten it, or lower n"
+            raise Refused(RefusalKind.TOO_LARGE, message)
+        raise Refused(RefusalKind.QUEUE_FULL, f"large constraints in use; there is no room for {size}", RETRY_AFTER_MS)
+
+    def enter(self, request: Request) -> None:
+        """Counts a live request."""
+        self._change(request, 1)
+
+    def leave(self, request: Request) -> None:
+        """Counts a request no longer."""
+        self._change(request, -1)
+
+    def _change(self, request: Request, sign: int) -> None:
+        if len(request.grammar) <= SMALL_BYTES:
+            return
+        own = self._tenants.get(request.tenant) or _Tenant(Counter(), 0)
+        if sign < 0:
+            own.live[request.grammar] -= 1
+            own = own._replace(live=+own.live)
+        change = sign * self._bytes(request, own.live)
+        if sign > 0:
+            own.live[request.grammar] += 1
+        self._total += change
+        if own.live:
+            self._tenants[request.tenant] = own._replace(num_bytes=own.num_bytes + change)
+        else:
+            del self._tenants[request.tenant]
+
+    def _bytes(self, request: Request, live: Counter[str]) -> int:
+        """Returns what a request's grammar takes beside those of the live ones."""
+        length = len(request.grammar)
+        if length <= SMALL_BYTES:
+            return 0
+        return length * (_ROW * request.n + (0 if live[request.grammar] else _COMPILED))
