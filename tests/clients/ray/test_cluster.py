@@ -115,9 +115,8 @@ async def clients(ray_cluster: Any) -> AsyncIterator[dict[str, Answer]]:
         async def over_grpc() -> str:
             stub = GenerationServiceStub(channel)
             try:
-                return "".join(
-                    [part.delta.text async for part in stub.GenerateOne(pb.GenerateOneRequest(start=start()))]
-                )
+                parts = [part async for part in stub.GenerateOne(pb.GenerateOneRequest(start=start()))]
+                return "".join(delta.text for part in parts for delta in part.deltas)
             except grpc.aio.AioRpcError as error:
                 raise Retryable(f"gRPC {error.code().name}") from error
 

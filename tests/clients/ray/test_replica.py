@@ -170,10 +170,10 @@ def start(**sampling: Any) -> pb.Start:
 
 async def test_calls_of_all_kinds_reach_the_child(replica: ServeReplica) -> None:
     whole = await replica.Complete(pb.CompleteRequest(start=start(max_tokens=8)), Context())
-    parts = [
+    parts: list[Any] = [
         each async for each in await replica.GenerateOne(pb.GenerateOneRequest(start=start(max_tokens=8)), Context())
     ]
-    assert "".join(part.delta.text for part in parts) == whole.choices[0].text  # type: ignore[attr-defined]
+    assert "".join(delta.text for part in parts for delta in part.deltas) == whole.choices[0].text
 
     async def requests() -> AsyncIterator[pb.GenerateRequest]:
         for ref in (1, 2):
@@ -195,21 +195,21 @@ async def test_calls_of_all_kinds_reach_the_child(replica: ServeReplica) -> None
 
 async def test_a_unary_call_keeps_the_details_of_its_status(replica: ServeReplica) -> None:
     context = Context(("user-agent", "test"), ("grpc-accept-encoding", "gzip"), ("traceparent", "no trace"))
-    response = await replica.Complete(pb.CompleteRequest(start=start(max_tokens=-1)), context)
+    response = await replica.Complete(pb.CompleteRequest(start=start(top_p=2.0)), context)
     assert response == pb.CompleteResponse()
     assert context.code is grpc.StatusCode.INVALID_ARGUMENT
     status = Status.FromString(context.trailers["grpc-status-details-bin"])
     assert status.message == context.details
-    assert "max_tokens" in context.details
+    assert "top_p" in context.details
 
 
 async def test_a_stream_ends_with_the_status_of_the_child(replica: ServeReplica) -> None:
     context = Context()
     with pytest.raises(CallFailed, match="INVALID_ARGUMENT"):
-        async for _ in await replica.GenerateOne(pb.GenerateOneRequest(start=start(max_tokens=-1)), context):
+        async for _ in await replica.GenerateOne(pb.GenerateOneRequest(start=start(top_p=2.0)), context):
             pass
     assert context.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "max_tokens" in context.details
+    assert "top_p" in context.details
 
 
 async def test_a_stream_that_is_closed_early_is_cancelled(replica: ServeReplica) -> None:
