@@ -303,7 +303,7 @@ class Planner:
         beginners = self.prefill_adder.schedulable(this_round)
         for sequence in merge(behind, beginners, key=self.waiting.order) if len(self.waiting) else behind:
             tenant = sequence.live.tenant
-            if tenant in this_round.tenants_over:
+            if shares is not None and shares.has_its_chunks(tenant):
                 continue
             if sequence.state is SequenceStatus.WAITING:
                 if not self.prefill_adder.try_add(plan, sequence, this_round):
@@ -312,7 +312,7 @@ class Planner:
             most = budget if shares is None else self._tenant_budget(plan, shares, sequence, budget)
             budget -= self._plan_chunk(plan, sequence, most)
             chunked.append(sequence)
-            if shares is not None and shares.left_s(tenant) <= 0:
+            if shares is not None and shares.has_its_chunks(tenant):
                 this_round.tenants_over.add(tenant)
             if not budget:
                 self._record_spent()
@@ -334,7 +334,7 @@ class Planner:
         chunk = decodes._replace(
             prefill_tokens=num_tokens, prefill_kv=num_tokens * (start + end) // 2, chunks=1, chunk_kv=end
         )
-        shares.take(tenant, (model.predict(chunk) or decodes_s) - decodes_s)
+        shares.take_chunk(tenant, (model.predict(chunk) or decodes_s) - decodes_s)
         return num_tokens
 
     def _record_spent(self) -> None:

@@ -101,7 +101,7 @@ class PrefillAdder:
                 return True
             sequence.num_free_at_last_try = self._kv.pool.num_free
         timeline.waits(sequence.index, Cause.BLOCKS, self._kv.pool.num_free, self.num_blocks_for(sequence))
-        if self._waiting.by_turns and self._context.is_above_share(sequence.live.tenant):
+        if self._waiting.num_lanes > 1 and self._context.is_above_share(sequence.live.tenant):
             this_round.tenants_over.add(sequence.live.tenant)  # other tenants do not wait for it
             return False
         this_round.without_room.append(sequence)

@@ -74,6 +74,11 @@ class WaitingQueue:
         return chain.from_iterable(self._lanes.values())
 
     @property
+    def num_lanes(self) -> int:
+        """The number of lines in which sequences wait: one for each tenant where tenants take turns."""
+        return len(self._lanes)
+
+    @property
     def queued(self) -> Queued:
         """The queued requests and tokens of all tenants."""
         return Queued(self.num_requests, self.num_tokens)

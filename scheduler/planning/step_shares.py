@@ -41,6 +41,8 @@ class StepShares:
         self._left_s: dict[TenantUse, float] = {}
         self._drafts_left_s: dict[TenantUse, float] = {}
         self._draft_s = costs.draft_s
+        self._chunked: set[TenantUse] = set()
+        """Tenants with a chunk."""
         for tenant, rows in wanted.items():
             limit_s, taken_s = self._rows_s(tenant), self._wanted_s[tenant]
             if taken_s > limit_s:
@@ -61,6 +63,15 @@ class StepShares:
         """Records that the tenant takes ``seconds``."""
         left_s = self._left_s[tenant] = self.left_s(tenant) - seconds
         tenant.saved_s, tenant.saved_at = max(-MAX_SAVED_S, min(left_s, MAX_SAVED_S)), self._step
+
+    def take_chunk(self, tenant: TenantUse, seconds: float) -> None:
+        """Records that a chunk of the tenant takes ``seconds``."""
+        self._chunked.add(tenant)
+        self.take(tenant, seconds)
+
+    def has_its_chunks(self, tenant: TenantUse) -> bool:
+        """Returns whether the tenant may have no other chunk. It may have one, even if its rows took its share."""
+        return tenant in self._chunked and self.left_s(tenant) <= 0
 
     def take_drafts(self, tenant: TenantUse, num_drafts: int) -> int:
         """Returns how many of these drafts a row of the tenant may have, and records that they are taken."""

@@ -7,6 +7,7 @@ from known_requests import make_config, make_prompt
 
 from penstock.scheduler.config import TenantLimits
 from penstock.scheduler.planning import tenants
+from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import RefusalKind, Refused
 
@@ -232,4 +233,21 @@ def test_few_long_rows_of_one_tenant_do_not_keep_the_blocks_from_another(world_t
         world.step()
     assert "a0" in world.alive(), "it waited until the long row ended"
     assert not received.finished.timings.preemptions
+    world.drain()
+
+
+def test_a_row_that_has_begun_goes_on_while_another_of_its_tenant_lacks_blocks(world_type, new_request, monkeypatch):
+    world = world_type(12, make_config(policy=Policy.FAIR, max_num_batched_tokens=5))
+    world.add(new_request("running", make_prompt(4, first=1), tenant="a", max_tokens=20))
+    world.step()
+    world.add(new_request("other", make_prompt(40, first=2), tenant="b"))
+    world.add(new_request("large", make_prompt(40, first=3), tenant="a"))
+    world.add(new_request("small", make_prompt(16, first=4), tenant="a"))
+    while "small" not in world.step():
+        pass
+    monkeypatch.setattr(PlanningContext, "is_above_share", lambda context, tenant: tenant.name == "a")
+    begun = [sequence for sequence in world.scheduler._planner.running if sequence.live.request.request_id == "small"]
+    before = begun[0].num_planned
+    world.step()
+    assert before < begun[0].num_planned
     world.drain()
