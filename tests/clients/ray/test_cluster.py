@@ -246,11 +246,10 @@ async def test_a_replica_that_is_stopped_finishes_its_requests(ray_cluster: Any,
     await asyncio.to_thread(deploy, num_replicas=1)
     (child,) = ray_cluster.children()
     async with grpc.aio.insecure_channel(ray_cluster.target) as channel:
-        call = GenerationServiceStub(channel).GenerateOne(pb.GenerateOneRequest(start=start(LONG)))
-        first: Any = await call.read()
-        assert first.accepted
+        parts = aiter(GenerationServiceStub(channel).GenerateOne(pb.GenerateOneRequest(start=start(LONG))))
+        assert (await anext(parts)).HasField("accepted")
         deleting = asyncio.create_task(asyncio.to_thread(serve.delete, APP))
-        *_, last = [part async for part in call]
+        *_, last = [part async for part in parts]
         assert last.finished.usage.output_tokens == LONG
         await deleting
     wait_until(lambda: not child.is_running())
@@ -272,12 +271,7 @@ async def test_replicas_follow_the_load(ray_cluster: Any, deploy: Callable[..., 
 async def test_a_replica_that_cannot_start_shows_the_log_of_its_child(ray_cluster: Any) -> None:
     from ray import serve
 
-    serve.run(app({**ARGS, "model": "/nowhere"}), name=APP, _blocking=False)
-
-    def message() -> str:
-        applications = serve.status().applications
-        deployments = applications[APP].deployments if APP in applications else {}
-        return str(deployments["penstock"].message) if "penstock" in deployments else ""
-
-    wait_until(lambda: "/nowhere: no such directory" in message())
+    with pytest.raises(RuntimeError):
+        await asyncio.to_thread(serve.run, app({**ARGS, "model": "/nowhere"}), name=APP)
+    assert "/nowhere: no such directory" in serve.status().applications[APP].deployments["penstock"].message
     serve.delete(APP)
