@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from penstock.clients.errors import InvalidOption
-from penstock.clients.ray.replica import ServeReplica
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -36,7 +35,9 @@ _SWITCHES = {"true": True, "false": False}
 
 def app(args: dict[str, Any]) -> "Application":
     """Returns the application. Raises InvalidOption."""
-    from ray import serve  # the rest of the package works without Ray
+    from ray import serve  # this module can be imported without the extra
+
+    from penstock.clients.ray.replica import ServeReplica
 
     given = {name.replace("-", "_"): value for name, value in args.items()}
     options = {name: _parsed(given.pop(name)) for name in sorted(_SERVE_OPTIONS & given.keys())}
