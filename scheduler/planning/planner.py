@@ -225,9 +225,10 @@ class Planner:
             # Leaves a token for the next plan, which is made before the result of this one. So the row is in that plan
             # too, even if all of its drafts are rejected.
             num_left = sequence.length_limit - sequence.length_bound - 1
-            num_drafts = self._hold_drafts(plan, sequence, min(sequence.max_drafts, num_left, room))
+            num_drafts = min(sequence.max_drafts, num_left, room)
             if shares is not None and num_drafts > 0:
                 num_drafts = shares.take_drafts(sequence.live.tenant, num_drafts)
+            num_drafts = self._hold_drafts(plan, sequence, num_drafts)
             if num_drafts > 0:
                 plan.decodes[index] = Decode(sequence.row, 1 + num_drafts)
                 sequence.in_flight[-1] += num_drafts

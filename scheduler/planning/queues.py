@@ -75,7 +75,7 @@ class WaitingQueue:
 
     @property
     def num_lanes(self) -> int:
-        """The number of lines in which sequences wait: one for each tenant where tenants take turns."""
+        """The number of lanes: one for each waiting tenant where tenants take turns, otherwise at most one."""
         return len(self._lanes)
 
     @property

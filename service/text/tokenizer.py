@@ -34,9 +34,10 @@ _LONG_BYTES = 64 << 10
 _NUM_RENDERING, _NUM_RENDERING_LONG = 7, 3
 """Number of conversations with slow templates that give way to others at a time, for short and for long prompts."""
 _LONG_THREADS = 4
-_HUGE_BYTES = 1 << 20
-_HUGE_THREADS = 2
 """Threads for long texts. A tenant uses one at a time, so this many tenants do not wait for each other."""
+_HUGE_BYTES = 1 << 20
+"""Longer texts have threads of a low priority."""
+_HUGE_THREADS = 2
 _NOBODY = Principal(DEFAULT_TENANT)
 """The principal outside of a call."""
 

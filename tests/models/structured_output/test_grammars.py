@@ -1,5 +1,6 @@
 """Rows whose output must match a grammar: masks, drafts, rollback, and what becomes of a row that cannot go on."""
 
+import json
 import re
 import threading
 from pathlib import Path
@@ -215,6 +216,25 @@ def test_a_grammar_is_compiled_once(config, tokenizer):
     first, second = grammars.matcher(JSON, 1), grammars.matcher(JSON, 2)
     assert first.grammar is second.grammar
     assert first.at([5], 1) is not second.at([5, 5], 2)
+
+
+def test_compiled_grammars_are_kept_up_to_a_length(config, tokenizer):
+    grammars = StructuredOutputManager(lambda: tokenizer, VOCAB_SIZE)
+    texts = [to_grammar("choices", json.dumps([str(number) * 200_000])) for number in range(3)]
+    first, _, last = (grammars.matcher(text, 1).grammar for text in texts)
+    assert grammars.matcher(texts[2], 1).grammar is last
+    assert grammars.matcher(texts[0], 1).grammar is not first
+
+
+def test_a_long_choice_matches_exactly_its_text(tokenizer):
+    text = "".join(f'line {number}: \\ "quoted" ä\n' for number in range(200))
+    matcher = compile_grammar(tokenizer, to_grammar("choices", json.dumps([text, "short"])))
+    token_ids = tokenizer.tokenize_str(text)
+    assert matcher.consume_tokens(token_ids)
+    assert matcher.is_accepting()
+    assert not matcher.deep_copy().try_consume_tokens(tokenizer.tokenize_str("x"))
+    other = compile_grammar(tokenizer, to_grammar("choices", json.dumps([text])))
+    assert other.try_consume_tokens(tokenizer.tokenize_str(f"{text[:1000]}!")) < len(token_ids)
 
 
 class Slow(StructuredOutputManager):

@@ -44,8 +44,8 @@ def test_a_grammar_is_compiled_once_for_all_rows_of_a_tenant():
         except Refused:
             break
         distinct.enter(request)
-    assert 10 <= number <= 50
-    assert num_same > 10 * number
+    assert 60 <= number <= 120
+    assert num_same > 4 * number
 
 
 def test_one_tenant_leaves_as_much_to_others():
@@ -79,7 +79,7 @@ def test_what_never_fits_names_the_remedy():
 
 def test_every_end_of_a_request_gives_its_part_back(world_type, new_request, monkeypatch):
     monkeypatch.setattr(grammar_budget, "SMALL_BYTES", 0)
-    monkeypatch.setattr(grammar_budget, "MAX_BYTES", 4 * 500)
+    monkeypatch.setattr(grammar_budget, "MAX_BYTES", 4 * 90)
     world = world_type(100, make_config())
     for number in range(2):
         world.add(new_request(str(number), make_prompt(4, first=number), grammar="g", max_tokens=4))

@@ -1,6 +1,7 @@
 """The threads that prepare prompts: bounded, and the event loop turns while they work."""
 
 import asyncio
+import os
 import threading
 import weakref
 from functools import partial
@@ -9,6 +10,7 @@ import pytest
 from waiting import until
 
 from penstock.kv.block_hash import hash_blocks
+from penstock.models.executor.priority import BACKGROUND_NICE
 from penstock.service.auth.identity import Principal, current_principal
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text.tokenizer import TokenizerPool
@@ -228,3 +230,15 @@ async def test_the_loop_turns_while_a_long_text_is_encoded(byte_tokenizer):
         turns += 1
     pool.close()
     assert turns > 10
+
+
+async def test_only_huge_texts_have_a_low_priority(byte_tokenizer):
+    pool = TokenizerPool(byte_tokenizer, block_size=4, max_prompt_tokens=50)
+
+    def nice():
+        return os.getpriority(os.PRIO_PROCESS, 0)  # the calling thread's, on Linux
+
+    short, long, huge = [await pool.run(nice, num_bytes) for num_bytes in (10, 100_000, 2 << 20)]
+    pool.close()
+    assert (short, long) == (nice(), nice())
+    assert huge == max(nice(), BACKGROUND_NICE)
