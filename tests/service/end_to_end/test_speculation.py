@@ -200,7 +200,7 @@ async def test_draft_statistics_are_logged_periodically(start_service, caplog):
     service = await start_service(executor, speculation=NGRAM, stats_interval_s=0.05)
     await service.generation.Complete(request(max_tokens=200))
     lines = [record.getMessage() for record in caplog.records if record.name == "penstock.service.telemetry.stats_log"]
-    assert re.search(r"; drafted \d+ tokens/s, accepted \d+ %$", lines[0])
+    assert any(re.search(r"; drafted \d+ tokens/s, accepted \d+ %$", line) for line in lines)
 
 
 async def test_the_model_is_described_with_it(controller, start_service):
