@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models.checkpoint.families import FAMILIES
+from penstock.models.checkpoint.families.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

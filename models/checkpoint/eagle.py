@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.checkpoint.checkpoint import CONFIG, FLOAT_DTYPES, CheckpointInfo, read_entries, read_json
-from penstock.models.checkpoint.families import spec_from_config
+from penstock.models.checkpoint.families.registry import spec_from_config
 from penstock.models.checkpoint.files.hf_config import HfConfigReader
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry

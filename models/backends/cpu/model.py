@@ -29,7 +29,7 @@ from penstock.models.backends.cpu.weights import (
     stored_format,
     widened,
 )
-from penstock.models.checkpoint import spec as decoder
+from penstock.models.checkpoint import spec_parts as decoder
 from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleSpec
 from penstock.models.checkpoint.quantization_error import QuantizationError
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear

@@ -15,10 +15,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.weights import DenseLinear, RmsNorm
 from penstock.models.checkpoint.checkpoint import SINGLE, check_checkpoint
-from penstock.models.checkpoint.families import spec_from_config
+from penstock.models.checkpoint.families.registry import spec_from_config
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.rope import attention_factor, inverse_frequencies
-from penstock.models.checkpoint.spec import ClampedGate, DefaultRope, LinearRope, LongRope, ModelSpec, Rope, YarnRope
+from penstock.models.checkpoint.spec import ModelSpec
+from penstock.models.checkpoint.spec_parts import ClampedGate, DefaultRope, LinearRope, LongRope, Rope, YarnRope
 from penstock.models.errors import ModelError
 
 # As published: the fields of these models' config.json that matter here.
