@@ -95,7 +95,7 @@ class DummySource:
 
     def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
         """Writes random numbers for a matrix, ones for a norm, zeros for a bias."""
-        if out.ndim == 2:
+        if out.ndim == 2 and not name.endswith("norm.weight"):
             whole = out if out.shape == self._shapes[name] else out.new_empty(self._shapes[name])
             whole.normal_(std=DUMMY_STD, generator=self._generator)
             if whole is not out:
@@ -280,9 +280,7 @@ def _load_qk_norm(fill: _Filler, prefix: str) -> Layer:
     )
     if spec.qk_norm is not QkNorm.ALL:
         # One matrix with a row per head, so that queries and keys are normed together.
-        return HeadNorm(
-            fill.norm_of(torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1))))
-        )
+        return HeadNorm(fill.norm_of(torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))))
     norms = RmsNorm(query.add_(spec.norm_offset), spec.norm_eps), RmsNorm(key.add_(spec.norm_offset), spec.norm_eps)
     return WholeNorm(*norms) if fill.parallel.size == 1 else SharedWholeNorm(*norms, fill.parallel)
 
