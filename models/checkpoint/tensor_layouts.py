@@ -1,7 +1,7 @@
 """The names and layouts of tensors in checkpoints, by architecture, where they are not those of Llama."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,8 @@ class _Whole:
 
     shape: tuple[int, ...]
     parts: tuple[_Part, ...]
+    turned: "_Whole | None" = None
+    """The same with its last two dimensions exchanged, as some checkpoints have it."""
 
 
 Wholes = Mapping[str, _Whole]
@@ -87,7 +89,7 @@ def _phi3(spec: ModelSpec) -> Wholes:
 
 def _fused_experts(spec: ModelSpec) -> Wholes:
     """The experts' layout in transformers 5, which it also saves unless it writes the original format: (experts, 2
-    inner, hidden) with gate above up, and (experts, hidden, inner).
+    inner, hidden) with gate above up, and (experts, hidden, inner). Qwen3-VL-MoE exchanges the last two.
     """
     experts = _experts(spec)
     num, inner, hidden = experts.num_experts, experts.intermediate_size, spec.hidden_size
@@ -98,9 +100,21 @@ def _fused_experts(spec: ModelSpec) -> Wholes:
         for half, name in enumerate(("gate_proj", "up_proj"))
     ]
     down = [_Part(f"mlp.experts.{expert}.down_proj.weight", expert * size, (hidden, inner)) for expert in range(num)]
+    gate_up_turned = [
+        _Part(
+            f"mlp.experts.{expert}.{name}.weight", (2 * expert * hidden + half) * inner, (inner, hidden), (1, 2 * inner)
+        )
+        for expert in range(num)
+        for half, name in enumerate(("gate_proj", "up_proj"))
+    ]
+    down_turned = [replace(part, strides=(1, hidden)) for part in down]
     return {
-        "mlp.experts.gate_up_proj": _Whole((num, 2 * inner, hidden), tuple(gate_up)),
-        "mlp.experts.down_proj": _Whole((num, hidden, inner), tuple(down)),
+        "mlp.experts.gate_up_proj": _Whole(
+            (num, 2 * inner, hidden), tuple(gate_up), _Whole((num, hidden, 2 * inner), tuple(gate_up_turned))
+        ),
+        "mlp.experts.down_proj": _Whole(
+            (num, hidden, inner), tuple(down), _Whole((num, inner, hidden), tuple(down_turned))
+        ),
     }
 
 

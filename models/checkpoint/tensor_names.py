@@ -72,6 +72,8 @@ def _views(name: str, entry: TensorEntry, wholes: Wholes, naming: Naming) -> Ite
                 break
         yield prefix + local, entry
         return
+    if whole.turned is not None and entry.shape == whole.turned.shape != whole.shape:
+        whole = whole.turned
     if entry.shape != whole.shape:
         raise ModelError(
             f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and config.json calls for "

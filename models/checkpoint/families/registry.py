@@ -122,6 +122,9 @@ TEXT_MODELS = {
 }
 """The architecture of a wrapper's language model, by its ``model_type``."""
 
+FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""Fields with which a language model is the same as one of its own, by its ``model_type``."""
+
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the language model: of a wrapper, its ``text_config``, with what stands only outside of it;
@@ -139,6 +142,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         **config.get("text_config", config),
         **{name: config[name] for name in outside if name in config},
+        **FIXED.get(model_type, {}),
         "architectures": [TEXT_MODELS[model_type]],
     }
 
