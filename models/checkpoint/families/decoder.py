@@ -24,9 +24,9 @@ ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_fast": Activation.GELU_TANH,
-    "relu": Activation.RELU,
-    "relu2": Activation.RELU_SQUARED,
 }
+PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu": Activation.RELU, "relu2": Activation.RELU_SQUARED}
+"""Those of an MLP without a gate."""
 
 _OLD_FULL = "attention"
 """The name of full attention in older configs."""
@@ -51,6 +51,7 @@ class Defaults:
     norm_eps_field: str = "rms_norm_eps"
     activation_field: str = "hidden_act"
     activation: str = "silu"
+    gated_mlp: bool = True
     tied_embeddings: bool = False
     read_rope: RopeReader = read_rope
 
@@ -64,8 +65,9 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         raise fields.wrong("num_key_value_heads", f"must divide num_attention_heads, which is {num_heads}")
     head_dim = _head_dim(fields, hidden_size, num_heads, defaults)
     activation = fields.text(defaults.activation_field, defaults.activation)
-    if activation not in ACTIVATIONS:
-        raise fields.wrong(defaults.activation_field, f"must be one of {', '.join(ACTIVATIONS)}")
+    known = ACTIVATIONS if defaults.gated_mlp else PLAIN_ACTIVATIONS
+    if activation not in known:
+        raise fields.wrong(defaults.activation_field, f"must be one of {', '.join(known)}")
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS, defaults.max_positions)
     rope = defaults.read_rope(fields, head_dim, max_positions)
     return ModelSpec(
@@ -85,8 +87,8 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         norm_placement=NormPlacement.PRE,
         qk_norm=QkNorm.NONE,
         qk_norm_is_last=False,
-        activation=ACTIVATIONS[activation],
-        gated_mlp=True,
+        activation=known[activation],
+        gated_mlp=defaults.gated_mlp,
         ropes=tuple(rope.full if window is None else rope.windowed for window in windows),
         rotary_dim=rope.rotary_dim,
         interleaved_rope=False,

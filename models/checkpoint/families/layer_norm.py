@@ -20,6 +20,7 @@ from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.checkpoint.spec_parts import NormPlacement, NoRope, QkNorm
 
 LAYER_NORM = Defaults(max_positions=2048, norm_eps=1e-5, norm_eps_field="layer_norm_eps")
+PLAIN = replace(LAYER_NORM, gated_mlp=False)
 
 
 def olmo(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -66,10 +67,11 @@ def starcoder2(fields: HfConfigReader, architecture: str) -> ModelSpec:
         norm_eps=1e-5,
         norm_eps_field="norm_epsilon",
         activation="gelu_pytorch_tanh",
+        gated_mlp=False,
         tied_embeddings=True,
     )
     spec = read_decoder(fields, architecture, same_windows(fields, read_window(fields, None)), defaults)
-    return _plain(spec, biased=fields.flag("use_bias", True))
+    return _with_norms_and_biases(spec, biased=fields.flag("use_bias", True))
 
 
 def stablelm(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -90,9 +92,9 @@ def phi(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Phi-1, 1.5 and 2: half of each head is rotated, and everything has a bias, the head too."""
     if fields.flag("qk_layernorm", False):
         raise fields.wrong("qk_layernorm", "must be false: norms of queries and keys are not supported in this family")
-    defaults = replace(LAYER_NORM, activation="gelu_new", read_rope=partial(read_rope, default_part=0.5))
+    defaults = replace(PLAIN, activation="gelu_new", read_rope=partial(read_rope, default_part=0.5))
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
-    return replace(_plain(spec, biased=True), norm_placement=NormPlacement.PARALLEL, head_bias=True)
+    return replace(_with_norms_and_biases(spec, biased=True), norm_placement=NormPlacement.PARALLEL, head_bias=True)
 
 
 def gpt_neox(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -101,9 +103,9 @@ def gpt_neox(fields: HfConfigReader, architecture: str) -> ModelSpec:
     fields = fields.with_aliases(
         rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct", num_key_value_heads="num_attention_heads"
     )
-    defaults = replace(LAYER_NORM, activation="gelu", read_rope=partial(read_rope, default_part=0.25))
+    defaults = replace(PLAIN, activation="gelu", read_rope=partial(read_rope, default_part=0.25))
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
-    spec = _plain(spec, biased=True)
+    spec = _with_norms_and_biases(spec, biased=True)
     biased = fields.flag("attention_bias", True)
     is_parallel = fields.flag("use_parallel_residual", True)
     return replace(
@@ -128,8 +130,10 @@ def falcon(fields: HfConfigReader, architecture: str) -> ModelSpec:
         intermediate_size="ffn_hidden_size",
         num_key_value_heads="num_kv_heads" if is_new else "",
     )
-    defaults = replace(LAYER_NORM, kv_heads=kv_heads, activation="gelu", tied_embeddings=True, inner=inner)
-    spec = _plain(read_decoder(fields, architecture, same_windows(fields, None), defaults), fields.flag("bias", False))
+    defaults = replace(PLAIN, kv_heads=kv_heads, activation="gelu", tied_embeddings=True, inner=inner)
+    spec = _with_norms_and_biases(
+        read_decoder(fields, architecture, same_windows(fields, None), defaults), fields.flag("bias", False)
+    )
     placement = NormPlacement.PARALLEL if fields.flag("parallel_attn", True) else NormPlacement.PRE
     if is_new and fields.integer("num_ln_in_parallel_attn", 1, 2, 2) == 2:
         placement = NormPlacement.PARALLEL_NORMS
@@ -143,14 +147,15 @@ def nemotron(fields: HfConfigReader, architecture: str) -> ModelSpec:
         norm_eps=1e-5,
         norm_eps_field="norm_eps",
         activation="relu2",
+        gated_mlp=False,
         read_rope=partial(read_rope, default_part=0.5),
     )
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
     spec = with_biases(with_layer_norms(spec, "weight", "bias"), fields)
-    return replace(spec, norm_offset=1.0, gated_mlp=False, mlp_bias=fields.flag("mlp_bias", False))
+    return replace(spec, norm_offset=1.0, mlp_bias=fields.flag("mlp_bias", False))
 
 
-def _plain(spec: ModelSpec, biased: bool) -> ModelSpec:
-    """Applies layer norms, an MLP without a gate, and biases of all linears if ``biased`` is set."""
+def _with_norms_and_biases(spec: ModelSpec, biased: bool) -> ModelSpec:
+    """Applies layer norms, and biases of all linears if ``biased`` is set."""
     spec = with_layer_norms(spec, "weight", "bias")
-    return replace(spec, gated_mlp=False, qkv_bias=biased, output_bias=biased, mlp_bias=biased)
+    return replace(spec, qkv_bias=biased, output_bias=biased, mlp_bias=biased)

@@ -36,9 +36,9 @@ def llama(fields: HfConfigReader, architecture: str) -> ModelSpec:
 
 def arcee(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Arcee: Llama with squared ReLUs and no gate."""
-    defaults = Defaults(max_positions=4096, norm_eps=1e-5, activation="relu2")
+    defaults = Defaults(max_positions=4096, norm_eps=1e-5, activation="relu2", gated_mlp=False)
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
-    return replace(with_biases(spec, fields), mlp_bias=fields.flag("mlp_bias", False), gated_mlp=False)
+    return replace(with_biases(spec, fields), mlp_bias=fields.flag("mlp_bias", False))
 
 
 def internlm3(fields: HfConfigReader, architecture: str) -> ModelSpec:

@@ -138,7 +138,7 @@ def test_layers_of_qwen3_moe_that_have_experts(changes, layers):
         (GEMMA2_2B, {"hidden_activation": "relu"}, "hidden_activation"),
         (GEMMA3_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA3_1B, {"rope_local_base_freq": 0}, "rope_local_base_freq"),
-        (GEMMA3_1B, {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "full_attention.rope_type"),
+        (GEMMA3_1B, {"rope_parameters": {"full_attention": {"rope_type": "xpos"}}}, "full_attention.rope_type"),
         (QWEN3_30B_A3B, {"num_experts": 0}, "num_experts"),
         (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok"),
         (QWEN3_30B_A3B, {"mlp_only_layers": [-1]}, "mlp_only_layers"),
