@@ -90,6 +90,7 @@ class DecoderModel(Structure):
         ("logit_scale", c_float), ("logit_soft_cap", c_float),
         ("gate_alpha", c_float), ("gate_limit", c_float),
         ("embedding_format", c_int32), ("embedding", c_void_p), ("packed_embedding", Matrix),
+        ("position_table", c_void_p), ("position_offset", c_int32),
         ("fc", PackedLinear), ("head", PackedLinear), ("norm", Norm),
         ("layers", c_void_p), ("ropes", c_void_p), ("kv", KvLayout), ("pages", c_void_p), ("layer_bytes", c_int64),
     )  # fmt: skip

@@ -30,7 +30,7 @@ from penstock.models.checkpoint.quantization_config import (
 )
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear, find_quantized
 from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.tensor_names import find_text_model, find_views
+from penstock.models.checkpoint.tensor_names import find_text_model, find_views, rename_prefixes
 from penstock.models.errors import ModelError
 
 DEMO = "demo"
@@ -247,7 +247,7 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     warnings = [f"{path / CONFIG}: {ignored}"] if ignored else []
     if not weights:
         return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
-    entries = read_entries(path)
+    entries = rename_prefixes(spec.architecture, read_entries(path))
     if config is not whole:
         entries, num_skipped = find_text_model(entries)
         warnings.append(

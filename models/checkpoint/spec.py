@@ -11,6 +11,7 @@ from penstock.models.checkpoint.spec_parts import (
     Experts,
     NormKind,
     NormPlacement,
+    PositionTable,
     QkNorm,
     QueryScaling,
     Rope,
@@ -77,6 +78,7 @@ class ModelSpec:
     """Whether each query head has an extra score, without a value, that takes part in the softmax."""
     embedding_scale: float
     """The factor of embeddings, rounded to the model's dtype."""
+    position_table: PositionTable | None
     logit_scale: float
     """The factor of logits, before the cap."""
     logit_soft_cap: float | None
@@ -165,6 +167,8 @@ class ModelSpec:
         """Yields the name and shape of every tensor that a checkpoint of this model must contain."""
         hidden, vocab = self.hidden_size, self.vocab_size
         yield "model.embed_tokens.weight", (vocab, hidden)
+        if self.position_table is not None:
+            yield "model.embed_positions.weight", (self.position_table.num_rows, hidden)
         for layer in range(self.num_layers):
             for name, shape in self._layer_tensors(layer):
                 yield f"model.layers.{layer}.{name}", shape

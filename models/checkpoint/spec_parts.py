@@ -73,6 +73,14 @@ Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope | NoRope
 
 
 @dataclass(frozen=True)
+class PositionTable:
+    """An embedding of positions, which is added to that of tokens: position p has row p + ``offset``."""
+
+    num_rows: int
+    offset: int
+
+
+@dataclass(frozen=True)
 class QueryScaling:
     """Llama 4's scaling of queries at position p: by ``1 + beta ln(1 + floor(p / original_max_positions))``."""
 

@@ -190,7 +190,100 @@ _PLAIN_MLP = (
     (r"mlp\.(c_proj|fc2|dense_4h_to_h)\.", "mlp.down_proj."),
 )
 
+
+def _gpt2(spec: ModelSpec) -> Wholes:
+    """GPT-2's matrices are (in, out); one has queries, keys and values side by side."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+
+    def turned(name: str, rows: int, columns: int) -> _Whole:
+        return _Whole((columns, rows), (_Part(name, 0, (rows, columns), (1, rows)),))
+
+    parts = ("q_proj", "k_proj", "v_proj")
+    weights = [
+        _Part(f"self_attn.{part}.weight", index * hidden, (hidden, hidden), (1, 3 * hidden))
+        for index, part in enumerate(parts)
+    ]
+    biases = [_Part(f"self_attn.{part}.bias", index * hidden, (hidden,)) for index, part in enumerate(parts)]
+    return {
+        "attn.c_attn.weight": _Whole((hidden, 3 * hidden), tuple(weights)),
+        "attn.c_attn.bias": _Whole((3 * hidden,), tuple(biases)),
+        "attn.c_proj.weight": turned("self_attn.o_proj.weight", hidden, hidden),
+        "mlp.c_fc.weight": turned("mlp.up_proj.weight", inner, hidden),
+        "mlp.c_proj.weight": turned("mlp.down_proj.weight", hidden, inner),
+    }
+
+
+def _internlm2(spec: ModelSpec) -> Wholes:
+    return _grouped_qkv(spec, "attention.wqkv", spec.qkv_bias)
+
+
 NAMINGS = {
+    "ExaoneForCausalLM": Naming(
+        prefixes=(
+            ("transformer.h.", "model.layers."),
+            ("transformer.wte.", "model.embed_tokens."),
+            ("transformer.ln_f.", "model.norm."),
+        ),
+        renamed=(
+            (r"ln_1\.", "input_layernorm."),
+            (r"ln_2\.", "post_attention_layernorm."),
+            (r"attn\.attention\.out_proj\.", "self_attn.o_proj."),
+            (r"attn\.attention\.", "self_attn."),
+            (r"mlp\.c_fc_0\.", "mlp.gate_proj."),
+            (r"mlp\.c_fc_1\.", "mlp.up_proj."),
+            (r"mlp\.c_proj\.", "mlp.down_proj."),
+        ),
+    ),
+    "GPT2LMHeadModel": Naming(
+        prefixes=tuple(
+            (base + old, new)
+            for base in ("transformer.", "")
+            for old, new in (
+                ("h.", "model.layers."),
+                ("wte.", "model.embed_tokens."),
+                ("wpe.", "model.embed_positions."),
+                ("ln_f.", "model.norm."),
+            )
+        ),
+        renamed=(
+            (r"ln_1\.", "input_layernorm."),
+            (r"ln_2\.", "post_attention_layernorm."),
+            (r"attn\.c_proj\.", "self_attn.o_proj."),
+            *_PLAIN_MLP,
+        ),
+        wholes=_gpt2,
+    ),
+    "InternLM2ForCausalLM": Naming(
+        prefixes=(("model.tok_embeddings.", "model.embed_tokens."), ("output.", "lm_head.")),
+        renamed=(
+            (r"attention_norm\.", "input_layernorm."),
+            (r"ffn_norm\.", "post_attention_layernorm."),
+            (r"attention\.wo\.", "self_attn.o_proj."),
+            (r"feed_forward\.w1\.", "mlp.gate_proj."),
+            (r"feed_forward\.w2\.", "mlp.down_proj."),
+            (r"feed_forward\.w3\.", "mlp.up_proj."),
+        ),
+        wholes=_internlm2,
+    ),
+    "OPTForCausalLM": Naming(
+        prefixes=tuple(
+            (base + old, new)
+            for base in ("model.decoder.", "decoder.")
+            for old, new in (
+                ("layers.", "model.layers."),
+                ("embed_tokens.", "model.embed_tokens."),
+                ("embed_positions.", "model.embed_positions."),
+                ("final_layer_norm.", "model.norm."),
+            )
+        ),
+        renamed=(
+            (r"self_attn_layer_norm\.", "input_layernorm."),
+            (r"final_layer_norm\.", "post_attention_layernorm."),
+            (r"self_attn\.out_proj\.", "self_attn.o_proj."),
+            (r"fc1\.", "mlp.up_proj."),
+            (r"fc2\.", "mlp.down_proj."),
+        ),
+    ),
     "FalconForCausalLM": Naming(
         prefixes=(
             ("transformer.h.", "model.layers."),

@@ -37,6 +37,16 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
     return found
 
 
+def rename_prefixes(architecture: str, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Returns the tensors with the beginnings of names that ``ModelSpec.tensors`` has."""
+    prefixes = NAMINGS.get(architecture, Naming()).prefixes
+    found = {}
+    for name, entry in entries.items():
+        old, new = next(((old, new) for old, new in prefixes if name.startswith(old)), ("", ""))
+        found[new + name.removeprefix(old)] = entry
+    return found
+
+
 def find_text_model(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], int]:
     """Returns the tensors of the language model in a checkpoint that also contains a vision tower, under the names that
     they would have without it, and the number of all others."""
@@ -50,10 +60,6 @@ def find_text_model(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, Tenso
 
 
 def _views(name: str, entry: TensorEntry, wholes: Wholes, naming: Naming) -> Iterator[tuple[str, TensorEntry]]:
-    for old, new in naming.prefixes:
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
-            break
     match = LAYER.fullmatch(name)
     if match is None:
         yield name, entry
@@ -61,7 +67,8 @@ def _views(name: str, entry: TensorEntry, wholes: Wholes, naming: Naming) -> Ite
     prefix, local = match.groups()
     whole = wholes.get(local)
     if whole is None:
-        if f"{local.rpartition('.')[0]}.weight" in wholes:
+        linear, _, part = local.rpartition(".")
+        if part != "bias" and f"{linear}.weight" in wholes:
             raise ModelError(
                 f"{entry.file}: tensor {name} combines several matrices, quantised as one, which is not "
                 "supported: use the unquantised checkpoint, with --quantization int8 or int4"

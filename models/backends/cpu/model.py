@@ -41,6 +41,7 @@ ACTIVATIONS = {kind: GemmActivation[kind.name] for kind in decoder.Activation}
 QK_NORMS = {kind: QkNormKind[kind.name] for kind in decoder.QkNorm}
 
 EMBEDDING = "model.embed_tokens.weight"
+POSITIONS = "model.embed_positions.weight"
 HEAD = "lm_head.weight"
 ROUTER = "mlp.gate"
 SHARED_GATE = "mlp.shared_expert_gate"
@@ -106,6 +107,8 @@ def max_weight_bytes(
             total += 4 * shape[0]
         elif name == EMBEDDING and not spec.tied_embeddings:
             total += math.prod(shape) * ELEMENT_BYTES[formats.table]
+        elif name == POSITIONS:
+            total += math.prod(shape) * 4
         else:
             rows, columns = shape
             kind = formats.head if name in (EMBEDDING, HEAD) else formats.weights
@@ -142,6 +145,8 @@ def load_model(
     head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, spec.head_bias, format=formats.head)
     wide = formats.table is StorageFormat.F32
     table = packer.table(EMBEDDING, (vocab, hidden), wide) if spec.has_table else None
+    positions = spec.position_table
+    position_table = packer.table(POSITIONS, (positions.num_rows, hidden), True) if positions else None
     experts: list[object] = []
     layers = (DecoderLayer * spec.num_layers)(
         *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
@@ -149,6 +154,7 @@ def load_model(
     model = _without_weights(spec, formats, num_logits, block_size)
     model.kernels = ctypes.pointer(kernels)
     model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
+    model.position_table, model.position_offset = position_table, positions.offset if positions else 0
     model.embedding, model.packed_embedding, model.head = table, head.parts[0], head
     model.norm = _norm(packer, spec, "model.norm")
     model.layers = ctypes.addressof(layers)

@@ -120,6 +120,10 @@ class CudaModel:
         x = functional.embedding(step.token_ids, weights.embedding)
         if spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
+        if spec.position_table is not None and weights.positions is not None:
+            # Tokens that pad a graph may have positions past the table.
+            rows = (step.positions + spec.position_table.offset).clamp(max=spec.position_table.num_rows - 1)
+            x = x + functional.embedding(rows, weights.positions)
         features = x.new_empty(len(x), len(self._feature_layers), spec.hidden_size)
         query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
         # Attention writes nothing for tokens without a sequence, which pad a graph: their zeros remain.

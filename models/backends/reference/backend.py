@@ -116,6 +116,8 @@ class ReferenceBackend(SynchronousBackend):
         x = functional.embedding(token_ids, weights.embedding)
         # A tensor, so that the factor is also rounded to the model's dtype.
         x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype, device=x.device)
+        if spec.position_table is not None and weights.positions is not None:
+            x = x + functional.embedding(positions + spec.position_table.offset, weights.positions)
         for index, (layer, window, rope) in enumerate(zip(weights.layers, spec.windows, spec.ropes, strict=True)):
             if index in batch.feature_layers:
                 features.append(x)

@@ -232,6 +232,8 @@ def load_weights(
     fill = _Filler(open_source(info, load_format, device), spec, dtype, device, parallel, make_linear or _dense)
     if embedding is None:
         embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+    table = spec.position_table
+    positions = fill.tensor("model.embed_positions.weight", (table.num_rows, spec.hidden_size)) if table else None
     layers = tuple(_load_layer(fill, layer) for layer in range(spec.num_layers))
     norm = fill.norm("model.norm")
     rows = share(num_logits, parallel)
@@ -241,7 +243,7 @@ def load_weights(
     head_weight = embedding[rows] if untied is None else untied
     bias = fill.tensor("lm_head.bias", (rows.stop - rows.start,), (rows,)) if spec.head_bias else None
     head = fill.make_linear(("lm_head",), lambda: head_weight, bias, is_whole=False, may_quantize=False)
-    return Weights(embedding, layers, norm, head, num_bytes((embedding, layers, norm, untied)))
+    return Weights(embedding, positions, layers, norm, head, num_bytes((embedding, positions, layers, norm, untied)))
 
 
 def _load_layer(fill: _Filler, layer: int) -> LayerWeights:

@@ -205,6 +205,8 @@ class Weights:
 
     embedding: Tensor
     """(vocabulary, hidden)."""
+    positions: Tensor | None
+    """(rows, hidden): the embedding of positions."""
     layers: tuple[LayerWeights, ...]
     norm: RmsNorm | LayerNorm
     head: Linear

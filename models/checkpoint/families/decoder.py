@@ -101,6 +101,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         attention_soft_cap=None,
         sinks=False,
         embedding_scale=1.0,
+        position_table=None,
         logit_scale=1.0,
         logit_soft_cap=None,
         head_bias=False,

@@ -17,7 +17,7 @@ from penstock.models.checkpoint.families.decoder import (
 from penstock.models.checkpoint.files.hf_config import HfConfigReader
 from penstock.models.checkpoint.rope_config import read_rope
 from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import NormPlacement, NoRope, QkNorm
+from penstock.models.checkpoint.spec_parts import NormPlacement, NoRope, PositionTable, QkNorm
 
 LAYER_NORM = Defaults(max_positions=2048, norm_eps=1e-5, norm_eps_field="layer_norm_eps")
 PLAIN = replace(LAYER_NORM, gated_mlp=False)
@@ -138,6 +138,51 @@ def falcon(fields: HfConfigReader, architecture: str) -> ModelSpec:
     if is_new and fields.integer("num_ln_in_parallel_attn", 1, 2, 2) == 2:
         placement = NormPlacement.PARALLEL_NORMS
     return replace(spec, norm_placement=placement)
+
+
+def gpt2(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """GPT-2: positions are embedded, not rotated."""
+    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if fields.flag(name, False):
+            raise fields.wrong(name, "must be false: only GPT-2's own attention is supported")
+    fields = fields.with_aliases(
+        hidden_size="n_embd",
+        num_hidden_layers="n_layer",
+        num_attention_heads="n_head",
+        num_key_value_heads="n_head",
+        intermediate_size="n_inner",
+        max_position_embeddings="n_positions",
+        layer_norm_eps="layer_norm_epsilon",
+        hidden_act="activation_function",
+    )
+    inner = 4 * fields.integer("hidden_size", 1, MAX_SIZE)
+    defaults = replace(PLAIN, max_positions=1024, activation="gelu_new", tied_embeddings=True, inner=inner)
+    spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
+    spec = _with_position_table(_with_norms_and_biases(spec, biased=True), offset=0)
+    return spec if fields.flag("scale_attn_weights", True) else replace(spec, attention_scale=1.0)
+
+
+def opt(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """OPT: GPT-2 with ReLUs, whose first two rows of the table of positions are not used."""
+    for name in ("do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine"):
+        if not fields.flag(name, True):
+            raise fields.wrong(name, "must be true: other variants of OPT are not supported")
+    hidden_size = fields.integer("hidden_size", 1, MAX_SIZE)
+    fields.integer("word_embed_proj_dim", hidden_size, hidden_size, hidden_size)
+    fields = fields.with_aliases(
+        intermediate_size="ffn_dim", hidden_act="activation_function", num_key_value_heads="num_attention_heads"
+    )
+    defaults = replace(PLAIN, activation="relu", tied_embeddings=True)
+    spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
+    return replace(_with_position_table(_with_norms_and_biases(spec, biased=True), offset=2), norm_eps=1e-5)
+
+
+def _with_position_table(spec: ModelSpec, offset: int) -> ModelSpec:
+    return replace(
+        spec,
+        ropes=(NoRope(),) * spec.num_layers,
+        position_table=PositionTable(spec.max_positions + offset, offset),
+    )
 
 
 def nemotron(fields: HfConfigReader, architecture: str) -> ModelSpec:

@@ -34,6 +34,22 @@ def llama(fields: HfConfigReader, architecture: str) -> ModelSpec:
     return replace(with_biases(spec, fields), mlp_bias=fields.flag("mlp_bias", False))
 
 
+def exaone(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """EXAONE 3 and 3.5: Llama with other names."""
+    fields = fields.with_aliases(
+        num_hidden_layers="num_layers", hidden_act="activation_function", rms_norm_eps="layer_norm_epsilon"
+    )
+    return read_decoder(fields, architecture, same_windows(fields, None), Defaults(max_positions=2048, norm_eps=1e-5))
+
+
+def internlm2(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """InternLM 2 and 2.5: Llama with other names, and one matrix for queries, keys and values."""
+    defaults = Defaults(max_positions=2048)
+    spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
+    biased = fields.flag("bias", False)
+    return replace(spec, qkv_bias=biased, output_bias=biased)
+
+
 def arcee(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Arcee: Llama with squared ReLUs and no gate."""
     defaults = Defaults(max_positions=4096, norm_eps=1e-5, activation="relu2", gated_mlp=False)

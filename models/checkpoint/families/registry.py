@@ -19,9 +19,11 @@ from penstock.models.checkpoint.families.layer_norm import (
     cohere,
     cohere2,
     falcon,
+    gpt2,
     gpt_neox,
     nemotron,
     olmo,
+    opt,
     phi,
     stablelm,
     starcoder2,
@@ -29,11 +31,13 @@ from penstock.models.checkpoint.families.layer_norm import (
 from penstock.models.checkpoint.families.llama import (
     arcee,
     ernie,
+    exaone,
     exaone4,
     glm,
     glm4,
     granite,
     hunyuan,
+    internlm2,
     internlm3,
     llama,
     ministral3,
@@ -56,7 +60,9 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "CohereForCausalLM": cohere,
     "Ernie4_5ForCausalLM": ernie,
     "Exaone4ForCausalLM": exaone4,
+    "ExaoneForCausalLM": exaone,
     "FalconForCausalLM": falcon,
+    "GPT2LMHeadModel": gpt2,
     "GPTNeoXForCausalLM": gpt_neox,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
@@ -68,6 +74,7 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
     "HunYuanDenseV1ForCausalLM": hunyuan,
+    "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
     "LlamaForCausalLM": llama,
     "Ministral3ForCausalLM": ministral3,
@@ -75,6 +82,7 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "NemotronForCausalLM": nemotron,
+    "OPTForCausalLM": opt,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
     "OlmoForCausalLM": olmo,
@@ -154,7 +162,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     fields = HfConfigReader(config)
     for name in fields.texts("architectures"):
         # A base model without its head, such as an embedding model.
-        architecture = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
+        without_head = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
+        architecture = name if name in FAMILIES else without_head
         if architecture in FAMILIES:
             break
     else:

@@ -74,6 +74,8 @@ struct DecoderModel {
   int32_t embedding_format;  // of `embedding`: FORMAT_F32 or FORMAT_BF16
   const uint8_t* embedding;  // (vocab_size, hidden_size); null: `packed_embedding` is looked up
   Matrix packed_embedding;
+  const float* position_table;  // (rows, hidden_size): row p + position_offset is added at position p; or null
+  int32_t position_offset;
   PackedLinear fc;           // for a draft head: from features to x; else no parts
   PackedLinear head;         // only the first num_logits rows are multiplied, of a tied embedding that may have more
   Norm norm;

@@ -70,6 +70,7 @@ void StepRun::begin() {
   find_pages();
   find_angles();
   embed(model_.fc.num_parts ? embeddings_ : x_);
+  if (model_.position_table) add_positions(x_);
   if (model_.fc.num_parts) take_hidden();
   spent_on(STAGE_EMBED);
   for (int i = 0; i < model_.num_layers; i++) {
@@ -207,6 +208,20 @@ void StepRun::embed(float* out) {
       }
     }
     if (m.embedding_scale != 1.0f) kernels_.scale(to, m.embedding_scale, m.hidden_size);
+  });
+}
+
+// Adds the embeddings of all tokens' positions.
+void StepRun::add_positions(float* out) {
+  int64_t size = model_.hidden_size;
+  each(num_page_items_, [&](int item, int) {
+    const PageItem& page = page_items_[item];
+    const AttentionRow& row = rows_[page.row];
+    for (int position = page.begin; position < page.end; position++) {
+      int64_t token = row.token + position - row.start;
+      kernels_.add(out + token * size, model_.position_table + (position + model_.position_offset) * size,
+                   model_.hidden_size);
+    }
   });
 }
 

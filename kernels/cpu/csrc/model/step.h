@@ -51,6 +51,7 @@ class StepRun {
   void find_pages();
   void find_angles();
   void embed(float* out);
+  void add_positions(float* out);
   void take_hidden();
   void record(int layer);
   void copy_rows(const float* x, int rows, float* out, int64_t stride);
