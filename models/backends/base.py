@@ -9,9 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo, check_checkpoint
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import WorkerConfig, WorkerFacts
 

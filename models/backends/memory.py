@@ -37,7 +37,7 @@ def check_weights_fit(
 
 
 SHORTEST_CONTEXT = 1024
-"""The shortest context, in tokens, that a service starts with unless it is told to, or the model has a shorter one."""
+"""The shortest context, in tokens, that a service has by itself, if the model's own is not shorter."""
 
 
 def num_kv_blocks(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.models.checkpoint.families.registry import ignored_layer_types, spec_from_config, text_config
+from penstock.models.architecture.registry import ignored_layer_types, spec_from_config, text_config
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.model_files import (
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
@@ -29,7 +30,6 @@ from penstock.models.checkpoint.quantization_config import (
     quantization_from_config,
 )
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear, find_quantized
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.checkpoint.tensor_names import find_text_model, find_views, rename_prefixes
 from penstock.models.errors import ModelError
 

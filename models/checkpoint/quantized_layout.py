@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.architecture.rope import row_order
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.quantization_config import Quantization, QuantLayout, QuantScheme
-from penstock.models.checkpoint.rope import row_order
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 
 CODES_PER_WORD = 8

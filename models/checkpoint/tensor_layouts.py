@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import Experts
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import Experts
 
 WRAPPED = (
     ("model.language_model.", "model."),
@@ -41,7 +41,7 @@ class _Whole:
     shape: tuple[int, ...]
     parts: tuple[_Part, ...]
     turned: "_Whole | None" = None
-    """The same with its last two dimensions exchanged, as some checkpoints have it."""
+    """The layout of some checkpoints, with the last two dimensions exchanged."""
 
 
 Wholes = Mapping[str, _Whole]

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from penstock.models.architecture.rope import row_order
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.safetensors_header import ELEMENT_BITS, TensorEntry
-from penstock.models.checkpoint.rope import row_order
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.checkpoint.tensor_layouts import NAMINGS, WRAPPED, Naming, Wholes
 from penstock.models.errors import ModelError
 

@@ -20,6 +20,9 @@ from penstock.kernels.cpu.program import (
     QkNormKind,
     Rope,
 )
+from penstock.models.architecture import spec_parts as decoder
+from penstock.models.architecture.rope import attention_factor, inverse_frequencies
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.cpu.weights import (
     ALIGNMENT,
     Packer,
@@ -29,12 +32,9 @@ from penstock.models.backends.cpu.weights import (
     stored_format,
     widened,
 )
-from penstock.models.checkpoint import spec_parts as decoder
 from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleSpec
 from penstock.models.checkpoint.quantization_error import QuantizationError
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear
-from penstock.models.checkpoint.rope import attention_factor, inverse_frequencies
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 
 ACTIVATIONS = {kind: GemmActivation[kind.name] for kind in decoder.Activation}

@@ -24,6 +24,8 @@ from penstock.kernels.cuda.rope_kv import rope_kv
 from penstock.kernels.cuda.step import StepTensors
 from penstock.kernels.reference.ops import rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm, Scoring
 from penstock.models.backends.cuda.linear import CudaLinears
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
@@ -40,8 +42,6 @@ from penstock.models.backends.torch_common.weights import (
     WholeNorm,
     unchanged,
 )
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import NormKind, NoRope, QkNorm, Scoring
 
 INTERPRETED_PROGRAMS = 2
 """The number of programs that attention is divided over if there are no multiprocessors."""
@@ -122,8 +122,8 @@ class CudaModel:
             x = x * self._embedding_scale
         if spec.position_table is not None and weights.positions is not None:
             # Tokens that pad a graph may have positions past the table.
-            rows = (step.positions + spec.position_table.offset).clamp(max=spec.position_table.num_rows - 1)
-            x = x + functional.embedding(rows, weights.positions)
+            places = (step.positions + spec.position_table.offset).clamp(max=spec.position_table.num_rows - 1)
+            x = x + functional.embedding(places, weights.positions)
         features = x.new_empty(len(x), len(self._feature_layers), spec.hidden_size)
         query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
         # Attention writes nothing for tokens without a sequence, which pad a graph: their zeros remain.

@@ -3,10 +3,10 @@
 import torch
 
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import Experts, NormKind, NormPlacement, QkNorm, Scoring
 from penstock.models.backends.cuda.model import logits_dtype
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import Experts, NormKind, NormPlacement, QkNorm, Scoring
 from penstock.scheduler.plan import MAX_FORCED_DRAFTS, WorkerConfig
 
 

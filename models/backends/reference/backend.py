@@ -10,6 +10,7 @@ from torch.nn import functional
 from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.kernels.reference.ops import attention, rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import SynchronousBackend, build_worker_facts, context_of
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
@@ -24,7 +25,6 @@ from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, qu
 from penstock.models.backends.torch_common.weights import LayerWeights, Weights, unchanged
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 

@@ -21,6 +21,8 @@ from penstock.kernels.reference.ops import (
     gated_activation,
 )
 from penstock.kernels.reference.upcast import upcast
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, QkNorm, Scoring
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
 from penstock.models.backends.torch_common.weights import (
     DenseLinear,
@@ -41,8 +43,6 @@ from penstock.models.backends.torch_common.weights import (
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.quantized_reader import read_matrix
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import Activation, Experts, NormKind, QkNorm, Scoring
 from penstock.models.errors import ModelError
 
 DUMMY_SEED = 0

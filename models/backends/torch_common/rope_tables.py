@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from penstock.models.checkpoint.rope import attention_factor, inverse_frequencies
-from penstock.models.checkpoint.spec_parts import QueryScaling, Rope
+from penstock.models.architecture.rope import attention_factor, inverse_frequencies
+from penstock.models.architecture.spec_parts import QueryScaling, Rope
 
 
 def cos_sin_tables(rope: Rope, rotary_dim: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ class LayerNorm:
     """A layer norm over the last dimension."""
 
     weight: Tensor
-    """As in ``RmsNorm``."""
+    """The factor, in at least fp32: the checkpoint's weight plus the model's offset."""
     bias: Tensor | None
     """In at least fp32."""
     eps: float

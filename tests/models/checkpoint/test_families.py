@@ -12,14 +12,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from penstock.models.architecture.registry import spec_from_config
+from penstock.models.architecture.rope import attention_factor, inverse_frequencies
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import ClampedGate, DefaultRope, LinearRope, LongRope, Rope, YarnRope
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.weights import DenseLinear, RmsNorm
 from penstock.models.checkpoint.checkpoint import SINGLE, check_checkpoint
-from penstock.models.checkpoint.families.registry import spec_from_config
 from penstock.models.checkpoint.files.safetensors import TensorFiles
-from penstock.models.checkpoint.rope import attention_factor, inverse_frequencies
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import ClampedGate, DefaultRope, LinearRope, LongRope, Rope, YarnRope
 from penstock.models.errors import ModelError
 
 # As published: the fields of these models' config.json that matter here.
@@ -325,3 +325,8 @@ def test_a_file_that_changed_since_it_was_checked_is_named(tiny_model, tmp_path,
     change(path / SINGLE)
     with pytest.raises(ModelError, match=rf"{SINGLE}: .*{says}"):
         load_weights(info, torch.float32, torch.device("cpu"), "auto", 160)
+
+
+def test_an_unknown_architecture_names_the_closest():
+    with pytest.raises(ModelError, match="the closest is Qwen3MoeForCausalLM, and penstock models lists all of them"):
+        spec_from_config({"architectures": ["Qwen3MoeNextForCausalLM"]})

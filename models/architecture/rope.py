@@ -10,8 +10,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import (
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import (
     DefaultRope,
     LinearRope,
     Llama3Rope,

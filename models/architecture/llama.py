@@ -1,9 +1,9 @@
-"""Families with RMS norms and a gated MLP, as Llama has them."""
+"""Families around Llama, with RMS norms and a gated MLP."""
 
 from dataclasses import replace
 from functools import partial
 
-from penstock.models.checkpoint.families.decoder import (
+from penstock.models.architecture.decoder import (
     MAX_LAYERS,
     Defaults,
     Windows,
@@ -15,8 +15,8 @@ from penstock.models.checkpoint.families.decoder import (
     windows_by_type,
     with_biases,
 )
-from penstock.models.checkpoint.files.hf_config import HfConfigReader
-from penstock.models.checkpoint.rope_config import (
+from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.rope_config import (
     MAX_POSITIONS,
     SLIDING,
     read_partial_rope,
@@ -24,8 +24,8 @@ from penstock.models.checkpoint.rope_config import (
     read_rope,
     read_rope_by_layer_type,
 )
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import NormPlacement, NoRope, QkNorm
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import NormPlacement, NoRope, QkNorm
 
 
 def llama(fields: HfConfigReader, architecture: str) -> ModelSpec:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from penstock.models.checkpoint.families.decoder import (
+from penstock.models.architecture.decoder import (
     MAX_HEADS,
     MAX_SIZE,
     Defaults,
@@ -14,10 +14,10 @@ from penstock.models.checkpoint.families.decoder import (
     with_biases,
     with_layer_norms,
 )
-from penstock.models.checkpoint.files.hf_config import HfConfigReader
-from penstock.models.checkpoint.rope_config import read_rope
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import NormPlacement, NoRope, PositionTable, QkNorm
+from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.rope_config import read_rope
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import NormPlacement, NoRope, PositionTable, QkNorm
 
 LAYER_NORM = Defaults(max_positions=2048, norm_eps=1e-5, norm_eps_field="layer_norm_eps")
 PLAIN = replace(LAYER_NORM, gated_mlp=False)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from penstock.models.checkpoint.families.decoder import (
+from penstock.models.architecture.decoder import (
     MAX_LAYERS,
     MAX_SIZE,
     Defaults,
@@ -15,11 +15,11 @@ from penstock.models.checkpoint.families.decoder import (
     windows_by_type,
     with_biases,
 )
-from penstock.models.checkpoint.families.llama import with_granites_factors
-from penstock.models.checkpoint.files.hf_config import HfConfigReader
-from penstock.models.checkpoint.rope_config import read_rope, read_yarn_by_default
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import ClampedGate, QkNorm, Scoring
+from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.llama import with_granites_factors
+from penstock.models.architecture.rope_config import read_rope, read_yarn_by_default
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import ClampedGate, QkNorm, Scoring
 
 
 def mixtral(fields: HfConfigReader, architecture: str) -> ModelSpec:

@@ -1,11 +1,12 @@
 """Finds the family that a config.json names. A new family is a function and an entry in ``FAMILIES``; if the names of
 its tensors are not Llama's, they are in ``tensor_layouts``."""
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.models.checkpoint.families.decoder import read_layer_types
-from penstock.models.checkpoint.families.experts import (
+from penstock.models.architecture.decoder import read_layer_types
+from penstock.models.architecture.experts import (
     glm4_moe,
     gpt_oss,
     granite_moe,
@@ -14,8 +15,9 @@ from penstock.models.checkpoint.families.experts import (
     qwen2_moe,
     qwen3_moe,
 )
-from penstock.models.checkpoint.families.gemma import gemma, gemma2, gemma3
-from penstock.models.checkpoint.families.layer_norm import (
+from penstock.models.architecture.gemma import gemma, gemma2, gemma3
+from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.layer_norm import (
     cohere,
     cohere2,
     falcon,
@@ -28,7 +30,7 @@ from penstock.models.checkpoint.families.layer_norm import (
     stablelm,
     starcoder2,
 )
-from penstock.models.checkpoint.families.llama import (
+from penstock.models.architecture.llama import (
     arcee,
     ernie,
     exaone,
@@ -50,9 +52,8 @@ from penstock.models.checkpoint.families.llama import (
     seed_oss,
     smollm3,
 )
-from penstock.models.checkpoint.files.hf_config import HfConfigReader
-from penstock.models.checkpoint.rope_config import FULL, SLIDING
-from penstock.models.checkpoint.spec import ModelSpec
+from penstock.models.architecture.rope_config import FULL, SLIDING
+from penstock.models.architecture.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "ArceeForCausalLM": arcee,
@@ -167,8 +168,12 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         if architecture in FAMILIES:
             break
     else:
-        known = ", ".join(sorted(FAMILIES))
-        raise fields.wrong("architectures", f"names no supported architecture; supported are {known}")
+        given = fields.texts("architectures")
+        near = difflib.get_close_matches(given[0] if given else "", [*FAMILIES, *WRAPPERS], n=1, cutoff=0.0)
+        raise fields.wrong(
+            "architectures",
+            f"names no supported architecture; the closest is {near[0]}, and penstock models lists all of them",
+        )
     return FAMILIES[architecture](fields, architecture)
 
 

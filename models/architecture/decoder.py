@@ -5,10 +5,10 @@ differs. Defaults are those of transformers' config classes, which leave them ou
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from penstock.models.checkpoint.files.hf_config import HfConfigReader
-from penstock.models.checkpoint.rope_config import FULL, MAX_POSITIONS, SLIDING, RopeReader, read_rope
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import Activation, Experts, NormKind, NormPlacement, QkNorm
+from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.rope_config import FULL, MAX_POSITIONS, SLIDING, RopeReader, read_rope
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, NormPlacement, QkNorm
 
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 20
@@ -26,7 +26,7 @@ ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
 }
 PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu": Activation.RELU, "relu2": Activation.RELU_SQUARED}
-"""Those of an MLP without a gate."""
+"""The activations of an MLP without a gate."""
 
 _OLD_FULL = "attention"
 """The name of full attention in older configs."""

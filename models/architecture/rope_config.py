@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.models.checkpoint.files.hf_config import HfConfigReader
-from penstock.models.checkpoint.spec_parts import (
+from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.spec_parts import (
     DefaultRope,
     LinearRope,
     Llama3Rope,

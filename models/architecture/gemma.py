@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from penstock.models.checkpoint.families.decoder import (
+from penstock.models.architecture.decoder import (
     MAX_LAYERS,
     Defaults,
     read_decoder,
@@ -12,10 +12,10 @@ from penstock.models.checkpoint.families.decoder import (
     windows_by_type,
     with_biases,
 )
-from penstock.models.checkpoint.files.hf_config import HfConfigReader
-from penstock.models.checkpoint.rope_config import read_rope_by_layer_type
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.spec_parts import Activation, NormPlacement, QkNorm
+from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.rope_config import read_rope_by_layer_type
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import Activation, NormPlacement, QkNorm
 
 GEMMA = Defaults(
     max_positions=131072,

@@ -138,9 +138,9 @@ class Scoring(Enum):
     """The way in which a router's outputs become the experts' scores."""
 
     SOFTMAX = auto()
-    """Over all experts."""
+    """The softmax over all experts."""
     SIGMOID = auto()
-    """Of each expert's output."""
+    """The sigmoid of each expert's output."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from penstock.models.checkpoint.spec_parts import (
+from penstock.models.architecture.spec_parts import (
     Activation,
     Experts,
     NormKind,
