@@ -72,6 +72,7 @@ COMMANDS = {
         "show or change a running service's limits",
         parser="penstock.clients.cli.admin.command:settings_parser",
     ),
+    "models": Command("penstock.service.app.supported_models:main", "list the models that can be served"),
     "doctor": Command("penstock.clients.cli.doctor:main", "show what this machine has and what is missing"),
     "completion": Command("penstock.clients.cli.completion:main", "print a script for completion in a shell"),
 }

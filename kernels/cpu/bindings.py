@@ -62,12 +62,14 @@ class StorageFormat(IntEnum):
 
 
 class GemmActivation(IntEnum):
-    """The activation of a gated MLP."""
+    """The activation of an MLP."""
 
     SILU = 0
     GELU = 1
     GELU_TANH = 2
     CLAMPED = 3
+    RELU = 4
+    RELU_SQUARED = 5
 
 
 class OutputMode(IntEnum):
@@ -173,10 +175,12 @@ class Kernels(Structure):
         ("product", CFUNCTYPE(None, POINTER(Matrix), POINTER(Inputs), _I, _I, POINTER(GemmOutput))),
         ("product_rows", CFUNCTYPE(_I, _I)),
         ("rms_norm", CFUNCTYPE(None, _P, _P, _I, c_float, _P)),
+        ("layer_norm", CFUNCTYPE(None, _P, _P, _P, _I, c_float, _P)),
         ("add", CFUNCTYPE(None, _P, _P, _I)),
         ("scale", CFUNCTYPE(None, _P, c_float, _I)),
         ("soft_cap", CFUNCTYPE(None, _P, c_float, _I)),
         ("gated", CFUNCTYPE(None, _P, _P, _I, _I, _P)),
+        ("activate", CFUNCTYPE(None, _P, _I, _I)),
         ("rotate", CFUNCTYPE(None, _P, _P, _P, _I)),
         ("write_kv", CFUNCTYPE(None, POINTER(KvLayout), _P, _I, _P, _P)),
         ("attention_scratch", CFUNCTYPE(_L, POINTER(PagedAttention))),

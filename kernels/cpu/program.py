@@ -28,11 +28,19 @@ class ElementType(IntEnum):
 
 
 class QkNormKind(IntEnum):
-    """How queries and keys are normed: not at all, each head by itself, or all heads together."""
+    """How queries and keys are normed: not at all, each head by itself, all heads together, or each head by itself with
+    a weight of its own."""
 
     NONE = 0
     HEAD = 1
     ALL = 2
+    EACH_HEAD = 3
+
+
+class Norm(Structure):
+    """A norm. Without a weight, there is none."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
 class PackedLinear(Structure):
@@ -47,8 +55,8 @@ class Rope(Structure):
     _fields_ = (("frequencies", c_void_p), ("scale", c_float))
 
 
-class Expert(Structure):
-    """One expert of a mixture."""
+class PackedMlp(Structure):
+    """An MLP, or one expert of a mixture."""
 
     _fields_ = (("gate_up", PackedLinear), ("down", PackedLinear))
 
@@ -57,10 +65,11 @@ class DecoderLayer(Structure):
     """One layer of a model."""
 
     _fields_ = (
-        ("attention_norm", c_void_p), ("attention_post_norm", c_void_p), ("mlp_norm", c_void_p),
-        ("mlp_post_norm", c_void_p), ("hidden_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
-        ("sinks", c_void_p), ("window", c_int32), ("rope", c_int32), ("qkv", PackedLinear), ("output", PackedLinear),
-        ("gate_up", PackedLinear), ("down", PackedLinear), ("router", PackedLinear), ("experts", c_void_p),
+        ("attention_norm", Norm), ("attention_post_norm", Norm), ("mlp_norm", Norm), ("mlp_post_norm", Norm),
+        ("hidden_norm", Norm), ("query_norm", Norm), ("key_norm", Norm), ("sinks", c_void_p), ("window", c_int32),
+        ("rope", c_int32), ("qkv", PackedLinear), ("output", PackedLinear), ("mlp", PackedMlp),
+        ("router", PackedLinear), ("experts", c_void_p), ("selection_bias", c_void_p), ("shared", PackedMlp),
+        ("shared_gate", PackedLinear),
     )  # fmt: skip
 
 
@@ -72,12 +81,17 @@ class DecoderModel(Structure):
         ("intermediate_size", c_int32), ("num_layers", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32),
         ("head_dim", c_int32), ("rotary_dim", c_int32), ("num_ropes", c_int32), ("num_experts", c_int32),
         ("experts_per_token", c_int32), ("expert_size", c_int32), ("normalise_experts", c_int32),
-        ("expert_activation", c_int32), ("qk_norm", c_int32),
-        ("activation", c_int32), ("block_size", c_int32), ("norm_eps", c_float), ("embedding_scale", c_float),
-        ("attention_scale", c_float), ("attention_soft_cap", c_float), ("logit_soft_cap", c_float),
+        ("shared_size", c_int32), ("scores_are_sigmoids", c_int32), ("num_groups", c_int32),
+        ("groups_per_token", c_int32), ("expert_activation", c_int32), ("qk_norm", c_int32),
+        ("qk_norm_is_last", c_int32), ("activation", c_int32), ("gated_mlp", c_int32), ("layer_norms", c_int32),
+        ("parallel_layers", c_int32), ("block_size", c_int32), ("query_scaling_positions", c_int32),
+        ("query_scaling_beta", c_float), ("expert_scale", c_float), ("norm_eps", c_float),
+        ("embedding_scale", c_float), ("attention_scale", c_float), ("attention_soft_cap", c_float),
+        ("logit_scale", c_float), ("logit_soft_cap", c_float),
         ("gate_alpha", c_float), ("gate_limit", c_float),
         ("embedding_format", c_int32), ("embedding", c_void_p), ("packed_embedding", Matrix),
-        ("fc", PackedLinear), ("head", PackedLinear), ("norm", c_void_p),
+        ("position_table", c_void_p), ("position_offset", c_int32),
+        ("fc", PackedLinear), ("head", PackedLinear), ("norm", Norm),
         ("layers", c_void_p), ("ropes", c_void_p), ("kv", KvLayout), ("pages", c_void_p), ("layer_bytes", c_int64),
     )  # fmt: skip
 

@@ -30,6 +30,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension, computed in at least fp32;
+    shapes as those of ``rms_norm``."""
+    wide = upcast(x)
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
+    return (normed if bias is None else normed + bias).to(x.dtype)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of pairs (i, i + N) of the first 2N dimensions, N at most D/2; the others are kept:
     y_i = x_i cos_i - x_j sin_i,  y_j = x_j cos_i + x_i sin_i.
@@ -44,16 +53,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
 
-def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """y = act(g) * u, where ``gate_up`` is (T, 2N) with g in the first N columns and u in the rest; returns (T, N).
-
-    ``activation`` is silu: g sigmoid(g); gelu: g Phi(g); or gelu_tanh: its approximation by tanh.
-    """
-    gate, up = gate_up.chunk(2, dim=-1)
-    if activation == "silu":
-        return functional.silu(gate) * up
+def activate(x: Tensor, activation: str) -> Tensor:
+    """``activation`` is silu: x sigmoid(x); gelu: x Phi(x); gelu_tanh: its approximation by tanh; relu: max(x, 0); or
+    relu_squared."""
+    match activation:
+        case "silu":
+            return functional.silu(x)
+        case "relu":
+            return functional.relu(x)
+        case "relu_squared":
+            return functional.relu(x).square()
     assert activation in ("gelu", "gelu_tanh"), activation
-    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """y = act(g) * u, where ``gate_up`` is (T, 2N) with g in the first N columns and u in the rest; returns (T, N). For
+    ``activation`` see ``activate``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activate(gate, activation) * up
 
 
 def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
@@ -76,6 +94,35 @@ def choose_experts(logits: Tensor, num_chosen: int, normalise: bool) -> tuple[Te
     chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     probabilities = upcast(logits).softmax(-1).gather(-1, chosen)
     return chosen, probabilities / probabilities.sum(-1, keepdim=True) if normalise else probabilities
+
+
+def choose_experts_by_sigmoid(
+    logits: Tensor,
+    bias: Tensor | None,
+    num_chosen: int,
+    *,
+    num_groups: int,
+    groups_chosen: int,
+    normalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V3's choice (arXiv 2412.19437) of experts by the sigmoids of a router's ``logits`` (T, E).
+
+    Sigmoids plus ``bias`` (E,) decide: first on ``groups_chosen`` of the groups, by the sum of a group's two largest,
+    then on the experts of these; ties go to the lowest number. Returns the chosen experts and the factors of their
+    outputs, both (T, num_chosen): the sigmoids without the bias, divided by their sum if ``normalise`` is set, times
+    ``scale``.
+    """
+    scores = upcast(logits).sigmoid()
+    ranked = scores if bias is None else scores + bias
+    if num_groups > 1:
+        groups = ranked.unflatten(-1, (num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+        hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best[:, :groups_chosen], False)
+        ranked = groups.masked_fill(hidden.unsqueeze(-1), -math.inf).flatten(1)
+    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    factors = scores.gather(-1, chosen)
+    return chosen, (factors / factors.sum(-1, keepdim=True) if normalise else factors) * scale
 
 
 def write_kv(pages: Tensor, slots: Tensor, values: Tensor) -> None:

@@ -9,9 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo, check_checkpoint
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import WorkerConfig, WorkerFacts
 
@@ -77,14 +77,25 @@ class SynchronousBackend(ABC):
         return lambda: result
 
 
-def context_of(config: WorkerConfig, spec: ModelSpec) -> int:
-    """Returns the number of positions that a row may have. Raises ModelError if the config exceeds the model's."""
+def context_of(config: WorkerConfig, spec: ModelSpec, num_blocks: int | None = None) -> int:
+    """Returns the number of positions that a row may have: as many as the config has, else as the model was made for
+    and ``num_blocks`` KV blocks hold. Raises ModelError if the config exceeds the model's."""
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ModelError(
             f"--max-model-len {max_model_len}: the model was made for {spec.max_positions}; give at most that"
         )
-    return max_model_len
+    if num_blocks is None or config.max_model_len is not None or config.num_blocks is not None:
+        return max_model_len
+    room = num_blocks * config.block_size
+    if room < max_model_len:
+        logger.warning(
+            "context %s: the KV cache holds no more, and the model was made for %s; raise --kv-cache-memory-bytes or "
+            "--gpu-memory-utilization for longer requests, or give --max-model-len to choose",
+            f"{room:,}",
+            f"{max_model_len:,}",
+        )
+    return min(max_model_len, room)
 
 
 class HostSlots(Protocol):
@@ -120,7 +131,7 @@ def build_worker_facts(
         num_blocks=num_blocks,
         block_size=config.block_size,
         vocab_size=spec.vocab_size,
-        max_model_len=context_of(config, spec),
+        max_model_len=context_of(config, spec, num_blocks),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or default_budget,
         architecture=spec.architecture,

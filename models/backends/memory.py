@@ -36,6 +36,10 @@ def check_weights_fit(
         )
 
 
+SHORTEST_CONTEXT = 1024
+"""The shortest context, in tokens, that a service has by itself, if the model's own is not shorter."""
+
+
 def num_kv_blocks(
     config: WorkerConfig,
     block_bytes: int,
@@ -44,8 +48,8 @@ def num_kv_blocks(
     parallel: TensorParallel = ALONE,
 ) -> int:
     """Returns how many KV blocks of ``block_bytes`` to allocate besides ``num_spare``, once the weights are loaded; the
-    same on every rank. Raises ModelError if a request of full length does not fit, or the requested memory is not
-    free."""
+    same on every rank. Raises ModelError if the requested memory is not free, or a request of full length does not fit:
+    where ``--max-model-len`` is not given, one of SHORTEST_CONTEXT (see ``base.context_of``)."""
     block_bytes += config.block_bytes_beside
     free = _free_bytes_everywhere(config, parallel)
     flag = "--kv-cache-memory-bytes"
@@ -60,11 +64,12 @@ def num_kv_blocks(
     if config.num_blocks is not None:
         return config.num_blocks
     blocks = budget // block_bytes - num_spare
-    needed = -(-max_model_len // config.block_size)
+    least = max_model_len if config.max_model_len is not None else min(max_model_len, SHORTEST_CONTEXT)
+    needed = -(-least // config.block_size)
     if blocks < needed:
         shorter = f", or lower --max-model-len to at most {blocks * config.block_size}" if blocks > 0 else ""
         raise ModelError(
-            f"{flag} leaves {_gib(budget)} for the KV cache, and one request of {max_model_len} tokens needs "
+            f"{flag} leaves {_gib(budget)} for the KV cache, and one request of {least} tokens needs "
             f"{_gib((needed + num_spare) * block_bytes)}: raise {flag}{shorter}"
         )
     return blocks

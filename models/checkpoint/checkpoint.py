@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.models.checkpoint.families import ignored_layer_types, spec_from_config
+from penstock.models.architecture.registry import ignored_layer_types, spec_from_config, text_config
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.model_files import (
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
@@ -29,8 +30,7 @@ from penstock.models.checkpoint.quantization_config import (
     quantization_from_config,
 )
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear, find_quantized
-from penstock.models.checkpoint.spec import ModelSpec
-from penstock.models.checkpoint.tensor_names import find_views
+from penstock.models.checkpoint.tensor_names import find_text_model, find_views, rename_prefixes
 from penstock.models.errors import ModelError
 
 DEMO = "demo"
@@ -236,8 +236,9 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
         raise ModelError(f"{path}: no such directory: give a model's directory")
     if not (path / CONFIG).exists():
         _refuse_other(path, os.listdir(path))
-    config = read_json(path / CONFIG)
+    whole = read_json(path / CONFIG)
     try:
+        config = text_config(whole)
         spec = spec_from_config(config)
         quantization = quantization_from_config(config)
     except ModelError as error:
@@ -246,8 +247,14 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     warnings = [f"{path / CONFIG}: {ignored}"] if ignored else []
     if not weights:
         return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
-    entries = read_entries(path)
-    if _EMBEDDING not in entries and _TABLE in entries:
+    entries = rename_prefixes(spec.architecture, read_entries(path))
+    if config is not whole:
+        entries, num_skipped = find_text_model(entries)
+        warnings.append(
+            f"{path / CONFIG}: only the language model of {', '.join(whole['architectures'])} is served, for text: "
+            f"{num_skipped} tensors of its other parts are not loaded"
+        )
+    elif _EMBEDDING not in entries and _TABLE in entries:
         # Embedding models are saved like this, without a head. The embedding stands in for it; its logits are never
         # used.
         spec = replace(spec, tied_embeddings=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from penstock.models.checkpoint.files.hf_config import HfConfigReader
+from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.checkpoint.module_patterns import MAX_CHARS, Patterns
 from penstock.models.errors import ModelError
 

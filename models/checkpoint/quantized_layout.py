@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.architecture.rope import row_order
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.quantization_config import Quantization, QuantLayout, QuantScheme
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 
 CODES_PER_WORD = 8
@@ -34,6 +38,8 @@ class QuantizedLinear:
     """The number of inputs."""
     parts: Mapping[str, TensorEntry]
     """The stored tensors by part name, such as ``qweight``."""
+    row_order: NDArray[np.int64] | None = field(default=None, compare=False)
+    """The order in which a backend gets the rows; None: that of the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,8 @@ def find_quantized(
         if f"{name}.bias" in shapes:
             wanted.pop("bias", None)
         parts = {part: _match(f"{name}.{part}", want, entries, path) for part, want in wanted.items()}
-        found[name] = QuantizedLinear(
-            name, scheme, rows, columns, {part: entry for part, entry in parts.items() if entry is not None}
-        )
+        stored = {part: entry for part, entry in parts.items() if entry is not None}
+        found[name] = QuantizedLinear(name, scheme, rows, columns, stored, row_order(spec, name))
     return found
 
 

@@ -103,14 +103,17 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
             scales = _read_fp8_scales(linear)
             zeros = np.zeros(scales.shape, np.float32)
     rows, columns = linear.rows, linear.columns
-    codes, order = codes[:rows, :columns], _order(linear)
+    codes, order, zeros = codes[:rows, :columns], _order(linear), zeros[:rows]
+    if linear.row_order is not None:
+        rows_in_order = linear.row_order
+        codes, scales, zeros = codes[rows_in_order], scales[rows_in_order], zeros[rows_in_order]
     return QuantizedMatrix(
         bits=scheme.bits,
         is_float=scheme.is_float,
         group=scheme.group,
         codes=np.ascontiguousarray(codes) if order is None else np.take(codes, order, axis=1),
         scales=np.ascontiguousarray(scales),
-        zeros=np.ascontiguousarray(zeros[:rows]),
+        zeros=np.ascontiguousarray(zeros),
         order=order,
     )
 

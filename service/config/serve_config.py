@@ -71,7 +71,7 @@ class ServeConfig:
         metavar="N",
         low=2,
         high=1 << 24,
-        shown="the model's own",
+        shown="the model's own, or what the KV cache holds",
     )
     pooling: str | None = flag(
         None, "the hidden states that form an embedding: the last token's, the mean of all, or the first token's",

@@ -59,6 +59,21 @@ def test_rms_norm_of_nothing_but_zeros(table):
     assert (row.read() == 0).all()
 
 
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_layer_norm(table, is_biased):
+    for n in SIZES:
+        x, weight, bias = numbers(n, spread=3.0) + np.float32(5), numbers(n, 1), numbers(n, 2)
+        centred = x.astype(np.float64) - x.astype(np.float64).mean()
+        want = centred / math.sqrt((centred**2).mean() + EPS) * weight + (bias if is_biased else 0)
+        source, weights, biases, out = Guarded(x), Guarded(weight), Guarded(bias), Guarded.poisoned(n)
+        table.layer_norm(source.address, weights.address, biases.address if is_biased else None, n, EPS, out.address)
+        np.testing.assert_allclose(out.read(), want, rtol=1e-5, atol=1e-5 if n > 1 else 1e-3)
+        assert (source.read() == x).all()
+        kept = out.read().copy()
+        table.layer_norm(source.address, weights.address, biases.address if is_biased else None, n, EPS, source.address)
+        assert (source.read() == kept).all()
+
+
 def test_add(table):
     for n in SIZES:
         x, y = numbers(n), numbers(n, 1)
@@ -93,15 +108,20 @@ def test_soft_cap_at_its_ends(table):
     close(row.read(), np.tanh(x.astype(np.float64)), 1e-6)
 
 
+UNCLAMPED = [kind for kind in GemmActivation if kind is not GemmActivation.CLAMPED]
+
+
 def activated(x, gate):
     if gate is GemmActivation.SILU:
         return x / (1 + np.exp(-x))
+    if gate in (GemmActivation.RELU, GemmActivation.RELU_SQUARED):
+        return np.maximum(x, 0) ** (2 if gate is GemmActivation.RELU_SQUARED else 1)
     if gate is GemmActivation.GELU:
         return np.array([0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x])
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-@pytest.mark.parametrize("gate", [GemmActivation.SILU, GemmActivation.GELU, GemmActivation.GELU_TANH])
+@pytest.mark.parametrize("gate", UNCLAMPED)
 def test_gated(table, gate):
     for n in SIZES:
         x, up = numbers(n, spread=2.0), numbers(n, 1)
@@ -115,7 +135,19 @@ def test_gated(table, gate):
         assert (source.read() == out.read()).all()
 
 
-@pytest.mark.parametrize("gate", [GemmActivation.SILU, GemmActivation.GELU, GemmActivation.GELU_TANH])
+@pytest.mark.parametrize("kind", UNCLAMPED)
+def test_activate(table, kind):
+    for n in SIZES:
+        x = numbers(n, spread=2.0)
+        row = Guarded(x)
+        table.activate(row.address, n, kind)
+        np.testing.assert_allclose(row.read(), activated(x.astype(np.float64), kind), rtol=2e-6, atol=1e-6)
+    broken = Guarded(np.array([1.0, np.nan, -1.0], dtype=np.float32))
+    table.activate(broken.address, 3, kind)
+    assert np.flatnonzero(np.isnan(broken.read())).tolist() == [1]
+
+
+@pytest.mark.parametrize("gate", UNCLAMPED)
 def test_a_nan_gate_gives_nan_only_at_its_position(table, gate):
     for at in (0, 7, 18):
         x = numbers(19)

@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.kernels.cpu.bindings import LANES, LibraryMissing, SampledToken, StorageFormat, address, find_kernels
 from penstock.kernels.cpu.program import Library, Memory, Program, Step, typed_library
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import SynchronousBackend, build_worker_facts, context_of
 from penstock.models.backends.cpu.cores import choose_cores
 from penstock.models.backends.cpu.memory import FirstPages, allocate_pages
@@ -21,7 +22,6 @@ from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.rows import Row
 from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerConfig, WorkerFacts
 

@@ -12,14 +12,17 @@ from penstock.kernels.cpu.program import (
     DecoderLayer,
     DecoderModel,
     ElementType,
-    Expert,
     Library,
     Memory,
-    PackedLinear,
+    Norm,
+    PackedMlp,
     Program,
     QkNormKind,
     Rope,
 )
+from penstock.models.architecture import spec_parts as decoder
+from penstock.models.architecture.rope import attention_factor, inverse_frequencies
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.cpu.weights import (
     ALIGNMENT,
     Packer,
@@ -29,28 +32,19 @@ from penstock.models.backends.cpu.weights import (
     stored_format,
     widened,
 )
-from penstock.models.checkpoint import spec as decoder
 from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleSpec
 from penstock.models.checkpoint.quantization_error import QuantizationError
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear
-from penstock.models.checkpoint.rope import attention_factor, inverse_frequencies
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 
-GATES = {
-    decoder.Activation.SILU: GemmActivation.SILU,
-    decoder.Activation.GELU: GemmActivation.GELU,
-    decoder.Activation.GELU_TANH: GemmActivation.GELU_TANH,
-}
-QK_NORMS = {
-    decoder.QkNorm.NONE: QkNormKind.NONE,
-    decoder.QkNorm.HEAD: QkNormKind.HEAD,
-    decoder.QkNorm.ALL: QkNormKind.ALL,
-}
+ACTIVATIONS = {kind: GemmActivation[kind.name] for kind in decoder.Activation}
+QK_NORMS = {kind: QkNormKind[kind.name] for kind in decoder.QkNorm}
 
 EMBEDDING = "model.embed_tokens.weight"
+POSITIONS = "model.embed_positions.weight"
 HEAD = "lm_head.weight"
 ROUTER = "mlp.gate"
+SHARED_GATE = "mlp.shared_expert_gate"
 
 ELEMENT_BYTES = {StorageFormat.F32: 4, StorageFormat.BF16: 2, StorageFormat.INT8: 1, StorageFormat.INT4: 1}
 """The largest size of a weight."""
@@ -113,10 +107,13 @@ def max_weight_bytes(
             total += 4 * shape[0]
         elif name == EMBEDDING and not spec.tied_embeddings:
             total += math.prod(shape) * ELEMENT_BYTES[formats.table]
+        elif name == POSITIONS:
+            total += math.prod(shape) * 4
         else:
             rows, columns = shape
             kind = formats.head if name in (EMBEDDING, HEAD) else formats.weights
-            kind, group = (StorageFormat.F32, 0) if name.endswith(f"{ROUTER}.weight") else (kind, group_made(kind))
+            is_float = name.endswith((f"{ROUTER}.weight", f"{SHARED_GATE}.weight", "_norm.weight"))
+            kind, group = (StorageFormat.F32, 0) if is_float else (kind, group_made(kind))
             linear = quantized.get(name.removesuffix(".weight"))
             if linear is not None and not linear.scheme.is_float:
                 kind, group = stored_format(linear.scheme.bits, linear.scheme.group, columns)
@@ -145,9 +142,11 @@ def load_model(
     hidden, vocab = spec.hidden_size, spec.vocab_size
     # The largest matrices go first: while a matrix is packed, its file's pages count as this process's memory.
     name = EMBEDDING if spec.tied_embeddings else HEAD
-    head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, False, format=formats.head)
+    head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, spec.head_bias, format=formats.head)
     wide = formats.table is StorageFormat.F32
     table = packer.table(EMBEDDING, (vocab, hidden), wide) if spec.has_table else None
+    positions = spec.position_table
+    position_table = packer.table(POSITIONS, (positions.num_rows, hidden), True) if positions else None
     experts: list[object] = []
     layers = (DecoderLayer * spec.num_layers)(
         *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
@@ -155,12 +154,13 @@ def load_model(
     model = _without_weights(spec, formats, num_logits, block_size)
     model.kernels = ctypes.pointer(kernels)
     model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
+    model.position_table, model.position_offset = position_table, positions.offset if positions else 0
     model.embedding, model.packed_embedding, model.head = table, head.parts[0], head
-    model.norm = packer.vector("model.norm.weight", hidden, spec.norm_offset)
+    model.norm = _norm(packer, spec, "model.norm")
     model.layers = ctypes.addressof(layers)
     if isinstance(spec, EagleSpec):
         model.fc = packer.linear([FC], [hidden], spec.fc_columns, False)
-        layers[0].hidden_norm = packer.vector(HIDDEN_NORM, hidden)
+        layers[0].hidden_norm = Norm(packer.vector(HIDDEN_NORM, hidden))
     tensors.done()
     used = packer.address - memory.address
     return CpuModel(model, library, memory, used, packer.error, (layers, rope_array, experts, packer.kept))
@@ -168,9 +168,9 @@ def load_model(
 
 def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, block_size: int) -> DecoderModel:
     """Returns a model's sizes and constants, without an address of a weight."""
-    clamped = spec.experts.gate if spec.experts else None
     kv = kv_layout(spec, formats.kv)
     return DecoderModel(
+        **_expert_fields(spec),
         vocab_size=spec.vocab_size,
         num_logits=num_logits,
         hidden_size=spec.hidden_size,
@@ -180,20 +180,20 @@ def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, 
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         rotary_dim=spec.rotary_dim,
-        num_experts=spec.experts.num_experts if spec.experts else 0,
-        experts_per_token=spec.experts.per_token if spec.experts else 0,
-        expert_size=spec.experts.intermediate_size if spec.experts else 0,
-        normalise_experts=bool(spec.experts and spec.experts.normalise),
-        expert_activation=GATES[spec.activation] if clamped is None else GemmActivation.CLAMPED,
-        gate_alpha=clamped.alpha if clamped else 0.0,
-        gate_limit=clamped.limit if clamped else 0.0,
         qk_norm=QK_NORMS[spec.qk_norm],
-        activation=GATES[spec.activation],
+        qk_norm_is_last=spec.qk_norm_is_last,
+        activation=ACTIVATIONS[spec.activation],
+        gated_mlp=spec.gated_mlp,
+        layer_norms=spec.norm_kind is decoder.NormKind.LAYER,
+        parallel_layers=spec.is_parallel,
+        query_scaling_positions=spec.query_scaling.original_max_positions if spec.query_scaling else 0,
+        query_scaling_beta=spec.query_scaling.beta if spec.query_scaling else 0.0,
         block_size=block_size,
         norm_eps=spec.norm_eps,
         embedding_scale=_rounded(spec.embedding_scale, formats),
         attention_scale=spec.attention_scale,
         attention_soft_cap=spec.attention_soft_cap or 0.0,
+        logit_scale=spec.logit_scale,
         logit_soft_cap=spec.logit_soft_cap or 0.0,
         embedding_format=formats.table,
         kv=kv,
@@ -201,29 +201,61 @@ def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, 
     )
 
 
+def _expert_fields(spec: ModelSpec) -> dict[str, object]:
+    experts = spec.experts
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.num_experts,
+        "experts_per_token": experts.per_token,
+        "expert_size": experts.intermediate_size,
+        "normalise_experts": experts.normalise,
+        "shared_size": experts.shared_size,
+        "scores_are_sigmoids": experts.scoring is decoder.Scoring.SIGMOID,
+        "num_groups": experts.num_groups,
+        "groups_per_token": experts.groups_per_token,
+        "expert_scale": experts.scale,
+        "expert_activation": ACTIVATIONS[spec.activation] if experts.gate is None else GemmActivation.CLAMPED,
+        "gate_alpha": experts.gate.alpha if experts.gate else 0.0,
+        "gate_limit": experts.gate.limit if experts.gate else 0.0,
+    }
+
+
+def _norm(packer: Packer, spec: ModelSpec, name: str | None) -> Norm:
+    """Packs a norm of hidden states, or none."""
+    if name is None:
+        return Norm()
+    hidden, parts = spec.hidden_size, spec.norm_parts
+    weight = (
+        packer.vector(f"{name}.weight", hidden, spec.norm_offset)
+        if "weight" in parts
+        else packer.keep(np.ones(hidden, np.float32))
+    )
+    return Norm(weight, packer.vector(f"{name}.bias", hidden) if "bias" in parts else None)
+
+
 def _layer(
     packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope], experts: list[object]
 ) -> DecoderLayer:
     prefix = f"model.layers.{index}."
-    attention, hidden, inner = f"{prefix}self_attn.", spec.hidden_size, spec.intermediate_size
-    norms = [
-        None if name is None else packer.vector(f"{prefix}{name}.weight", hidden, spec.norm_offset)
-        for name in spec.layer_norms
-    ]
-    query_norm = key_norm = None
+    attention, hidden = f"{prefix}self_attn.", spec.hidden_size
+    norms = [_norm(packer, spec, name and prefix + name) for name in spec.layer_norms]
+    if spec.norm_placement is decoder.NormPlacement.PARALLEL:
+        norms[2] = norms[0]
+    qk_norms = [Norm(), Norm()]
     if spec.qk_norm is not decoder.QkNorm.NONE:
-        whole = spec.qk_norm is decoder.QkNorm.ALL
-        sizes = (spec.query_size, spec.kv_size) if whole else (spec.head_dim, spec.head_dim)
-        query_norm = packer.vector(f"{attention}q_norm.weight", sizes[0], spec.norm_offset)
-        key_norm = packer.vector(f"{attention}k_norm.weight", sizes[1], spec.norm_offset)
+        qk_norms = [
+            Norm(packer.vector(f"{attention}{name}.weight", shape, spec.norm_offset))
+            for name, shape in zip(("q_norm", "k_norm"), spec.qk_norm_shapes, strict=True)
+        ]
     qkv = [f"{attention}{name}" for name in ("q_proj", "k_proj", "v_proj")]
     layer = DecoderLayer(
         attention_norm=norms[0],
         attention_post_norm=norms[1],
         mlp_norm=norms[2],
         mlp_post_norm=norms[3],
-        query_norm=query_norm,
-        key_norm=key_norm,
+        query_norm=qk_norms[0],
+        key_norm=qk_norms[1],
         sinks=packer.vector(f"{attention}sinks", spec.num_heads) if spec.sinks else None,
         window=spec.windows[index] or 0,
         rope=ropes.index(spec.ropes[index]),
@@ -231,14 +263,20 @@ def _layer(
         output=packer.linear([f"{attention}o_proj"], [hidden], spec.query_size, spec.output_bias),
     )
     if spec.experts is None or not spec.has_experts(index):
-        layer.gate_up, layer.down = _mlp(packer, f"{prefix}mlp.", hidden, inner, spec.mlp_bias)
+        layer.mlp = _mlp(packer, f"{prefix}mlp.", hidden, spec.intermediate_size, spec.mlp_bias, spec.gated_mlp)
         return layer
     kinds = spec.experts
     # In float32: the router's choice depends on small differences, and the cost is negligible.
     layer.router = packer.linear([prefix + ROUTER], [kinds.num_experts], hidden, kinds.biased, format=StorageFormat.F32)
-    array = (Expert * kinds.num_experts)(
+    if kinds.selection_bias:
+        layer.selection_bias = packer.vector(f"{prefix}{ROUTER}.e_score_correction_bias", kinds.num_experts)
+    if kinds.shared_size:
+        layer.shared = _mlp(packer, f"{prefix}mlp.shared_expert.", hidden, kinds.shared_size, kinds.biased)
+    if kinds.shared_gated:
+        layer.shared_gate = packer.linear([prefix + SHARED_GATE], [1], hidden, False, format=StorageFormat.F32)
+    array = (PackedMlp * kinds.num_experts)(
         *(
-            Expert(*_mlp(packer, f"{prefix}mlp.experts.{expert}.", hidden, kinds.intermediate_size, kinds.biased))
+            _mlp(packer, f"{prefix}mlp.experts.{expert}.", hidden, kinds.intermediate_size, kinds.biased)
             for expert in range(kinds.num_experts)
         )
     )
@@ -253,9 +291,10 @@ def _layer(
     return layer
 
 
-def _mlp(packer: Packer, prefix: str, hidden: int, inner: int, biased: bool) -> tuple[PackedLinear, PackedLinear]:
-    gate_up = packer.linear([f"{prefix}gate_proj", f"{prefix}up_proj"], [inner, inner], hidden, biased, gated=True)
-    return gate_up, packer.linear([f"{prefix}down_proj"], [hidden], inner, biased)
+def _mlp(packer: Packer, prefix: str, hidden: int, inner: int, biased: bool, gated: bool = True) -> PackedMlp:
+    names = [f"{prefix}gate_proj", f"{prefix}up_proj"] if gated else [f"{prefix}up_proj"]
+    gate_up = packer.linear(names, [inner] * len(names), hidden, biased, gated=gated)
+    return PackedMlp(gate_up, packer.linear([f"{prefix}down_proj"], [hidden], inner, biased))
 
 
 def _rounded(scale: float, formats: StorageFormats) -> float:

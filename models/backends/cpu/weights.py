@@ -101,12 +101,12 @@ class DummyTensors:
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
         """Returns random numbers for a matrix, ones for a norm, zeros for a bias or a sink."""
-        if len(shape) == 2:
+        if len(shape) == 2 and not name.endswith("norm.weight"):
             drawn = self._generator.standard_normal(shape, dtype=np.float32)
             drawn *= np.float32(DUMMY_STD)
             return Rows(drawn, ElementType.F32)
         return Rows(
-            np.full((1, *shape), 1.0 if name.endswith("norm.weight") else 0.0, dtype=np.float32), ElementType.F32
+            np.full((1, *shape)[-2:], 1.0 if name.endswith("norm.weight") else 0.0, dtype=np.float32), ElementType.F32
         )
 
     def done(self) -> None:
@@ -135,9 +135,11 @@ class Packer:
     kept: list[NDArray[np.generic]] = field(default_factory=list)
     """Arrays that the library reads in place."""
 
-    def vector(self, name: str, size: int, offset: float = 0.0) -> int:
-        """Returns the address of a vector in float32, with ``offset`` added to each entry."""
-        return self.keep(self._floats(name, (size,))[0] + np.float32(offset))
+    def vector(self, name: str, shape: int | tuple[int, ...], offset: float = 0.0) -> int:
+        """Returns the address of a vector, or of vectors one after another, in float32, with ``offset`` added to each
+        entry."""
+        floats = self._floats(name, shape if isinstance(shape, tuple) else (shape,))
+        return self.keep(floats + np.float32(offset))
 
     def keep(self, array: NDArray[np.generic]) -> int:
         """Keeps an array and returns its address."""

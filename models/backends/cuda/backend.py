@@ -17,6 +17,7 @@ from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.upcast import upcast
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Finish, build_worker_facts, context_of
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
@@ -35,7 +36,6 @@ from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import add_to_vectors, prompt_parts
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts, num_row_numbers
 
 logger = logging.getLogger(__name__)

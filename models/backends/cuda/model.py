@@ -22,12 +22,14 @@ from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
 from penstock.kernels.cuda.rope_kv import rope_kv
 from penstock.kernels.cuda.step import StepTensors
-from penstock.kernels.reference.ops import soft_cap
+from penstock.kernels.reference.ops import rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm, Scoring
 from penstock.models.backends.cuda.linear import CudaLinears
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
-from penstock.models.backends.torch_common.rope_tables import cos_sin_tables
+from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
 from penstock.models.backends.torch_common.weights import (
     ExpertMlp,
     HeadNorm,
@@ -38,8 +40,8 @@ from penstock.models.backends.torch_common.weights import (
     SharedWholeNorm,
     Weights,
     WholeNorm,
+    unchanged,
 )
-from penstock.models.checkpoint.spec import ModelSpec
 
 INTERPRETED_PROGRAMS = 2
 """The number of programs that attention is divided over if there are no multiprocessors."""
@@ -89,7 +91,7 @@ class CudaModel:
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self._dtype, device=self.device)
         self._cos_sin_tables = {
             rope: cos_sin_tables(rope, spec.rotary_dim, shape.max_pages * shape.slots, self.device)
-            for rope in set(spec.ropes)
+            for rope in {*spec.ropes, *((NoRope(),) if spec.qk_norm_is_last else ())}
         }
         self._attention: dict[int | None, list[WindowAttention]] = {window: [] for window in shape.windows}
         for decode in shape.attention():
@@ -118,6 +120,10 @@ class CudaModel:
         x = functional.embedding(step.token_ids, weights.embedding)
         if spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
+        if spec.position_table is not None and weights.positions is not None:
+            # Tokens that pad a graph may have positions past the table.
+            places = (step.positions + spec.position_table.offset).clamp(max=spec.position_table.num_rows - 1)
+            x = x + functional.embedding(places, weights.positions)
         features = x.new_empty(len(x), len(self._feature_layers), spec.hidden_size)
         query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
         # Attention writes nothing for tokens without a sequence, which pad a graph: their zeros remain.
@@ -131,9 +137,13 @@ class CudaModel:
             self._write_kv(index, layer, y, step.positions, step.slots, query)
             self._attend(index, query, rows, attention[spec.windows[index]], mixed, longest)
             delta = layer.output(mixed.flatten(1))
-            self._parallel.all_reduce(delta)
-            y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
-            delta = self._mlp(layer.mlp, y, step.query_starts)
+            if spec.is_parallel:
+                y = y if layer.before_mlp is unchanged else layer.before_mlp(x)
+                delta = delta + self._mlp(layer.mlp, y, step.query_starts)
+            else:
+                self._parallel.all_reduce(delta)
+                y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
+                delta = self._mlp(layer.mlp, y, step.query_starts)
             self._parallel.all_reduce(delta)
             after = layer.after_mlp
         return Hidden(self._normed(x, delta, after, weights.norm), features)
@@ -146,6 +156,8 @@ class CudaModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 if they are capped."""
         logits = self._parallel.gather_columns(self._weights.head(hidden), self._num_logits)
+        if self._spec.logit_scale != 1.0:
+            logits = logits * self._spec.logit_scale
         cap = self._spec.logit_soft_cap
         return logits if cap is None else soft_cap(upcast(logits), cap)
 
@@ -162,6 +174,10 @@ class CudaModel:
 
     def _normed(self, x: Tensor, delta: Tensor | None, after: Layer | None, before: Layer) -> Tensor:
         """Computes x += after(delta) in place; returns before(x). Either may be absent."""
+        if self._spec.norm_kind is not NormKind.RMS:
+            if delta is not None:
+                x += delta if after is None else after(delta)
+            return before(x)
         weight = before.weight if isinstance(before, RmsNorm) else None
         if delta is None:
             if weight is None:
@@ -186,22 +202,30 @@ class CudaModel:
         """Computes queries (T, H, D) from (T, columns of qkv), and writes keys and values to their pages."""
         spec, kv = self._spec, self._kv[index]
         qkv: Tensor = layer.qkv(x)
+        tables = self._cos_sin_tables[spec.ropes[index]]
+        rotated = qkv[:, : spec.query_size + spec.kv_size]
         norm = None
         match layer.qk_norm:
-            case HeadNorm(weight, eps):
+            case HeadNorm(RmsNorm(weight, eps)) if spec.qk_norm is QkNorm.HEAD and not spec.qk_norm_is_last:
                 norm = (weight[0], weight[spec.num_heads], eps)
+            case HeadNorm() as norm_of_heads if spec.qk_norm_is_last:
+                # Rotated and normed here, so that the kernel only stores them.
+                heads = rotate(rotated.view(len(rotated), -1, spec.head_dim), *(table[positions] for table in tables))
+                rotated.copy_(norm_of_heads(heads.flatten(1)))
+                tables = self._cos_sin_tables[NoRope()]
+            case HeadNorm() as norm_of_heads:
+                rotated.copy_(norm_of_heads(rotated))
             case WholeNorm(query_norm, key_norm):
                 queries, keys = qkv[:, : spec.query_size], qkv[:, spec.query_size : spec.query_size + spec.kv_size]
                 rms_norm(queries, query_norm.weight, query_norm.eps, queries)
                 rms_norm(keys, key_norm.weight, key_norm.eps, keys)
             case SharedWholeNorm() as norm_of_all:
-                rotated = qkv[:, : spec.query_size + spec.kv_size]
                 rotated.copy_(norm_of_all(rotated))
             case _:
                 pass
         rope_kv(
             qkv,
-            *self._cos_sin_tables[spec.ropes[index]],
+            *tables,
             positions,
             slots,
             query,
@@ -209,6 +233,8 @@ class CudaModel:
             norm=norm,
             scales=(kv.key_scales, kv.value_scales) if kv.pages.dtype == torch.float8_e4m3fn else None,
         )
+        if spec.query_scaling is not None:
+            query *= query_scales(spec.query_scaling, positions)[:, None, None].to(query.dtype)
 
     def _attend(
         self, index: int, query: Tensor, rows: RaggedRows, attention: WindowAttention, mixed: Tensor, longest: int
@@ -230,6 +256,8 @@ class CudaModel:
         if isinstance(mlp, ExpertMlp):
             return self._experts(mlp, x, query_starts)
         assert isinstance(mlp, Mlp)
+        if not self._spec.gated_mlp:
+            return mlp(x)
         gate_up: Tensor = mlp.gate_up(x)
         inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         gated_activation(gate_up, ACTIVATION_NAMES[self._spec.activation], inner)
@@ -240,8 +268,22 @@ class CudaModel:
         shape, room = self._mixture
         weights = ExpertsWeights(mlp.gate_up, mlp.down, mlp.gate_up_bias, mlp.down_bias)
         out = torch.zeros_like(x)  # tokens without a sequence get nothing
-        fused_moe(shape, x, mlp.router(x), weights, query_starts, room, out)
-        return out
+        logits, factor = self._route(mlp, x)
+        fused_moe(shape, x, logits, weights, query_starts, room, out)
+        return mlp.add_shared(x, out if factor is None else out * factor)
+
+    def _route(self, mlp: ExpertMlp, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns logits (T, E) whose softmax over the largest ones is that of the experts' factors, and what the
+        experts' sum has to be multiplied by."""
+        logits: Tensor = mlp.router(x)
+        assert self._spec.experts is not None
+        if self._spec.experts.scoring is Scoring.SOFTMAX:
+            return logits, None
+        chosen, factors = mlp.choose(logits)
+        total = factors.sum(-1, keepdim=True)
+        least = torch.finfo(logits.dtype).min
+        routed = torch.full_like(logits, least).scatter_(-1, chosen, (factors / total).log().to(logits.dtype))
+        return routed, total.to(x.dtype)
 
 
 def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> WindowAttention:

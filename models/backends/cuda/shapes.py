@@ -3,9 +3,10 @@
 import torch
 
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import Experts, NormKind, NormPlacement, QkNorm, Scoring
 from penstock.models.backends.cuda.model import logits_dtype
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
-from penstock.models.checkpoint.spec import Experts, ModelSpec, NormPlacement, QkNorm
 from penstock.scheduler.plan import MAX_FORCED_DRAFTS, WorkerConfig
 
 
@@ -15,7 +16,10 @@ def shape_of(
 ) -> ModelShape:  # fmt: skip
     """Returns the shape whose ``ahead.variants`` the backend launches."""
     experts = spec.experts
-    has_mlp = experts is None or not all(experts.layers)
+    has_mlp = spec.gated_mlp and (experts is None or not all(experts.layers))
+    # Other norms are computed in plain torch.
+    has_norms = spec.norm_kind is NormKind.RMS
+    norms_heads = has_norms and spec.qk_norm is QkNorm.HEAD and not spec.qk_norm_is_last
     return ModelShape(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size if has_mlp else None,
@@ -31,9 +35,9 @@ def shape_of(
         qkv_bias=spec.qkv_bias,
         output_bias=spec.output_bias,
         mlp_bias=spec.mlp_bias,
-        norms_before=spec.norm_placement is not NormPlacement.POST,
-        norms_after=spec.norm_placement is not NormPlacement.PRE,
-        norms_heads=spec.qk_norm is QkNorm.HEAD,
+        norms_before=has_norms and spec.norm_placement is not NormPlacement.POST,
+        norms_after=has_norms and spec.norm_placement in (NormPlacement.POST, NormPlacement.BOTH),
+        norms_heads=norms_heads,
         norms_queries=spec.qk_norm is QkNorm.ALL,
         activation=ACTIVATION_NAMES[spec.activation],
         windows=tuple(dict.fromkeys(spec.windows)),
@@ -61,6 +65,6 @@ def _mixture(experts: Experts) -> Mixture:
     return Mixture(
         num_experts=experts.num_experts,
         per_token=experts.per_token,
-        normalise=experts.normalise,
+        normalise=experts.normalise or experts.scoring is Scoring.SIGMOID,
         biased=experts.biased,
     )

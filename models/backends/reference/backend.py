@@ -10,6 +10,7 @@ from torch.nn import functional
 from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.kernels.reference.ops import attention, rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import SynchronousBackend, build_worker_facts, context_of
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
@@ -20,11 +21,10 @@ from penstock.models.backends.torch_common.host_pages import HostPages, take_hos
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import result_of
-from penstock.models.backends.torch_common.rope_tables import cos_sin_tables
-from penstock.models.backends.torch_common.weights import LayerWeights, Weights
+from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
+from penstock.models.backends.torch_common.weights import LayerWeights, Weights, unchanged
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
-from penstock.models.checkpoint.spec import ModelSpec
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
@@ -112,14 +112,22 @@ class ReferenceBackend(SynchronousBackend):
             window: attention_groups(batch, window, self._pages.num_blocks, self._pages.block_size, self._device)
             for window in set(spec.windows)
         }
+        query_scale = None if spec.query_scaling is None else query_scales(spec.query_scaling, positions)
         x = functional.embedding(token_ids, weights.embedding)
         # A tensor, so that the factor is also rounded to the model's dtype.
         x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype, device=x.device)
+        if spec.position_table is not None and weights.positions is not None:
+            x = x + functional.embedding(positions + spec.position_table.offset, weights.positions)
         for index, (layer, window, rope) in enumerate(zip(weights.layers, spec.windows, spec.ropes, strict=True)):
             if index in batch.feature_layers:
                 features.append(x)
             before = layer.before_attention(x)
-            mixed = attend(spec, self._pages, index, layer, before, turns[rope], slots, groups[window])
+            mixed = attend(spec, self._pages, index, layer, before, turns[rope], slots, groups[window], query_scale)
+            if spec.is_parallel:
+                both = mixed + layer.mlp(before if layer.before_mlp is unchanged else layer.before_mlp(x))
+                self._parallel.all_reduce(both)
+                x = x + both
+                continue
             self._parallel.all_reduce(mixed)
             x = x + layer.after_attention(mixed)
             gated = layer.mlp(layer.before_mlp(x))
@@ -130,6 +138,7 @@ class ReferenceBackend(SynchronousBackend):
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32."""
         logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
+        logits = logits * self._spec.logit_scale
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
 
     @property
@@ -147,14 +156,19 @@ def attend(
     rotation: tuple[Tensor, Tensor],
     slots: Tensor,
     groups: list[AttentionGroup],
+    query_scale: Tensor | None = None,
 ) -> Tensor:
     """Computes one layer's attention and output projection, (T, hidden) -> (T, hidden): this rank's part of the sum.
-    Writes the KV of every token."""
+    Writes the KV of every token. ``query_scale`` (T,) is a factor of each token's queries."""
     rotated = spec.query_size + spec.kv_size
     qkv = layer.qkv(x)
-    heads = layer.qk_norm(qkv[:, :rotated]).view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
-    heads = rotate(heads, *rotation)
+    heads = qkv[:, :rotated] if spec.qk_norm_is_last else layer.qk_norm(qkv[:, :rotated])
+    heads = rotate(heads.view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim), *rotation)
+    if spec.qk_norm_is_last:
+        heads = layer.qk_norm(heads.flatten(1)).view_as(heads)
     query, key = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
+    if query_scale is not None:
+        query = query * query_scale[:, None, None].to(query.dtype)
     value = qkv[:, rotated:].view(-1, spec.num_kv_heads, spec.head_dim)
     pages.write(index, slots, key, value)
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.reference.ops import gather_kv, write_kv
-from penstock.models.checkpoint.spec import ModelSpec
+from penstock.models.architecture.spec import ModelSpec
 
 
 class KVPages:

@@ -13,14 +13,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels.reference.ops import clamped_gate, gated_activation
+from penstock.kernels.reference.ops import (
+    activate,
+    choose_experts,
+    choose_experts_by_sigmoid,
+    clamped_gate,
+    gated_activation,
+)
 from penstock.kernels.reference.upcast import upcast
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, QkNorm, Scoring
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
 from penstock.models.backends.torch_common.weights import (
     DenseLinear,
     ExpertMlp,
     HeadNorm,
     Layer,
+    LayerNorm,
     LayerWeights,
     Linear,
     Mlp,
@@ -34,13 +43,12 @@ from penstock.models.backends.torch_common.weights import (
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.quantized_reader import read_matrix
-from penstock.models.checkpoint.spec import Activation, ModelSpec, QkNorm
 from penstock.models.errors import ModelError
 
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
 
-ACTIVATION_NAMES = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.GELU_TANH: "gelu_tanh"}
+ACTIVATION_NAMES = {kind: kind.name.lower() for kind in Activation}
 
 
 Part = tuple[slice, ...]
@@ -87,7 +95,7 @@ class DummySource:
 
     def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
         """Writes random numbers for a matrix, ones for a norm, zeros for a bias."""
-        if out.ndim == 2:
+        if out.ndim == 2 and not name.endswith("norm.weight"):
             whole = out if out.shape == self._shapes[name] else out.new_empty(self._shapes[name])
             whole.normal_(std=DUMMY_STD, generator=self._generator)
             if whole is not out:
@@ -127,7 +135,7 @@ class _Filler:
         """Returns the rank's ``size`` of all ranks' rows or columns."""
         return share(size * self.parallel.size, self.parallel)
 
-    def router(self, name: str, rows: int, columns: int, biased: bool) -> Linear:
+    def router(self, name: str, rows: int, columns: int, biased: bool = False) -> Linear:
         """Returns a router, which is whole on every rank."""
 
         def weight() -> Tensor:
@@ -164,11 +172,26 @@ class _Filler:
         """Returns the rank's part of a weight that is divided by inputs."""
         return slice(None), self.mine(columns)
 
-    def norm(self, name: str, size: int, part: Part = WHOLE) -> RmsNorm:
-        """Returns a norm. Its weight is in at least fp32, since 16 bits may lose what the offset adds."""
-        weight = upcast(torch.empty(size, dtype=self.dtype, device=self.device))
-        self.source.fill(f"{name}.weight", weight, part)
-        return RmsNorm(weight.add_(self.spec.norm_offset), self.spec.norm_eps)
+    def norm(self, name: str) -> RmsNorm | LayerNorm:
+        """Returns a norm of hidden states. Its weight is in at least fp32, since 16 bits may lose what the offset
+        adds."""
+        size, parts = (self.spec.hidden_size,), self.spec.norm_parts
+        weight = self.norm_part(f"{name}.weight", size) if "weight" in parts else self.empty_norm(size).fill_(1.0)
+        return self.norm_of(weight, self.norm_part(f"{name}.bias", size) if "bias" in parts else None)
+
+    def norm_of(self, weight: Tensor, bias: Tensor | None = None) -> RmsNorm | LayerNorm:
+        """Returns a norm of the model's kind. ``weight`` is the checkpoint's, and changed."""
+        weight.add_(self.spec.norm_offset)
+        eps = self.spec.norm_eps
+        return RmsNorm(weight, eps) if self.spec.norm_kind is NormKind.RMS else LayerNorm(weight, bias, eps)
+
+    def norm_part(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
+        out = self.empty_norm(shape)
+        self.source.fill(name, out, part)
+        return out
+
+    def empty_norm(self, shape: tuple[int, ...]) -> Tensor:
+        return upcast(self.empty(*shape))
 
 
 class MakeLinear(Protocol):
@@ -209,15 +232,18 @@ def load_weights(
     fill = _Filler(open_source(info, load_format, device), spec, dtype, device, parallel, make_linear or _dense)
     if embedding is None:
         embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+    table = spec.position_table
+    positions = fill.tensor("model.embed_positions.weight", (table.num_rows, spec.hidden_size)) if table else None
     layers = tuple(_load_layer(fill, layer) for layer in range(spec.num_layers))
-    norm = fill.norm("model.norm", spec.hidden_size)
+    norm = fill.norm("model.norm")
     rows = share(num_logits, parallel)
     untied = None
     if not spec.tied_embeddings:
         untied = fill.tensor("lm_head.weight", (rows.stop - rows.start, spec.hidden_size), (rows,))
     head_weight = embedding[rows] if untied is None else untied
-    head = fill.make_linear(("lm_head",), lambda: head_weight, None, is_whole=False, may_quantize=False)
-    return Weights(embedding, layers, norm, head, num_bytes((embedding, layers, norm, untied)))
+    bias = fill.tensor("lm_head.bias", (rows.stop - rows.start,), (rows,)) if spec.head_bias else None
+    head = fill.make_linear(("lm_head",), lambda: head_weight, bias, is_whole=False, may_quantize=False)
+    return Weights(embedding, positions, layers, norm, head, num_bytes((embedding, positions, layers, norm, untied)))
 
 
 def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
@@ -227,7 +253,7 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
     attention = f"{prefix}self_attn."
     qkv_names = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
     before_attention, after_attention, before_mlp, after_mlp = (
-        unchanged if name is None else fill.norm(prefix + name, hidden) for name in spec.layer_norms
+        unchanged if name is None else fill.norm(prefix + name) for name in spec.layer_norms
     )
     return LayerWeights(
         before_attention=before_attention,
@@ -237,36 +263,38 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
         output=fill.by_inputs(f"{attention}o_proj", hidden, spec.query_size, spec.output_bias),
         after_attention=after_attention,
         before_mlp=before_mlp,
-        mlp=_load_experts(fill, f"{prefix}mlp.") if spec.has_experts(layer) else _load_mlp(fill, f"{prefix}mlp."),
+        mlp=_load_experts(fill, f"{prefix}mlp.")
+        if spec.has_experts(layer)
+        else _load_mlp(fill, f"{prefix}mlp.", spec.intermediate_size, spec.mlp_bias, spec.gated_mlp),
         after_mlp=after_mlp,
     )
 
 
 def _load_qk_norm(fill: _Filler, prefix: str) -> Layer:
     spec = fill.spec
-    match spec.qk_norm:
-        case QkNorm.NONE:
-            return unchanged
-        case QkNorm.HEAD:
-            query_weight, key_weight = (
-                fill.norm(f"{prefix}{name}", spec.head_dim).weight for name in ("q_norm", "k_norm")
-            )
-            # One matrix with a row per head, so that queries and keys are normed together.
-            weight = torch.cat((query_weight.expand(spec.num_heads, -1), key_weight.expand(spec.num_kv_heads, -1)))
-            return HeadNorm(weight, spec.norm_eps)
-        case QkNorm.ALL:
-            sizes = {"q_norm": spec.query_size, "k_norm": spec.kv_size}
-            query, key = (fill.norm(f"{prefix}{name}", size, (fill.mine(size),)) for name, size in sizes.items())
-            return WholeNorm(query, key) if fill.parallel.size == 1 else SharedWholeNorm(query, key, fill.parallel)
+    if spec.qk_norm is QkNorm.NONE:
+        return unchanged
+    query, key = (
+        fill.norm_part(
+            f"{prefix}{name}.weight", shape, WHOLE if spec.qk_norm is QkNorm.HEAD else (fill.mine(shape[0]),)
+        )
+        for name, shape in zip(("q_norm", "k_norm"), spec.qk_norm_shapes, strict=True)
+    )
+    if spec.qk_norm is not QkNorm.ALL:
+        # One matrix with a row per head, so that queries and keys are normed together.
+        return HeadNorm(fill.norm_of(torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))))
+    norms = RmsNorm(query.add_(spec.norm_offset), spec.norm_eps), RmsNorm(key.add_(spec.norm_offset), spec.norm_eps)
+    return WholeNorm(*norms) if fill.parallel.size == 1 else SharedWholeNorm(*norms, fill.parallel)
 
 
-def _load_mlp(fill: _Filler, prefix: str) -> Mlp:
+def _load_mlp(fill: _Filler, prefix: str, inner: int, biased: bool, gated: bool = True) -> Mlp:
     spec = fill.spec
-    hidden, inner, biased = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+    hidden, activation = spec.hidden_size, ACTIVATION_NAMES[spec.activation]
+    names = (f"{prefix}gate_proj", f"{prefix}up_proj") if gated else (f"{prefix}up_proj",)
     return Mlp(
-        gate_up=fill.by_outputs((f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), hidden, biased),
+        gate_up=fill.by_outputs(names, (inner,) * len(names), hidden, biased),
         down=fill.by_inputs(f"{prefix}down_proj", hidden, inner, biased),
-        activation=partial(gated_activation, activation=ACTIVATION_NAMES[spec.activation]),
+        activation=partial(gated_activation if gated else activate, activation=activation),
     )
 
 
@@ -290,6 +318,7 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
         fill.source.fill(f"{name}down_proj.weight", down[expert], fill.inputs(inner))
         if down_bias is not None and fill.parallel.rank == 0:
             fill.source.fill(f"{name}down_proj.bias", down_bias[expert])
+    shared = experts.shared_size
     return ExpertMlp(
         router=fill.router(f"{prefix}gate", num, hidden, experts.biased),
         gate_up=gate_up,
@@ -297,6 +326,22 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         activation=activation,
-        per_token=experts.per_token,
+        choose=_choice(fill, f"{prefix}gate.e_score_correction_bias", experts),
+        shared=_load_mlp(fill, f"{prefix}shared_expert.", shared, experts.biased) if shared else None,
+        shared_gate=fill.router(f"{prefix}shared_expert_gate", 1, hidden) if experts.shared_gated else None,
+    )
+
+
+def _choice(fill: _Filler, bias: str, experts: Experts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Returns the choice of a layer's experts. ``bias`` is the name of its bias."""
+    if experts.scoring is Scoring.SOFTMAX:
+        return partial(choose_experts, num_chosen=experts.per_token, normalise=experts.normalise)
+    return partial(
+        choose_experts_by_sigmoid,
+        bias=fill.norm_part(bias, (experts.num_experts,)) if experts.selection_bias else None,
+        num_chosen=experts.per_token,
+        num_groups=experts.num_groups,
+        groups_chosen=experts.groups_per_token,
         normalise=experts.normalise,
+        scale=experts.scale,
     )

@@ -1,10 +1,10 @@
-"""The cosines and sines of rotary embeddings as tensors, for backends in torch."""
+"""The cosines and sines of rotary embeddings as tensors, and factors of queries, for backends in torch."""
 
 import torch
 from torch import Tensor
 
-from penstock.models.checkpoint.rope import attention_factor, inverse_frequencies
-from penstock.models.checkpoint.spec import Rope
+from penstock.models.architecture.rope import attention_factor, inverse_frequencies
+from penstock.models.architecture.spec_parts import QueryScaling, Rope
 
 
 def cos_sin_tables(rope: Rope, rotary_dim: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -13,3 +13,8 @@ def cos_sin_tables(rope: Rope, rotary_dim: int, num_positions: int, device: torc
     angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * frequencies
     scale = attention_factor(rope)
     return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
+
+
+def query_scales(scaling: QueryScaling, positions: Tensor) -> Tensor:
+    """Returns the factor of the queries at each of the positions (T,), in fp32."""
+    return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.original_max_positions))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.reference.ops import choose_experts, rms_norm
+from penstock.kernels.reference.ops import layer_norm, rms_norm
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.backends.tensor_parallel import TensorParallel
 
@@ -51,16 +51,30 @@ class RmsNorm:
 
 
 @dataclass(frozen=True)
-class HeadNorm:
-    """An RMS norm over each head."""
+class LayerNorm:
+    """A layer norm over the last dimension."""
 
     weight: Tensor
-    """(query heads + key heads, head size): the norm's weight for each head."""
+    """The factor, in at least fp32: the checkpoint's weight plus the model's offset."""
+    bias: Tensor | None
+    """In at least fp32."""
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Returns the shape and dtype of ``x``."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """A norm over each head."""
+
+    norm: RmsNorm | LayerNorm
+    """Its weight is (query heads + key heads, head size)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
         """``x`` is (T, queries and keys side by side)."""
-        return rms_norm(x.view(-1, *self.weight.shape), self.weight, self.eps).flatten(1)
+        return self.norm(x.view(-1, *self.norm.weight.shape)).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -100,13 +114,13 @@ class SharedWholeNorm:
 
 @dataclass(frozen=True)
 class Mlp:
-    """y = down(gate(x))."""
+    """y = down(activation(gate_up(x)))."""
 
     gate_up: Linear
-    """Rows: gate, then up."""
+    """Rows: gate, then up; only up if there is no gate."""
     down: Linear
     activation: Layer
-    """Maps gate and up, side by side, to half as many columns."""
+    """Maps gate and up, side by side, to half as many columns; without a gate, to as many."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, hidden) -> (T, hidden)."""
@@ -129,18 +143,29 @@ class ExpertMlp:
     """(E, hidden)."""
     activation: Layer
     """The same as in ``Mlp``."""
-    per_token: int
-    normalise: bool
+    choose: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """Maps the router's outputs (T, E) to the experts of each token and their factors, both (T, per token)."""
+    shared: Mlp | None
+    """Runs on every token."""
+    shared_gate: Linear | None
+    """The shared MLP's output is multiplied by the sigmoid of this."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, hidden) -> (T, hidden)."""
-        chosen, probabilities = choose_experts(self.router(x), self.per_token, self.normalise)
+        chosen, factors = self.choose(self.router(x))
         out = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
             tokens, places = torch.where(chosen == expert)
-            weighted = self._expert(expert)(x[tokens]) * probabilities[tokens, places].unsqueeze(1)
+            weighted = self._expert(expert)(x[tokens]) * factors[tokens, places].unsqueeze(1)
             out.index_add_(0, tokens, weighted.to(x.dtype))
-        return out
+        return self.add_shared(x, out)
+
+    def add_shared(self, x: Tensor, out: Tensor) -> Tensor:
+        """Returns ``out`` plus the output of the MLP that every token of ``x`` runs through."""
+        if self.shared is None:
+            return out
+        always = self.shared(x)
+        return out + (always if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * always)
 
     def _expert(self, expert: int) -> Mlp:
         return Mlp(
@@ -160,6 +185,7 @@ class LayerWeights:
     """One layer."""
 
     before_attention: Layer
+    """The norm of attention's input, and of the MLP's too where both see the same."""
     qkv: Linear
     """Rows: all query heads, all key heads, all value heads."""
     qk_norm: Layer
@@ -179,8 +205,10 @@ class Weights:
 
     embedding: Tensor
     """(vocabulary, hidden)."""
+    positions: Tensor | None
+    """(rows, hidden): the embedding of positions."""
     layers: tuple[LayerWeights, ...]
-    norm: RmsNorm
+    norm: RmsNorm | LayerNorm
     head: Linear
     """Only the rows that the tokenizer can use; shares the embedding's memory if they are tied."""
     num_bytes: int

@@ -33,11 +33,16 @@ class TensorFiles:
                 raise ModelError(f"{file}: cannot be read ({error}): check the path and its rights") from error
 
     def array(self, entry: TensorEntry) -> NDArray[Any]:
-        """Returns the tensor, with the strides that it has in the file. It may be unaligned. Raises ModelError."""
+        """Returns the tensor, with the strides that it has in the file. It may be unaligned. A tensor with an order of
+        rows of its own is copied. Raises ModelError."""
         dtype = np.dtype(NUMPY_DTYPES[entry.dtype])
         strides = None if entry.strides is None else tuple(dtype.itemsize * stride for stride in entry.strides)
+        rows, shape = entry.rows, entry.shape
         try:
-            return np.ndarray(entry.shape, dtype, self._mapped[entry.file], entry.offset, strides)
+            if rows is not None:
+                stored = np.ndarray((int(rows.max()) + 1, *shape[1:]), dtype, self._mapped[entry.file], entry.offset)
+                return stored[rows]
+            return np.ndarray(shape, dtype, self._mapped[entry.file], entry.offset, strides)
         except (TypeError, ValueError) as error:
             raise ModelError(f"{entry.file}: became shorter since it was checked: download it again") from error
 

@@ -2,10 +2,12 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.models.checkpoint.files.model_files import open_model_file
 from penstock.models.errors import ModelError
@@ -41,6 +43,8 @@ class TensorEntry:
     """Elements from one index to the next in each dimension; None: contiguous. Only tensors that are part of others
     have any (see ``tensor_names``).
     """
+    rows: NDArray[np.int64] | None = field(default=None, compare=False)
+    """The rows of the stored tensor, from ``offset`` on, that this one consists of; None: as many as it has."""
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

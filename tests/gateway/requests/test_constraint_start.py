@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken
 from waiting import wait_until
 
-from penstock.models.checkpoint.families import spec_from_config
+from penstock.models.architecture.registry import spec_from_config
 from penstock.service.app.embedded import local_service
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc

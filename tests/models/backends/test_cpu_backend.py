@@ -223,7 +223,7 @@ async def test_a_worker_imports_no_tensor_library_and_can_be_silent(odd, worker_
         ({"quantization": "gptq"}, "--quantization gptq: .*not quantised: leave the flag out"),
         ({"load_format": "pickle"}, "--load-format pickle: must be auto or dummy"),
         ({"max_model_len": 4096}, "--max-model-len 4096.*2048; give at most that"),
-        ({"kv_cache_bytes": 4096}, "one request of 2048 tokens needs .*raise --kv-cache-memory-bytes"),
+        ({"kv_cache_bytes": 4096}, "one request of 1024 tokens needs .*raise --kv-cache-memory-bytes"),
         ({"host_kv_cache_bytes": 1 << 20}, "--host-kv-cache-bytes: on a CPU .*: give .* to --kv-cache-memory-bytes"),
     ],
 )

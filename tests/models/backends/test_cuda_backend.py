@@ -43,6 +43,12 @@ VARIANTS = [
     "phi3-partial-rotary",
     "gpt-oss",
     "qwen3-moe-sparse-windows",
+    "cohere-qk-norm",
+    "gpt-neox",
+    "hunyuan",
+    "ministral3",
+    "glm4-moe",
+    "qwen2-moe",
 ]
 """Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
 

@@ -10,7 +10,7 @@ import torch
 
 from penstock.models.backends import memory
 from penstock.models.backends.base import load_backend
-from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
+from penstock.models.checkpoint.checkpoint import DEMO, check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
@@ -97,6 +97,17 @@ async def test_rows_above_the_tokenizers_vocabulary_are_never_chosen(tiny_model,
     [answer] = await engine.run([prompts[-1]], GREEDY, 1)
     expected = model.logits(prompts[-1])[-1, :40].log_softmax(-1).max()
     assert answer.logprobs == pytest.approx([float(expected)], abs=1e-4)
+
+
+def test_a_context_that_memory_does_not_hold_is_shortened(tiny_model, worker_config, caplog):
+    path = tiny_model("llama").path
+    per_block = 16 * check_checkpoint(path).spec.kv_bytes_per_token(4)
+    facts = load_backend(worker_config(path, kv_cache_bytes=81 * per_block)).facts
+    assert (facts.max_model_len, facts.num_blocks) == (80 * 16, 80)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("context 1,280: the KV cache holds no more, and the model was made for 2,048; raise ")
+    with pytest.raises(ModelError, match="lower --max-model-len to at most 1280"):
+        load_backend(worker_config(path, kv_cache_bytes=81 * per_block, max_model_len=2048))
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,6 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "biases that are not there": (config(attention_bias=True), ["q_proj.bias"]),
     "max_position_embeddings is 0": (config(max_position_embeddings=0), [CONFIG, "max_position_embeddings"]),
     "rope type is unknown": (rope(rope_type="spiral"), [CONFIG, "rope_type", "spiral"]),
-    "rope type is dynamic": (rope(rope_type="dynamic", factor=2.0), [CONFIG, "rope_type", "dynamic"]),
     "rope is a number": (config(rope_parameters=3), [CONFIG, "rope_parameters"]),
     "rope factor is missing": (rope(rope_type="linear"), [CONFIG, "rope_parameters.factor"]),
     "rope factor is negative": (rope(rope_type="yarn", factor=-4), [CONFIG, "rope_parameters.factor"]),

@@ -12,13 +12,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from penstock.models.architecture.registry import spec_from_config
+from penstock.models.architecture.rope import attention_factor, inverse_frequencies
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import ClampedGate, DefaultRope, LinearRope, LongRope, Rope, YarnRope
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.weights import DenseLinear, RmsNorm
 from penstock.models.checkpoint.checkpoint import SINGLE, check_checkpoint
-from penstock.models.checkpoint.families import spec_from_config
 from penstock.models.checkpoint.files.safetensors import TensorFiles
-from penstock.models.checkpoint.rope import attention_factor, inverse_frequencies
-from penstock.models.checkpoint.spec import ClampedGate, DefaultRope, LinearRope, LongRope, ModelSpec, Rope, YarnRope
 from penstock.models.errors import ModelError
 
 # As published: the fields of these models' config.json that matter here.
@@ -137,7 +138,7 @@ def test_layers_of_qwen3_moe_that_have_experts(changes, layers):
         (GEMMA2_2B, {"hidden_activation": "relu"}, "hidden_activation"),
         (GEMMA3_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA3_1B, {"rope_local_base_freq": 0}, "rope_local_base_freq"),
-        (GEMMA3_1B, {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "full_attention.rope_type"),
+        (GEMMA3_1B, {"rope_parameters": {"full_attention": {"rope_type": "xpos"}}}, "full_attention.rope_type"),
         (QWEN3_30B_A3B, {"num_experts": 0}, "num_experts"),
         (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok"),
         (QWEN3_30B_A3B, {"mlp_only_layers": [-1]}, "mlp_only_layers"),
@@ -324,3 +325,8 @@ def test_a_file_that_changed_since_it_was_checked_is_named(tiny_model, tmp_path,
     change(path / SINGLE)
     with pytest.raises(ModelError, match=rf"{SINGLE}: .*{says}"):
         load_weights(info, torch.float32, torch.device("cpu"), "auto", 160)
+
+
+def test_an_unknown_architecture_names_the_closest():
+    with pytest.raises(ModelError, match="the closest is Qwen3MoeForCausalLM, and penstock models lists all of them"):
+        spec_from_config({"architectures": ["Qwen3MoeNextForCausalLM"]})

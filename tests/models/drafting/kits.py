@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from penstock.models.architecture.registry import spec_from_config
 from penstock.models.checkpoint.eagle import LAYER_IDS, _published, _spec
-from penstock.models.checkpoint.families import spec_from_config
 from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 
 

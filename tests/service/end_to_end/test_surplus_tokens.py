@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken
 
 from penstock.clients import AsyncClient
-from penstock.models.checkpoint.families import spec_from_config
+from penstock.models.architecture.registry import spec_from_config
 from penstock.service.app.embedded import local_service
 from penstock.service.app.prepare import prepare
 from penstock.service.config.command_line import parse_config

@@ -1,4 +1,4 @@
-// The activation functions of gated MLPs, in float32.
+// The activation functions of MLPs, in float32.
 #pragma once
 
 #include "core/kernel_table.h"
@@ -39,6 +39,8 @@ INLINE Floats activate(Floats x, Activation activation) {
   switch (activation) {
     case penstock::ACTIVATION_GELU: return gelu(x);
     case penstock::ACTIVATION_GELU_TANH: return gelu_tanh(x);
+    case penstock::ACTIVATION_RELU: return max(Floats{}, x);  // for NaN, the second operand
+    case penstock::ACTIVATION_RELU_SQUARED: return max(Floats{}, x) * max(Floats{}, x);
     default: return silu(x);
   }
 }

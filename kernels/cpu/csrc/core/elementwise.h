@@ -40,6 +40,35 @@ static void rms_norm(const float* x, const float* weight, int n, float eps, floa
   for (at = 0; at < n; at += 16) store_lanes(out, at, n, load_lanes(x, at, n) * factor * load_lanes(weight, at, n));
 }
 
+// x - mean in the first n lanes, zero in the others.
+INLINE Floats load_some_from(const float* x, Floats mean, int n) {
+  float lanes[16] = {};
+  store(lanes, load_some(x, n) - mean);
+  for (int i = n; i < 16; i++) lanes[i] = 0;
+  return load(lanes);
+}
+
+INLINE float mean_of(const float* x, int n) {
+  Floats total = {};
+  for (int at = 0; at < n; at += 16) total = total + load_lanes(x, at, n);
+  return sum(total) / static_cast<float>(n);
+}
+
+static void layer_norm(const float* x, const float* weight, const float* bias, int n, float eps, float* out) {
+  const Floats mean = splat(mean_of(x, n));
+  Floats squares = {};
+  for (int at = 0; at < n; at += 16) {
+    // Lanes past the end stay zero.
+    const Floats lanes = at + 16 <= n ? load(x + at) - mean : load_some_from(x + at, mean, n - at);
+    squares = fma(lanes, lanes, squares);
+  }
+  const float factor = 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps);
+  for (int at = 0; at < n; at += 16) {
+    const Floats normed = (load_lanes(x, at, n) - mean) * factor * load_lanes(weight, at, n);
+    store_lanes(out, at, n, bias ? normed + load_lanes(bias, at, n) : normed);
+  }
+}
+
 static void add(float* x, const float* y, int n) {
   for (int at = 0; at < n; at += 16) store_lanes(x, at, n, load_lanes(x, at, n) + load_lanes(y, at, n));
 }
@@ -73,11 +102,27 @@ INLINE void gated_by(const float* gate, const float* up, int n, Activation activ
     store_lanes(out, at, n, activate(load_lanes(gate, at, n), activation) * load_lanes(up, at, n));
 }
 
+INLINE void activated_by(float* x, int n, Activation activation) {
+  for (int at = 0; at < n; at += 16) store_lanes(x, at, n, activate(load_lanes(x, at, n), activation));
+}
+
+static void activated(float* x, int n, Activation activation) {
+  switch (activation) {
+    case penstock::ACTIVATION_GELU: return activated_by(x, n, penstock::ACTIVATION_GELU);
+    case penstock::ACTIVATION_GELU_TANH: return activated_by(x, n, penstock::ACTIVATION_GELU_TANH);
+    case penstock::ACTIVATION_RELU: return activated_by(x, n, penstock::ACTIVATION_RELU);
+    case penstock::ACTIVATION_RELU_SQUARED: return activated_by(x, n, penstock::ACTIVATION_RELU_SQUARED);
+    default: return activated_by(x, n, penstock::ACTIVATION_SILU);
+  }
+}
+
 static void gated(const float* gate, const float* up, int n, Activation activation, float* out) {
   // One loop for each activation, so that it is not tested again for every 16 entries.
   switch (activation) {
     case penstock::ACTIVATION_GELU: return gated_by(gate, up, n, penstock::ACTIVATION_GELU, out);
     case penstock::ACTIVATION_GELU_TANH: return gated_by(gate, up, n, penstock::ACTIVATION_GELU_TANH, out);
+    case penstock::ACTIVATION_RELU: return gated_by(gate, up, n, penstock::ACTIVATION_RELU, out);
+    case penstock::ACTIVATION_RELU_SQUARED: return gated_by(gate, up, n, penstock::ACTIVATION_RELU_SQUARED, out);
     default: return gated_by(gate, up, n, penstock::ACTIVATION_SILU, out);
   }
 }

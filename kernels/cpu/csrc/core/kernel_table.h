@@ -23,6 +23,8 @@ enum Activation : int32_t {
   ACTIVATION_GELU = 1,
   ACTIVATION_GELU_TANH = 2,
   ACTIVATION_CLAMPED = 3,  // only in gated products
+  ACTIVATION_RELU = 4,
+  ACTIVATION_RELU_SQUARED = 5,
 };
 
 // -------------------------------------------------------------------------------------------------------------- products
@@ -179,6 +181,8 @@ struct Kernels {
 
   // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
   void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);
+  // out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias; `bias` may be null, out may be x.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, int n, float eps, float* out);
   // x += y.
   void (*add)(float* x, const float* y, int n);
   // x *= factor.
@@ -187,6 +191,8 @@ struct Kernels {
   void (*soft_cap)(float* x, float cap, int n);
   // out = act(gate) * up.
   void (*gated)(const float* gate, const float* up, int n, Activation activation, float* out);
+  // x = act(x).
+  void (*activate)(float* x, int n, Activation activation);
   // Rotates the first 2 * half dimensions of a head in place: (x_i, x_{i+half}) is rotated by the angle with the given
   // cosine and sine.
   void (*rotate)(float* head, const float* cosines, const float* sines, int half);

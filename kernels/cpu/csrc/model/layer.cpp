@@ -1,4 +1,5 @@
 // Runs one layer of a step.
+#include <cmath>
 #include <cstring>
 
 #include "model/step.h"
@@ -8,7 +9,7 @@ namespace penstock {
 void StepRun::layer(const DecoderLayer& layer, int index) {
   uint8_t* pages = model_.pages + index * model_.layer_bytes;
   bool last = index == model_.num_layers - 1;
-  Prepared inputs = layer.hidden_norm
+  Prepared inputs = layer.hidden_norm.weight
                         ? prepare_joined(layer)
                         : prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
   spent_on(STAGE_NORM);
@@ -21,15 +22,33 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   attend(layer, pages);
   if (last) keep_wanted_rows();
   spent_on(STAGE_ATTENTION);
-  inputs = prepare(layer.output, mixed_, query_size_, num_rows_, nullptr);
-  bool direct = !layer.attention_post_norm;
+  if (!model_.parallel_layers) add_attention(layer);
+  feed_forward(layer);
+  // The MLP has read x by now.
+  if (model_.parallel_layers) add_attention(layer);
+}
+
+void StepRun::add_attention(const DecoderLayer& layer) {
+  Prepared inputs = prepare(layer.output, mixed_, query_size_, num_rows_, Norm{});
+  bool direct = !layer.attention_post_norm.weight;
   product(layer.output, inputs, direct ? x_ : delta_, model_.hidden_size, direct ? OUTPUT_ADD : OUTPUT_STORE);
   if (!direct) add_sublayer(layer.attention_post_norm);
   spent_on(STAGE_OUTPUT);
-  if (layer.router.num_parts)
-    experts(layer);
+}
+
+void StepRun::feed_forward(const DecoderLayer& layer) {
+  if (layer.router.num_parts) return experts(layer);
+  bool direct = !layer.mlp_post_norm.weight;
+  mlp(layer.mlp, model_.intermediate_size, layer.mlp_norm, direct ? x_ : delta_, direct ? OUTPUT_ADD : OUTPUT_STORE);
+  if (!direct) add_sublayer(layer.mlp_post_norm);
+  spent_on(STAGE_DOWN);
+}
+
+void StepRun::norm(const Norm& norm, const float* x, int size, float* out) {
+  if (model_.layer_norms)
+    kernels_.layer_norm(x, norm.weight, norm.bias, size, model_.norm_eps, out);
   else
-    mlp(layer);
+    kernels_.rms_norm(x, norm.weight, size, model_.norm_eps, out);
 }
 
 // Prepares embeddings and x side by side, each after its norm.
@@ -37,15 +56,16 @@ Prepared StepRun::prepare_joined(const DecoderLayer& layer) {
   int64_t size = model_.hidden_size;
   each(num_rows_, [&](int row, int) {
     float* to = joined_ + row * 2 * size;
-    kernels_.rms_norm(embeddings_ + row * size, layer.attention_norm, size, model_.norm_eps, to);
-    kernels_.rms_norm(x_ + row * size, layer.hidden_norm, size, model_.norm_eps, to + size);
+    norm(layer.attention_norm, embeddings_ + row * size, model_.hidden_size, to);
+    norm(layer.hidden_norm, x_ + row * size, model_.hidden_size, to + size);
   });
-  return prepare(layer.qkv, joined_, 2 * size, num_rows_, nullptr);
+  return prepare(layer.qkv, joined_, 2 * size, num_rows_, Norm{});
 }
 
 void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {
   const DecoderModel& m = model_;
   int half = m.rotary_dim / 2;
+  bool by_head = m.qk_norm == QK_NORM_HEAD || m.qk_norm == QK_NORM_EACH_HEAD;
   const float* angles = angles_ + static_cast<int64_t>(layer.rope) * step_.num_tokens * m.rotary_dim;
   // One thread writes a whole page, since its slots are interleaved.
   each(num_page_items_, [&](int i, int) {
@@ -56,15 +76,22 @@ void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {
       float* query = qkv_ + static_cast<int64_t>(token) * qkv_size_;
       float* key = query + query_size_;
       if (m.qk_norm == QK_NORM_ALL) {
-        kernels_.rms_norm(query, layer.query_norm, query_size_, m.norm_eps, query);
-        kernels_.rms_norm(key, layer.key_norm, kv_size_, m.norm_eps, key);
+        kernels_.rms_norm(query, layer.query_norm.weight, query_size_, m.norm_eps, query);
+        kernels_.rms_norm(key, layer.key_norm.weight, kv_size_, m.norm_eps, key);
       }
       const float* cosines = angles + static_cast<int64_t>(token) * m.rotary_dim;
       for (int head = 0; head < m.num_heads + m.num_kv_heads; head++) {
         float* at = query + head * m.head_dim;
-        const float* norm = head < m.num_heads ? layer.query_norm : layer.key_norm;
-        if (m.qk_norm == QK_NORM_HEAD) kernels_.rms_norm(at, norm, m.head_dim, m.norm_eps, at);
+        bool is_query = head < m.num_heads;
+        Norm of_head = is_query ? layer.query_norm : layer.key_norm;
+        if (m.qk_norm == QK_NORM_EACH_HEAD) of_head.weight += (is_query ? head : head - m.num_heads) * m.head_dim;
+        if (by_head && !m.qk_norm_is_last) norm(of_head, at, m.head_dim, at);
         kernels_.rotate(at, cosines, cosines + half, half);
+        if (by_head && m.qk_norm_is_last) norm(of_head, at, m.head_dim, at);
+      }
+      if (m.query_scaling_positions) {
+        float beyond = std::log(1.0f + static_cast<float>(position / m.query_scaling_positions));
+        if (beyond > 0) kernels_.scale(query, 1.0f + m.query_scaling_beta * beyond, query_size_);
       }
       uint8_t* page = pages + row.pages[position / LANES] * m.kv.page_bytes;
       kernels_.write_kv(m.kv, page, position % LANES, key, key + kv_size_);
@@ -107,34 +134,34 @@ void StepRun::keep_wanted_rows() {
   num_rows_ = wanted;
 }
 
-void StepRun::mlp(const DecoderLayer& layer) {
-  int inner = model_.intermediate_size;
+// out = or += down(act(gate) * up), or down(act(up)), of x after a norm.
+void StepRun::mlp(const Mlp& mlp, int inner, const Norm& norm, float* out, OutputMode mode) {
   // A gated product writes whole panels.
-  int stride = (inner + LANES - 1) / LANES * LANES;
-  Prepared inputs = prepare(layer.gate_up, x_, model_.hidden_size, num_rows_, layer.mlp_norm);
+  int64_t stride = (inner + LANES - 1) / LANES * LANES;
+  auto activation = static_cast<Activation>(model_.activation);
+  Prepared inputs = prepare(mlp.gate_up, x_, model_.hidden_size, num_rows_, norm);
   spent_on(STAGE_NORM);
-  if (layer.gate_up.num_parts == 1) {
-    product(layer.gate_up, inputs, inner_, stride, OUTPUT_GATED);
+  if (!model_.gated_mlp) {
+    product(mlp.gate_up, inputs, inner_, stride, OUTPUT_STORE);
+    each(num_rows_, [&](int row, int) { kernels_.activate(inner_ + row * stride, inner, activation); });
+  } else if (mlp.gate_up.num_parts == 1) {
+    product(mlp.gate_up, inputs, inner_, stride, OUTPUT_GATED);
   } else {
-    product(layer.gate_up, inputs, gate_up_, 2 * inner, OUTPUT_STORE);
+    product(mlp.gate_up, inputs, gate_up_, 2 * inner, OUTPUT_STORE);
     each(num_rows_, [&](int row, int) {
       const float* gate = gate_up_ + static_cast<int64_t>(row) * 2 * inner;
-      kernels_.gated(gate, gate + inner, inner, static_cast<Activation>(model_.activation),
-                     inner_ + static_cast<int64_t>(row) * stride);
+      kernels_.gated(gate, gate + inner, inner, activation, inner_ + row * stride);
     });
   }
   spent_on(STAGE_GATE_UP);
-  inputs = prepare(layer.down, inner_, stride, num_rows_, nullptr);
-  bool direct = !layer.mlp_post_norm;
-  product(layer.down, inputs, direct ? x_ : delta_, model_.hidden_size, direct ? OUTPUT_ADD : OUTPUT_STORE);
-  if (!direct) add_sublayer(layer.mlp_post_norm);
-  spent_on(STAGE_DOWN);
+  inputs = prepare(mlp.down, inner_, stride, num_rows_, Norm{});
+  product(mlp.down, inputs, out, model_.hidden_size, mode);
 }
 
-void StepRun::add_sublayer(const float* post_norm) {
+void StepRun::add_sublayer(const Norm& post_norm) {
   each(num_rows_, [&](int row, int) {
     float* delta = delta_ + static_cast<int64_t>(row) * model_.hidden_size;
-    if (post_norm) kernels_.rms_norm(delta, post_norm, model_.hidden_size, model_.norm_eps, delta);
+    if (post_norm.weight) norm(post_norm, delta, model_.hidden_size, delta);
     kernels_.add(x_ + static_cast<int64_t>(row) * model_.hidden_size, delta, model_.hidden_size);
   });
 }

@@ -28,7 +28,7 @@ int cut_panels(int panels, int threads, int most, int32_t* begins) {
 
 }  // namespace
 
-Prepared StepRun::prepare(const PackedLinear& linear, const float* x, int64_t stride, int rows, const float* norm) {
+Prepared StepRun::prepare(const PackedLinear& linear, const float* x, int64_t stride, int rows, const Norm& norm) {
   Prepared prepared;
   int distinct = 0;
   for (int i = 0; i < linear.num_parts; i++) {
@@ -43,8 +43,8 @@ Prepared StepRun::prepare(const PackedLinear& linear, const float* x, int64_t st
   each(rows, [&](int row, int thread) {
     const float* source = x + row * stride;
     float* room = row_room_[thread];
-    if (norm) {
-      kernels_.rms_norm(source, norm, linear.parts[0].columns, model_.norm_eps, room);
+    if (norm.weight) {
+      this->norm(norm, source, linear.parts[0].columns, room);
       source = room;
     }
     for (int i = 0; i < linear.num_parts; i++) {

@@ -11,6 +11,8 @@ namespace {
 // Panels per piece; even, for gated products.
 constexpr int PANELS_AT_ONCE = 6;
 
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
 // A work item: some panels of one expert.
 struct ExpertItem {
   int32_t expert, begin, end;
@@ -18,29 +20,63 @@ struct ExpertItem {
 
 }  // namespace
 
-// Chooses the experts with the largest logits for each token; ties go to the lowest number. Their weights are the
-// softmax over all experts, or over the chosen ones if the model normalises them.
-void StepRun::choose_experts(const float* logits, int32_t* chosen, float* weights) {
+// Chooses the experts that rank highest for each token, by logit or by sigmoid plus bias; ties go to the lowest number.
+// Their weights are the softmax over all experts, or their sigmoids; normalised, they are divided by their sum.
+void StepRun::choose_experts(const float* logits, const float* bias, int32_t* chosen, float* weights) {
   int num = model_.num_experts, wanted = model_.experts_per_token;
-  each(num_rows_, [&](int token, int) {
+  bool normalise = model_.normalise_experts, sigmoids = model_.scores_are_sigmoids;
+  each(num_rows_, [&](int token, int thread) {
     const float* row = logits + static_cast<int64_t>(token) * num;
     int32_t* ids = chosen + static_cast<int64_t>(token) * wanted;
     float* shares = weights + static_cast<int64_t>(token) * wanted;
+    const float* ranks = row;
+    if (sigmoids) {
+      rank_experts(row, bias, row_room_[thread]);
+      ranks = row_room_[thread];
+    }
     for (int k = 0; k < wanted; k++) {
       int best = -1;
       for (int e = 0; e < num; e++) {
         bool taken = false;
         for (int j = 0; j < k; j++) taken = taken || ids[j] == e;
-        if (!taken && (best < 0 || row[e] > row[best])) best = e;
+        if (!taken && (best < 0 || ranks[e] > ranks[best])) best = e;
       }
       ids[k] = best;
     }
-    float total = 0;
-    for (int e = 0; e < num && !model_.normalise_experts; e++) total += std::exp(row[e] - row[ids[0]]);
-    for (int k = 0; k < wanted; k++) shares[k] = std::exp(row[ids[k]] - row[ids[0]]);
-    for (int k = 0; k < wanted && model_.normalise_experts; k++) total += shares[k];
-    for (int k = 0; k < wanted; k++) shares[k] /= total;
+    float total = sigmoids && !normalise ? 1 : 0;
+    for (int e = 0; e < num && !normalise && !sigmoids; e++) total += std::exp(row[e] - row[ids[0]]);
+    for (int k = 0; k < wanted; k++) shares[k] = sigmoids ? sigmoid(row[ids[k]]) : std::exp(row[ids[k]] - row[ids[0]]);
+    for (int k = 0; k < wanted && normalise; k++) total += shares[k];
+    for (int k = 0; k < wanted; k++) shares[k] *= model_.expert_scale / total;
   });
+}
+
+// ranks = sigmoid(logits) + bias; -infinity for experts of groups that are not chosen. The groups chosen are those whose
+// two highest ranks have the largest sums.
+void StepRun::rank_experts(const float* logits, const float* bias, float* ranks) {
+  int num = model_.num_experts, groups = model_.num_groups, size = num / groups;
+  for (int e = 0; e < num; e++) ranks[e] = sigmoid(logits[e]) + (bias ? bias[e] : 0.0f);
+  if (groups == 1) return;
+  float* sums = ranks + num;
+  for (int g = 0; g < groups; g++) {
+    float first = -INFINITY, second = -INFINITY;
+    for (int e = g * size; e < (g + 1) * size; e++) {
+      float rank = ranks[e];
+      if (rank > first) {
+        second = first;
+        first = rank;
+      } else if (rank > second) {
+        second = rank;
+      }
+    }
+    sums[g] = first + second;
+  }
+  for (int g = 0; g < groups; g++) {
+    int better = 0;
+    for (int other = 0; other < groups; other++)
+      better += sums[other] > sums[g] || (sums[other] == sums[g] && other < g);
+    for (int e = g * size; e < (g + 1) * size && better >= model_.groups_per_token; e++) ranks[e] = -INFINITY;
+  }
 }
 
 // Sorts the pairs by expert.
@@ -52,7 +88,7 @@ Routing StepRun::route(const DecoderLayer& layer) {
   float* weights = arena_.take<float>(num_pairs);
   Prepared inputs = prepare(layer.router, x_, m.hidden_size, num_rows_, layer.mlp_norm);
   product(layer.router, inputs, logits, m.num_experts, OUTPUT_STORE);
-  choose_experts(logits, chosen, weights);
+  choose_experts(logits, layer.selection_bias, chosen, weights);
 
   int32_t* starts = arena_.take<int32_t>(m.num_experts + 1);
   int32_t* places = arena_.take<int32_t>(num_pairs);
@@ -76,7 +112,7 @@ uint8_t* StepRun::gather(const Routing& routing, const Inputs& inputs) {
 }
 
 // Computes one product of all experts, each with its rows of the prepared inputs.
-void StepRun::multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear Expert::*linear,
+void StepRun::multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear Mlp::*linear,
                                const uint8_t* inputs, float* out, int64_t stride, OutputMode mode) {
   const Matrix& first = (layer.experts[0].*linear).parts[0];
   int64_t bytes = kernels_.input_bytes(first.format, first.columns, first.group);
@@ -113,6 +149,23 @@ void StepRun::combine(const Routing& routing, float* outputs) {
   });
 }
 
+// delta += the output of the MLP that every token runs through.
+void StepRun::add_shared(const DecoderLayer& layer) {
+  if (!layer.shared_gate.num_parts) return mlp(layer.shared, model_.shared_size, layer.mlp_norm, delta_, OUTPUT_ADD);
+  int64_t size = model_.hidden_size;
+  Arena::Mark before = arena_.mark();
+  float* output = arena_.take<float>(num_rows_ * size);
+  float* gates = arena_.take<float>(static_cast<int64_t>(num_rows_) * LANES);
+  Prepared inputs = prepare(layer.shared_gate, x_, size, num_rows_, layer.mlp_norm);
+  product(layer.shared_gate, inputs, gates, LANES, OUTPUT_STORE);
+  mlp(layer.shared, model_.shared_size, layer.mlp_norm, output, OUTPUT_STORE);
+  each(num_rows_, [&](int row, int) {
+    kernels_.scale(output + row * size, sigmoid(gates[row * LANES]), model_.hidden_size);
+    kernels_.add(delta_ + row * size, output + row * size, model_.hidden_size);
+  });
+  arena_.give_back(before);
+}
+
 void StepRun::experts(const DecoderLayer& layer) {
   const DecoderModel& m = model_;
   Arena::Mark before = arena_.mark();
@@ -122,7 +175,7 @@ void StepRun::experts(const DecoderLayer& layer) {
   uint8_t* inputs = gather(routing, shared.parts[0]);
   int64_t stride = (m.expert_size + LANES - 1) / LANES * LANES;  // a gated product writes whole panels
   float* inner = arena_.take<float>(routing.num_pairs * stride);
-  multiply_experts(routing, layer, &Expert::gate_up, inputs, inner, stride, OUTPUT_GATED);
+  multiply_experts(routing, layer, &Mlp::gate_up, inputs, inner, stride, OUTPUT_GATED);
 
   const Matrix& down = layer.experts[0].down.parts[0];
   int64_t bytes = kernels_.input_bytes(down.format, down.columns, down.group);
@@ -131,9 +184,10 @@ void StepRun::experts(const DecoderLayer& layer) {
     kernels_.prepare(down.format, down.columns, down.group, inner + row * stride, inner_inputs + row * bytes);
   });
   float* outputs = arena_.take<float>(static_cast<int64_t>(routing.num_pairs) * m.hidden_size);
-  multiply_experts(routing, layer, &Expert::down, inner_inputs, outputs, m.hidden_size, OUTPUT_STORE);
+  multiply_experts(routing, layer, &Mlp::down, inner_inputs, outputs, m.hidden_size, OUTPUT_STORE);
   combine(routing, outputs);
   arena_.give_back(before);
+  if (layer.shared.down.num_parts) add_shared(layer);
   add_sublayer(layer.mlp_post_norm);
   spent_on(STAGE_EXPERTS);
 }

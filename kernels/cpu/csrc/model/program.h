@@ -16,7 +16,13 @@ struct PackedLinear {
   Matrix parts[3];
 };
 
-enum QkNorm : int32_t { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_ALL = 2 };
+enum QkNorm : int32_t { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_ALL = 2, QK_NORM_EACH_HEAD = 3 };
+
+// A norm of the model's kind. Without a weight, there is none.
+struct Norm {
+  const float* weight;
+  const float* bias;  // or null
+};
 
 // The angles of a rotary embedding.
 struct Rope {
@@ -24,43 +30,55 @@ struct Rope {
   float scale;               // of cosines and sines
 };
 
-struct Expert {
+// An MLP, or one expert. Gate and up are one part in alternating panels, or two parts: gate, then up. An MLP without a
+// gate has only up.
+struct Mlp {
   PackedLinear gate_up, down;
 };
 
 struct DecoderLayer {
-  // Norms before the sublayers and after them, each or null.
-  const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm;
-  // For a draft head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm. Else
-  // null.
-  const float* hidden_norm;
-  const float *query_norm, *key_norm;  // (head_dim,), or over all heads
+  // Norms before the sublayers and after them.
+  Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;
+  // For a draft head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm.
+  Norm hidden_norm;
+  Norm query_norm, key_norm;  // (head_dim,), (heads, head_dim), or over all heads
   const float* sinks;                  // (num_heads,) or null
   int32_t window;                      // 0: none
   int32_t rope;                        // index
   PackedLinear qkv, output;
-  PackedLinear gate_up, down;  // as one part, gate and up in alternating panels; as two parts, gate, then up
-  PackedLinear router;         // for a mixture of experts; else no parts
-  const Expert* experts;
+  Mlp mlp;
+  PackedLinear router;  // for a mixture of experts; else no parts
+  const Mlp* experts;
+  const float* selection_bias;  // (num_experts,): added to scores for the choice only; or null
+  Mlp shared;                   // also runs on every token; or no parts
+  PackedLinear shared_gate;     // its output is multiplied by the sigmoid of this; or no parts
 };
 
 struct DecoderModel {
   const Kernels* kernels;
   int32_t vocab_size, num_logits, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
   int32_t rotary_dim, num_ropes;
-  int32_t num_experts, experts_per_token, expert_size, normalise_experts;
+  int32_t num_experts, experts_per_token, expert_size, normalise_experts, shared_size;
+  int32_t scores_are_sigmoids;  // of experts; else a softmax
+  int32_t num_groups, groups_per_token;
   int32_t expert_activation;  // Activation
-  int32_t qk_norm;     // QkNorm
-  int32_t activation;  // Activation
+  int32_t qk_norm;            // QkNorm
+  int32_t qk_norm_is_last;    // after the rotation
+  int32_t activation;         // Activation
+  int32_t gated_mlp, layer_norms, parallel_layers;
   int32_t block_size;  // of block tables; a multiple of 16
-  float norm_eps, embedding_scale, attention_scale, attention_soft_cap, logit_soft_cap;
+  int32_t query_scaling_positions;  // queries are scaled by 1 + beta ln(1 + floor(position / this)); 0: they are not
+  float query_scaling_beta, expert_scale;
+  float norm_eps, embedding_scale, attention_scale, attention_soft_cap, logit_scale, logit_soft_cap;
   float gate_alpha, gate_limit;  // for experts with the clamped activation
   int32_t embedding_format;  // of `embedding`: FORMAT_F32 or FORMAT_BF16
   const uint8_t* embedding;  // (vocab_size, hidden_size); null: `packed_embedding` is looked up
   Matrix packed_embedding;
+  const float* position_table;  // (rows, hidden_size): row p + position_offset is added at position p; or null
+  int32_t position_offset;
   PackedLinear fc;           // for a draft head: from features to x; else no parts
   PackedLinear head;         // only the first num_logits rows are multiplied, of a tied embedding that may have more
-  const float* norm;
+  Norm norm;
   const DecoderLayer* layers;
   const Rope* ropes;
   KvLayout kv;

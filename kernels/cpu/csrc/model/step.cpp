@@ -70,6 +70,7 @@ void StepRun::begin() {
   find_pages();
   find_angles();
   embed(model_.fc.num_parts ? embeddings_ : x_);
+  if (model_.position_table) add_positions(x_);
   if (model_.fc.num_parts) take_hidden();
   spent_on(STAGE_EMBED);
   for (int i = 0; i < model_.num_layers; i++) {
@@ -98,7 +99,8 @@ void StepRun::lay_out() {
   delta_ = arena_.take<float>(tokens * m.hidden_size);
   qkv_ = arena_.take<float>(tokens * qkv_size_);
   mixed_ = arena_.take<float>(tokens * query_size_);
-  inner_ = arena_.take<float>(tokens * ((m.intermediate_size + LANES - 1) / LANES * LANES));
+  int64_t inner = m.intermediate_size > m.shared_size ? m.intermediate_size : m.shared_size;
+  inner_ = arena_.take<float>(tokens * ((inner + LANES - 1) / LANES * LANES));
   int64_t widest_row = m.hidden_size, inputs = widest_input(kernels_, m.head, 0);
   int most_parts = 1;
   if (m.fc.num_parts) {
@@ -109,8 +111,9 @@ void StepRun::lay_out() {
   }
   for (int i = 0; i < m.num_layers; i++) {
     const DecoderLayer& layer = m.layers[i];
-    const PackedLinear* linears[] = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.router,
-                               layer.experts ? &layer.experts->gate_up : &layer.router};
+    const PackedLinear* linears[] = {&layer.qkv, &layer.output, &layer.mlp.gate_up, &layer.mlp.down, &layer.router,
+                                     &layer.shared.gate_up, &layer.shared.down, &layer.shared_gate,
+                                     layer.experts ? &layer.experts->gate_up : &layer.router};
     for (const PackedLinear* linear : linears) {
       inputs = widest_input(kernels_, *linear, inputs);
       most_parts = linear->num_parts > most_parts ? linear->num_parts : most_parts;
@@ -119,7 +122,9 @@ void StepRun::lay_out() {
     }
   }
   for (int i = 0; i < 3; i++) inputs_[i] = i < most_parts ? arena_.take<uint8_t>(tokens * inputs) : nullptr;
-  gate_up_ = most_parts > 1 ? arena_.take<float>(tokens * 2 * m.intermediate_size) : nullptr;
+  gate_up_ = most_parts > 1 ? arena_.take<float>(tokens * 2 * inner) : nullptr;
+  // For the ranks of experts and of their groups.
+  widest_row = m.num_experts + m.num_groups > widest_row ? m.num_experts + m.num_groups : widest_row;
   row_floats_ = (widest_row + LANES - 1) / LANES * LANES;
   row_room_ = arena_.take<float*>(threads_.num());
   for (int i = 0; i < threads_.num(); i++) row_room_[i] = arena_.take<float>(2 * row_floats_);
@@ -206,11 +211,25 @@ void StepRun::embed(float* out) {
   });
 }
 
+// Adds the embeddings of all tokens' positions.
+void StepRun::add_positions(float* out) {
+  int64_t size = model_.hidden_size;
+  each(num_page_items_, [&](int item, int) {
+    const PageItem& page = page_items_[item];
+    const AttentionRow& row = rows_[page.row];
+    for (int position = page.begin; position < page.end; position++) {
+      int64_t token = row.token + position - row.start;
+      kernels_.add(out + token * size, model_.position_table + (position + model_.position_offset) * size,
+                   model_.hidden_size);
+    }
+  });
+}
+
 // Computes the input of a draft head: the given hidden states, or features through `fc`.
 void StepRun::take_hidden() {
   if (step_.hidden) return copy_rows(step_.hidden, step_.num_tokens, x_, model_.hidden_size);
   int64_t columns = model_.fc.parts[0].columns;
-  Prepared inputs = prepare(model_.fc, step_.features_in, columns, step_.num_tokens, nullptr);
+  Prepared inputs = prepare(model_.fc, step_.features_in, columns, step_.num_tokens, Norm{});
   product(model_.fc, inputs, x_, model_.hidden_size, OUTPUT_STORE);
 }
 
@@ -252,6 +271,7 @@ void StepRun::score(int begin) {
     float* logits = logits_ + i * logits_stride_;
     int row = begin + i;
     uint8_t* room = kernel_room_[thread];
+    if (model_.logit_scale != 1.0f) kernels_.scale(logits, model_.logit_scale, model_.num_logits);
     if (model_.logit_soft_cap != 0.0f) kernels_.soft_cap(logits, model_.logit_soft_cap, model_.num_logits);
     if (row < step_.num_sampled) {
       kernels_.sample(logits, model_.num_logits, step_.sampling[row], room, step_.tokens + row,
@@ -273,7 +293,7 @@ void StepRun::pool() {
   threads_.run(step_.num_vectors, [&](int i, int thread) {
     float* room = row_room_[thread];
     for (int64_t token = step_.pooled_starts[i]; token < step_.pooled_starts[i + 1]; token++) {
-      kernels_.rms_norm(states + token * size, model_.norm, size, model_.norm_eps, room);
+      norm(model_.norm, states + token * size, size, room);
       kernels_.add(step_.vectors[i], room, size);
     }
   });

@@ -51,6 +51,7 @@ class StepRun {
   void find_pages();
   void find_angles();
   void embed(float* out);
+  void add_positions(float* out);
   void take_hidden();
   void record(int layer);
   void copy_rows(const float* x, int rows, float* out, int64_t stride);
@@ -65,20 +66,25 @@ class StepRun {
   void rotate_and_write(const DecoderLayer& layer, uint8_t* pages);
   void attend(const DecoderLayer& layer, uint8_t* pages);
   void keep_wanted_rows();
-  void mlp(const DecoderLayer& layer);
-  void add_sublayer(const float* post_norm);
+  void add_attention(const DecoderLayer& layer);
+  void feed_forward(const DecoderLayer& layer);
+  void mlp(const Mlp& mlp, int inner, const Norm& norm, float* out, OutputMode mode);
+  void add_sublayer(const Norm& post_norm);
+  void norm(const Norm& norm, const float* x, int size, float* out);
 
   // model/moe.cpp
   void experts(const DecoderLayer& layer);
   Routing route(const DecoderLayer& layer);
-  void choose_experts(const float* logits, int32_t* chosen, float* weights);
+  void choose_experts(const float* logits, const float* bias, int32_t* chosen, float* weights);
+  void rank_experts(const float* scores, const float* bias, float* ranks);
   uint8_t* gather(const Routing& routing, const Inputs& inputs);
-  void multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear Expert::*linear,
+  void multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear Mlp::*linear,
                         const uint8_t* inputs, float* out, int64_t stride, OutputMode mode);
   void combine(const Routing& routing, float* outputs);
+  void add_shared(const DecoderLayer& layer);
 
-  // model/linear.cpp Rounds `rows` rows of x for a product, after a norm unless `norm` is null.
-  Prepared prepare(const PackedLinear& linear, const float* x, int64_t stride, int rows, const float* norm);
+  // model/linear.cpp Rounds `rows` rows of x for a product, after a norm if there is one.
+  Prepared prepare(const PackedLinear& linear, const float* x, int64_t stride, int rows, const Norm& norm);
   void product(const PackedLinear& linear, const Prepared& inputs, float* out, int64_t stride, OutputMode mode);
 
   // attention/schedule.cpp

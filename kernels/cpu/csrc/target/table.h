@@ -19,7 +19,7 @@ static const penstock::Kernels TABLE = {
     PENSTOCK_LEVEL_NAME,
     panel_bytes, input_bytes, pack_panel, pack_panel_bf16, pack_panel_codes, unpack_row, prepare,
     product, product_rows,
-    rms_norm, add, scale, soft_cap, gated, rotate, write_kv,
+    rms_norm, layer_norm, add, scale, soft_cap, gated, activated, rotate, write_kv,
     attention_scratch, partial_floats, attend, merge,
     sampling_scratch, sample, logprobs,
 };

@@ -10,9 +10,29 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.checkpoint.spec import DefaultRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import (
+    DefaultRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    NoRope,
+    Rope,
+    YarnRope,
+)
 
 Floats = NDArray[np.float32]
+
+
+def row_order(spec: ModelSpec, linear: str) -> NDArray[np.int64] | None:
+    """Returns the order in which a backend gets the rows of a linear, by its name, where the checkpoint rotates
+    neighbouring dimensions: in each head first the even ones, then the odd ones. None for other linears."""
+    if not spec.interleaved_rope or not linear.endswith(("self_attn.q_proj", "self_attn.k_proj")):
+        return None
+    heads = spec.num_heads if linear.endswith("q_proj") else spec.num_kv_heads
+    dims, rotated = np.arange(spec.head_dim), spec.rotary_dim
+    order = np.concatenate((dims[:rotated:2], dims[1:rotated:2], dims[rotated:]))
+    return (np.arange(heads)[:, None] * spec.head_dim + order).reshape(-1)
 
 
 def attention_factor(rope: Rope) -> float:
@@ -22,6 +42,8 @@ def attention_factor(rope: Rope) -> float:
 
 def inverse_frequencies(rope: Rope, rotary_dim: int) -> Floats:
     """The angle per position of each pair, (rotary_dim / 2,) in float32."""
+    if isinstance(rope, NoRope):
+        return np.zeros(rotary_dim // 2, dtype=np.float32)
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
     match rope:

@@ -7,23 +7,35 @@ from penstock.models.errors import ModelError
 
 
 class HfConfigReader:
-    """A mapping in config.json; ``path`` is its place in the file. Every getter raises ModelError naming the field."""
+    """A mapping in config.json; ``path`` is its place in the file. Every getter raises ModelError naming the field.
 
-    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+    ``aliases`` has the file's names of fields, by the names that callers use.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str = "", aliases: Mapping[str, str] | None = None) -> None:
         self._values = values
         self._path = path
+        self._aliases = aliases or {}
+
+    def with_aliases(self, **aliases: str) -> "HfConfigReader":
+        """Returns a reader that finds the field ``name`` under ``aliases[name]``."""
+        return HfConfigReader(self._values, self._path, aliases)
 
     def __contains__(self, name: str) -> bool:
         """Whether the field is present and not null."""
-        return self._values.get(name) is not None
+        return self._values.get(self._in_file(name)) is not None
 
     def is_null(self, name: str) -> bool:
         """Whether the field is present and null."""
-        return name in self._values and self._values[name] is None
+        return self._values.get(self._in_file(name), ...) is None
 
     def is_bool(self, name: str) -> bool:
         """Whether the field is true or false, for fields that may also have another type."""
-        return isinstance(self._values.get(name), bool)
+        return isinstance(self._values.get(self._in_file(name)), bool)
+
+    def is_text(self, name: str) -> bool:
+        """Whether the field is a string, for fields that may also have another type."""
+        return isinstance(self._values.get(self._in_file(name)), str)
 
     def names(self) -> list[str]:
         """Returns the names of all fields, in the order of the file."""
@@ -80,7 +92,7 @@ class HfConfigReader:
 
     def part(self, name: str) -> "HfConfigReader":
         """A mapping inside this one; empty if the field is absent or null."""
-        value = self._values.get(name)
+        value = self._values.get(self._in_file(name))
         if value is None:
             value = {}
         if not isinstance(value, Mapping):
@@ -89,17 +101,22 @@ class HfConfigReader:
 
     def wrong(self, name: str, rule: str) -> ModelError:
         """The error for a field that breaks a rule."""
+        name = self._in_file(name)
         value = repr(self._values.get(name))
         shown = value if len(value) <= 60 else value[:57] + "..."
         return ModelError(f"config.json: {self._path}{name} is {shown}: it {rule}")
 
     def _get(self, name: str, default: Any) -> Any:
+        name = self._in_file(name)
         value = self._values.get(name)
         if value is not None:
             return value
         if default is None:
             raise ModelError(f"config.json: {self._path}{name} is missing: download the model's config.json again")
         return default
+
+    def _in_file(self, name: str) -> str:
+        return self._aliases.get(name, name)
 
 
 def _is_integer(value: object, low: int, high: int) -> bool:

@@ -4,8 +4,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.models.checkpoint.files.hf_config import HfConfigReader
-from penstock.models.checkpoint.spec import DefaultRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.spec_parts import (
+    DefaultRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    QueryScaling,
+    Rope,
+    YarnRope,
+)
 from penstock.models.errors import ModelError
 
 MAX_POSITIONS = 1 << 27
@@ -31,27 +39,61 @@ RopeReader = Callable[[HfConfigReader, int, int], RopeConfig]
 """A family's reader of configs. Its arguments are the config, the head size and max_position_embeddings."""
 
 
-def read_rope(fields: HfConfigReader, head_dim: int, max_positions: int, default_theta: float = 10_000.0) -> RopeConfig:
-    """Reads one rope for all layers, over whole heads."""
+def read_rope(
+    fields: HfConfigReader,
+    head_dim: int,
+    max_positions: int,
+    default_theta: float = 10_000.0,
+    default_part: float | None = None,
+) -> RopeConfig:
+    """Reads one rope for all layers. ``default_part`` is the part of each head that is rotated unless the config has
+    another; None for families that rotate whole heads."""
     scaling = _scaling(fields)
-    for holder in (fields, scaling):
-        if holder.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-            raise holder.wrong("partial_rotary_factor", "is not supported in this family: only whole heads are rotated")
-    rope, max_positions = _scaled(scaling, _theta(fields, scaling, "rope_theta", default_theta), max_positions)
-    return RopeConfig(rope, rope, max_positions, head_dim)
+    rotary_dim = head_dim
+    if default_part is not None:
+        rotary_dim = _rotary_dim(fields, scaling, head_dim, default_part)
+    else:
+        for holder in (fields, scaling):
+            if holder.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+                raise holder.wrong(
+                    "partial_rotary_factor", "is not supported in this family: only whole heads are rotated"
+                )
+    theta = _theta(fields, scaling, "rope_theta", default_theta)
+    if _kind(scaling) == "dynamic" and "alpha" in scaling:  # Hunyuan's: it does not depend on a sequence's length
+        theta *= scaling.number("alpha", 1e-6, 1e9) ** (head_dim / (head_dim - 2))
+    rope, max_positions = _scaled(scaling, theta, max_positions)
+    return RopeConfig(rope, rope, max_positions, rotary_dim)
 
 
-def read_rope_by_layer_type(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
+def read_query_scaling(fields: HfConfigReader) -> QueryScaling | None:
+    """Reads Llama 4's scaling of queries, which is part of the rope's parameters; None if there is none."""
+    scaling = _scaling(fields)
+    if "llama_4_scaling_beta" not in scaling:
+        return None
+    return QueryScaling(
+        scaling.number("llama_4_scaling_beta", 0.0, 1e3),
+        scaling.integer("original_max_position_embeddings", 1, MAX_POSITIONS),
+    )
+
+
+def read_rope_by_layer_type(
+    fields: HfConfigReader,
+    head_dim: int,
+    max_positions: int,
+    default_theta: float = 1e6,
+    local_theta: str = "rope_local_base_freq",
+    default_local_theta: float = 1e4,
+) -> RopeConfig:
     """Reads Gemma 3's ropes: layers with a window have their own, and only the other layers' rope is scaled.
-    ``max_position_embeddings`` includes the scaling.
+    ``max_position_embeddings`` includes the scaling. ``local_theta`` is the field with the theta of the former.
     """
     scaling = _scaling(fields)
     nested = FULL in scaling or SLIDING in scaling
     full = scaling.part(FULL) if nested else scaling
     windowed = scaling.part(SLIDING) if nested else HfConfigReader({})
     return RopeConfig(
-        full=_scaled(full, _theta(fields, full, "rope_theta", 1e6), max_positions)[0],
-        windowed=_scaled(windowed, _theta(fields, windowed, "rope_local_base_freq", 1e4), max_positions)[0],
+        full=_scaled(full, _theta(fields, full, "rope_theta", default_theta), max_positions)[0],
+        windowed=_scaled(windowed, _theta(fields, windowed, local_theta, default_local_theta), max_positions)[0],
         max_positions=max_positions,
         rotary_dim=head_dim,
     )
@@ -65,10 +107,7 @@ def read_partial_rope(fields: HfConfigReader, head_dim: int, max_positions: int)
     """
     scaling = _scaling(fields)
     theta = _theta(fields, scaling, "rope_theta", 1e4)
-    holder = scaling if "partial_rotary_factor" in scaling else fields
-    rotary_dim = int(head_dim * holder.number("partial_rotary_factor", 0.0, 1.0, 1.0))
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise holder.wrong("partial_rotary_factor", f"must leave an even number of rotated dimensions of {head_dim}")
+    rotary_dim = _rotary_dim(fields, scaling, head_dim, 1.0)
     kind = _kind(scaling)
     if kind == "default":
         rope: Rope = DefaultRope(theta)
@@ -95,6 +134,14 @@ def read_yarn_by_default(fields: HfConfigReader, head_dim: int, max_positions: i
     return read_rope(fields, head_dim, max_positions, 150_000.0)
 
 
+def _rotary_dim(fields: HfConfigReader, scaling: HfConfigReader, head_dim: int, default_part: float) -> int:
+    holder = scaling if "partial_rotary_factor" in scaling else fields
+    rotary_dim = int(head_dim * holder.number("partial_rotary_factor", 0.0, 1.0, default_part))
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise holder.wrong("partial_rotary_factor", f"must leave an even number of rotated dimensions of {head_dim}")
+    return rotary_dim
+
+
 def _scaling(fields: HfConfigReader) -> HfConfigReader:
     """The part that describes scaling.
 
@@ -107,7 +154,9 @@ def _scaling(fields: HfConfigReader) -> HfConfigReader:
 def _scaled(scaling: HfConfigReader, theta: float, max_positions: int) -> tuple[Rope, int]:
     """Returns the rope that a part describes, and the number of positions that its scaling makes usable."""
     match _kind(scaling):
-        case "default":
+        case "default" | "dynamic" | "mrope":
+            # Dynamic scaling starts beyond the original context, and changes keys that are cached by then. So a model
+            # serves only its original context. ``mrope`` differs only for images.
             return DefaultRope(theta), max_positions
         case "linear":
             factor = scaling.number("factor", 1.0, 1e6)
@@ -117,7 +166,7 @@ def _scaled(scaling: HfConfigReader, theta: float, max_positions: int) -> tuple[
         case "yarn":
             yarn = _yarn_rope(scaling, theta, max_positions)
             return yarn, max(max_positions, min(MAX_POSITIONS, int(yarn.original_max_positions * yarn.factor)))
-    raise _wrong_kind(scaling, "default, linear, llama3 and yarn")
+    raise _wrong_kind(scaling, "default, linear, llama3, yarn and dynamic")
 
 
 def _kind(scaling: HfConfigReader) -> str:

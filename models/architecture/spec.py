@@ -5,124 +5,21 @@ tensors or files.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 
+from penstock.models.architecture.spec_parts import (
+    Activation,
+    Experts,
+    NormKind,
+    NormPlacement,
+    PositionTable,
+    QkNorm,
+    QueryScaling,
+    Rope,
+)
 from penstock.models.errors import ModelError
-
-
-class Activation(Enum):
-    """The activation of the MLP: ``act(gate) * up``."""
-
-    SILU = auto()
-    GELU = auto()
-    GELU_TANH = auto()
-
 
 NamedShape = tuple[str, tuple[int, ...]]
 """A tensor's name and shape."""
-
-
-@dataclass(frozen=True)
-class DefaultRope:
-    """Rotary embedding as first published: pair i of a head of D turns by ``position * theta^(-2i/D)``."""
-
-    theta: float
-
-
-@dataclass(frozen=True)
-class LinearRope:
-    """Every frequency is divided by ``factor``."""
-
-    theta: float
-    factor: float
-
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Long wavelengths are divided by ``factor``, short ones kept, those between interpolated smoothly."""
-
-    theta: float
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclass(frozen=True)
-class YarnRope:
-    """YaRN (arXiv 2309.00071): frequencies blend by a ramp between the rotations ``beta_slow`` and ``beta_fast``, and
-    cosines and sines are scaled by ``attention_factor``."""
-
-    theta: float
-    factor: float
-    original_max_positions: int
-    beta_fast: float
-    beta_slow: float
-    attention_factor: float
-    truncate: bool
-
-
-@dataclass(frozen=True)
-class LongRope:
-    """LongRoPE (arXiv 2402.13753) within the original context: the frequency of pair i is divided by ``factors[i]``,
-    and cosines and sines are scaled by ``attention_factor``."""
-
-    theta: float
-    factors: tuple[float, ...]
-    attention_factor: float
-
-
-Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope
-
-
-class NormPlacement(Enum):
-    """The placement of a layer's RMS norms. In the formulas, f is attention or the MLP."""
-
-    PRE = auto()
-    """x += f(norm(x))"""
-    BOTH = auto()
-    """x += norm(f(norm(x)))"""
-    POST = auto()
-    """x += norm(f(x))"""
-
-
-class QkNorm(Enum):
-    """The RMS norm of queries and keys before rotation."""
-
-    NONE = auto()
-    HEAD = auto()
-    """Over each head; all heads share a weight."""
-    ALL = auto()
-    """Over all query heads as one vector, and over all key heads as one."""
-
-
-@dataclass(frozen=True)
-class ClampedGate:
-    """gpt-oss's activation: ``g sigmoid(alpha g) (u + 1)``, where g is gate limited to at most ``limit``, and u is up
-    limited to [-limit, limit].
-    """
-
-    alpha: float
-    limit: float
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts instead of the MLP: the sum of the outputs of the ``per_token`` experts with the highest
-    router probabilities, each multiplied by its probability. The softmax covers all experts.
-    """
-
-    num_experts: int
-    per_token: int
-    intermediate_size: int
-    normalise: bool
-    """Whether the chosen probabilities are divided by their sum, which is a softmax over only the chosen experts."""
-    biased: bool
-    """Whether the router and the experts' linears have biases."""
-    gate: ClampedGate | None
-    """The activation of the experts, if it is not ``act(gate) * up``."""
-    layers: tuple[bool, ...]
-    """Whether each layer has experts; the others have the MLP."""
 
 
 @dataclass(frozen=True)
@@ -146,16 +43,28 @@ class ModelSpec:
     head_dim: int
     max_positions: int
     """The number of positions that the model was made for, including its rope scaling."""
+    norm_kind: NormKind
+    norm_parts: tuple[str, ...]
+    """The tensors of a layer's norm: ``weight`` and ``bias``, only ``weight``, or none. Norms of queries and keys have
+    no bias."""
     norm_eps: float
     norm_offset: float
     """All norms multiply by this + weight, in float32: 0 or 1."""
     norm_placement: NormPlacement
     qk_norm: QkNorm
+    qk_norm_is_last: bool
+    """Whether queries and keys are rotated before their norm, not after it."""
     activation: Activation
+    gated_mlp: bool
+    """Whether the MLP has a gate, as experts always have."""
     ropes: tuple[Rope, ...]
     """The rope of each layer."""
     rotary_dim: int
     """The number of a head's dimensions, from the first on, that are rotated; even."""
+    interleaved_rope: bool
+    """Whether the checkpoint rotates neighbouring dimensions (2i, 2i + 1) with each other. A backend gets the rows of
+    queries and keys in an order in which these are the pairs (i, i + rotary_dim / 2)."""
+    query_scaling: QueryScaling | None
     windows: tuple[int | None, ...]
     """The window of each layer. None attends to everything before; w to the last w positions, including its own."""
     qkv_bias: bool
@@ -169,7 +78,11 @@ class ModelSpec:
     """Whether each query head has an extra score, without a value, that takes part in the softmax."""
     embedding_scale: float
     """The factor of embeddings, rounded to the model's dtype."""
+    position_table: PositionTable | None
+    logit_scale: float
+    """The factor of logits, before the cap."""
     logit_soft_cap: float | None
+    head_bias: bool
     experts: Experts | None
     """None: every layer has the MLP."""
     tied_embeddings: bool
@@ -226,6 +139,8 @@ class ModelSpec:
             wholes["inner columns of an MLP"] = self.intermediate_size
         if experts is not None:
             wholes["inner columns of an expert"] = experts.intermediate_size
+        if experts is not None and experts.shared_size:
+            wholes["inner columns of the shared expert"] = experts.shared_size
         for name, whole in wholes.items():
             if whole % num_ranks:
                 most = math.gcd(*wholes.values())
@@ -240,19 +155,28 @@ class ModelSpec:
             num_heads=self.num_heads // num_ranks,
             num_kv_heads=self.num_kv_heads // num_ranks,
             intermediate_size=self.intermediate_size // num_ranks,
-            experts=experts and replace(experts, intermediate_size=experts.intermediate_size // num_ranks),
+            experts=experts
+            and replace(
+                experts,
+                intermediate_size=experts.intermediate_size // num_ranks,
+                shared_size=experts.shared_size // num_ranks,
+            ),
         )
 
     def tensors(self) -> Iterator[NamedShape]:
         """Yields the name and shape of every tensor that a checkpoint of this model must contain."""
         hidden, vocab = self.hidden_size, self.vocab_size
         yield "model.embed_tokens.weight", (vocab, hidden)
+        if self.position_table is not None:
+            yield "model.embed_positions.weight", (self.position_table.num_rows, hidden)
         for layer in range(self.num_layers):
             for name, shape in self._layer_tensors(layer):
                 yield f"model.layers.{layer}.{name}", shape
-        yield "model.norm.weight", (hidden,)
+        yield from self._norm("model.norm")
         if not self.tied_embeddings:
             yield "lm_head.weight", (vocab, hidden)
+        if self.head_bias:
+            yield "lm_head.bias", (vocab,)
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer has experts instead of the MLP."""
@@ -273,27 +197,55 @@ class ModelSpec:
                 )
             case NormPlacement.POST:
                 return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+            case NormPlacement.PARALLEL:
+                return "input_layernorm", None, None, None
+            case NormPlacement.PARALLEL_NORMS:
+                return "input_layernorm", None, "post_attention_layernorm", None
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether a layer's MLP does not see the output of its attention."""
+        return self.norm_placement in (NormPlacement.PARALLEL, NormPlacement.PARALLEL_NORMS)
+
+    @property
+    def qk_norm_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of the weights of the norms of queries and of keys."""
+        match self.qk_norm:
+            case QkNorm.EACH_HEAD:
+                return (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+            case QkNorm.ALL:
+                return (self.query_size,), (self.kv_size,)
+            case _:
+                return (self.head_dim,), (self.head_dim,)
 
     def _layer_tensors(self, layer: int) -> Iterator[NamedShape]:
         hidden = self.hidden_size
         for norm in self.layer_norms:
             if norm is not None:
-                yield f"{norm}.weight", (hidden,)
+                yield from self._norm(norm)
         for name, rows in (("q_proj", self.query_size), ("k_proj", self.kv_size), ("v_proj", self.kv_size)):
             yield from _linear(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
         if self.qk_norm is not QkNorm.NONE:
-            whole = self.qk_norm is QkNorm.ALL
-            yield "self_attn.q_norm.weight", (self.query_size if whole else self.head_dim,)
-            yield "self_attn.k_norm.weight", (self.kv_size if whole else self.head_dim,)
+            for name, shape in zip(("q_norm", "k_norm"), self.qk_norm_shapes, strict=True):
+                yield f"self_attn.{name}.weight", shape
         if self.sinks:
             yield "self_attn.sinks", (self.num_heads,)
         yield from _linear("self_attn.o_proj", hidden, self.query_size, self.output_bias)
         if self.experts is None or not self.has_experts(layer):
-            yield from _mlp("mlp", hidden, self.intermediate_size, self.mlp_bias)
+            yield from _mlp("mlp", hidden, self.intermediate_size, self.mlp_bias, self.gated_mlp)
             return
         yield from _linear("mlp.gate", self.experts.num_experts, hidden, self.experts.biased)
+        if self.experts.selection_bias:
+            yield "mlp.gate.e_score_correction_bias", (self.experts.num_experts,)
+        if self.experts.shared_size:
+            yield from _mlp("mlp.shared_expert", hidden, self.experts.shared_size, self.experts.biased)
+        if self.experts.shared_gated:
+            yield "mlp.shared_expert_gate.weight", (1, hidden)
         for expert in range(self.experts.num_experts):
             yield from _mlp(f"mlp.experts.{expert}", hidden, self.experts.intermediate_size, self.experts.biased)
+
+    def _norm(self, name: str) -> Iterator[NamedShape]:
+        return ((f"{name}.{part}", (self.hidden_size,)) for part in self.norm_parts)
 
 
 def _linear(name: str, rows: int, columns: int, biased: bool) -> Iterator[NamedShape]:
@@ -302,6 +254,7 @@ def _linear(name: str, rows: int, columns: int, biased: bool) -> Iterator[NamedS
         yield f"{name}.bias", (rows,)
 
 
-def _mlp(name: str, hidden: int, inner: int, biased: bool) -> Iterator[NamedShape]:
-    for part, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
-        yield from _linear(f"{name}.{part}", rows, columns, biased)
+def _mlp(name: str, hidden: int, inner: int, biased: bool, gated: bool = True) -> Iterator[NamedShape]:
+    for part in ("gate_proj", "up_proj") if gated else ("up_proj",):
+        yield from _linear(f"{name}.{part}", inner, hidden, biased)
+    yield from _linear(f"{name}.down_proj", hidden, inner, biased)

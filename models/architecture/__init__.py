@@ -1,0 +1,1 @@
+"""Describes decoders as data, and reads the descriptions from Hugging Face configs. Reads no weights."""

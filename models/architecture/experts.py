@@ -1,0 +1,131 @@
+"""Families with a mixture of experts."""
+
+from dataclasses import replace
+from functools import partial
+
+from penstock.models.architecture.decoder import (
+    MAX_LAYERS,
+    MAX_SIZE,
+    Defaults,
+    num_layers,
+    read_decoder,
+    read_experts,
+    read_window,
+    same_windows,
+    windows_by_type,
+    with_biases,
+)
+from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.llama import with_granites_factors
+from penstock.models.architecture.rope_config import read_rope, read_yarn_by_default
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import ClampedGate, QkNorm, Scoring
+
+
+def mixtral(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Mixtral: experts in every layer."""
+    windows = same_windows(fields, read_window(fields, None))
+    defaults = Defaults(
+        max_positions=4096 * 32, kv_heads=8, norm_eps=1e-5, read_rope=partial(read_rope, default_theta=1e6)
+    )
+    spec = read_decoder(fields, architecture, windows, defaults)
+    experts = read_experts(fields, "num_local_experts", 8, 2, spec.intermediate_size)
+    return replace(spec, experts=experts)
+
+
+def qwen2_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Qwen1.5-MoE and Qwen2-MoE: Qwen3-MoE with an MLP that every token runs through, and no norms of queries."""
+    spec = _qwen_moe(fields, architecture, Defaults(max_positions=32768), 60, 4, 1408)
+    assert spec.experts is not None
+    shared = fields.integer("shared_expert_intermediate_size", 1, MAX_SIZE, 5632)
+    return replace(
+        spec,
+        qkv_bias=fields.flag("qkv_bias", True),
+        experts=replace(spec.experts, shared_size=shared, shared_gated=True),
+    )
+
+
+def qwen3_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Qwen3-MoE: Qwen3 with experts."""
+    spec = _qwen_moe(fields, architecture, Defaults(max_positions=32768, kv_heads=4), 128, 8, 768)
+    return replace(with_biases(spec, fields), qk_norm=QkNorm.HEAD)
+
+
+def _qwen_moe(
+    fields: HfConfigReader, architecture: str, defaults: Defaults, experts: int, per_token: int, inner: int
+) -> ModelSpec:
+    """Every ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``."""
+    window = read_window(fields, 4096) if fields.flag("use_sliding_window", False) else None
+    spec = read_decoder(fields, architecture, same_windows(fields, window), defaults)
+    step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
+    dense = fields.integers("mlp_only_layers", 0, 1 << 16)
+    name = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    kinds = replace(
+        read_experts(fields, name, experts, per_token, fields.integer("moe_intermediate_size", 1, MAX_SIZE, inner)),
+        normalise=fields.flag("norm_topk_prob", False),
+        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(spec.num_layers)),
+    )
+    return replace(spec, experts=kinds)
+
+
+def olmoe(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """OLMoE: norms over all queries and all keys, and experts in every layer."""
+    if "clip_qkv" in fields:
+        raise fields.wrong("clip_qkv", "must be null: clipped queries, keys and values are not supported")
+    defaults = Defaults(max_positions=4096, norm_eps=1e-5)
+    spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
+    name = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    experts = read_experts(fields, name, 64, 8, spec.intermediate_size)
+    experts = replace(experts, normalise=fields.flag("norm_topk_prob", False))
+    return replace(with_biases(spec, fields), qk_norm=QkNorm.ALL, experts=experts)
+
+
+def granite_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Granite's MoE models: Granite with experts in every layer."""
+    spec = read_decoder(fields, architecture, same_windows(fields, None), Defaults(max_positions=2048))
+    experts = read_experts(fields, "num_local_experts", 8, 2, spec.intermediate_size)
+    return with_granites_factors(replace(with_biases(spec, fields), experts=experts), fields)
+
+
+def glm4_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """GLM-4.5 and later: experts chosen by the sigmoid of their scores plus a bias, and one that every token runs
+    through; the first layers have none."""
+    defaults = Defaults(max_positions=131072, kv_heads=8, norm_eps=1e-5, read_rope=partial(read_rope, default_part=0.5))
+    spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
+    first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, 1)
+    inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1408)
+    name = "num_local_experts" if "num_local_experts" in fields else "n_routed_experts"
+    experts = read_experts(fields, name, 128, 8, inner)
+    groups = fields.integer("n_group", 1, experts.num_experts, 1)
+    if experts.num_experts % groups:
+        raise fields.wrong("n_group", f"must divide the number of experts, {experts.num_experts}")
+    return replace(
+        spec,
+        qkv_bias=fields.flag("attention_bias", False),
+        qk_norm=QkNorm.HEAD if fields.flag("use_qk_norm", False) else QkNorm.NONE,
+        experts=replace(
+            experts,
+            normalise=fields.flag("norm_topk_prob", True),
+            layers=tuple(layer >= first for layer in range(num_layers(fields))),
+            scoring=Scoring.SIGMOID,
+            selection_bias=True,
+            num_groups=groups,
+            groups_per_token=fields.integer("topk_group", 1, groups, 1),
+            scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+            shared_size=inner * fields.integer("n_shared_experts", 1, 64, 1),
+        ),
+    )
+
+
+def gpt_oss(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """gpt-oss: sinks, a window in every other layer, and biased experts with a gate of their own."""
+    windows = windows_by_type(fields, read_window(fields, 128), lambda layer: layer % 2 == 0)
+    defaults = Defaults(max_positions=131072, kv_heads=8, head_dim=64, norm_eps=1e-5, read_rope=read_yarn_by_default)
+    spec = read_decoder(fields, architecture, windows, defaults)
+    gate = ClampedGate(
+        alpha=fields.number("swiglu_alpha", 0.0, 1e6, 1.702), limit=fields.number("swiglu_limit", 1e-6, 1e6, 7.0)
+    )
+    experts = read_experts(fields, "num_local_experts", 128, 4, spec.intermediate_size)
+    return replace(
+        with_biases(spec, fields, default=True), sinks=True, experts=replace(experts, biased=True, gate=gate)
+    )

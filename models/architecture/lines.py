@@ -1,0 +1,145 @@
+"""The lines of models that people run: their architectures, and what of them is not served, and why."""
+
+from dataclasses import dataclass
+
+_STATE = "recurrent state is not supported"
+_LATENT = "latent attention is not supported"
+_CODE = "their code is not part of transformers"
+
+
+@dataclass(frozen=True)
+class ModelLine:
+    """A line of models."""
+
+    name: str
+    architectures: tuple[str, ...]
+    """The names in ``architectures`` of its config.json that are served."""
+    left_out: str = ""
+    """What of the line is not served, and why."""
+    has_template: bool = True
+    """Whether its models have chat templates, on which conversations, tools and reasoning depend."""
+
+
+LINES = (
+    ModelLine("Qwen3 and Qwen3-2507, also Thinking", ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")),
+    ModelLine("Qwen3-Coder-30B-A3B", ("Qwen3MoeForCausalLM",)),
+    ModelLine("Qwen3-Embedding", ("Qwen3ForCausalLM",), has_template=False),
+    ModelLine("Qwen1.5, Qwen2, Qwen2.5, -Coder, -Math", ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")),
+    ModelLine("Qwen3-Next, Qwen3.5, Qwen3.6", (), _STATE),
+    ModelLine(
+        "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, for text",
+        (
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen3VLForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration",
+        ),
+    ),
+    ModelLine(
+        "QwQ, DeepSeek-R1-Distill, R1-0528-Qwen3-8B", ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+    ),
+    ModelLine("Llama 1 to 3.3, CodeLlama, TinyLlama, Vicuna", ("LlamaForCausalLM",)),
+    ModelLine("Llama 3.2 Vision, Llama 4", (), "layers with cross-attention, and chunked attention, are not supported"),
+    ModelLine("Gemma 2", ("Gemma2ForCausalLM",)),
+    ModelLine("Gemma 3 270M and 1B", ("Gemma3ForCausalLM",)),
+    ModelLine("Gemma 3 4B, 12B, 27B, for text", ("Gemma3ForConditionalGeneration",)),
+    ModelLine(
+        "Gemma 1, 3n, 4, EmbeddingGemma",
+        ("GemmaForCausalLM",),
+        "3n and 4: layers that share keys and values, or have inputs of their own, are not supported; EmbeddingGemma: "
+        "bidirectional attention is not supported",
+    ),
+    ModelLine(
+        "Mistral 7B, Nemo, Small 2409 and 2501, Codestral, Mixtral", ("MistralForCausalLM", "MixtralForCausalLM")
+    ),
+    ModelLine("Ministral-8B-2410", ("MistralForCausalLM", "MinistralForCausalLM")),
+    ModelLine(
+        "Mistral-Small-3.1 and 3.2, Magistral-2509, Devstral 2, Ministral 3, for text",
+        ("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"),
+    ),
+    ModelLine("Phi-3, Phi-3.5-mini, Phi-4", ("Phi3ForCausalLM",)),
+    ModelLine("Phi-4-mini", ("Phi3ForCausalLM",)),
+    ModelLine(
+        "Phi-1, Phi-1.5, Phi-2, Phi-3.5-MoE, Phi-4-multimodal",
+        ("PhiForCausalLM",),
+        "Phi-3.5-MoE: its router is not supported; Phi-4-multimodal: adapters are not supported",
+        has_template=False,
+    ),
+    ModelLine("gpt-oss", ("GptOssForCausalLM",), "the published files, in MXFP4; copies in bf16 are served"),
+    ModelLine("DeepSeek V3, V3.1, R1, V3.2, V4", (), _LATENT),
+    ModelLine(
+        "GLM-4-9B, GLM-4-0414, GLM-4.5 and later",
+        ("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
+        f"GLM-5: {_LATENT}",
+    ),
+    ModelLine("SmolLM, SmolLM2", ("LlamaForCausalLM",)),
+    ModelLine("SmolLM3", ("SmolLM3ForCausalLM",)),
+    ModelLine("Granite 3, 4", ("GraniteForCausalLM", "GraniteMoeForCausalLM"), f"Granite 4 H: {_STATE}"),
+    ModelLine("OLMo 2", ("Olmo2ForCausalLM",)),
+    ModelLine("OLMo 1, OLMo 3, OLMoE", ("OlmoForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM")),
+    ModelLine("Falcon3", ("LlamaForCausalLM",)),
+    ModelLine("Falcon 7B and 40B, Falcon-H1", ("FalconForCausalLM",), f"Falcon-H1: {_STATE}", has_template=False),
+    ModelLine("LFM2, LFM2.5", (), _STATE),
+    ModelLine("Llama-3.1-Nemotron-70B, Nano-8B", ("LlamaForCausalLM",)),
+    ModelLine(
+        "Minitron, Nemotron-4, Nemotron-H, Nemotron 3, Super",
+        ("NemotronForCausalLM",),
+        f"Nemotron-H and 3: {_STATE}; Super (DeciLM): layers of different shapes are not supported",
+    ),
+    ModelLine("EXAONE 3.5, EXAONE 4", ("ExaoneForCausalLM", "Exaone4ForCausalLM")),
+    ModelLine("InternLM 2, 2.5, 3", ("InternLM2ForCausalLM", "InternLM3ForCausalLM")),
+    ModelLine(
+        "StarCoder2, GPT-2, OPT, Pythia, StableLM, Bloom, MPT",
+        (
+            "Starcoder2ForCausalLM",
+            "GPT2LMHeadModel",
+            "OPTForCausalLM",
+            "GPTNeoXForCausalLM",
+            "StableLmForCausalLM",
+        ),
+        "Bloom and MPT: ALiBi is not supported; StableLM 2 12B: its norms of queries are not supported",
+        has_template=False,
+    ),
+    ModelLine(
+        "Command-R, R+, R7B, A",
+        ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2VisionForConditionalGeneration"),
+    ),
+    ModelLine(
+        "Hunyuan, ERNIE 4.5, Seed-OSS, Arcee, Apertus, MiniCPM, MiniMax, MiMo, Kimi",
+        ("HunYuanDenseV1ForCausalLM", "Ernie4_5ForCausalLM", "SeedOssForCausalLM", "ArceeForCausalLM"),
+        "Hunyuan's and ERNIE's MoE models: their routers are not supported; Apertus: an activation with weights is not "
+        f"supported; MiniCPM and MiMo: {_CODE}; MiniMax: {_STATE}; Kimi: {_LATENT}",
+    ),
+    ModelLine("Yi-1.5, DeepSeek-coder (first), Hermes, Zephyr, SOLAR", ("LlamaForCausalLM", "MistralForCausalLM")),
+    ModelLine(
+        "Bielik, EuroLLM, Sarvam-1, Teuken, LLaVA and other models around Llama or Mistral",
+        (
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "LlavaForConditionalGeneration",
+            "InternVLForConditionalGeneration",
+        ),
+    ),
+)
+
+COLUMNS = ("line", "architectures", "cpu", "cuda", "tensor parallel", "speculation", "tools, reasoning", "not served")
+
+
+def matrix() -> list[tuple[str, ...]]:
+    """Returns a row for each line, in the order of COLUMNS."""
+    rows: list[tuple[str, ...]] = []
+    for line in LINES:
+        served = ("float32, bfloat16, int8, int4", "yes", "yes", "yes") if line.architectures else ("",) * 4
+        template = "by the template" if line.has_template else "no template"
+        tools = template if line.architectures else ""
+        rows.append((line.name, ", ".join(line.architectures), *served, tools, line.left_out))
+    return rows
+
+
+def markdown() -> str:
+    """Returns the matrix as a table for docs/supported_models.md."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS)]
+    for line, architectures, *others in matrix():
+        names = ", ".join(f"`{name}`" for name in architectures.split(", ") if name)
+        rows.append((line, names, *others))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

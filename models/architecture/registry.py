@@ -1,0 +1,189 @@
+"""Finds the family that a config.json names. A new family is a function and an entry in ``FAMILIES``; if the names of
+its tensors are not Llama's, they are in ``tensor_layouts``."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.models.architecture.decoder import read_layer_types
+from penstock.models.architecture.experts import (
+    glm4_moe,
+    gpt_oss,
+    granite_moe,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
+from penstock.models.architecture.gemma import gemma, gemma2, gemma3
+from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.layer_norm import (
+    cohere,
+    cohere2,
+    falcon,
+    gpt2,
+    gpt_neox,
+    nemotron,
+    olmo,
+    opt,
+    phi,
+    stablelm,
+    starcoder2,
+)
+from penstock.models.architecture.llama import (
+    arcee,
+    ernie,
+    exaone,
+    exaone4,
+    glm,
+    glm4,
+    granite,
+    hunyuan,
+    internlm2,
+    internlm3,
+    llama,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    seed_oss,
+    smollm3,
+)
+from penstock.models.architecture.rope_config import FULL, SLIDING
+from penstock.models.architecture.spec import ModelSpec
+
+FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
+    "ArceeForCausalLM": arcee,
+    "Cohere2ForCausalLM": cohere2,
+    "CohereForCausalLM": cohere,
+    "Ernie4_5ForCausalLM": ernie,
+    "Exaone4ForCausalLM": exaone4,
+    "ExaoneForCausalLM": exaone,
+    "FalconForCausalLM": falcon,
+    "GPT2LMHeadModel": gpt2,
+    "GPTNeoXForCausalLM": gpt_neox,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "GemmaForCausalLM": gemma,
+    "Glm4ForCausalLM": glm4,
+    "Glm4MoeForCausalLM": glm4_moe,
+    "GlmForCausalLM": glm,
+    "GptOssForCausalLM": gpt_oss,
+    "GraniteForCausalLM": granite,
+    "GraniteMoeForCausalLM": granite_moe,
+    "HunYuanDenseV1ForCausalLM": hunyuan,
+    "InternLM2ForCausalLM": internlm2,
+    "InternLM3ForCausalLM": internlm3,
+    "LlamaForCausalLM": llama,
+    "Ministral3ForCausalLM": ministral3,
+    "MinistralForCausalLM": mistral,
+    "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
+    "NemotronForCausalLM": nemotron,
+    "OPTForCausalLM": opt,
+    "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
+    "OlmoForCausalLM": olmo,
+    "OlmoeForCausalLM": olmoe,
+    "Phi3ForCausalLM": phi3,
+    "PhiForCausalLM": phi,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "SeedOssForCausalLM": seed_oss,
+    "SmolLM3ForCausalLM": smollm3,
+    "StableLmForCausalLM": stablelm,
+    "Starcoder2ForCausalLM": starcoder2,
+}
+
+WRAPPERS = (
+    "Cohere2VisionForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
+"""Models that see images: a language model, of which only text is served, and parts that are not loaded."""
+
+TEXT_MODELS = {
+    "cohere2": "Cohere2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_vl": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+}
+"""The architecture of a wrapper's language model, by its ``model_type``."""
+
+FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""Fields with which a language model is the same as one of its own, by its ``model_type``."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the language model: of a wrapper, its ``text_config``, with what stands only outside of it;
+    else the config itself. Raises ModelError."""
+    fields = HfConfigReader(config)
+    wrapper = next((name for name in fields.texts("architectures") if name in WRAPPERS), None)
+    if wrapper is None:
+        return config
+    # Older checkpoints have the language model's fields beside those of the vision tower.
+    holder = fields.part("text_config") if "text_config" in fields else fields
+    model_type = holder.text("model_type")
+    if model_type not in TEXT_MODELS:
+        raise holder.wrong("model_type", f"names no supported language model of a {wrapper}")
+    outside = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+    return {
+        **config.get("text_config", config),
+        **{name: config[name] for name in outside if name in config},
+        **FIXED.get(model_type, {}),
+        "architectures": [TEXT_MODELS[model_type]],
+    }
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Returns the decoder that a config.json describes. Raises ModelError, naming the field, also for unsupported
+    models.
+    """
+    fields = HfConfigReader(config)
+    for name in fields.texts("architectures"):
+        # A base model without its head, such as an embedding model.
+        without_head = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
+        architecture = name if name in FAMILIES else without_head
+        if architecture in FAMILIES:
+            break
+    else:
+        given = fields.texts("architectures")
+        near = difflib.get_close_matches(given[0] if given else "", [*FAMILIES, *WRAPPERS], n=1, cutoff=0.0)
+        raise fields.wrong(
+            "architectures",
+            f"names no supported architecture; the closest is {near[0]}, and penstock models lists all of them",
+        )
+    return FAMILIES[architecture](fields, architecture)
+
+
+def ignored_layer_types(config: Mapping[str, Any], spec: ModelSpec) -> str | None:
+    """A warning if ``layer_types`` contradicts what the family computes, which then ignores it; else None."""
+    kinds = read_layer_types(HfConfigReader(config))
+    if kinds is None or kinds == [FULL if window is None else SLIDING for window in spec.windows]:
+        return None
+    computed = "full attention" if spec.windows[0] is None else f"a window of {spec.windows[0]}"
+    return (
+        f"layer_types is ignored: every layer of a {spec.architecture} has {computed} here and in transformers; "
+        "remove the field, or correct architectures"
+    )

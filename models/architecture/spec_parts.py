@@ -1,0 +1,174 @@
+"""The parts of a ``ModelSpec``: what differs between families of decoders, as data."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Activation(Enum):
+    """The activation of the MLP: ``act(gate) * up``, or ``act(up)`` without a gate."""
+
+    SILU = auto()
+    GELU = auto()
+    GELU_TANH = auto()
+    RELU = auto()
+    RELU_SQUARED = auto()
+
+
+@dataclass(frozen=True)
+class DefaultRope:
+    """Rotary embedding as first published: pair i of a head of D turns by ``position * theta^(-2i/D)``."""
+
+    theta: float
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """Every frequency is divided by ``factor``."""
+
+    theta: float
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Long wavelengths are divided by ``factor``, short ones kept, those between interpolated smoothly."""
+
+    theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN (arXiv 2309.00071): frequencies blend by a ramp between the rotations ``beta_slow`` and ``beta_fast``, and
+    cosines and sines are scaled by ``attention_factor``."""
+
+    theta: float
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (arXiv 2402.13753) within the original context: the frequency of pair i is divided by ``factors[i]``,
+    and cosines and sines are scaled by ``attention_factor``."""
+
+    theta: float
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+@dataclass(frozen=True)
+class NoRope:
+    """Queries and keys are not rotated."""
+
+
+Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope | NoRope
+
+
+@dataclass(frozen=True)
+class PositionTable:
+    """An embedding of positions, which is added to that of tokens: position p has row p + ``offset``."""
+
+    num_rows: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Llama 4's scaling of queries at position p: by ``1 + beta ln(1 + floor(p / original_max_positions))``."""
+
+    beta: float
+    original_max_positions: int
+
+
+class NormKind(Enum):
+    """The kind of all norms of a model."""
+
+    RMS = auto()
+    """x / sqrt(mean(x^2) + eps)"""
+    LAYER = auto()
+    """The same of x - mean(x)."""
+
+
+class NormPlacement(Enum):
+    """The placement of a layer's norms. In the formulas, f is attention or the MLP."""
+
+    PRE = auto()
+    """x += f(norm(x))"""
+    BOTH = auto()
+    """x += norm(f(norm(x)))"""
+    POST = auto()
+    """x += norm(f(x))"""
+    PARALLEL = auto()
+    """x += attention(y) + mlp(y), where y = norm(x)"""
+    PARALLEL_NORMS = auto()
+    """x += attention(norm(x)) + mlp(norm(x)), with two norms"""
+
+
+class QkNorm(Enum):
+    """The norm of queries and keys."""
+
+    NONE = auto()
+    HEAD = auto()
+    """Over each head; all heads share a weight."""
+    EACH_HEAD = auto()
+    """Over each head, which has a weight of its own."""
+    ALL = auto()
+    """Over all query heads as one vector, and over all key heads as one."""
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """gpt-oss's activation: ``g sigmoid(alpha g) (u + 1)``, where g is gate limited to at most ``limit``, and u is up
+    limited to [-limit, limit].
+    """
+
+    alpha: float
+    limit: float
+
+
+class Scoring(Enum):
+    """The way in which a router's outputs become the experts' scores."""
+
+    SOFTMAX = auto()
+    """The softmax over all experts."""
+    SIGMOID = auto()
+    """The sigmoid of each expert's output."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts instead of the MLP: the sum of the outputs of the ``per_token`` experts with the highest
+    scores, each multiplied by its score.
+    """
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    normalise: bool
+    """Whether the chosen scores are divided by their sum; of a softmax, this is one over only the chosen experts."""
+    biased: bool
+    """Whether the router and the experts' linears have biases."""
+    gate: ClampedGate | None
+    """The activation of the experts, if it is not ``act(gate) * up``."""
+    layers: tuple[bool, ...]
+    """Whether each layer has experts; the others have the MLP."""
+    scoring: Scoring = Scoring.SOFTMAX
+    selection_bias: bool = False
+    """Whether experts are chosen by score plus a bias. The outputs are multiplied by the scores without it."""
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """Experts are chosen from the groups whose two highest scores, with the bias, have the largest sums."""
+    scale: float = 1.0
+    """The factor of the scores that the outputs are multiplied by."""
+    shared_size: int = 0
+    """The intermediate size of an MLP that every token also runs through; 0: there is none."""
+    shared_gated: bool = False
+    """Whether that MLP's output is multiplied by the sigmoid of a linear of its input."""

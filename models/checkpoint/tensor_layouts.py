@@ -1,0 +1,349 @@
+"""The names and layouts of tensors in checkpoints, by architecture, where they are not those of Llama."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import Experts
+
+WRAPPED = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.layers.", "model.layers."),
+    ("model.embed_tokens.", "model.embed_tokens."),
+    ("model.norm.", "model.norm."),
+    ("lm_head.", "lm_head."),
+)
+"""The prefixes of a language model's tensors in checkpoints that also contain a vision tower, and those without it."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor inside another."""
+
+    name: str
+    offset: int
+    """The offset of its first element, in elements."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    rows: NDArray[np.int64] | None = None
+    """The rows that it consists of, if they do not follow each other."""
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A tensor that contains others."""
+
+    shape: tuple[int, ...]
+    parts: tuple[_Part, ...]
+    turned: "_Whole | None" = None
+    """The layout of some checkpoints, with the last two dimensions exchanged."""
+
+
+Wholes = Mapping[str, _Whole]
+"""The combined tensors of a layer, by name."""
+
+
+def _none(spec: ModelSpec) -> Wholes:
+    """No tensor contains others."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The way in which a checkpoint names and combines the tensors of ``ModelSpec.tensors``."""
+
+    prefixes: Sequence[tuple[str, str]] = ()
+    """Beginnings of names; the first that fits is replaced."""
+    renamed: Sequence[tuple[str, str]] = ()
+    """Regular expressions for the beginnings of a layer's names, after the prefix; the first that fits is replaced."""
+    wholes: Callable[[ModelSpec], Wholes] = _none
+
+
+def _stacked(columns: int, rows: Mapping[str, int]) -> _Whole:
+    """Matrices with these numbers of rows, one above the other."""
+    parts, above = [], 0
+    for name, count in rows.items():
+        parts.append(_Part(name, above * columns, (count, columns)))
+        above += count
+    return _Whole((above, columns), tuple(parts))
+
+
+def _phi3(spec: ModelSpec) -> Wholes:
+    """One matrix for queries, keys and values; one for gate and up."""
+    qkv = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+    inner = spec.intermediate_size
+    return {
+        "self_attn.qkv_proj.weight": _stacked(
+            spec.hidden_size, {f"self_attn.{name}.weight": rows for name, rows in qkv.items()}
+        ),
+        "mlp.gate_up_proj.weight": _stacked(
+            spec.hidden_size, {"mlp.gate_proj.weight": inner, "mlp.up_proj.weight": inner}
+        ),
+    }
+
+
+def _fused_experts(spec: ModelSpec) -> Wholes:
+    """The experts' layout in transformers 5, which it also saves unless it writes the original format: (experts, 2
+    inner, hidden) with gate above up, and (experts, hidden, inner). Qwen3-VL-MoE exchanges the last two.
+    """
+    experts = _experts(spec)
+    num, inner, hidden = experts.num_experts, experts.intermediate_size, spec.hidden_size
+    size = inner * hidden
+    gate_up = [
+        _Part(f"mlp.experts.{expert}.{name}.weight", (2 * expert + half) * size, (inner, hidden))
+        for expert in range(num)
+        for half, name in enumerate(("gate_proj", "up_proj"))
+    ]
+    down = [_Part(f"mlp.experts.{expert}.down_proj.weight", expert * size, (hidden, inner)) for expert in range(num)]
+    gate_up_turned = [
+        _Part(
+            f"mlp.experts.{expert}.{name}.weight", (2 * expert * hidden + half) * inner, (inner, hidden), (1, 2 * inner)
+        )
+        for expert in range(num)
+        for half, name in enumerate(("gate_proj", "up_proj"))
+    ]
+    down_turned = [replace(part, strides=(1, hidden)) for part in down]
+    return {
+        "mlp.experts.gate_up_proj": _Whole(
+            (num, 2 * inner, hidden), tuple(gate_up), _Whole((num, hidden, 2 * inner), tuple(gate_up_turned))
+        ),
+        "mlp.experts.down_proj": _Whole(
+            (num, hidden, inner), tuple(down), _Whole((num, inner, hidden), tuple(down_turned))
+        ),
+    }
+
+
+def _gpt_oss(spec: ModelSpec) -> Wholes:
+    """gpt-oss's layout: experts' matrices are (in, out), and the columns of gate and up alternate."""
+    experts = _experts(spec)
+    num, inner, hidden = experts.num_experts, experts.intermediate_size, spec.hidden_size
+    gate_up, gate_up_bias, down, down_bias = [], [], [], []
+    for expert in range(num):
+        prefix = f"mlp.experts.{expert}."
+        for half, name in enumerate(("gate_proj", "up_proj")):
+            first = expert * hidden * 2 * inner + half
+            gate_up.append(_Part(f"{prefix}{name}.weight", first, (inner, hidden), (2, 2 * inner)))
+            gate_up_bias.append(_Part(f"{prefix}{name}.bias", expert * 2 * inner + half, (inner,), (2,)))
+        down.append(_Part(f"{prefix}down_proj.weight", expert * inner * hidden, (hidden, inner), (1, hidden)))
+        down_bias.append(_Part(f"{prefix}down_proj.bias", expert * hidden, (hidden,)))
+    return {
+        "mlp.experts.gate_up_proj": _Whole((num, hidden, 2 * inner), tuple(gate_up)),
+        "mlp.experts.gate_up_proj_bias": _Whole((num, 2 * inner), tuple(gate_up_bias)),
+        "mlp.experts.down_proj": _Whole((num, inner, hidden), tuple(down)),
+        "mlp.experts.down_proj_bias": _Whole((num, hidden), tuple(down_bias)),
+    }
+
+
+def _experts(spec: ModelSpec) -> Experts:
+    assert spec.experts is not None, spec.architecture
+    return spec.experts
+
+
+def _grouped_qkv(spec: ModelSpec, name: str, biased: bool) -> Wholes:
+    """One matrix, in which the query heads of each key head are followed by that key head and its value head."""
+    group, size = spec.num_heads // spec.num_kv_heads, spec.head_dim
+    rows = np.arange(spec.query_size + 2 * spec.kv_size).reshape(spec.num_kv_heads, group + 2, size)
+    parts = {"q_proj": rows[:, :group], "k_proj": rows[:, group], "v_proj": rows[:, group + 1]}
+
+    def whole(kind: str, *columns: int) -> _Whole:
+        return _Whole(
+            (rows.size, *columns),
+            tuple(
+                _Part(f"self_attn.{part}.{kind}", 0, (taken.size, *columns), rows=taken.reshape(-1))
+                for part, taken in parts.items()
+            ),
+        )
+
+    wholes = {f"{name}.weight": whole("weight", spec.hidden_size)}
+    return wholes | {f"{name}.bias": whole("bias")} if biased else wholes
+
+
+def _gpt_neox(spec: ModelSpec) -> Wholes:
+    return _grouped_qkv(spec, "attention.query_key_value", spec.qkv_bias)
+
+
+def _falcon(spec: ModelSpec) -> Wholes:
+    return _grouped_qkv(spec, "self_attention.query_key_value", spec.qkv_bias)
+
+
+def _glm(spec: ModelSpec) -> Wholes:
+    """One matrix for gate and up."""
+    return {name: whole for name, whole in _phi3(spec).items() if name.startswith("mlp.")}
+
+
+def _granite_moe(spec: ModelSpec) -> Wholes:
+    """``_fused_experts`` under other names."""
+    fused = _fused_experts(spec)
+    return {
+        "block_sparse_moe.input_linear.weight": fused["mlp.experts.gate_up_proj"],
+        "block_sparse_moe.output_linear.weight": fused["mlp.experts.down_proj"],
+    }
+
+
+_PLAIN_MLP = (
+    (r"mlp\.(c_fc|fc1|dense_h_to_4h)\.", "mlp.up_proj."),
+    (r"mlp\.(c_proj|fc2|dense_4h_to_h)\.", "mlp.down_proj."),
+)
+
+
+def _gpt2(spec: ModelSpec) -> Wholes:
+    """GPT-2's matrices are (in, out); one has queries, keys and values side by side."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+
+    def turned(name: str, rows: int, columns: int) -> _Whole:
+        return _Whole((columns, rows), (_Part(name, 0, (rows, columns), (1, rows)),))
+
+    parts = ("q_proj", "k_proj", "v_proj")
+    weights = [
+        _Part(f"self_attn.{part}.weight", index * hidden, (hidden, hidden), (1, 3 * hidden))
+        for index, part in enumerate(parts)
+    ]
+    biases = [_Part(f"self_attn.{part}.bias", index * hidden, (hidden,)) for index, part in enumerate(parts)]
+    return {
+        "attn.c_attn.weight": _Whole((hidden, 3 * hidden), tuple(weights)),
+        "attn.c_attn.bias": _Whole((3 * hidden,), tuple(biases)),
+        "attn.c_proj.weight": turned("self_attn.o_proj.weight", hidden, hidden),
+        "mlp.c_fc.weight": turned("mlp.up_proj.weight", inner, hidden),
+        "mlp.c_proj.weight": turned("mlp.down_proj.weight", hidden, inner),
+    }
+
+
+def _internlm2(spec: ModelSpec) -> Wholes:
+    return _grouped_qkv(spec, "attention.wqkv", spec.qkv_bias)
+
+
+NAMINGS = {
+    "ExaoneForCausalLM": Naming(
+        prefixes=(
+            ("transformer.h.", "model.layers."),
+            ("transformer.wte.", "model.embed_tokens."),
+            ("transformer.ln_f.", "model.norm."),
+        ),
+        renamed=(
+            (r"ln_1\.", "input_layernorm."),
+            (r"ln_2\.", "post_attention_layernorm."),
+            (r"attn\.attention\.out_proj\.", "self_attn.o_proj."),
+            (r"attn\.attention\.", "self_attn."),
+            (r"mlp\.c_fc_0\.", "mlp.gate_proj."),
+            (r"mlp\.c_fc_1\.", "mlp.up_proj."),
+            (r"mlp\.c_proj\.", "mlp.down_proj."),
+        ),
+    ),
+    "GPT2LMHeadModel": Naming(
+        prefixes=tuple(
+            (base + old, new)
+            for base in ("transformer.", "")
+            for old, new in (
+                ("h.", "model.layers."),
+                ("wte.", "model.embed_tokens."),
+                ("wpe.", "model.embed_positions."),
+                ("ln_f.", "model.norm."),
+            )
+        ),
+        renamed=(
+            (r"ln_1\.", "input_layernorm."),
+            (r"ln_2\.", "post_attention_layernorm."),
+            (r"attn\.c_proj\.", "self_attn.o_proj."),
+            *_PLAIN_MLP,
+        ),
+        wholes=_gpt2,
+    ),
+    "InternLM2ForCausalLM": Naming(
+        prefixes=(("model.tok_embeddings.", "model.embed_tokens."), ("output.", "lm_head.")),
+        renamed=(
+            (r"attention_norm\.", "input_layernorm."),
+            (r"ffn_norm\.", "post_attention_layernorm."),
+            (r"attention\.wo\.", "self_attn.o_proj."),
+            (r"feed_forward\.w1\.", "mlp.gate_proj."),
+            (r"feed_forward\.w2\.", "mlp.down_proj."),
+            (r"feed_forward\.w3\.", "mlp.up_proj."),
+        ),
+        wholes=_internlm2,
+    ),
+    "OPTForCausalLM": Naming(
+        prefixes=tuple(
+            (base + old, new)
+            for base in ("model.decoder.", "decoder.")
+            for old, new in (
+                ("layers.", "model.layers."),
+                ("embed_tokens.", "model.embed_tokens."),
+                ("embed_positions.", "model.embed_positions."),
+                ("final_layer_norm.", "model.norm."),
+            )
+        ),
+        renamed=(
+            (r"self_attn_layer_norm\.", "input_layernorm."),
+            (r"final_layer_norm\.", "post_attention_layernorm."),
+            (r"self_attn\.out_proj\.", "self_attn.o_proj."),
+            (r"fc1\.", "mlp.up_proj."),
+            (r"fc2\.", "mlp.down_proj."),
+        ),
+    ),
+    "FalconForCausalLM": Naming(
+        prefixes=(
+            ("transformer.h.", "model.layers."),
+            ("transformer.word_embeddings.", "model.embed_tokens."),
+            ("transformer.ln_f.", "model.norm."),
+        ),
+        renamed=(
+            (r"ln_attn\.", "input_layernorm."),
+            (r"ln_mlp\.", "post_attention_layernorm."),
+            (r"self_attention\.dense\.", "self_attn.o_proj."),
+            *_PLAIN_MLP,
+        ),
+        wholes=_falcon,
+    ),
+    "GPTNeoXForCausalLM": Naming(
+        prefixes=(
+            ("gpt_neox.layers.", "model.layers."),
+            ("gpt_neox.embed_in.", "model.embed_tokens."),
+            ("gpt_neox.final_layer_norm.", "model.norm."),
+            ("embed_out.", "lm_head."),
+        ),
+        renamed=((r"attention\.dense\.", "self_attn.o_proj."), *_PLAIN_MLP),
+        wholes=_gpt_neox,
+    ),
+    "Glm4ForCausalLM": Naming(
+        renamed=(
+            (r"post_attention_layernorm\.", "pre_feedforward_layernorm."),
+            (r"post_self_attn_layernorm\.", "post_attention_layernorm."),
+            (r"post_mlp_layernorm\.", "post_feedforward_layernorm."),
+        ),
+        wholes=_glm,
+    ),
+    "Glm4MoeForCausalLM": Naming(renamed=((r"mlp\.shared_experts\.", "mlp.shared_expert."),), wholes=_fused_experts),
+    "GlmForCausalLM": Naming(wholes=_glm),
+    "GptOssForCausalLM": Naming(renamed=((r"mlp\.router\.", "mlp.gate."),), wholes=_gpt_oss),
+    "GraniteMoeForCausalLM": Naming(
+        renamed=((r"block_sparse_moe\.router\.layer\.", "mlp.gate."),), wholes=_granite_moe
+    ),
+    "HunYuanDenseV1ForCausalLM": Naming(
+        renamed=(
+            (r"self_attn\.query_layernorm\.", "self_attn.q_norm."),
+            (r"self_attn\.key_layernorm\.", "self_attn.k_norm."),
+        )
+    ),
+    "MixtralForCausalLM": Naming(
+        renamed=(
+            (r"block_sparse_moe\.gate\.", "mlp.gate."),
+            (r"block_sparse_moe\.experts\.(\d+)\.w1\.", r"mlp.experts.\1.gate_proj."),
+            (r"block_sparse_moe\.experts\.(\d+)\.w2\.", r"mlp.experts.\1.down_proj."),
+            (r"block_sparse_moe\.experts\.(\d+)\.w3\.", r"mlp.experts.\1.up_proj."),
+        ),
+        wholes=_fused_experts,
+    ),
+    "OlmoeForCausalLM": Naming(wholes=_fused_experts),
+    "Phi3ForCausalLM": Naming(wholes=_phi3),
+    "PhiForCausalLM": Naming(
+        prefixes=(("model.final_layernorm.", "model.norm."),),
+        renamed=((r"self_attn\.dense\.", "self_attn.o_proj."), *_PLAIN_MLP),
+    ),
+    "Qwen2MoeForCausalLM": Naming(wholes=_fused_experts),
+    "Qwen3MoeForCausalLM": Naming(wholes=_fused_experts),
+    "Starcoder2ForCausalLM": Naming(renamed=_PLAIN_MLP),
+}

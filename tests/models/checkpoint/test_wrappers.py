@@ -1,0 +1,163 @@
+"""Models that see images are served for text: greedy output equals that of the whole model in transformers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.errors import ModelError
+from penstock.scheduler.plan import SamplingParams
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EYES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWENS_EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+QWENS_TOKENS = {
+    "image_token_id": 160,
+    "video_token_id": 161,
+    "vision_start_token_id": 162,
+    "vision_end_token_id": 163,
+}
+"""Ids that no output contains."""
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+PIXTRAL = {"vision_config": {"model_type": "pixtral", **EYES, "image_size": 28, "patch_size": 14}}
+
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3",
+        {
+            "text_config": {**TEXT, "head_dim": 24, "sliding_window": 9},
+            "vision_config": {**EYES, "image_size": 28, "patch_size": 14},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "mistral3": ("Mistral3", {"text_config": {"model_type": "mistral", **TEXT}, **PIXTRAL}),
+    "mistral3-ministral3": (
+        "Mistral3",
+        {"text_config": {"model_type": "ministral3", **TEXT, "head_dim": 16}, **PIXTRAL},
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {
+            "text_config": {**TEXT, "rope_parameters": MROPE},
+            "vision_config": {**QWENS_EYES, "fullatt_block_indexes": [0]},
+            **QWENS_TOKENS,
+        },
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {
+            "text_config": {**TEXT, "head_dim": 16, "rope_parameters": MROPE},
+            "vision_config": {**QWENS_EYES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            **QWENS_TOKENS,
+        },
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        {
+            "text_config": {**TEXT, **EXPERTS, "head_dim": 16, "rope_parameters": MROPE},
+            "vision_config": {**QWENS_EYES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            **QWENS_TOKENS,
+        },
+    ),
+}
+
+
+def build(name: str, path: Path) -> Any:
+    """Saves a random model, and returns transformers' own instance of it."""
+    prefix, fields = WRAPPERS[name]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{prefix}Config")(**fields)
+    module = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in module.model.language_model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(mean=1.0, std=0.3)
+    module.save_pretrained(path)
+    return module
+
+
+def turn_experts(path: Path) -> None:
+    """Stores experts as Qwen3-VL-MoE is published."""
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".experts." in name and tensor.shape[-1] in (TEXT["hidden_size"], EXPERTS["moe_intermediate_size"]):
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", WRAPPERS)
+async def test_text_is_that_of_the_whole_model(
+    name: str,
+    backend: str,
+    tmp_path: Path,
+    in_process: Callable[..., Any],
+    start_engine: Callable[..., Any],
+    request: pytest.FixtureRequest,
+) -> None:
+    if backend == "cpu":
+        request.getfixturevalue("cpu_library")
+    module = build(name, tmp_path)
+    if name == "qwen3-vl-moe":
+        turn_experts(tmp_path)
+    prompt = [3, 9, 1, 33, 12, 5, 70, 81, 2, 14, 99, 4]
+    engine = await start_engine(in_process(tmp_path, backend=backend, max_model_len=64))
+    [answer] = await engine.run([prompt], SamplingParams(temperature=0.0), 12)
+    with torch.inference_mode():
+        logits = module(torch.tensor([prompt + answer.token_ids])).logits[0]
+    assert answer.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_the_log_says_what_is_not_loaded(tmp_path: Path) -> None:
+    build("mistral3", tmp_path)
+    info = check_checkpoint(tmp_path)
+    assert info.spec.architecture == "MistralForCausalLM"
+    [warning] = info.warnings
+    assert "only the language model of Mistral3ForConditionalGeneration is served, for text" in warning
+
+
+def test_a_config_without_a_text_config_is_read_as_published(tmp_path: Path) -> None:
+    """Qwen2.5-VL is published with the language model's fields beside ``vision_config``."""
+    build("qwen2.5-vl", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    text.pop("model_type")
+    (tmp_path / "config.json").write_text(json.dumps({**text, **config}))
+    assert check_checkpoint(tmp_path).spec.architecture == "Qwen2ForCausalLM"
+
+
+def test_an_unknown_language_model_is_named(tmp_path: Path) -> None:
+    build("mistral3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["model_type"] = "mamba"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"text_config\.model_type is 'mamba': it names no supported language model"):
+        check_checkpoint(tmp_path)
+
+
+def test_a_tensor_of_the_language_model_that_has_no_place_is_still_refused(tmp_path: Path) -> None:
+    build("mistral3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["language_model.model.layers.0.self_attn.extra.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="has no place in MistralForCausalLM"):
+        check_checkpoint(tmp_path)
