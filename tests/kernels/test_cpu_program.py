@@ -25,9 +25,10 @@ from penstock.kernels.cpu.program import (
     DecoderLayer,
     DecoderModel,
     ElementType,
-    Expert,
     Library,
+    Norm,
     PackedLinear,
+    PackedMlp,
     Program,
     QkNormKind,
     Rope,
@@ -83,10 +84,11 @@ class Toy:
             intermediate_size=INNER, num_layers=len(kind.windows), num_heads=HEADS, num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM, rotary_dim=ROTARY, num_ropes=2, num_experts=EXPERTS, experts_per_token=PER_TOKEN,
             expert_size=EXPERT_INNER, normalise_experts=0, expert_activation=GemmActivation.SILU,
-            qk_norm=QkNormKind.HEAD, activation=GemmActivation.SILU, block_size=BLOCK, norm_eps=EPS,
+            expert_scale=1.0, num_groups=1, groups_per_token=1, qk_norm=QkNormKind.HEAD, gated_mlp=1,
+            activation=GemmActivation.SILU, block_size=BLOCK, norm_eps=EPS, logit_scale=1.0,
             embedding_scale=EMBEDDING_SCALE, attention_scale=SCALE, attention_soft_cap=CAP, logit_soft_cap=LOGIT_CAP,
             embedding_format=StorageFormat.F32, packed_embedding=table,
-            head=PackedLinear(1, (Matrix * 3)(table)), norm=self.keep(self.norm),
+            head=PackedLinear(1, (Matrix * 3)(table)), norm=Norm(self.keep(self.norm)),
             layers=ctypes.addressof(layers), ropes=ctypes.addressof(ropes), kv=kv, pages=pages.address,
             layer_bytes=layer_bytes,
         )  # fmt: skip
@@ -150,21 +152,22 @@ class Toy:
         w = {name: self.draw(*shape) for name, shape in shapes.items()}
         self.weights.append(w)
         mlps = [
-            Expert(self.gated(w[f"gate{e}"], w[f"up{e}"]), self.linear([w[f"down{e}"]]))
+            PackedMlp(self.gated(w[f"gate{e}"], w[f"up{e}"]), self.linear([w[f"down{e}"]]))
             for e in range(EXPERTS if self.kind.experts else 1)
         ]
         layer = DecoderLayer(
-            attention_norm=self.keep(w["n0"]), mlp_norm=self.keep(w["n2"]), mlp_post_norm=self.keep(w["n3"]),
-            query_norm=self.keep(w["qn"]), key_norm=self.keep(w["kn"]), sinks=self.keep(w["sinks"]),
+            attention_norm=Norm(self.keep(w["n0"])), mlp_norm=Norm(self.keep(w["n2"])),
+            mlp_post_norm=Norm(self.keep(w["n3"])),
+            query_norm=Norm(self.keep(w["qn"])), key_norm=Norm(self.keep(w["kn"])), sinks=self.keep(w["sinks"]),
             window=self.kind.windows[index], rope=index % 2, qkv=self.linear([w["q"], w["k"], w["v"]]),
             output=self.linear([w["o"]]),
         )  # fmt: skip
         if self.kind.experts:
-            experts = (Expert * EXPERTS)(*mlps)
+            experts = (PackedMlp * EXPERTS)(*mlps)
             self.kept.append(experts)
             layer.router, layer.experts = self.linear([w["router"]]), ctypes.addressof(experts)
         else:
-            layer.gate_up, layer.down = mlps[0].gate_up, mlps[0].down
+            layer.mlp = mlps[0]
         return layer
 
     def logprobs(self, token_ids: Sequence[int]) -> Array:

@@ -69,8 +69,9 @@ def expected_of(shape, x, logits, weights, dtype=torch.float64):
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         activation=activation,
-        per_token=shape.mixture.per_token,
-        normalise=shape.mixture.normalise,
+        choose=partial(reference.choose_experts, num_chosen=shape.mixture.per_token, normalise=shape.mixture.normalise),
+        shared=None,
+        shared_gate=None,
     )
     return mlp(x.to(dtype))
 
