@@ -62,7 +62,7 @@ LINES = (
     ModelLine(
         "Phi-1, Phi-1.5, Phi-2, Phi-3.5-MoE, Phi-4-multimodal",
         ("PhiForCausalLM",),
-        "Phi-3.5-MoE: its router is not supported; Phi-4-multimodal: adapters are not supported",
+        "Phi-3.5-MoE: only by the backend transformers; Phi-4-multimodal: adapters are not supported",
         has_template=False,
     ),
     ModelLine("gpt-oss", ("GptOssForCausalLM",), "the published files, in MXFP4; copies in bf16 are served"),
@@ -107,8 +107,8 @@ LINES = (
     ModelLine(
         "Hunyuan, ERNIE 4.5, Seed-OSS, Arcee, Apertus, MiniCPM, MiniMax, MiMo, Kimi",
         ("HunYuanDenseV1ForCausalLM", "Ernie4_5ForCausalLM", "SeedOssForCausalLM", "ArceeForCausalLM"),
-        "Hunyuan's and ERNIE's MoE models: their routers are not supported; Apertus: an activation with weights is not "
-        f"supported; MiniCPM and MiMo: {_CODE}; MiniMax: {_STATE}; Kimi: {_LATENT}",
+        "Apertus and the MoE models of Hunyuan and ERNIE: only by the backend transformers; "
+        f"MiniCPM and MiMo: {_CODE}; MiniMax: {_STATE}; Kimi: {_LATENT}",
     ),
     ModelLine("Yi-1.5, DeepSeek-coder (first), Hermes, Zephyr, SOLAR", ("LlamaForCausalLM", "MistralForCausalLM")),
     ModelLine(

@@ -15,6 +15,7 @@ from penstock.models.architecture.experts import (
     qwen2_moe,
     qwen3_moe,
 )
+from penstock.models.architecture.foreign import foreign_spec
 from penstock.models.architecture.gemma import gemma, gemma2, gemma3
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.layer_norm import (
@@ -156,25 +157,43 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def find_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """Returns the decoder that a config.json describes: ``spec_from_config``, or a ``ForeignSpec`` if it has no family.
+    Raises ModelError, naming the field.
+    """
+    foreign = None if _architecture(HfConfigReader(config)) in FAMILIES else foreign_spec(config)
+    return foreign or spec_from_config(config)
+
+
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Returns the decoder that a config.json describes. Raises ModelError, naming the field, also for unsupported
-    models.
+    """Returns the decoder of a family that a config.json describes. Raises ModelError, naming the field, also for
+    unsupported models.
     """
     fields = HfConfigReader(config)
+    architecture = _architecture(fields)
+    if architecture is None:
+        raise fields.wrong(
+            "architectures",
+            f"names no supported architecture; the closest is {nearest(config)}, and penstock models lists all of them",
+        )
+    return FAMILIES[architecture](fields, architecture)
+
+
+def nearest(config: Mapping[str, Any]) -> str:
+    """Returns the architecture with the most similar name."""
+    given = HfConfigReader(config).texts("architectures")
+    known = [*FAMILIES, *WRAPPERS]
+    return difflib.get_close_matches(given[0] if given else "", known, n=1, cutoff=0.0)[0]
+
+
+def _architecture(fields: HfConfigReader) -> str | None:
     for name in fields.texts("architectures"):
         # A base model without its head, such as an embedding model.
         without_head = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
-        architecture = name if name in FAMILIES else without_head
-        if architecture in FAMILIES:
-            break
-    else:
-        given = fields.texts("architectures")
-        near = difflib.get_close_matches(given[0] if given else "", [*FAMILIES, *WRAPPERS], n=1, cutoff=0.0)
-        raise fields.wrong(
-            "architectures",
-            f"names no supported architecture; the closest is {near[0]}, and penstock models lists all of them",
-        )
-    return FAMILIES[architecture](fields, architecture)
+        for architecture in (name, without_head):
+            if architecture in FAMILIES:
+                return architecture
+    return None
 
 
 def ignored_layer_types(config: Mapping[str, Any], spec: ModelSpec) -> str | None:

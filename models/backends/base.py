@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.models.architecture.foreign import ForeignSpec
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo, check_checkpoint
@@ -175,23 +176,31 @@ BACKENDS = {
     "cpu": _Entry(f"{_HERE}.cpu.backend:load", f"{_HERE}.cpu.backend:unsupported_reason", "cpu", "cpu"),
     "cuda": _Entry(f"{_HERE}.cuda.backend:load", f"{_HERE}.cuda.backend:unsupported_reason", "cuda", "cuda"),
     "reference": _Entry(f"{_HERE}.reference.backend:load", None, None, "torch"),
+    "transformers": _Entry(
+        f"{_HERE}.transformers_module.backend:load",
+        f"{_HERE}.transformers_module.backend:unsupported_reason",
+        None,
+        "torch",
+    ),
 }
 """Backends by name. ``auto`` picks the first one that can run the model."""
+
+FOREIGN = "transformers"
+"""The backend that ``auto`` picks for architectures without a family, and only for them."""
 
 
 def load_backend(config: WorkerConfig) -> Backend:
     """Checks the model's files and loads them with the backend that the config names, or with the best one. Raises
     ModelError."""
-    is_auto = config.backend == "auto"
-    kind = config.device.partition(":")[0]
-    names = [name for name, entry in BACKENDS.items() if entry.device in (kind, None)] if is_auto else [config.backend]
-    if names[0] not in BACKENDS:
-        raise ModelError(f"--backend {names[0]}: there is no such backend: choose auto or one of {', '.join(BACKENDS)}")
+    if config.backend not in ("auto", *BACKENDS):
+        raise ModelError(
+            f"--backend {config.backend}: there is no such backend: choose auto or one of {', '.join(BACKENDS)}"
+        )
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
     for warning in info.warnings if config.tensor_parallel_rank == 0 else ():
         logger.warning("%s", warning)
     reasons: list[str] = []
-    for name in names:
+    for name in _candidates(config, info):
         entry = BACKENDS[name]
         try:
             load: BackendFactory = _found(entry.factory)
@@ -206,7 +215,19 @@ def load_backend(config: WorkerConfig) -> Backend:
     raise ModelError("; ".join(reasons))
 
 
+def _candidates(config: WorkerConfig, info: CheckpointInfo) -> list[str]:
+    """Returns the names of the backends to try, the fastest first."""
+    if config.backend != "auto":
+        return [config.backend]
+    if isinstance(info.spec, ForeignSpec):
+        return [FOREIGN]
+    kind = config.device.partition(":")[0]
+    return [name for name, entry in BACKENDS.items() if entry.device in (kind, None) and name != FOREIGN]
+
+
 def _why_not(entry: _Entry, config: WorkerConfig, info: CheckpointInfo) -> str | None:
+    if isinstance(info.spec, ForeignSpec) and entry is not BACKENDS[FOREIGN]:
+        return f"it has no implementation of this architecture: give --backend {FOREIGN}, or leave it out"
     if entry.unsupported_reason is None:
         return None
     unsupported_reason: Objection = _found(entry.unsupported_reason)

@@ -7,13 +7,15 @@ import fnmatch
 import glob
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.models.architecture.registry import ignored_layer_types, spec_from_config, text_config
+from penstock.models.architecture.foreign import ForeignSpec
+from penstock.models.architecture.registry import find_spec, ignored_layer_types, text_config
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.model_files import (
     MAX_CONFIG_BYTES,
@@ -239,15 +241,19 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     whole = read_json(path / CONFIG)
     try:
         config = text_config(whole)
-        spec = spec_from_config(config)
+        spec = find_spec(config)
         quantization = quantization_from_config(config)
     except ModelError as error:
         raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
-    ignored = ignored_layer_types(config, spec)
+    ignored = None if isinstance(spec, ForeignSpec) else ignored_layer_types(config, spec)
     warnings = [f"{path / CONFIG}: {ignored}"] if ignored else []
     if not weights:
         return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
-    entries = rename_prefixes(spec.architecture, read_entries(path))
+    stored = read_entries(path)
+    if isinstance(spec, ForeignSpec):
+        spec = replace(spec, num_stored=sum(math.prod(entry.shape) for entry in stored.values()))
+        return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
+    entries = rename_prefixes(spec.architecture, stored)
     if config is not whole:
         entries, num_skipped = find_text_model(entries)
         warnings.append(

@@ -180,9 +180,9 @@ class ServeConfig:
     )
     backend: str = flag(
         "auto",
-        "cpu is the C++ library, cuda is for NVIDIA GPUs, reference is plain torch on either; auto is the fastest "
-        "that can run the model",
-        choices=["auto", "cpu", "cuda", "reference"],
+        "cpu is the C++ library, cuda is for NVIDIA GPUs, reference is plain torch on either, transformers runs that "
+        "library's own module; auto is the fastest that can run the model",
+        choices=["auto", "cpu", "cuda", "reference", "transformers"],
     )
     deterministic: bool = flag(
         False,

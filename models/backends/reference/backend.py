@@ -11,31 +11,24 @@ from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.kernels.reference.ops import attention, rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.backends.base import SynchronousBackend, build_worker_facts, context_of
+from penstock.models.backends.base import build_worker_facts, context_of
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
 from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups
 from penstock.models.backends.tensor_parallel import TensorParallel
-from penstock.models.backends.torch_common.device import allocated, torch_device
+from penstock.models.backends.torch_common.device import DTYPES, allocated, torch_device
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
-from penstock.models.backends.torch_common.outputs import result_of
+from penstock.models.backends.torch_common.paged_backend import PagedBackend
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
 from penstock.models.backends.torch_common.weights import LayerWeights, Weights, unchanged
-from penstock.models.batch.batch import Batch, BatchResult
+from penstock.models.batch.batch import Batch
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 SMALL_MODEL = 1 << 27
 """The limit in parameters. The weights of a larger model come from memory in each step, which several threads read
@@ -45,8 +38,8 @@ SMALL_STEP = 1 << 31
 the service's loop, with which it shares the cores."""
 
 
-class ReferenceBackend(SynchronousBackend):
-    """A ``Backend`` of torch operations on gathered pages."""
+class ReferenceBackend(PagedBackend):
+    """A ``Backend`` of plain torch operations."""
 
     def __init__(
         self,
@@ -60,6 +53,7 @@ class ReferenceBackend(SynchronousBackend):
         parallel: TensorParallel,
     ) -> None:
         """``spec``, ``weights`` and ``pages`` are the rank's."""
+        super().__init__(pages, host_pages, spec.vocab_size)
         self.facts = facts
         self._num_threads = num_threads
         self._num_logits = num_logits
@@ -67,36 +61,9 @@ class ReferenceBackend(SynchronousBackend):
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
-        self._pages = pages
-        self._host_pages = host_pages
-        self._device = pages.device
         self._cos_sin_tables = {
             rope: cos_sin_tables(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
         }
-
-    def reset_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes blocks for their new owner."""
-        if block_ids:
-            self._pages.reset_blocks(block_ids)
-
-    def copy_out(self, copies: list[tuple[int, int]]) -> None:
-        """Copies blocks to slots of the host tier."""
-        self._host_pages.copy_out(copies)
-
-    def copy_in(self, copies: list[tuple[int, int]]) -> None:
-        """Copies slots of the host tier to blocks."""
-        self._host_pages.copy_in(copies)
-
-    def prefault(self) -> None:
-        """Does nothing: torch's allocator manages memory."""
-
-    @torch.inference_mode()
-    def run(self, batch: Batch) -> BatchResult:
-        """Runs the layers and chooses the next tokens."""
-        features: list[Tensor] = []
-        hidden = self.forward(batch, features)
-        result = result_of(batch, hidden, self.logits, self._spec.vocab_size)
-        return result._replace(features=torch.cat(features, 1).float().cpu().numpy()) if features else result
 
     def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
         """Runs the layers, which write the KV of every token. Returns (T, hidden) after the last norm. Appends the

@@ -7,6 +7,13 @@ import torch
 
 from penstock.models.errors import ModelError
 
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
 
 def torch_device(name: str) -> torch.device:
     """Returns the device of that name. Raises ModelError if it cannot be used."""

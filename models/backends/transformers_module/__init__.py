@@ -1,0 +1,1 @@
+"""The backend for architectures without an implementation here: transformers' module with our paged attention."""

@@ -1,0 +1,111 @@
+"""Architectures without an implementation here run as modules of transformers, token for token; what cannot run so is
+refused by name."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.models.backends.base import load_backend
+from penstock.models.errors import ModelError
+from penstock.scheduler.plan import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, logprobs=1)
+NUM_TOKENS = 24
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("ApertusConfig", {"initializer_range": 0.1, "hidden_act": "xielu"}),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "sliding_window": None}),
+}
+OURS = {
+    "cohere": ("CohereConfig", {"logit_scale": 0.3}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 9, "head_dim": 16}),
+}
+"""Also run by the fallback on demand: a factor of logits, caps and windows."""
+
+Load = Callable[..., Any]
+
+
+@pytest.mark.parametrize("name", ["apertus", "helium", "phimoe", "cohere", "gemma2"])
+async def test_tokens_are_those_of_transformers(
+    name: str, tmp_path: Path, build_model: Load, in_process: Load, start_engine: Load, prompts: list[list[int]]
+) -> None:
+    """Chunked, batched and after a preemption."""
+    model = build_model(tmp_path, *(FOREIGN | OURS)[name])
+    backend = "auto" if name in FOREIGN else "transformers"
+    preemptions = 0
+    for config in ({"max_num_batched_tokens": 32}, {}):
+        executor = in_process(tmp_path, num_blocks=16, max_model_len=200, backend=backend)
+        engine = await start_engine(executor, **config)
+        answers = await engine.run(prompts[3:], GREEDY, NUM_TOKENS)
+        for prompt, answer in zip(prompts[3:], answers, strict=True):
+            logits = model.logits(prompt + answer.token_ids)[len(prompt) - 1 : -1]
+            assert answer.token_ids == logits.argmax(-1).tolist()
+            chosen = logits.log_softmax(-1).max(-1).values
+            torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, atol=2e-4, rtol=0)
+        preemptions += engine.stats.preemptions
+    assert preemptions > 0
+
+
+def test_the_log_names_it_once(
+    tmp_path: Path, build_model: Load, worker_config: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_model(tmp_path, *FOREIGN["helium"])
+    caplog.set_level(logging.INFO)
+    facts = load_backend(worker_config(tmp_path, backend="auto")).facts
+    assert (facts.backend, facts.architecture) == ("transformers", "HeliumForCausalLM")
+    lines = [record.getMessage() for record in caplog.records]
+    [line] = [line for line in lines if "SLOW" in line]
+    assert line.startswith(
+        "SLOW: HeliumForCausalLM runs as a module of transformers, with this service's paged attention"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes", "says"),
+    [
+        ("MambaConfig", {"state_size": 8}, "num_attention_heads is missing|not supported"),
+        ("BloomConfig", {"n_layer": 3, "n_head": 4}, "BloomForCausalLM: has attention, or a state, of its own"),
+        ("DeepseekV3Config", {}, "keys of 192 dimensions and values of 128, which is not supported"),
+        (
+            "BambaConfig",
+            {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1]},
+            "BambaForCausalLM: has .* which our KV cache does not hold: it is not supported",
+        ),
+    ],
+)
+def test_what_has_other_state_is_refused_by_name(
+    config_class: str, changes: dict[str, Any], says: str, tmp_path: Path, build_model: Load, worker_config: Load
+) -> None:
+    build_model(tmp_path, config_class, changes)
+    with pytest.raises(ModelError, match=says):
+        load_backend(worker_config(tmp_path, backend="auto"))
+
+
+def test_an_architecture_that_nobody_has_is_refused(
+    tmp_path: Path, build_model: Load, worker_config: Load, edit_config: Load
+) -> None:
+    build_model(tmp_path, "LlamaConfig", {})
+    edit_config(tmp_path, architectures=["LamaForCausalLM"])
+    with pytest.raises(ModelError, match=r"LamaForCausalLM, which transformers does not have.* closest is Llama"):
+        load_backend(worker_config(tmp_path, backend="auto"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"backend": "cpu"}, "--backend cpu: it has no implementation of this architecture"),
+        ({"quantization": "int8"}, "--quantization int8: is not for the transformers backend"),
+        ({"load_format": "dummy"}, "--load-format dummy: is not for the transformers backend"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size is 2, and this backend has one process"),
+    ],
+)
+def test_what_it_does_not_have_names_the_flag(
+    changes: dict[str, Any], says: str, tmp_path: Path, build_model: Load, worker_config: Load
+) -> None:
+    build_model(tmp_path, *FOREIGN["helium"])
+    with pytest.raises(ModelError, match=says):
+        load_backend(worker_config(tmp_path, **{"backend": "auto", **changes}))
