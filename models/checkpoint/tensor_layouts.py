@@ -62,6 +62,8 @@ class Naming:
     renamed: Sequence[tuple[str, str]] = ()
     """Regular expressions for the beginnings of a layer's names, after the prefix; the first that fits is replaced."""
     wholes: Callable[[ModelSpec], Wholes] = _none
+    has_draft_layers: bool = False
+    """Whether layers follow that only propose drafts. They are not loaded."""
 
 
 def _stacked(columns: int, rows: Mapping[str, int]) -> _Whole:
@@ -316,7 +318,9 @@ NAMINGS = {
         ),
         wholes=_glm,
     ),
-    "Glm4MoeForCausalLM": Naming(renamed=((r"mlp\.shared_experts\.", "mlp.shared_expert."),), wholes=_fused_experts),
+    "Glm4MoeForCausalLM": Naming(
+        renamed=((r"mlp\.shared_experts\.", "mlp.shared_expert."),), wholes=_fused_experts, has_draft_layers=True
+    ),
     "GlmForCausalLM": Naming(wholes=_glm),
     "GptOssForCausalLM": Naming(renamed=((r"mlp\.router\.", "mlp.gate."),), wholes=_gpt_oss),
     "GraniteMoeForCausalLM": Naming(

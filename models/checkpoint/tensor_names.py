@@ -13,7 +13,7 @@ from penstock.models.checkpoint.files.safetensors_header import ELEMENT_BITS, Te
 from penstock.models.checkpoint.tensor_layouts import NAMINGS, WRAPPED, Naming, Wholes
 from penstock.models.errors import ModelError
 
-LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
+LAYER = re.compile(r"(model\.layers\.(\d+)\.)(.+)")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -25,6 +25,9 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
     wholes = naming.wholes(spec)
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
+        layer = LAYER.fullmatch(name)
+        if naming.has_draft_layers and layer is not None and int(layer[2]) >= spec.num_layers:
+            continue
         for view_name, view in _views(name, entry, wholes, naming):
             if view_name in found:
                 raise ModelError(
@@ -64,7 +67,7 @@ def _views(name: str, entry: TensorEntry, wholes: Wholes, naming: Naming) -> Ite
     if match is None:
         yield name, entry
         return
-    prefix, local = match.groups()
+    prefix, _, local = match.groups()
     whole = wholes.get(local)
     if whole is None:
         linear, _, part = local.rpartition(".")

@@ -37,7 +37,18 @@ SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11
 VOCAB_SIZE = 159
 """Of the tokenizer: the ranks' parts differ."""
 
-FAMILIES = ("llama-tied-biases-head24", "qwen3", "gemma2", "mixtral", "olmo2", "gpt-oss")
+FAMILIES = (
+    "llama-tied-biases-head24",
+    "qwen3",
+    "gemma2",
+    "mixtral",
+    "olmo2",
+    "gpt-oss",
+    "cohere-qk-norm",
+    "phi",
+    "glm4-moe",
+    "qwen2-moe",
+)
 OTHER_RANK = """
 import socket, sys
 from torch import distributed

@@ -1,0 +1,34 @@
+"""Configs of published models, with the fields that matter: each family's number of parameters is that of the model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.models.architecture.registry import spec_from_config
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    name: (published["parameters"], published["config"])
+    for name, published in json.loads(Path(__file__).with_name("published.json").read_text()).items()
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
+    num_parameters, config = PUBLISHED[name]
+    assert spec_from_config(config).num_parameters == num_parameters
+
+
+def test_layers_that_only_propose_drafts_are_not_loaded(tiny_model: Any, tmp_path: Path) -> None:
+    """GLM-4.5 is published with one of them, after its layers."""
+    path = tiny_model("glm4-moe").path
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+    tensors["model.layers.3.mlp.experts.0.up_proj.weight"] = torch.zeros(24, 64)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    assert check_checkpoint(tmp_path).tensors.keys() == check_checkpoint(path).tensors.keys()
