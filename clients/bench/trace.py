@@ -6,14 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.clients.bench.workload import (
-    DEFAULT_OPTIONS,
-    Arrivals,
-    BenchRequest,
-    ClosedLoop,
-    arrival_times,
-    random_ids,
-)
+from penstock.clients.bench.workload import DEFAULT_OPTIONS, Arrivals, BenchRequest, arrival_times, random_ids
 from penstock.clients.errors import PenstockError
 
 MAX_TOKENS = 1 << 24
@@ -38,13 +31,7 @@ class Trace:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests."""
         return len(self.requests)
-
-    @property
-    def concurrency(self) -> int | None:
-        """The concurrency of ``arrivals``; None for the file's own times."""
-        return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else None
 
     def conversations(self) -> Iterator[Sequence[BenchRequest]]:
         """Yields conversations by the time of their first request, or in the order of the file if times are

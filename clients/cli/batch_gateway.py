@@ -93,22 +93,14 @@ async def _call(app: Any, path: str, body: bytes) -> HttpAnswer:
         "client": None,
         "server": ("penstock", 80),
     }
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-    begun: MutableMapping[str, Any] = {}
-    parts: list[bytes] = []
-
-    async def receive() -> MutableMapping[str, Any]:
-        if (message := next(messages, None)) is not None:
-            return message
-        await asyncio.get_running_loop().create_future()  # the caller never disconnects
-        raise AssertionError("the future is never set")
+    received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    received.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    sent: list[MutableMapping[str, Any]] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            begun.update(message)
-        elif message["type"] == "http.response.body":
-            parts.append(message.get("body", b""))
+        sent.append(message)
 
-    await app(scope, receive, send)
+    await app(scope, received.get, send)  # a second message never comes: the caller does not disconnect
+    begun, *parts = sent
     found = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in begun["headers"]}
-    return HttpAnswer(begun["status"], found, b"".join(parts))
+    return HttpAnswer(begun["status"], found, b"".join(part.get("body", b"") for part in parts))

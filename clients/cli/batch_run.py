@@ -25,17 +25,12 @@ from penstock.clients.cli.batch_files import (
     http_record,
     parse_line,
 )
-from penstock.clients.cli.batch_gateway import BatchGateway, HttpAnswer, HttpRefused
+from penstock.clients.cli.batch_gateway import BatchGateway, HttpRefused
 from penstock.clients.client import AsyncClient
 from penstock.clients.errors import PenstockError, RequestFailed, StreamBroken, Unreachable
 from penstock.clients.events import Completion
 
 T = TypeVar("T")
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 15.0
-
-
-class JobStopped(PenstockError):
-    """The job cannot continue now; results so far are kept."""
 
 
 @dataclass
@@ -58,7 +53,7 @@ class BatchRun:
     _began: float = field(default_factory=time.monotonic)
 
     async def run(self, lines: AsyncIterator[bytes]) -> None:
-        """Runs every line. Raises JobStopped if the service is gone and does not return."""
+        """Runs every line. Raises PenstockError if the service is gone and does not return."""
         slots = asyncio.Semaphore(self.concurrency)
         number = 0
         try:
@@ -88,9 +83,9 @@ class BatchRun:
                 self._skip(has_failed=True)
             case Job() | HttpJob():
                 self._seen.add(line.id)
-                if line.id not in self.results.ids:
+                if line.id not in self.results.failed:
                     return line
-                self._skip(has_failed=line.id in self.results.failed_ids)
+                self._skip(has_failed=self.results.failed[line.id])
             case None:
                 self.progress.update()
         return None
@@ -114,11 +109,8 @@ class BatchRun:
             self._done(answer_record(job.id, answer))
 
     async def _answer_http(self, job: HttpJob) -> None:
-        async def post() -> HttpAnswer:
-            return await self.gateway.post(job.url, job.body)
-
         try:
-            answer = await self._call(post)
+            answer = await self._call(lambda: self.gateway.post(job.url, job.body))
         except HttpRefused as refused:
             await self._stop_if_gone(refused)
             answer = refused.answer
@@ -153,7 +145,7 @@ class BatchRun:
                 return
             except RequestFailed:
                 pass
-        raise JobStopped(f"{failure.message}\nresults so far are kept; run the same command again to resume")
+        raise PenstockError(f"{failure.message}\nresults so far are kept; run the same command again to resume")
 
     def _done(self, record: dict[str, object]) -> None:
         self.results.write(record)
@@ -172,4 +164,4 @@ class BatchRun:
 def _pauses() -> Iterator[float]:
     """Yields seconds between attempts, without end: growing, and random so that requests do not retry at once."""
     for attempt in itertools.count():
-        yield min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+        yield min(15.0, 0.25 * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)

@@ -47,7 +47,6 @@ examples:
   git diff | penstock chat --once -
 """
 
-_USUAL_MAX_TOKENS = 1024
 _RETAIN_MS = 600_000
 """How long the service keeps the context for the user's next message."""
 _GONE = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION})
@@ -68,11 +67,6 @@ class ChatAnswer:
     num_tokens: int = 0
     finished: Finished | None = None
     ended_by: str = FinishReason.CANCELLED.value
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether any event has arrived; a refused request has none."""
-        return self.first is not None or self.finished is not None
 
     def __str__(self) -> str:
         if self.first is None:
@@ -96,9 +90,8 @@ class ChatSession:
         self._defaults = model.sampling_defaults
         self._screen = screen
         self._answers: list[ChatAnswer] = []
-        self._timeout: float | None = None
         self.conversation = Conversation(self._context, self._count_tokens)
-        self.options: dict[str, object] = {"max_tokens": min(_USUAL_MAX_TOKENS, self._context // 2)}
+        self.options: dict[str, object] = {"max_tokens": min(1024, self._context // 2)}
 
     def ask(self, text: str) -> bool:
         """Sends the user's message and shows the answer as it arrives. Ctrl-C ends the answer; the part so far is kept,
@@ -121,7 +114,7 @@ class ChatSession:
         finally:
             self._screen.end_answer()
             answer.ended = time.monotonic()
-            if answer.has_begun:
+            if answer.first is not None or answer.finished is not None:  # a refused request has neither
                 self._answers.append(answer)
             self.conversation.answer(answer.text, answer.finished)
 
@@ -131,28 +124,22 @@ class ChatSession:
             raise InvalidOption(name, "a chat has one answer per turn, as text")
         if name == "continue_from":
             raise InvalidOption(name, "a chat always continues from its own last answer")
-        if name == "timeout_ms":
-            self._timeout = value / 1000 if isinstance(value, int) else None
-        elif value is None:
+        if value is None:
             self.options.pop(name, None)
         else:
             self.options[name] = value
 
     def settings(self) -> str:
         """Formats the options that are set, and the model's defaults for others."""
-        options = dict(self.options)
-        if self._timeout is not None:
-            options["timeout_ms"] = round(self._timeout * 1000)
-        lines = [f"{name} = {value}" for name, value in options.items()]
+        lines = [f"{name} = {value}" for name, value in self.options.items()]
         lines += [
             f"{field.name} = {value:.6g} (the model's default)"
             for field, value in self._defaults.ListFields()
-            if field.name not in options
+            if field.name not in self.options
         ]
         return "\n".join(lines) or "all options have their defaults"
 
     def stats(self) -> str:
-        """Formats speed and tokens."""
         if not self._answers:
             return "no answer yet"
         num_tokens = sum(answer.num_tokens for answer in self._answers)
@@ -161,9 +148,11 @@ class ChatSession:
         return f"last: {self._answers[-1]}\nall: {total}; {self.conversation.num_turns:,} turns remembered"
 
     def _receive(self, answer: ChatAnswer) -> None:
-        options: Options = {"retain_ms": _RETAIN_MS, **self.options}  # type: ignore[typeddict-item]  # checked before
-        options["continue_from"] = self.conversation.continue_from or None
-        with self._client.generate(self.conversation.unsent, timeout=self._timeout, **options) as request:
+        given = {"retain_ms": _RETAIN_MS, **self.options, "continue_from": self.conversation.continue_from or None}
+        timeout_ms = given.pop("timeout_ms", None)
+        timeout = timeout_ms / 1000 if isinstance(timeout_ms, int) else None
+        options: Options = {**given}  # type: ignore[typeddict-item]  # checked before
+        with self._client.generate(self.conversation.unsent, timeout=timeout, **options) as request:
             for event in request:
                 if isinstance(event, Delta):
                     answer.first = answer.first or time.monotonic()

@@ -22,7 +22,6 @@ from penstock.clients.cli.commands import COMMANDS, Command
 PROGRAM = "penstock"
 SHELLS = ("bash", "zsh", "fish")
 _PATH = re.compile("FILE|PATH|[A-Z]+[.](jsonl|png)")
-_FOLDER = "MODEL"
 """Names of values that are paths, as the help shows them."""
 _LITERAL = re.compile("[a-z0-9][a-z0-9_-]*")
 _EPILOG = """\
@@ -101,7 +100,7 @@ class _Values(BaseCompleter):
         yield from (form for form in forms if _LITERAL.fullmatch(form))
         if action.type is Path or any(map(_PATH.fullmatch, forms)):
             yield from _paths(prefix)
-        elif _FOLDER in forms:
+        elif "MODEL" in forms:
             yield from (path for path in _paths(prefix) if path.endswith("/"))
 
 

@@ -9,7 +9,6 @@ from penstock.clients.cli.admin.request_list import HEADER, request_line
 from penstock.clients.cli.admin.stats_view import Rates, dashboard, title
 from penstock.v1 import admin_pb2 as pb
 
-_MAX_HISTORY = 40
 _GOOD, _BAD, _SELECTED = "1;32", "1;31", "7"
 """Bold green, bold red, reverse."""
 _LINES_AROUND = 7
@@ -50,7 +49,7 @@ class TopScreen:
         self._has_keys = has_keys
         self._stats = pb.WatchStatsResponse()
         self._before: pb.WatchStatsResponse | None = None
-        self._history: deque[float] = deque(maxlen=_MAX_HISTORY)
+        self._history: deque[float] = deque(maxlen=40)
         self.shows_requests = False
         self._requests: list[pb.LiveRequest] = []
         self._selected = 0
@@ -95,15 +94,16 @@ class TopScreen:
 
     def lines(self, columns: int, rows: int) -> list[str]:
         """Returns the lines, which fit on a terminal of this size with an empty one below."""
-        if not self.shows_requests:
+        if self.shows_requests:
+            screen = self._list(max(1, rows - _LINES_AROUND))
+        else:
             screen = dashboard(self._target, self._before, self._stats, self._history, self._unicode)
-            lines = [text[: columns - 1] for text in screen]
-            lines[0] = self._coloured(lines[0])
-            hints = ["", self.message or "r requests   q quit"] if self._has_keys else []
-            return [*lines[: max(1, rows - 1 - len(hints))], *hints][: rows - 1]
-        lines = [text[: columns - 1] for text in self._list(max(1, rows - _LINES_AROUND))]
-        lines[0] = self._coloured(lines[0])
-        return [self._paint(text, _SELECTED) if text.startswith("> ") else text for text in lines[: rows - 1]]
+        lines = [text[: columns - 1] for text in screen]
+        lines[0] = self._paint(lines[0], _GOOD if self._stats.state == pb.ENGINE_STATE_SERVING else _BAD)
+        if self.shows_requests:
+            return [self._paint(text, _SELECTED) if text.startswith("> ") else text for text in lines[: rows - 1]]
+        hints = ["", self.message or "r requests   q quit"] if self._has_keys else []
+        return [*lines[: max(1, rows - 1 - len(hints))], *hints][: rows - 1]
 
     def _list(self, room: int) -> Iterator[str]:
         """Yields the list, with ``room`` for requests."""
@@ -126,9 +126,6 @@ class TopScreen:
 
     def _select(self, index: int) -> None:
         self._selected = max(0, min(index, len(self._requests) - 1))
-
-    def _coloured(self, text: str) -> str:
-        return self._paint(text, _GOOD if self._stats.state == pb.ENGINE_STATE_SERVING else _BAD)
 
     def _paint(self, text: str, colour: str) -> str:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._colours else text
