@@ -37,12 +37,10 @@ class Trace:
         """Yields conversations by the time of their first request, or in the order of the file if times are
         replaced."""
         grouped: dict[str, list[BenchRequest]] = {}
-        for request in self.requests:
+        for request in sorted(self.requests, key=_arrival) if self.arrivals is None else self.requests:
             grouped.setdefault(request.conversation or f"\0{request.number}", []).append(request)
         if self.arrivals is None:
-            for turns in grouped.values():
-                turns.sort(key=_arrival)
-            yield from sorted(grouped.values(), key=lambda turns: _arrival(turns[0]))
+            yield from grouped.values()
             return
         for arrival, turns in zip(arrival_times(self.arrivals, self.seed), grouped.values(), strict=False):
             yield [replace(turn, arrival_s=None if at else arrival) for at, turn in enumerate(turns)]

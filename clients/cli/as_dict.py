@@ -3,18 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 
 
 def as_dict(message: Any) -> dict[str, Any]:
-    """Converts a message. Absent fields are None; enums are named as in ``enum_names``."""
+    """Converts a message. Absent fields are None; enums are lower-case names without their common prefix."""
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
-
-
-def enum_names(enum: EnumDescriptor) -> dict[int, str]:
-    """Returns an enum's lower-case names, without their common prefix, by number."""
-    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    return {value.number: value.name.removeprefix(prefix).lower() for value in enum.values}
 
 
 def _field(message: Any, field: FieldDescriptor) -> Any:
@@ -30,5 +24,7 @@ def _plain(value: Any, field: FieldDescriptor) -> Any:
     if field.message_type is not None:
         return as_dict(value)
     if field.enum_type is not None:
-        return enum_names(field.enum_type).get(value, value)
+        prefix = field.enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
+        known = field.enum_type.values_by_number.get(value)
+        return value if known is None else known.name.removeprefix(prefix).lower()
     return value

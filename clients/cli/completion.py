@@ -8,6 +8,7 @@ import argparse
 import os
 import re
 from collections.abc import Iterable, Iterator
+from glob import escape, glob
 from importlib import import_module
 from pathlib import Path
 
@@ -107,10 +108,6 @@ class _Values(BaseCompleter):
 def _paths(prefix: str) -> Iterator[str]:
     """Yields the paths that begin with ``prefix``; those of directories end with a slash."""
     folder, start = os.path.split(prefix)
-    try:
-        entries = sorted(os.scandir(Path(folder).expanduser()), key=lambda entry: entry.name)
-    except (OSError, RuntimeError):  # no such directory, or no such user after ~
-        return
-    for entry in entries:
-        if entry.name.startswith(start) and (start.startswith(".") or not entry.name.startswith(".")):
-            yield os.path.join(folder, entry.name) + ("/" if entry.is_dir() else "")
+    found_in = os.path.expanduser(folder)
+    for name in sorted(glob(f"{escape(start)}*", root_dir=found_in)):
+        yield os.path.join(folder, name) + ("/" if os.path.isdir(os.path.join(found_in, name)) else "")

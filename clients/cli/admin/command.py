@@ -12,13 +12,14 @@ from typing import Any
 from tqdm import tqdm
 
 from penstock.clients.cli.admin.client import AdminClient, call_admin
-from penstock.clients.cli.as_dict import as_dict, enum_names
+from penstock.clients.cli.as_dict import as_dict
 from penstock.clients.cli.command_parser import CommandParser, nearest
 from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, RequestFailed, shown
 from penstock.v1 import admin_pb2 as pb
 
-_POLICIES = {name: number for number, name in enum_names(pb.SchedulingPolicy.DESCRIPTOR).items() if number}
+_PREFIX = "SCHEDULING_POLICY_"
+_POLICIES = {name.removeprefix(_PREFIX).lower(): number for name, number in pb.SchedulingPolicy.items() if number != 0}
 _LIMITS: Mapping[str, str] = {
     "max_num_seqs": "maximum number of rows in a step",
     "max_num_batched_tokens": "maximum number of tokens in a step",

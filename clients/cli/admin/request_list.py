@@ -1,11 +1,11 @@
 """Formats live requests as lines of a table, and names their states."""
 
-from penstock.clients.cli.as_dict import enum_names
 from penstock.v1 import admin_pb2 as pb
 
-_NAMES = enum_names(pb.RequestState.DESCRIPTOR)
-STATES = {name: number for number, name in _NAMES.items() if number}
+_PREFIX = "REQUEST_STATE_"
+STATES = {name.removeprefix(_PREFIX).lower(): number for name, number in pb.RequestState.items() if number != 0}
 """The states of requests by the names that the commands use."""
+_NAMES = {number: name for name, number in STATES.items()}
 
 HEADER = f"{'request':26}  {'state':10}  {'age, s':>9}  {'prompt':>8}  {'output':>8}  {'at most':>8}  tenant"
 """The first line of the table. The lengths are in tokens."""
