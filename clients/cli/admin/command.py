@@ -164,7 +164,8 @@ def settings_parser() -> argparse.ArgumentParser:
 
 
 def _update(arguments: argparse.Namespace) -> pb.UpdateSettingsRequest:
-    request = pb.UpdateSettingsRequest(policy=_POLICIES.get(arguments.policy), forget_tenants=arguments.forget_tenant)
+    policy = _POLICIES.get(arguments.policy, pb.SCHEDULING_POLICY_UNSPECIFIED)
+    request = pb.UpdateSettingsRequest(policy=policy, forget_tenants=arguments.forget_tenant)
     for name in ("target_itl_ms", *_LIMITS):
         if (number := getattr(arguments, name)) is not None:
             _set(request, name, number, _FLAGS[name])
