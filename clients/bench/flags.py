@@ -112,7 +112,7 @@ def _add_api(flags: "argparse._ArgumentGroup") -> None:
     )
     flags.add_argument(
         "--streams",
-        type=_streams,
+        type=lambda text: None if text == "per-request" else positive(text),
         default=1,
         metavar="N",
         help="number of Generate streams, or per-request for one call per request (default: 1)",
@@ -175,7 +175,7 @@ def _add_arrivals(flags: "argparse._ArgumentGroup") -> None:
     )
     flags.add_argument(
         "--warmup",
-        type=_positive_or_zero,
+        type=lambda text: 0 if text == "0" else positive(text),
         default=4,
         metavar="N",
         help="number of requests before the run, which are not counted (default: 4)",
@@ -241,11 +241,3 @@ def _add_output(flags: "argparse._ArgumentGroup") -> None:
         help="write all figures, and the times and tokens of each request, as JSON; - is stdout",
     )
     flags.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot of the distributions")
-
-
-def _positive_or_zero(text: str) -> int:
-    return 0 if text == "0" else positive(text)
-
-
-def _streams(text: str) -> int | None:
-    return None if text == "per-request" else positive(text)

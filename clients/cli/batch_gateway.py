@@ -12,8 +12,6 @@ import grpc
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.errors import PenstockError, RequestFailed
 
-_APP, _SETTINGS = "penstock.clients.gateway.server.app", "penstock.clients.gateway.settings"
-"""Imported by name on first use: the bare client has neither FastAPI nor pydantic."""
 _CODES = {429: grpc.StatusCode.RESOURCE_EXHAUSTED, 503: grpc.StatusCode.UNAVAILABLE}
 
 
@@ -63,9 +61,9 @@ class BatchGateway:
         return answer
 
     async def _start(self) -> Any:
-        try:
-            create_app = import_module(_APP).create_app
-            settings = import_module(_SETTINGS).GatewaySettings(service=self._service)
+        try:  # imported by name on first use: the bare client has neither FastAPI nor pydantic
+            create_app = import_module("penstock.clients.gateway.server.app").create_app
+            settings = import_module("penstock.clients.gateway.settings").GatewaySettings(service=self._service)
         except ModuleNotFoundError as error:
             raise PenstockError(
                 f"lines in OpenAI's format need {error.name}, which is not installed: install penstock "

@@ -1,11 +1,10 @@
 """The work of ``penstock generate``: runs the lines of a file, many concurrently, and writes the results."""
 
 import asyncio
-import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
@@ -121,19 +120,21 @@ class BatchRun:
 
     async def _call(self, send: Callable[[], Awaitable[T]]) -> T:
         """Sends a request, with retries while the service is away or busy."""
-        give_up = 0.0
-        for pause in _pauses():
+        give_up, attempt = 0.0, 0
+        while True:
             try:
                 return await send()
             except RequestFailed as failure:
                 now = time.monotonic()
                 give_up = give_up or now + self.retry_seconds
+                # Grows, and is random, so that requests do not retry at once.
+                pause = min(15.0, 0.25 * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
                 if failure.retry_after is not None:
                     pause = failure.retry_after * random.uniform(1.0, 1.25)
                 if not failure.retryable or now + pause > give_up:
                     raise
+            attempt += 1
             await asyncio.sleep(pause)
-        raise AssertionError("pauses do not end")
 
     async def _stop_if_gone(self, failure: RequestFailed) -> None:
         """Stops the job if the service is gone. UNAVAILABLE from a running service is a result of the line."""
@@ -159,9 +160,3 @@ class BatchRun:
         self.num_skipped += 1
         self.num_failed += has_failed
         self.progress.update()
-
-
-def _pauses() -> Iterator[float]:
-    """Yields seconds between attempts, without end: growing, and random so that requests do not retry at once."""
-    for attempt in itertools.count():
-        yield min(15.0, 0.25 * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)

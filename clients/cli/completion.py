@@ -9,8 +9,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from glob import escape, glob
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 from argcomplete import autocomplete
 from argcomplete.completers import BaseCompleter
@@ -18,7 +18,7 @@ from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
 from penstock.clients.cli.command_parser import CommandParser
-from penstock.clients.cli.commands import COMMANDS, Command
+from penstock.clients.cli.commands import COMMANDS
 
 PROGRAM = "penstock"
 SHELLS = ("bash", "zsh", "fish")
@@ -76,17 +76,10 @@ def _parser(name: str) -> argparse.ArgumentParser:
     for each, command in COMMANDS.items():
         commands.add_parser(each, help=command.summary)
     if name in COMMANDS:
-        commands.choices[name] = _parser_of(COMMANDS[name])
-    return parser
-
-
-def _parser_of(command: Command) -> argparse.ArgumentParser:
-    """Returns the command's parser, or an empty one if a package that it imports is not installed."""
-    module, _, function = command.parser_entry.partition(":")
-    try:
-        parser: argparse.ArgumentParser = getattr(import_module(module), function)()
-    except ModuleNotFoundError:
-        return argparse.ArgumentParser(add_help=False)
+        try:
+            commands.choices[name] = resolve_name(COMMANDS[name].parser_entry)()
+        except ModuleNotFoundError:  # a package that the command imports is not installed
+            commands.choices[name] = argparse.ArgumentParser(add_help=False)
     return parser
 
 

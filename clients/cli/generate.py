@@ -51,7 +51,8 @@ examples:
 async def _read_lines(file: BinaryIO) -> AsyncIterator[bytes]:
     """Yields the lines of a file, or of a pipe without blocking the event loop. Raises PenstockError for a line that is
     too long."""
-    if not _is_pipe(file):
+    mode = os.fstat(file.fileno()).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or file.isatty()):
         for line in file:
             yield line
         return
@@ -65,11 +66,6 @@ async def _read_lines(file: BinaryIO) -> AsyncIterator[bytes]:
         raise PenstockError(f"--input: a line is longer than {_LONGEST_LINE >> 20} MiB") from None
     finally:
         transport.close()
-
-
-def _is_pipe(file: BinaryIO) -> bool:
-    mode = os.fstat(file.fileno()).st_mode
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or file.isatty()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
 
 from penstock.clients.cli.admin.client import AdminClient, call_admin
 from penstock.clients.cli.admin.request_list import HEADER, STATES, request_line
@@ -108,23 +107,17 @@ def _filter(arguments: argparse.Namespace) -> pb.RequestFilter:
 
 
 async def _list(service: ConnectionOptions, wanted: pb.RequestFilter, as_json: bool) -> None:
+    request = pb.ListRequestsRequest(filter=wanted, page_size=_MAX_LISTED)
     async with AdminClient.opened(service) as client:
         if not as_json:
             print(HEADER)
-        async for request in _all(client, wanted):
-            print(json.dumps(as_dict(request)) if as_json else request_line(request))
-
-
-async def _all(client: AdminClient, wanted: pb.RequestFilter) -> AsyncIterator[pb.LiveRequest]:
-    """Yields the live requests, a page at a time. Raises PenstockError."""
-    page = pb.ListRequestsResponse()
-    while True:
-        request = pb.ListRequestsRequest(filter=wanted, page_size=_MAX_LISTED, page_token=page.next_page_token)
-        page = await client.call("ListRequests", request)
-        for live in page.requests:
-            yield live
-        if not page.next_page_token:
-            return
+        while True:
+            page = await client.call("ListRequests", request)
+            for live in page.requests:
+                print(json.dumps(as_dict(live)) if as_json else request_line(live))
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
 
 async def _cancel_ids(service: ConnectionOptions, ids: list[str]) -> int:
