@@ -53,13 +53,6 @@ class OpenLoop:
     rate: float
     burstiness: float = 1.0
 
-    def times(self, rng: random.Random) -> Iterator[float]:
-        """Yields start times, in seconds from the start of the run, without end."""
-        now = 0.0
-        while True:
-            now += rng.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
-            yield now
-
     def __str__(self) -> str:
         return f"{self.rate:g}/s" + ("" if self.burstiness == 1 else f", burstiness {self.burstiness:g}")
 
@@ -176,10 +169,14 @@ class WarmUp:
 
 
 def arrival_times(arrivals: Arrivals, seed: int | str) -> Iterator[float | None]:
-    """Yields the start time of each conversation; always None in a closed loop."""
+    """Yields the start time of each conversation, in seconds from the start of the run; None in a closed loop."""
     if isinstance(arrivals, ClosedLoop):
-        return itertools.repeat(None)
-    return arrivals.times(random.Random(f"{seed}/arrivals"))
+        yield from itertools.repeat(None)
+        return
+    rng, now = random.Random(f"{seed}/arrivals"), 0.0
+    while True:
+        now += rng.gammavariate(arrivals.burstiness, 1 / (arrivals.rate * arrivals.burstiness))
+        yield now
 
 
 def random_ids(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed
 from penstock.clients.events import Choice, Completion
@@ -24,6 +24,8 @@ from penstock.clients.requests import start_from_line
 from penstock.v1 import generation_pb2 as pb
 
 Id = str | int
+BadLineKey = tuple[Id | None, int | None, str]
+"""Identifies an invalid line across runs: its id, or else its number, and the problem."""
 
 OPENAI_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """The URLs that a line in OpenAI's format may call."""
@@ -46,14 +48,6 @@ class HttpJob:
     body: bytes
 
 
-class BadLineKey(NamedTuple):
-    """Identifies an invalid line across runs: by its id, or else by its number."""
-
-    id: Id | None
-    line: int | None
-    problem: str
-
-
 @dataclass(frozen=True, slots=True)
 class BadLine:
     """An invalid line, the problem, and its id if it has one."""
@@ -71,7 +65,7 @@ class BadLine:
     @property
     def key(self) -> BadLineKey:
         """Equal to the key of the same line in an earlier run."""
-        return BadLineKey(self.id, self.line if self.id is None else None, self.problem)
+        return self.id, self.line if self.id is None else None, self.problem
 
 
 def parse_line(number: int, raw: bytes, defaults: Mapping[str, object]) -> Job | HttpJob | BadLine | None:
@@ -101,7 +95,6 @@ def _parse_openai_line(number: int, value: Mapping[str, Any], defaults: Mapping[
     identity, url, body = value["custom_id"], value.get("url"), value.get("body")
     if not isinstance(identity, str) or not identity:
         return BadLine(number, None, f"custom_id: expected a string, got {json.dumps(identity)[:60]}", is_openai=True)
-    problem = ""
     if value.get("method", "POST") != "POST":
         problem = f"method: expected POST, got {json.dumps(value['method'])[:60]}"
     elif url not in OPENAI_URLS:
@@ -112,9 +105,9 @@ def _parse_openai_line(number: int, value: Mapping[str, Any], defaults: Mapping[
         problem = "body.stream: not supported in a batch; leave it out"
     elif defaults:
         problem = f"{min(defaults)}: flags do not apply to lines in OpenAI's format; set it in the body"
-    if problem:
-        return BadLine(number, identity, problem, is_openai=True)
-    return HttpJob(identity, str(url), json.dumps(body).encode())
+    else:
+        return HttpJob(identity, str(url), json.dumps(body).encode())
+    return BadLine(number, identity, problem, is_openai=True)
 
 
 def bad_line_record(bad: BadLine) -> dict[str, object]:
@@ -259,7 +252,7 @@ class FileResults(Results):
         known = identity if isinstance(identity, str | int) else None
         if isinstance(line, int):
             message = str((record.get("error") or {}).get("message"))
-            self.bad_lines.add(BadLineKey(known, line if known is None else None, message.partition(": ")[2]))
+            self.bad_lines.add((known, line if known is None else None, message.partition(": ")[2]))
         elif known is not None:
             self.failed[known] = has_failed(record)
 

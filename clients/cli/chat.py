@@ -22,7 +22,7 @@ from penstock.clients.cli.terminal import Screen, line_reader, read_message
 from penstock.clients.constraints import add_constraint_flags, constraint_settings
 from penstock.clients.conversation import Conversation
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, Unreachable
-from penstock.clients.events import Delta, Finished, FinishReason
+from penstock.clients.events import Delta, Finished
 from penstock.clients.requests import Options
 from penstock.clients.sync_client import Client
 from penstock.v1.model_pb2 import GetModelResponse
@@ -66,19 +66,19 @@ class ChatAnswer:
     text: str = ""
     num_tokens: int = 0
     finished: Finished | None = None
-    ended_by: str = FinishReason.CANCELLED.value
 
     def __str__(self) -> str:
         if self.first is None:
             return "no tokens"
         seconds = self.ended - self.first
         rate = f"{(self.num_tokens - 1) / seconds:,.1f} tokens/s" if self.num_tokens > 1 and seconds > 0 else "no rate"
-        prompt = ""
-        if self.finished is not None:
-            usage = self.finished.usage
-            prompt = f"; prompt of {usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} of them cached"
         waited = (self.first - self.began) * 1000
-        return f"first token after {waited:,.0f} ms, {self.num_tokens:,} tokens, {rate}, {self.ended_by}{prompt}"
+        text = f"first token after {waited:,.0f} ms, {self.num_tokens:,} tokens, {rate}"
+        if self.finished is None:
+            return f"{text}, cancelled"
+        usage = self.finished.usage
+        prompt = f"prompt of {usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} of them cached"
+        return f"{text}, ended by {self.finished.reason.value}; {prompt}"
 
 
 class ChatSession:
@@ -161,7 +161,6 @@ class ChatSession:
                     self._screen.answer(event.text)
                 elif isinstance(event, Finished):
                     answer.finished = event
-                    answer.ended_by = f"ended by {event.reason.value}"
 
     def _note_dropped(self, dropped: int) -> None:
         if dropped:

@@ -8,7 +8,6 @@ import pytest
 from penstock.clients import PenstockError
 from penstock.clients.cli.batch_files import (
     BadLine,
-    BadLineKey,
     FileResults,
     HttpJob,
     Job,
@@ -183,8 +182,7 @@ def test_what_was_answered_is_remembered_errors_and_bad_lines_too(tmp_path):
     )
     results = FileResults(path)
     assert results.failed == {1: False, 2: True, "c": False, "e": True}
-    keys = {BadLineKey(None, 9, "not JSON"), BadLineKey(1, None, "id: an earlier line also has 1")}
-    assert results.bad_lines == keys
+    assert results.bad_lines == {(None, 9, "not JSON"), (1, None, "id: an earlier line also has 1")}
     results.close()
 
 
