@@ -89,12 +89,10 @@ class OpenAiCaller:
         return self._model, most if isinstance(most, int) else None
 
     async def call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
-        data = json.dumps(self._body(request, past)).encode()
-        headers = {"Content-Type": "application/json"}
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._session.post(self._base + self._endpoint, data=data, headers=headers) as response,
+                self._session.post(self._base + self._endpoint, json=self._body(request, past)) as response,
             ):
                 if response.status == 200:
                     await self._read(response, record)

@@ -52,9 +52,6 @@ _RETAIN_MS = 600_000
 _GONE = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION})
 """The errors if a service cannot continue a context: it was dropped, or the chat template does not allow it."""
 
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as in shells."""
-
 
 @dataclass
 class ChatAnswer:
@@ -191,7 +188,8 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in [*arguments.settings, *constraint_settings(arguments)]:
             chat.set(name, value)
         if arguments.once is not None:
-            return 0 if chat.ask(sys.stdin.read() if arguments.once == "-" else arguments.once) else INTERRUPTED
+            is_whole = chat.ask(sys.stdin.read() if arguments.once == "-" else arguments.once)
+            return 0 if is_whole else 130  # as in shells after Ctrl-C
         if sys.stdin.isatty():
             screen.note(
                 f"{model.name} at {service.target}, context of {model.max_model_len:,} tokens; /help shows the commands"
