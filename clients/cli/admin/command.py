@@ -130,9 +130,6 @@ async def _wait(client: AdminClient, live: int) -> None:
     raise PenstockError("the service stopped before the last request ended")
 
 
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
 def settings_parser() -> argparse.ArgumentParser:
     """Defines the flags of ``penstock settings``."""
     parser = _parser("settings", "Shows or changes the settings of a running service.", _SETTINGS_EPILOG)
