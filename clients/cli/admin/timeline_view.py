@@ -112,9 +112,8 @@ class TimelineView:
         lasted = f"{entry.duration_us / 1e6:9.3f}" if entry.duration_us else " " * 9
         choice = f"  #{entry.choice:<5}" if self._response.num_choices > 1 else ""
         goes_on = bool(not self._response.ended and entry.duration_us and _end_us(entry) == self._total_us)
-        text = self._paint(
-            _words(entry, style.event, goes_on), style.colour if style.colour not in (_GREEN, _BLUE) else ""
-        )
+        colour = "" if style.colour in (_GREEN, _BLUE) else style.colour
+        text = self._paint(_words(entry, style.event, goes_on), colour)
         return f"{entry.at_us / 1e6:9.3f} {lasted}  {self._bar(entry, style)}{choice}  {text}"
 
     def _bar(self, entry: pb.TimelineEntry, style: _Style) -> str:
