@@ -69,11 +69,6 @@ class ClientLoad:
     process_share: float
     """All threads of the process, including gRPC's."""
 
-    @property
-    def is_limit(self) -> bool:
-        """Whether the client may have been slower than the server."""
-        return self.busiest_second_share > BUSY_SHARE
-
 
 def spread(values: Iterable[float]) -> dict[str, float] | None:
     """Summarises a distribution; None if there are no values."""
@@ -118,10 +113,6 @@ class Report:
         """The numbers of failed and refused requests, by status and the service's reason."""
         return Counter(record.failure for record in self.records if not record.is_ok)
 
-    def num_good(self, slo: Slo) -> int:
-        """The number of requests within the limits."""
-        return sum(map(slo.is_kept, self.records))
-
     def summary(self, slo: Slo | None = None) -> dict[str, Any]:
         """Returns all figures by name; times are in seconds. docs/bench.md describes them."""
         sent = [record for record in self.records if record.status != NOT_SENT]
@@ -143,10 +134,10 @@ class Report:
             "sent_late_s": spread(r.late_s for r in sent if r.request.arrival_s is not None),
             "predicted_ttft": self._predictions(),
             "speculation": _speculation(sent),
-            "client": {**asdict(self.client), "is_limit": self.client.is_limit},
+            "client": {**asdict(self.client), "is_limit": self.client.busiest_second_share > BUSY_SHARE},
         }
         if slo is not None:
-            good = self.num_good(slo)
+            good = sum(map(slo.is_kept, self.records))
             bounds = {name: bound for name, bound in asdict(slo).items() if bound is not None}
             share = good / len(self.records) if self.records else 0.0
             summary["goodput"] = {"slo_s": bounds, "ok": good, "share": share, "requests_per_s": good / self.seconds}

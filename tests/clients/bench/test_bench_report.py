@@ -104,11 +104,11 @@ def test_goodput_counts_requests_that_keep_every_bound():
     one_gap = answered(2, 0, ((0.1, 1), (0.19, 1), (0.2, 1)))
     refusal = refused(3)
     everyone = report(good, slow_start, one_gap, refusal)
-    assert everyone.num_good(Slo(ttft=0.5)) == 2
-    assert everyone.num_good(Slo(itl=0.05)) == 2
-    assert everyone.num_good(Slo(tpot=0.045)) == 2
-    assert everyone.num_good(Slo(e2e=0.19)) == 1
-    assert everyone.num_good(Slo(ttft=0.5, itl=0.05, e2e=1)) == 1
+    assert everyone.summary(Slo(ttft=0.5))["goodput"]["ok"] == 2
+    assert everyone.summary(Slo(itl=0.05))["goodput"]["ok"] == 2
+    assert everyone.summary(Slo(tpot=0.045))["goodput"]["ok"] == 2
+    assert everyone.summary(Slo(e2e=0.19))["goodput"]["ok"] == 1
+    assert everyone.summary(Slo(ttft=0.5, itl=0.05, e2e=1))["goodput"]["ok"] == 1
     told = everyone.summary(Slo(ttft=0.5, itl=0.05))["goodput"]
     assert told == {"slo_s": {"ttft": 0.5, "itl": 0.05}, "ok": 1, "share": 0.25, "requests_per_s": pytest.approx(0.1)}
 
