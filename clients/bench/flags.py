@@ -1,24 +1,21 @@
 """The flags of ``penstock bench``."""
 
 import argparse
-import json
-from collections.abc import Callable
+import math
 from pathlib import Path
-from typing import TypeVar
 
 from penstock.clients.bench.lengths import parse_lengths
 from penstock.clients.bench.report import Slo
 from penstock.clients.bench.runner import MAX_OUTSTANDING
 from penstock.clients.bench.workload import DEFAULT_OPTIONS, Arrivals, ClosedLoop, OpenLoop
-from penstock.clients.cli.command_parser import CommandParser
-from penstock.clients.cli.options import add_connection_flags, default_target, setting
+from penstock.clients.cli.command_parser import CommandParser, number_where, positive, reporting
+from penstock.clients.cli.options import add_connection_flags, default_target, name_and_value, setting
 from penstock.clients.errors import InvalidOption
-
-T = TypeVar("T")
 
 _DEFAULT_CONCURRENCY = 16
 _DEFAULT_REQUESTS = 100
 _OWN_OPTIONS = {"max_tokens", "continue_from", "n"}
+_above_zero = number_where(lambda value: 0 < value < math.inf, "expected a number above 0, got {0}")
 
 _EPILOG = """\
 Times are measured by the client, from the moment it sends a request. The same seed gives the same requests for any
@@ -39,7 +36,8 @@ line of a trace: {"arrival_s": 0.25, "prompt_tokens": 300, "max_tokens": 64, "co
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parses the arguments and checks their combinations; exits with status 2 if any is invalid."""
+    """Parses the arguments and checks their combinations; exits with status 2 if any is invalid. Adds ``options``,
+    those of every request, and ``arrivals``."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.address is not None and arguments.target is not None:
@@ -64,48 +62,33 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.num_requests is None and arguments.duration is None and arguments.trace is None:
         arguments.num_requests = _DEFAULT_REQUESTS
     try:
-        options(arguments)
+        arguments.options = _options(arguments)
     except InvalidOption as error:
         parser.error(f"--set: {error}")
+    arguments.arrivals = _arrivals(arguments)
     return arguments
 
 
-def arrivals(arguments: argparse.Namespace) -> Arrivals:
-    """When conversations start."""
+def _arrivals(arguments: argparse.Namespace) -> Arrivals | None:
+    """Returns when conversations start; None: at the times of the trace."""
     if arguments.rate is not None:
         return OpenLoop(arguments.rate, arguments.burstiness)
+    if arguments.trace is not None and arguments.concurrency is None:
+        return None
     return ClosedLoop(arguments.concurrency or _DEFAULT_CONCURRENCY)
 
 
-def options(arguments: argparse.Namespace) -> dict[str, object]:
+def _options(arguments: argparse.Namespace) -> dict[str, object]:
     """Returns the options of every request except its prompt and length. Raises InvalidOption."""
-    read = setting if arguments.api == "grpc" else _body_setting
-    given = dict(map(read, arguments.settings))
+    given = dict(map(setting if arguments.api == "grpc" else name_and_value, arguments.settings))
     if mine := sorted(_OWN_OPTIONS & given.keys()):
         raise InvalidOption(mine[0], "set per request; see --output-tokens and --turns")
     return {**DEFAULT_OPTIONS, **given}
 
 
-def _body_setting(text: str) -> tuple[str, object]:
-    """Parses ``name=value`` as a member of a JSON body; ``name=`` leaves it out. Raises InvalidOption."""
-    name, equals, written = (part.strip() for part in text.partition("="))
-    if not equals or not name:
-        raise InvalidOption(name or "name", "write it as name=value, such as temperature=0.7")
-    try:
-        return name, json.loads(written) if written else None
-    except RecursionError:
-        raise InvalidOption(name, "nested too deeply") from None
-    except ValueError:
-        return name, written
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Defines the flags."""
-    parser = CommandParser(
-        "bench",
-        "Measures the latency and throughput of a running service.",
-        _EPILOG,
-    )
+    parser = CommandParser("bench", "Measures the latency and throughput of a running service.", _EPILOG)
     parser.add_argument("address", nargs="?", metavar="TARGET", help="the service; same as --target")
     _add_api(parser.add_argument_group("API"))
     _add_arrivals(parser.add_argument_group("arrivals"))
@@ -129,7 +112,7 @@ def _add_api(flags: "argparse._ArgumentGroup") -> None:
     )
     flags.add_argument(
         "--streams",
-        type=_streams,
+        type=lambda text: None if text == "per-request" else positive(text),
         default=1,
         metavar="N",
         help="number of Generate streams, or per-request for one call per request (default: 1)",
@@ -139,10 +122,10 @@ def _add_api(flags: "argparse._ArgumentGroup") -> None:
         metavar="/PATH",
         help="the path for --api openai; /v1/chat/completions gets words (default: /v1/completions)",
     )
-    flags.add_argument("--timeout-ms", type=_whole, metavar="MS", help="deadline of each request (default: none)")
+    flags.add_argument("--timeout-ms", type=positive, metavar="MS", help="deadline of each request (default: none)")
     flags.add_argument(
         "--max-outstanding",
-        type=_whole,
+        type=positive,
         default=MAX_OUTSTANDING,
         metavar="N",
         help=f"maximum number of conversations in flight; others are counted but not sent (default: {MAX_OUTSTANDING})",
@@ -157,7 +140,7 @@ def _add_api(flags: "argparse._ArgumentGroup") -> None:
 def _add_arrivals(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument(
         "--concurrency",
-        type=_whole,
+        type=positive,
         metavar="N",
         help=f"closed loop: number of concurrent conversations (default: {_DEFAULT_CONCURRENCY})",
     )
@@ -179,7 +162,7 @@ def _add_arrivals(flags: "argparse._ArgumentGroup") -> None:
     )
     flags.add_argument(
         "--num-requests",
-        type=_whole,
+        type=positive,
         metavar="N",
         help=f"number of requests, counting all --turns (default: {_DEFAULT_REQUESTS}, or no limit with --duration or "
         "--trace)",
@@ -192,7 +175,7 @@ def _add_arrivals(flags: "argparse._ArgumentGroup") -> None:
     )
     flags.add_argument(
         "--warmup",
-        type=_whole_or_zero,
+        type=lambda text: 0 if text == "0" else positive(text),
         default=4,
         metavar="N",
         help="number of requests before the run, which are not counted (default: 4)",
@@ -203,33 +186,33 @@ def _add_shape(flags: "argparse._ArgumentGroup") -> None:
     forms = "N, uniform:A-B, normal:MEAN,DEVIATION or lognormal:MEAN,DEVIATION"
     flags.add_argument(
         "--prompt-tokens",
-        type=_reporting(parse_lengths),
+        type=reporting(parse_lengths),
         default=parse_lengths("512"),
         metavar="LENGTHS",
         help=f"prompt tokens of each turn: {forms} (default: 512)",
     )
     flags.add_argument(
         "--output-tokens",
-        type=_reporting(parse_lengths),
+        type=reporting(parse_lengths),
         default=parse_lengths("128"),
         metavar="LENGTHS",
         help="output tokens of each turn (default: 128); stop tokens are ignored unless --set ignore_eos=false",
     )
     flags.add_argument(
         "--prefix-tokens",
-        type=_whole,
+        type=positive,
         default=0,
         metavar="N",
         help="tokens of a shared prefix before the first turn (default: none)",
     )
     flags.add_argument(
-        "--prefixes", type=_whole, default=1, metavar="K", help="number of different prefixes (default: 1)"
+        "--prefixes", type=positive, default=1, metavar="K", help="number of different prefixes (default: 1)"
     )
-    flags.add_argument("--turns", type=_whole, default=1, metavar="N", help="requests per conversation (default: 1)")
+    flags.add_argument("--turns", type=positive, default=1, metavar="N", help="requests per conversation (default: 1)")
     flags.add_argument("--seed", default="0", metavar="SEED", help="seed of all random choices (default: 0)")
     flags.add_argument(
         "--vocab-size",
-        type=_whole,
+        type=positive,
         metavar="N",
         help="limit on token ids (default: the service's vocabulary size; required with --api openai)",
     )
@@ -248,7 +231,7 @@ def _add_shape(flags: "argparse._ArgumentGroup") -> None:
 def _add_output(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument(
         "--slo",
-        type=_reporting(Slo.parse),
+        type=reporting(Slo.parse),
         metavar="BOUNDS",
         help="limits that a request must meet to count as goodput: any of ttft=500ms,itl=50ms,tpot=40ms,e2e=5s",
     )
@@ -258,39 +241,3 @@ def _add_output(flags: "argparse._ArgumentGroup") -> None:
         help="write all figures, and the times and tokens of each request, as JSON; - is stdout",
     )
     flags.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot of the distributions")
-
-
-def _reporting(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Wraps a parser for argparse, which hides the message of a ValueError."""
-
-    def read(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return int(text)
-
-
-def _whole_or_zero(text: str) -> int:
-    return 0 if text == "0" else _whole(text)
-
-
-def _above_zero(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return number
-
-
-def _streams(text: str) -> int | None:
-    return None if text == "per-request" else _whole(text)

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -15,7 +14,7 @@ from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.errors import InvalidOption, RequestFailed, failure_from_call
 from penstock.clients.events import Accepted, Delta, Event, Finished
 from penstock.clients.requests import build_start
-from penstock.clients.stream import Call, GenerateStream
+from penstock.clients.stream import GenerateStream
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -57,9 +56,7 @@ class GrpcCaller:
             state = self._channel.get_state()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
@@ -104,11 +101,9 @@ class GrpcCaller:
         self._next_stream = place = (self._next_stream + 1) % len(self._streams)
         stream = self._streams[place]
         if stream is None or not stream.is_open:
-            stream = self._streams[place] = GenerateStream(self._open_call, self._service.target)
+            stream = GenerateStream(lambda: self._stub.Generate(metadata=self._metadata), self._service.target)
+            self._streams[place] = stream
         return stream
-
-    def _open_call(self) -> Call:
-        return self._stub.Generate(metadata=self._metadata)
 
     async def _alone(self, start: pb.Start, receiver: "_Receiver") -> None:
         call = self._stub.GenerateOne(pb.GenerateOneRequest(start=start), metadata=self._metadata)
@@ -140,7 +135,6 @@ class _Receiver:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def put(self, event: Event) -> None:
-        """Records an event."""
         if self.ended.done():
             return  # given up; its record is closed
         match event:
@@ -158,7 +152,6 @@ class _Receiver:
                 self.ended.set_result(None)
 
     def fail(self, failure: RequestFailed) -> None:
-        """Records a failure."""
         if self.ended.done():
             return
         if failure.finished is not None:

@@ -1,41 +1,24 @@
-"""The distributions of prompt and output lengths in ``penstock bench``."""
+"""The distributions of prompt and output lengths in ``penstock bench``, in tokens."""
 
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-
-class LengthDistribution(Protocol):
-    """A distribution of lengths in tokens, at least 1."""
-
-    @property
-    def most(self) -> int | None:
-        """The greatest possible length; None if there is no limit."""
-
-    def draw(self, rng: random.Random) -> int:
-        """Draws a length."""
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """All lengths from ``least`` to ``greatest`` with equal probability; a fixed length if they are equal."""
+    """All lengths from ``least`` to ``most`` with equal probability; a fixed length if they are equal."""
 
     least: int
-    greatest: int
-
-    @property
-    def most(self) -> int:
-        """The end of the range."""
-        return self.greatest
+    most: int
 
     def draw(self, rng: random.Random) -> int:
-        """One of them."""
-        return rng.randint(self.least, self.greatest)
+        return rng.randint(self.least, self.most)
 
     def __str__(self) -> str:
-        return str(self.least) if self.least == self.greatest else f"uniform:{self.least}-{self.greatest}"
+        return str(self.least) if self.least == self.most else f"uniform:{self.least}-{self.most}"
 
 
 @dataclass(frozen=True)
@@ -44,13 +27,9 @@ class Normal:
 
     mean: float
     deviation: float
-
-    @property
-    def most(self) -> None:
-        """There is none."""
+    most: ClassVar[None] = None
 
     def draw(self, rng: random.Random) -> int:
-        """One of them."""
         return max(1, round(rng.gauss(self.mean, self.deviation)))
 
     def __str__(self) -> str:
@@ -64,19 +43,18 @@ class LogNormal:
 
     mean: float
     deviation: float
-
-    @property
-    def most(self) -> None:
-        """There is none."""
+    most: ClassVar[None] = None
 
     def draw(self, rng: random.Random) -> int:
-        """One of them."""
         variance = math.log1p((self.deviation / self.mean) ** 2)
         return max(1, round(rng.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))))
 
     def __str__(self) -> str:
         return f"lognormal:{self.mean:g},{self.deviation:g}"
 
+
+LengthDistribution = Uniform | Normal | LogNormal
+"""``draw`` returns a length of at least 1; ``most`` is the greatest one, or None if there is no limit."""
 
 _FORMS = "512, uniform:128-1024, normal:MEAN,DEVIATION or lognormal:MEAN,DEVIATION"
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from penstock.clients.bench.flags import arrivals, options, parse_arguments
+from penstock.clients.bench.flags import parse_arguments
 from penstock.clients.bench.grpc_target import GrpcCaller
 from penstock.clients.bench.plot import plot
 from penstock.clients.bench.report import Report
@@ -31,8 +31,6 @@ from penstock.clients.errors import PenstockError
 from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.event_loop import loop_factory
 
-_DEFAULT_HTTP = "http://127.0.0.1:8000"
-_JSON_FORMAT = 1
 _INTERRUPTED = 130
 
 
@@ -75,7 +73,7 @@ async def _bench(arguments: argparse.Namespace) -> tuple[Report | None, dict[str
             "target": service.target,
             "model": service.model,
             "load": str(load),
-            "options": options(arguments),
+            "options": arguments.options,
         }
         if arguments.warmup:
             warm_up = WarmUp(load, arguments.warmup, service.vocab_size)
@@ -95,18 +93,17 @@ async def _bench(arguments: argparse.Namespace) -> tuple[Report | None, dict[str
 
 def _load(arguments: argparse.Namespace, service: _Service) -> Workload:
     if arguments.trace is not None:
-        own_times = arguments.rate is None and arguments.concurrency is None
         reader = TraceReader(
             vocab_size=service.vocab_size,
-            arrivals=None if own_times else arrivals(arguments),
+            arrivals=arguments.arrivals,
             max_requests=arguments.num_requests,
             seed=arguments.seed,
-            options=options(arguments),
+            options=arguments.options,
         )
         return reader.read(arguments.trace)
     return RandomLoad(
         vocab_size=service.vocab_size,
-        arrivals=arrivals(arguments),
+        arrivals=arguments.arrivals,
         num_requests=arguments.num_requests,
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=arguments.output_tokens,
@@ -114,7 +111,7 @@ def _load(arguments: argparse.Namespace, service: _Service) -> Workload:
         num_prefixes=arguments.prefixes,
         turns=arguments.turns,
         seed=arguments.seed,
-        options=options(arguments),
+        options=arguments.options,
         max_model_len=service.max_model_len,
     )
 
@@ -144,11 +141,11 @@ async def _openai_service(arguments: argparse.Namespace, timeout_s: float | None
     # Imported here: the bare install has no aiohttp.
     from penstock.clients.bench.openai_target import DEFAULT_ENDPOINT, OpenAiCaller
 
-    where = connection(arguments, arguments.target or _DEFAULT_HTTP)
+    where = connection(arguments, arguments.target or "http://127.0.0.1:8000")
     named, endpoint = arguments.model or "", arguments.endpoint or DEFAULT_ENDPOINT
     async with OpenAiCaller(where, model=named, endpoint=endpoint, timeout_s=timeout_s) as caller:
-        model = await caller.model()
-        yield _Service(caller, where.target, model.name, arguments.vocab_size, model.max_model_len)
+        model, max_model_len = await caller.model()
+        yield _Service(caller, where.target, model, arguments.vocab_size, max_model_len)
 
 
 @contextmanager
@@ -202,7 +199,7 @@ def _write_report(arguments: argparse.Namespace, report: Report, about: dict[str
     screen: IO[str] = sys.stderr if arguments.json == "-" else sys.stdout
     print(f"{title}\n\n{table(summary)}", file=screen)
     if arguments.json is not None:
-        head = {"format": _JSON_FORMAT, "penstock": installed_version(), "date": datetime.now(UTC).isoformat()}
+        head = {"format": 1, "penstock": installed_version(), "date": datetime.now(UTC).isoformat()}
         text = json.dumps({**head, **about, "summary": summary, "requests": report.requests()})
         if arguments.json == "-":
             print(text)

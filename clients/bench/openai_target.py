@@ -6,19 +6,15 @@ English word. Needs aiohttp, which costs half as much per line of a stream as ht
 
 import asyncio
 import json
-import ssl
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 
 from penstock.clients.bench.target import OK, Record, context
 from penstock.clients.bench.workload import BenchRequest
-from penstock.clients.channel import Tls
-from penstock.clients.cli.options import ConnectionOptions
+from penstock.clients.cli.options import ConnectionOptions, ssl_context
 from penstock.clients.errors import PenstockError
 
 DEFAULT_ENDPOINT = "/v1/completions"
@@ -37,14 +33,6 @@ _TEXT = """
     other into has more her two like him see time could no make than first been its who now people my made over did
 """
 _WORDS = _TEXT.split()
-
-
-@dataclass(frozen=True)
-class OpenAiModel:
-    """A model in a server's list."""
-
-    name: str
-    max_model_len: int | None
 
 
 class OpenAiCaller:
@@ -68,20 +56,20 @@ class OpenAiCaller:
         self._model = model
         self._timeout_s = timeout_s
         headers = {} if service.api_key is None else {"Authorization": f"Bearer {service.api_key}"}
-        connector = aiohttp.TCPConnector(limit=0, ssl=_ssl_context(service.tls) if service.tls is not None else True)
+        connector = aiohttp.TCPConnector(limit=0, ssl=ssl_context(service.tls) if service.tls is not None else True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
+    async def __aexit__(self, *_: object) -> None:
+        """Cancels running requests and closes the connections."""
+        await self._session.close()
 
-    async def model(self) -> OpenAiModel:
-        """Returns the given model or else the server's first one, and uses it from now on. Raises PenstockError."""
+    async def model(self) -> tuple[str, int | None]:
+        """Returns the name of the given model or else of the server's first one, and the limit of its context if the
+        server reports it. Uses this model from now on. Raises PenstockError."""
         url = f"{self._base}{self._endpoint.partition('/v1/')[0]}/v1/models"
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_CONNECT_SECONDS)) as response:
@@ -98,29 +86,25 @@ class OpenAiCaller:
             answer = " ".join(body.split())[:_MAX_SHOWN]
             raise PenstockError(f"--model: required, since {url} lists none; it returned HTTP {status}: {answer}")
         most = models.get(self._model, {}).get("max_model_len")
-        return OpenAiModel(self._model, most if isinstance(most, int) else None)
+        return self._model, most if isinstance(most, int) else None
 
     async def call(self, request: BenchRequest, past: Sequence[Record], record: Record) -> None:
-        """Sends a request and records the response."""
-        body = json.dumps(self._body(request, past)).encode()
-        headers = {"Content-Type": "application/json"}
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._session.post(self._base + self._endpoint, data=body, headers=headers) as response,
+                self._session.post(self._base + self._endpoint, json=self._body(request, past)) as response,
             ):
                 if response.status == 200:
                     await self._read(response, record)
                 else:
-                    _note_refusal(record, response, await response.text())
+                    retry_after = response.headers.get("Retry-After", "")
+                    record.retry_after_s = float(retry_after) if retry_after.isdecimal() else None
+                    body = await response.text()
+                    record.fail(time.perf_counter(), f"HTTP {response.status}", body[:_MAX_SHOWN])
         except TimeoutError:
             record.fail(time.perf_counter(), "DEADLINE_EXCEEDED", "the deadline passed")
         except (aiohttp.ClientError, OSError) as error:
             record.fail(time.perf_counter(), "UNAVAILABLE", str(error) or type(error).__name__)
-
-    async def close(self) -> None:
-        """Cancels running requests and closes the connections."""
-        await self._session.close()
 
     def _body(self, request: BenchRequest, past: Sequence[Record]) -> dict[str, object]:
         body = {**_BODY, "model": self._model, "max_tokens": request.max_tokens, **request.options}
@@ -212,13 +196,6 @@ def _text(choice: dict[str, Any]) -> str:
     )
 
 
-def _note_refusal(record: Record, response: aiohttp.ClientResponse, body: str) -> None:
-    retry_after = response.headers.get("Retry-After", "")
-    if retry_after.isdecimal():
-        record.retry_after_s = float(retry_after)
-    record.fail(time.perf_counter(), f"HTTP {response.status}", body[:_MAX_SHOWN])
-
-
 def _messages(request: BenchRequest, past: Sequence[Record]) -> list[dict[str, str]]:
     messages: list[dict[str, str]] = []
     for record in past:
@@ -229,10 +206,3 @@ def _messages(request: BenchRequest, past: Sequence[Record]) -> list[dict[str, s
 
 def _words(token_ids: Sequence[int]) -> str:
     return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in token_ids)
-
-
-def _ssl_context(tls: Tls) -> ssl.SSLContext:
-    made = ssl.create_default_context(cafile=tls.ca)
-    if tls.certificate is not None:
-        made.load_cert_chain(tls.certificate, tls.key)
-    return made

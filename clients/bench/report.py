@@ -11,6 +11,7 @@ from penstock.clients.bench.target import INTERRUPTED, NOT_SENT, Record
 BUSY_SHARE = 0.8
 """The share of a core above which the client's own delays distort its measurements."""
 
+_TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens", "drafted_tokens", "accepted_tokens")
 _UNITS = {"ms": 1e-3, "s": 1.0, "us": 1e-6}
 
 
@@ -68,37 +69,14 @@ class ClientLoad:
     process_share: float
     """All threads of the process, including gRPC's."""
 
-    @property
-    def is_limit(self) -> bool:
-        """Whether the client may have been slower than the server."""
-        return self.busiest_second_share > BUSY_SHARE
 
-
-@dataclass(frozen=True)
-class Spread:
-    """The summary of a distribution."""
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> "Spread | None":
-        """Summarises values; None if there are none."""
-        ordered = sorted(values)
-        if not ordered:
-            return None
-        return cls(
-            count=len(ordered),
-            mean=statistics.fmean(ordered),
-            p50=quantile(ordered, 0.50),
-            p90=quantile(ordered, 0.90),
-            p99=quantile(ordered, 0.99),
-            max=ordered[-1],
-        )
+def spread(values: Iterable[float]) -> dict[str, float] | None:
+    """Summarises a distribution; None if there are no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    percentiles = {f"p{percent}": quantile(ordered, percent / 100) for percent in (50, 90, 99)}
+    return {"count": len(ordered), "mean": statistics.fmean(ordered), **percentiles, "max": ordered[-1]}
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -128,17 +106,12 @@ class Report:
 
     @property
     def ok(self) -> list[Record]:
-        """The requests that succeeded."""
         return [record for record in self.records if record.is_ok]
 
     @property
     def failures(self) -> Counter[str]:
         """The numbers of failed and refused requests, by status and the service's reason."""
         return Counter(record.failure for record in self.records if not record.is_ok)
-
-    def num_good(self, slo: Slo) -> int:
-        """The number of requests within the limits."""
-        return sum(map(slo.is_kept, self.records))
 
     def summary(self, slo: Slo | None = None) -> dict[str, Any]:
         """Returns all figures by name; times are in seconds. docs/bench.md describes them."""
@@ -156,15 +129,15 @@ class Report:
             "output_tokens": output_tokens,
             "prompt_tokens_per_s": prompt_tokens / self.seconds,
             "output_tokens_per_s": output_tokens / self.seconds,
-            "times_s": {name: _figures(values) for name, values in self.times().items()},
-            "failed_after_s": _figures(refused),
-            "sent_late_s": _figures(r.late_s for r in sent if r.request.arrival_s is not None),
+            "times_s": {name: spread(values) for name, values in self.times().items()},
+            "failed_after_s": spread(refused),
+            "sent_late_s": spread(r.late_s for r in sent if r.request.arrival_s is not None),
             "predicted_ttft": self._predictions(),
             "speculation": _speculation(sent),
-            "client": {**asdict(self.client), "is_limit": self.client.is_limit},
+            "client": {**asdict(self.client), "is_limit": self.client.busiest_second_share > BUSY_SHARE},
         }
         if slo is not None:
-            good = self.num_good(slo)
+            good = sum(map(slo.is_kept, self.records))
             bounds = {name: bound for name, bound in asdict(slo).items() if bound is not None}
             share = good / len(self.records) if self.records else 0.0
             summary["goodput"] = {"slo_s": bounds, "ok": good, "share": share, "requests_per_s": good / self.seconds}
@@ -189,11 +162,10 @@ class Report:
         messages = {record.failure: record.error for record in reversed(self.records)}
         return {failure: {"count": count, "error": messages[failure]} for failure, count in self.failures.most_common()}
 
-    def _predictions(self) -> dict[str, Any] | None:
+    def _predictions(self) -> dict[str, float] | None:
         """The errors of the service's predicted times to first token, relative to the real ones."""
         pairs = [(r.predicted_ttft_s, r.ttft_s) for r in self.ok]
-        errors = [abs(predicted - real) / real for predicted, real in pairs if predicted is not None and real]
-        return _figures(errors)
+        return spread(abs(predicted - real) / real for predicted, real in pairs if predicted is not None and real)
 
     def _request(self, record: Record) -> dict[str, Any]:
         request = record.request
@@ -201,17 +173,10 @@ class Report:
             "number": request.number,
             "conversation": request.conversation or None,
             "status": record.status,
-            "reason": record.reason or None,
-            "error": record.error or None,
-            "finish_reason": record.finish_reason or None,
-            "request_id": record.request_id or None,
+            **{name: getattr(record, name) or None for name in ("reason", "error", "finish_reason", "request_id")},
             "new_prompt_tokens": len(request.prompt_token_ids),
             "max_tokens": request.max_tokens,
-            "prompt_tokens": record.prompt_tokens,
-            "cached_tokens": record.cached_tokens,
-            "output_tokens": record.output_tokens,
-            "drafted_tokens": record.drafted_tokens,
-            "accepted_tokens": record.accepted_tokens,
+            **{name: getattr(record, name) for name in _TOKEN_COUNTS},
             "arrival_s": request.arrival_s,
             "sent_s": round(record.sent_s - self.began_s, 6),
             "ended_s": round(record.ended_s - self.began_s, 6),
@@ -236,8 +201,3 @@ def _speculation(records: Iterable[Record]) -> dict[str, Any] | None:
         "accepted_share": accepted / drafted,
         "mean_length": 1 + accepted / drafts,
     }
-
-
-def _figures(values: Iterable[float]) -> dict[str, Any] | None:
-    spread = Spread.of(values)
-    return None if spread is None else asdict(spread)

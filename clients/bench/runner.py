@@ -1,6 +1,6 @@
 """Sends a load to a service, at given times or as slots become free, and records each request.
 
-async with GrpcCaller(Connection("127.0.0.1:50051")) as caller:
+async with GrpcCaller(ConnectionOptions("127.0.0.1:50051")) as caller:
     report = await run(RandomLoad(vocab_size=8192, arrivals=OpenLoop(rate=20)), caller)
 print(report.summary())
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.clients.bench.report import ClientLoad, Report
 from penstock.clients.bench.target import INTERRUPTED, NOT_SENT, BenchTarget, Record
-from penstock.clients.bench.workload import BenchRequest, Workload
+from penstock.clients.bench.workload import BenchRequest, ClosedLoop, Workload
 
 MAX_OUTSTANDING = 4096
 """The default limit of concurrent conversations."""
@@ -62,7 +62,8 @@ async def run(
         await asyncio.wait({sending, stopping, meter})
     if not was_stopped:
         sending.result()  # raises what a caller raised
-    return Report(sender.records, sender.began_s, sender.ended_s(), meter.result(), was_stopped)
+    ended_s = max((record.ended_s for record in sender.records), default=sender.began_s)
+    return Report(sender.records, sender.began_s, ended_s, meter.result(), was_stopped)
 
 
 @dataclass
@@ -80,23 +81,19 @@ class _Sender:
         conversations = iter(self.load.conversations())
         try:
             async with asyncio.TaskGroup() as group:
-                if self.load.concurrency is None:
-                    await self._send_at_times(conversations, group)
-                else:
+                if isinstance(self.load.arrivals, ClosedLoop):
                     # Drawn before the first is sent; otherwise, the time to draw the others would count as the
                     # service's.
-                    first = list(itertools.islice(conversations, self.load.concurrency))
+                    first = list(itertools.islice(conversations, self.load.arrivals.concurrency))
                     conversations = itertools.chain(first, conversations)
                     self.began_s = time.perf_counter()
-                    for _ in range(self.load.concurrency):
+                    for _ in range(self.load.arrivals.concurrency):
                         group.create_task(self._send_in_turn(conversations))
                         await asyncio.sleep(0)  # lets running requests use the event loop
+                else:
+                    await self._send_at_times(conversations, group)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-
-    def ended_s(self) -> float:
-        """When the last request ended."""
-        return max((record.ended_s for record in self.records), default=self.began_s)
 
     def _is_over(self, when_s: float) -> bool:
         return self.duration_s is not None and when_s - self.began_s >= self.duration_s
@@ -130,13 +127,14 @@ class _Sender:
         past: list[Record] = []
         for index, request in enumerate(conversation):
             free_s = due_s = time.perf_counter()
-            if request.arrival_s is not None and self.load.concurrency is None:
+            if request.arrival_s is not None:
                 due_s = self.began_s + request.arrival_s
                 if past:
                     due_s = max(due_s, free_s)
             if self._is_over(due_s):
                 break
-            await _sleep_until(due_s)
+            if due_s > free_s:
+                await asyncio.sleep(due_s - free_s)
             sent_s = time.perf_counter()
             record = Record(request, sent_s, late_s=sent_s - due_s)
             self.records.append(record)
@@ -166,11 +164,6 @@ class _Sender:
             record = Record(request, now := time.perf_counter())
             record.fail(now, NOT_SENT, why)
             self.records.append(record)
-
-
-async def _sleep_until(due_s: float) -> None:
-    if (left := due_s - time.perf_counter()) > 0:
-        await asyncio.sleep(left)
 
 
 async def _measure(sender: _Sender, on_progress: Callable[[BenchProgress], object] | None) -> ClientLoad:

@@ -10,7 +10,6 @@ _NAMES = {
     "e2e": "end to end",
 }
 _COLUMNS = ("mean", "p50", "p90", "p99", "max")
-_LATE_S = 0.010
 _MAX_SHOWN = 160
 
 
@@ -63,7 +62,7 @@ def _client(summary: Mapping[str, Any]) -> Iterator[str]:
     if client["is_limit"]:
         yield "WARNING: this client was busy: the times include its own delays, and the server may be faster."
         yield "         Reduce the load, or share it among several clients."
-    elif late and late["p99"] > _LATE_S:
+    elif late and late["p99"] > 0.01:
         yield "WARNING: requests were sent late: another program uses this machine's cores."
     if not summary["requests"]["ok"]:
         yield "WARNING: no request was answered."

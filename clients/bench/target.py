@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 from penstock.clients.bench.workload import BenchRequest
@@ -52,19 +53,16 @@ class Record:
     """How long a refused client should wait before it retries."""
 
     def tokens(self, now: float, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Records a message with tokens."""
         self.message_s.append(now)
         self.message_tokens.append(num_tokens)
         self.token_ids += token_ids
         self.output_tokens += num_tokens
 
     def fail(self, now: float, status: str, error: str, reason: str = "") -> None:
-        """Records a failure."""
         self.ended_s, self.status, self.error, self.reason = now, status, error, reason
 
     @property
     def is_ok(self) -> bool:
-        """Whether the request succeeded."""
         return self.status == OK
 
     @property
@@ -92,8 +90,7 @@ class Record:
         return (self.message_s[-1] - self.message_s[0]) / after_first
 
     def gaps_s(self) -> list[float]:
-        """The times between messages."""
-        return [later - earlier for earlier, later in zip(self.message_s, self.message_s[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.message_s)]
 
 
 class BenchTarget(Protocol):

@@ -2,18 +2,11 @@
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.clients.bench.workload import (
-    DEFAULT_OPTIONS,
-    Arrivals,
-    BenchRequest,
-    ClosedLoop,
-    arrival_times,
-    random_ids,
-)
+from penstock.clients.bench.workload import DEFAULT_OPTIONS, Arrivals, BenchRequest, arrival_times, random_ids
 from penstock.clients.errors import PenstockError
 
 MAX_TOKENS = 1 << 24
@@ -38,24 +31,19 @@ class Trace:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests."""
         return len(self.requests)
-
-    @property
-    def concurrency(self) -> int | None:
-        """The concurrency of ``arrivals``; None for the file's own times."""
-        return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else None
 
     def conversations(self) -> Iterator[Sequence[BenchRequest]]:
         """Yields conversations by the time of their first request, or in the order of the file if times are
         replaced."""
+        requests = self.requests
+        if self.arrivals is None:
+            requests = sorted(requests, key=lambda request: request.arrival_s or 0.0)
         grouped: dict[str, list[BenchRequest]] = {}
-        for request in self.requests:
+        for request in requests:
             grouped.setdefault(request.conversation or f"\0{request.number}", []).append(request)
         if self.arrivals is None:
-            for turns in grouped.values():
-                turns.sort(key=_arrival)
-            yield from sorted(grouped.values(), key=lambda turns: _arrival(turns[0]))
+            yield from grouped.values()
             return
         for arrival, turns in zip(arrival_times(self.arrivals, self.seed), grouped.values(), strict=False):
             yield [replace(turn, arrival_s=None if at else arrival) for at, turn in enumerate(turns)]
@@ -76,23 +64,19 @@ class TraceReader:
 
     def read(self, path: Path) -> Trace:
         """Reads the trace in a file. Raises BadTrace."""
+        requests: list[BenchRequest] = []
         try:
             with path.open("rb") as lines:
-                requests = self._requests(path.name, lines)
+                for number, line in enumerate(lines, 1):
+                    if len(requests) == self.max_requests:
+                        break
+                    if line.strip():
+                        requests.append(self._request(f"{path.name}, line {number}", line, len(requests)))
         except OSError as error:
             raise BadTrace(f"--trace: cannot read {path}: {error.strerror}") from None
         if not requests:
             raise BadTrace(f"--trace: {path} has no requests")
         return Trace(requests, self.arrivals, self.seed, path.name)
-
-    def _requests(self, name: str, lines: Iterable[bytes]) -> list[BenchRequest]:
-        requests: list[BenchRequest] = []
-        for number, line in enumerate(lines, 1):
-            if len(requests) == self.max_requests:
-                break
-            if line.strip():
-                requests.append(self._request(f"{name}, line {number}", line, len(requests)))
-        return requests
 
     def _request(self, where: str, line: bytes, number: int) -> BenchRequest:
         try:
@@ -153,8 +137,3 @@ class _Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_ARRIVAL_S:
             raise self.bad(name, f"seconds, 0 to {MAX_ARRIVAL_S:,.0f} (or give --rate or --concurrency)")
         return float(value)
-
-
-def _arrival(request: BenchRequest) -> float:
-    assert request.arrival_s is not None
-    return request.arrival_s

@@ -35,21 +35,6 @@ class BenchRequest:
     """Fields of the contract's ``Start`` and ``Sampling`` by name, or of the body of an HTTP request."""
 
 
-class Workload(Protocol):
-    """The requests of a run."""
-
-    @property
-    def concurrency(self) -> int | None:
-        """The number of concurrent conversations in a closed loop. None: conversations arrive at given times."""
-
-    @property
-    def num_requests(self) -> int | None:
-        """The total number of requests; None if unlimited."""
-
-    def conversations(self) -> Iterator[Sequence[BenchRequest]]:
-        """Yields all conversations in the order of their starts, each with its turns in order."""
-
-
 @dataclass(frozen=True)
 class ClosedLoop:
     """A fixed number of concurrent conversations: whenever one ends, the next one starts."""
@@ -68,18 +53,26 @@ class OpenLoop:
     rate: float
     burstiness: float = 1.0
 
-    def times(self, rng: random.Random) -> Iterator[float]:
-        """Yields start times, in seconds from the start of the run, without end."""
-        now = 0.0
-        while True:
-            now += rng.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
-            yield now
-
     def __str__(self) -> str:
         return f"{self.rate:g}/s" + ("" if self.burstiness == 1 else f", burstiness {self.burstiness:g}")
 
 
 Arrivals = ClosedLoop | OpenLoop
+
+
+class Workload(Protocol):
+    """The requests of a run."""
+
+    @property
+    def arrivals(self) -> Arrivals | None:
+        """When conversations start. None: at the times of their first requests."""
+
+    @property
+    def num_requests(self) -> int | None:
+        """The total number of requests; None if unlimited."""
+
+    def conversations(self) -> Iterator[Sequence[BenchRequest]]:
+        """Yields all conversations in the order of their starts, each with its turns in order."""
 
 
 @dataclass(frozen=True)
@@ -115,34 +108,26 @@ class RandomLoad:
                 f"takes {self.max_model_len:,}; lower --prompt-tokens, --output-tokens, --prefix-tokens or --turns"
             )
 
-    @property
-    def concurrency(self) -> int | None:
-        """The concurrency of ``arrivals``."""
-        return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else None
-
     def conversations(self) -> Iterator[Sequence[BenchRequest]]:
         """Yields conversations in order; ``num_requests`` may cut the last one short."""
-        left = self.num_requests
-        number = 0
         for index, arrival in enumerate(arrival_times(self.arrivals, self.seed)):
-            if left is not None and number >= left:
+            left = None if self.num_requests is None else self.num_requests - index * self.turns
+            if left is not None and left <= 0:
                 return
-            turns = self.turns if left is None else min(self.turns, left - number)
-            yield list(self._requests(index, number, turns, arrival))
-            number += turns
+            yield list(self._requests(index, arrival))[:left]
 
-    def _requests(self, index: int, number: int, turns: int, arrival: float | None) -> Iterator[BenchRequest]:
+    def _requests(self, index: int, arrival: float | None) -> Iterator[BenchRequest]:
         rng = random.Random(f"{self.seed}/{index}")
         prefix = self._prefix(rng.randrange(self.num_prefixes)) if self.prefix_tokens else []
         room = None if self.max_model_len is None else (self.max_model_len - self.prefix_tokens) // self.turns
-        for turn in range(turns):
+        for turn in range(self.turns):
             prompt_tokens, output_tokens = self.prompt_tokens.draw(rng), self.output_tokens.draw(rng)
             if room is not None:
                 prompt_tokens = min(prompt_tokens, room - min(self.output_tokens.most or 1, room - 1))
                 output_tokens = min(output_tokens, room - prompt_tokens)
             prompt = random_ids(rng, prompt_tokens, self.vocab_size)
             yield BenchRequest(
-                number=number + turn,
+                number=index * self.turns + turn,
                 prompt_token_ids=prompt if turn else prefix + prompt,
                 max_tokens=output_tokens,
                 arrival_s=None if turn else arrival,
@@ -174,7 +159,7 @@ class WarmUp:
     load: Workload
     num_requests: int
     vocab_size: int
-    concurrency: int = 16
+    arrivals: Arrivals = field(default_factory=lambda: ClosedLoop(16))
 
     def conversations(self) -> Iterator[Sequence[BenchRequest]]:
         """Yields conversations of one turn."""
@@ -184,10 +169,14 @@ class WarmUp:
 
 
 def arrival_times(arrivals: Arrivals, seed: int | str) -> Iterator[float | None]:
-    """Yields the start time of each conversation; always None in a closed loop."""
+    """Yields the start time of each conversation, in seconds from the start of the run; None in a closed loop."""
     if isinstance(arrivals, ClosedLoop):
-        return itertools.repeat(None)
-    return arrivals.times(random.Random(f"{seed}/arrivals"))
+        yield from itertools.repeat(None)
+        return
+    rng, now = random.Random(f"{seed}/arrivals"), 0.0
+    while True:
+        now += rng.gammavariate(arrivals.burstiness, 1 / (arrivals.rate * arrivals.burstiness))
+        yield now
 
 
 def random_ids(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:

@@ -1,12 +1,8 @@
 """Reads and writes the two files of a batch: requests and results. Independent of sockets and progress bars.
 
-An input line is a JSON object: ``id`` (text or an integer, unique), one of ``prompt``, ``prompt_token_ids`` and
-``messages``, and options of the request under the contract's names. An output line is ``{"id", "text", "token_ids",
-"finish_reason", "usage"}`` (``choices`` replaces the three in the middle if ``n`` is above 1), or ``{"id", "error":
-{"code", "message"}}``. The output for an invalid line also has its number as ``line``.
-
-A line with ``custom_id`` is in the format of OpenAI's Batch API: ``custom_id``, ``method``, ``url`` and ``body``. Its
-output is in that format too: ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``.
+``penstock generate --help`` has the formats. If ``n`` is above 1, ``choices`` replaces ``text``, ``token_ids`` and
+``finish_reason``. The output for an invalid line also has its number as ``line``. A line with ``custom_id`` is in the
+format of OpenAI's Batch API, and so is its output.
 """
 
 import fcntl
@@ -15,18 +11,21 @@ import os
 import stat
 import tempfile
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO
 
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed
-from penstock.clients.events import Choice, Completion, Logprobs
+from penstock.clients.events import Choice, Completion
 from penstock.clients.requests import start_from_line
 from penstock.v1 import generation_pb2 as pb
 
 Id = str | int
+BadLineKey = tuple[Id | None, int | None, str]
+"""Identifies an invalid line across runs: its id, or else its number, and the problem."""
 
 OPENAI_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """The URLs that a line in OpenAI's format may call."""
@@ -49,14 +48,6 @@ class HttpJob:
     body: bytes
 
 
-class BadLineKey(NamedTuple):
-    """Identifies an invalid line across runs: by its id, or else by its number."""
-
-    id: Id | None
-    line: int | None
-    problem: str
-
-
 @dataclass(frozen=True, slots=True)
 class BadLine:
     """An invalid line, the problem, and its id if it has one."""
@@ -74,7 +65,7 @@ class BadLine:
     @property
     def key(self) -> BadLineKey:
         """Equal to the key of the same line in an earlier run."""
-        return BadLineKey(self.id, self.line if self.id is None else None, self.problem)
+        return self.id, self.line if self.id is None else None, self.problem
 
 
 def parse_line(number: int, raw: bytes, defaults: Mapping[str, object]) -> Job | HttpJob | BadLine | None:
@@ -104,7 +95,6 @@ def _parse_openai_line(number: int, value: Mapping[str, Any], defaults: Mapping[
     identity, url, body = value["custom_id"], value.get("url"), value.get("body")
     if not isinstance(identity, str) or not identity:
         return BadLine(number, None, f"custom_id: expected a string, got {json.dumps(identity)[:60]}", is_openai=True)
-    problem = ""
     if value.get("method", "POST") != "POST":
         problem = f"method: expected POST, got {json.dumps(value['method'])[:60]}"
     elif url not in OPENAI_URLS:
@@ -115,9 +105,9 @@ def _parse_openai_line(number: int, value: Mapping[str, Any], defaults: Mapping[
         problem = "body.stream: not supported in a batch; leave it out"
     elif defaults:
         problem = f"{min(defaults)}: flags do not apply to lines in OpenAI's format; set it in the body"
-    if problem:
-        return BadLine(number, identity, problem, is_openai=True)
-    return HttpJob(identity, str(url), json.dumps(body).encode())
+    else:
+        return HttpJob(identity, str(url), json.dumps(body).encode())
+    return BadLine(number, identity, problem, is_openai=True)
 
 
 def bad_line_record(bad: BadLine) -> dict[str, object]:
@@ -164,12 +154,11 @@ def answer_record(identity: Id, answer: Completion) -> dict[str, object]:
 
 
 def _choice_record(choice: Choice) -> dict[str, object]:
-    logprobs: Logprobs | None = choice.logprobs
     return {
         "text": choice.text,
         "token_ids": choice.token_ids,
         "finish_reason": choice.finish_reason.value,
-        **({} if logprobs is None else {"logprobs": asdict(logprobs)}),
+        **({} if choice.logprobs is None else {"logprobs": asdict(choice.logprobs)}),
     }
 
 
@@ -177,50 +166,39 @@ def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-class Results(Protocol):
+class Results(ABC):
     """The output, and what it already contains."""
 
-    ids: set[Id]
-    """The ids of requests with a result, successful or not."""
-    failed_ids: set[Id]
-    """The ids of failed requests."""
-    bad_lines: set[BadLineKey]
-    """The keys of invalid input lines."""
+    def __init__(self) -> None:
+        self.failed: dict[Id, bool] = {}
+        """Whether a request's result is an error, by its id."""
+        self.bad_lines: set[BadLineKey] = set()
+        """The keys of invalid input lines."""
 
+    @abstractmethod
     def write(self, record: Mapping[str, object]) -> None:
         """Writes a line. The operating system has it when this returns."""
 
-    def close(self) -> None:
-        """Closes the output. Safe to call twice."""
 
-
-class StreamResults:
-    """Results in a pipe or a terminal, which cannot be resumed."""
+class StreamResults(Results):
+    """Results in a pipe or a terminal, which cannot be resumed. The caller closes it."""
 
     def __init__(self, stream: BinaryIO) -> None:
+        super().__init__()
         self._stream = stream
-        self.ids: set[Id] = set()
-        self.failed_ids: set[Id] = set()
-        self.bad_lines: set[BadLineKey] = set()
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Adds a line and flushes it."""
         self._stream.write(_line(record))
         self._stream.flush()
 
-    def close(self) -> None:
-        """Leaves the stream open, since the caller owns it."""
 
-
-class FileResults:
+class FileResults(Results):
     """Results in a file, possibly from an earlier run that was killed."""
 
     def __init__(self, path: Path, *, overwrite: bool = False, retry_failed: bool = False) -> None:
         """Opens or creates the file, locks it, and repairs its last line. Raises PenstockError."""
+        super().__init__()
         self._path = path
-        self.ids: set[Id] = set()
-        self.failed_ids: set[Id] = set()
-        self.bad_lines: set[BadLineKey] = set()
         try:
             self._file = self._open()
             if overwrite:
@@ -240,7 +218,7 @@ class FileResults:
             raise self._unwritable(error) from None
 
     def close(self) -> None:
-        """Syncs the file to disk and closes it."""
+        """Syncs the file to disk and closes it. Safe to call twice."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -274,10 +252,9 @@ class FileResults:
         known = identity if isinstance(identity, str | int) else None
         if isinstance(line, int):
             message = str((record.get("error") or {}).get("message"))
-            self.bad_lines.add(BadLineKey(known, line if known is None else None, message.partition(": ")[2]))
+            self.bad_lines.add((known, line if known is None else None, message.partition(": ")[2]))
         elif known is not None:
-            self.ids.add(known)
-            (self.failed_ids.add if has_failed(record) else self.failed_ids.discard)(known)
+            self.failed[known] = has_failed(record)
 
     def _take_out_failures(self) -> None:
         """Atomically replaces the file by one without errors. The target of a symbolic link is replaced, with its mode

@@ -12,8 +12,6 @@ import grpc
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.errors import PenstockError, RequestFailed
 
-_APP, _SETTINGS = "penstock.clients.gateway.server.app", "penstock.clients.gateway.settings"
-"""Imported by name on first use: the bare client has neither FastAPI nor pydantic."""
 _CODES = {429: grpc.StatusCode.RESOURCE_EXHAUSTED, 503: grpc.StatusCode.UNAVAILABLE}
 
 
@@ -63,9 +61,9 @@ class BatchGateway:
         return answer
 
     async def _start(self) -> Any:
-        try:
-            create_app = import_module(_APP).create_app
-            settings = import_module(_SETTINGS).GatewaySettings(service=self._service)
+        try:  # imported by name on first use: the bare client has neither FastAPI nor pydantic
+            create_app = import_module("penstock.clients.gateway.server.app").create_app
+            settings = import_module("penstock.clients.gateway.settings").GatewaySettings(service=self._service)
         except ModuleNotFoundError as error:
             raise PenstockError(
                 f"lines in OpenAI's format need {error.name}, which is not installed: install penstock "
@@ -93,22 +91,14 @@ async def _call(app: Any, path: str, body: bytes) -> HttpAnswer:
         "client": None,
         "server": ("penstock", 80),
     }
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-    begun: MutableMapping[str, Any] = {}
-    parts: list[bytes] = []
-
-    async def receive() -> MutableMapping[str, Any]:
-        if (message := next(messages, None)) is not None:
-            return message
-        await asyncio.get_running_loop().create_future()  # the caller never disconnects
-        raise AssertionError("the future is never set")
+    received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    received.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    sent: list[MutableMapping[str, Any]] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            begun.update(message)
-        elif message["type"] == "http.response.body":
-            parts.append(message.get("body", b""))
+        sent.append(message)
 
-    await app(scope, receive, send)
+    await app(scope, received.get, send)  # a second message never comes: the caller does not disconnect
+    begun, *parts = sent
     found = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in begun["headers"]}
-    return HttpAnswer(begun["status"], found, b"".join(parts))
+    return HttpAnswer(begun["status"], found, b"".join(part.get("body", b"") for part in parts))

@@ -1,11 +1,10 @@
 """The work of ``penstock generate``: runs the lines of a file, many concurrently, and writes the results."""
 
 import asyncio
-import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
@@ -25,17 +24,12 @@ from penstock.clients.cli.batch_files import (
     http_record,
     parse_line,
 )
-from penstock.clients.cli.batch_gateway import BatchGateway, HttpAnswer, HttpRefused
+from penstock.clients.cli.batch_gateway import BatchGateway, HttpRefused
 from penstock.clients.client import AsyncClient
 from penstock.clients.errors import PenstockError, RequestFailed, StreamBroken, Unreachable
 from penstock.clients.events import Completion
 
 T = TypeVar("T")
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 15.0
-
-
-class JobStopped(PenstockError):
-    """The job cannot continue now; results so far are kept."""
 
 
 @dataclass
@@ -58,7 +52,7 @@ class BatchRun:
     _began: float = field(default_factory=time.monotonic)
 
     async def run(self, lines: AsyncIterator[bytes]) -> None:
-        """Runs every line. Raises JobStopped if the service is gone and does not return."""
+        """Runs every line. Raises PenstockError if the service is gone and does not return."""
         slots = asyncio.Semaphore(self.concurrency)
         number = 0
         try:
@@ -88,9 +82,9 @@ class BatchRun:
                 self._skip(has_failed=True)
             case Job() | HttpJob():
                 self._seen.add(line.id)
-                if line.id not in self.results.ids:
+                if line.id not in self.results.failed:
                     return line
-                self._skip(has_failed=line.id in self.results.failed_ids)
+                self._skip(has_failed=self.results.failed[line.id])
             case None:
                 self.progress.update()
         return None
@@ -114,11 +108,8 @@ class BatchRun:
             self._done(answer_record(job.id, answer))
 
     async def _answer_http(self, job: HttpJob) -> None:
-        async def post() -> HttpAnswer:
-            return await self.gateway.post(job.url, job.body)
-
         try:
-            answer = await self._call(post)
+            answer = await self._call(lambda: self.gateway.post(job.url, job.body))
         except HttpRefused as refused:
             await self._stop_if_gone(refused)
             answer = refused.answer
@@ -129,19 +120,21 @@ class BatchRun:
 
     async def _call(self, send: Callable[[], Awaitable[T]]) -> T:
         """Sends a request, with retries while the service is away or busy."""
-        give_up = 0.0
-        for pause in _pauses():
+        give_up, attempt = 0.0, 0
+        while True:
             try:
                 return await send()
             except RequestFailed as failure:
                 now = time.monotonic()
                 give_up = give_up or now + self.retry_seconds
+                # Grows, and is random, so that requests do not retry at once.
+                pause = min(15.0, 0.25 * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
                 if failure.retry_after is not None:
                     pause = failure.retry_after * random.uniform(1.0, 1.25)
                 if not failure.retryable or now + pause > give_up:
                     raise
+            attempt += 1
             await asyncio.sleep(pause)
-        raise AssertionError("pauses do not end")
 
     async def _stop_if_gone(self, failure: RequestFailed) -> None:
         """Stops the job if the service is gone. UNAVAILABLE from a running service is a result of the line."""
@@ -153,7 +146,7 @@ class BatchRun:
                 return
             except RequestFailed:
                 pass
-        raise JobStopped(f"{failure.message}\nresults so far are kept; run the same command again to resume")
+        raise PenstockError(f"{failure.message}\nresults so far are kept; run the same command again to resume")
 
     def _done(self, record: dict[str, object]) -> None:
         self.results.write(record)
@@ -167,9 +160,3 @@ class BatchRun:
         self.num_skipped += 1
         self.num_failed += has_failed
         self.progress.update()
-
-
-def _pauses() -> Iterator[float]:
-    """Yields seconds between attempts, without end: growing, and random so that requests do not retry at once."""
-    for attempt in itertools.count():
-        yield min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)

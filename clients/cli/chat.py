@@ -22,7 +22,7 @@ from penstock.clients.cli.terminal import Screen, line_reader, read_message
 from penstock.clients.constraints import add_constraint_flags, constraint_settings
 from penstock.clients.conversation import Conversation
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, Unreachable
-from penstock.clients.events import Delta, Finished, FinishReason
+from penstock.clients.events import Delta, Finished
 from penstock.clients.requests import Options
 from penstock.clients.sync_client import Client
 from penstock.v1.model_pb2 import GetModelResponse
@@ -47,14 +47,10 @@ examples:
   git diff | penstock chat --once -
 """
 
-_USUAL_MAX_TOKENS = 1024
 _RETAIN_MS = 600_000
 """How long the service keeps the context for the user's next message."""
 _GONE = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION})
 """The errors if a service cannot continue a context: it was dropped, or the chat template does not allow it."""
-
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as in shells."""
 
 
 @dataclass
@@ -67,24 +63,19 @@ class ChatAnswer:
     text: str = ""
     num_tokens: int = 0
     finished: Finished | None = None
-    ended_by: str = FinishReason.CANCELLED.value
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether any event has arrived; a refused request has none."""
-        return self.first is not None or self.finished is not None
 
     def __str__(self) -> str:
         if self.first is None:
             return "no tokens"
         seconds = self.ended - self.first
         rate = f"{(self.num_tokens - 1) / seconds:,.1f} tokens/s" if self.num_tokens > 1 and seconds > 0 else "no rate"
-        prompt = ""
-        if self.finished is not None:
-            usage = self.finished.usage
-            prompt = f"; prompt of {usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} of them cached"
         waited = (self.first - self.began) * 1000
-        return f"first token after {waited:,.0f} ms, {self.num_tokens:,} tokens, {rate}, {self.ended_by}{prompt}"
+        text = f"first token after {waited:,.0f} ms, {self.num_tokens:,} tokens, {rate}"
+        if self.finished is None:
+            return f"{text}, cancelled"
+        usage = self.finished.usage
+        prompt = f"prompt of {usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} of them cached"
+        return f"{text}, ended by {self.finished.reason.value}; {prompt}"
 
 
 class ChatSession:
@@ -96,9 +87,8 @@ class ChatSession:
         self._defaults = model.sampling_defaults
         self._screen = screen
         self._answers: list[ChatAnswer] = []
-        self._timeout: float | None = None
         self.conversation = Conversation(self._context, self._count_tokens)
-        self.options: dict[str, object] = {"max_tokens": min(_USUAL_MAX_TOKENS, self._context // 2)}
+        self.options: dict[str, object] = {"max_tokens": min(1024, self._context // 2)}
 
     def ask(self, text: str) -> bool:
         """Sends the user's message and shows the answer as it arrives. Ctrl-C ends the answer; the part so far is kept,
@@ -121,7 +111,7 @@ class ChatSession:
         finally:
             self._screen.end_answer()
             answer.ended = time.monotonic()
-            if answer.has_begun:
+            if answer.first is not None or answer.finished is not None:  # a refused request has neither
                 self._answers.append(answer)
             self.conversation.answer(answer.text, answer.finished)
 
@@ -131,28 +121,22 @@ class ChatSession:
             raise InvalidOption(name, "a chat has one answer per turn, as text")
         if name == "continue_from":
             raise InvalidOption(name, "a chat always continues from its own last answer")
-        if name == "timeout_ms":
-            self._timeout = value / 1000 if isinstance(value, int) else None
-        elif value is None:
+        if value is None:
             self.options.pop(name, None)
         else:
             self.options[name] = value
 
     def settings(self) -> str:
         """Formats the options that are set, and the model's defaults for others."""
-        options = dict(self.options)
-        if self._timeout is not None:
-            options["timeout_ms"] = round(self._timeout * 1000)
-        lines = [f"{name} = {value}" for name, value in options.items()]
+        lines = [f"{name} = {value}" for name, value in self.options.items()]
         lines += [
             f"{field.name} = {value:.6g} (the model's default)"
             for field, value in self._defaults.ListFields()
-            if field.name not in options
+            if field.name not in self.options
         ]
         return "\n".join(lines) or "all options have their defaults"
 
     def stats(self) -> str:
-        """Formats speed and tokens."""
         if not self._answers:
             return "no answer yet"
         num_tokens = sum(answer.num_tokens for answer in self._answers)
@@ -161,9 +145,11 @@ class ChatSession:
         return f"last: {self._answers[-1]}\nall: {total}; {self.conversation.num_turns:,} turns remembered"
 
     def _receive(self, answer: ChatAnswer) -> None:
-        options: Options = {"retain_ms": _RETAIN_MS, **self.options}  # type: ignore[typeddict-item]  # checked before
-        options["continue_from"] = self.conversation.continue_from or None
-        with self._client.generate(self.conversation.unsent, timeout=self._timeout, **options) as request:
+        given = {"retain_ms": _RETAIN_MS, **self.options, "continue_from": self.conversation.continue_from or None}
+        timeout_ms = given.pop("timeout_ms", None)
+        timeout = timeout_ms / 1000 if isinstance(timeout_ms, int) else None
+        options: Options = {**given}  # type: ignore[typeddict-item]  # checked before
+        with self._client.generate(self.conversation.unsent, timeout=timeout, **options) as request:
             for event in request:
                 if isinstance(event, Delta):
                     answer.first = answer.first or time.monotonic()
@@ -172,7 +158,6 @@ class ChatSession:
                     self._screen.answer(event.text)
                 elif isinstance(event, Finished):
                     answer.finished = event
-                    answer.ended_by = f"ended by {event.reason.value}"
 
     def _note_dropped(self, dropped: int) -> None:
         if dropped:
@@ -203,7 +188,8 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in [*arguments.settings, *constraint_settings(arguments)]:
             chat.set(name, value)
         if arguments.once is not None:
-            return 0 if chat.ask(sys.stdin.read() if arguments.once == "-" else arguments.once) else INTERRUPTED
+            is_whole = chat.ask(sys.stdin.read() if arguments.once == "-" else arguments.once)
+            return 0 if is_whole else 130  # as in shells after Ctrl-C
         if sys.stdin.isatty():
             screen.note(
                 f"{model.name} at {service.target}, context of {model.max_model_len:,} tokens; /help shows the commands"

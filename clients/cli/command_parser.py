@@ -2,28 +2,59 @@
 
 import argparse
 import difflib
+import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
 
 _LONG_WORD = re.compile(r"[^\s;:']{200,}")
-_SHOWN_OF_WORD = 60
 _MAX_MESSAGE = 2000
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 _UNRECOGNIZED = "unrecognized arguments: "
 _SIMILAR, _VERY_SIMILAR = 0.6, 0.75
 """Similarities by difflib. The second is for flags that may be valid flags of another command."""
-_NOT_A_NUMBER = re.compile("invalid (int|float) value: ")
 
 
-def _number_wanted(found: re.Match[str]) -> str:
-    return f"must be {'a whole number' if found[1] == 'int' else 'a number'}; it is "
+def reporting(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Wraps a parser of values for argparse, which hides the message of a ValueError."""
+
+    def read(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def number_where(is_allowed: Callable[[float], bool], problem: str) -> Callable[[str], float]:
+    """Returns a parser of numbers for argparse. ``problem`` is the error, with ``{0}`` in place of the text."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not is_allowed(value):
+            raise argparse.ArgumentTypeError(problem.format(text))
+        return value
+
+    return read
+
+
+def positive(text: str) -> int:
+    """Parses a whole number above 0 for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return int(text)
 
 
 def shortened(message: str) -> str:
     """Removes the middle of a message that is too long to read: an argument may have any length."""
-    message = _LONG_WORD.sub(lambda word: f"{word[0][:_SHOWN_OF_WORD]}...", message)
+    message = _LONG_WORD.sub(lambda word: f"{word[0][:60]}...", message)
     if len(message) <= _MAX_MESSAGE:
         return message
     return f"{message[: _MAX_MESSAGE * 3 // 4]} ... {message[-_MAX_MESSAGE // 4 :]}"
@@ -82,7 +113,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with status 2."""
-        text = _NOT_A_NUMBER.sub(_number_wanted, message.removeprefix("argument "))
+        text = message.removeprefix("argument ")
+        text = text.replace("invalid int value: ", "must be a whole number; it is ")
+        text = text.replace("invalid float value: ", "must be a number; it is ")
         unknown = list(_unknown_flags(self._arguments, self._option_string_actions))
         if unknown and not self._takes_others and "required" in text:
             text = f"{_UNRECOGNIZED}{' '.join(unknown)}"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Command:
     """A subcommand: its location as ``module:function``, its summary, the extra that installs its packages, and the
-    location of the function that returns its parser, by default ``make_parser`` in the same module."""
+    location of the function that returns its parser, by default ``make_parser`` or ``FUNCTION_parser`` in the same
+    module."""
 
     entry: str
     summary: str
@@ -16,7 +17,8 @@ class Command:
     @property
     def parser_entry(self) -> str:
         """The location of the function that returns the parser. Its module is fast to import."""
-        return self.parser or f"{self.entry.partition(':')[0]}:make_parser"
+        module, _, function = self.entry.partition(":")
+        return self.parser or f"{module}:{'make' if function == 'main' else function}_parser"
 
 
 COMMANDS = {
@@ -47,31 +49,11 @@ COMMANDS = {
     ),
     "top": Command("penstock.clients.cli.admin.top:main", "show live statistics of a running service"),
     "explain": Command("penstock.clients.cli.admin.explain:main", "show where a request's time went"),
-    "requests": Command(
-        "penstock.clients.cli.admin.requests:list_requests",
-        "list the live requests of a service",
-        parser="penstock.clients.cli.admin.requests:requests_parser",
-    ),
-    "cancel": Command(
-        "penstock.clients.cli.admin.requests:cancel",
-        "cancel live requests of a service",
-        parser="penstock.clients.cli.admin.requests:cancel_parser",
-    ),
-    "drain": Command(
-        "penstock.clients.cli.admin.command:drain",
-        "refuse new requests and finish running ones",
-        parser="penstock.clients.cli.admin.command:drain_parser",
-    ),
-    "flush-cache": Command(
-        "penstock.clients.cli.admin.command:flush_cache",
-        "drop the cached prefixes of a service",
-        parser="penstock.clients.cli.admin.command:flush_cache_parser",
-    ),
-    "settings": Command(
-        "penstock.clients.cli.admin.command:settings",
-        "show or change a running service's limits",
-        parser="penstock.clients.cli.admin.command:settings_parser",
-    ),
+    "requests": Command("penstock.clients.cli.admin.requests:list_requests", "list the live requests of a service"),
+    "cancel": Command("penstock.clients.cli.admin.requests:cancel", "cancel live requests of a service"),
+    "drain": Command("penstock.clients.cli.admin.command:drain", "refuse new requests and finish running ones"),
+    "flush-cache": Command("penstock.clients.cli.admin.command:flush_cache", "drop the cached prefixes of a service"),
+    "settings": Command("penstock.clients.cli.admin.command:settings", "show or change a running service's limits"),
     "models": Command("penstock.service.app.supported_models:main", "list the models that can be served"),
     "doctor": Command("penstock.clients.cli.doctor:main", "show what this machine has and what is missing"),
     "completion": Command("penstock.clients.cli.completion:main", "print a script for completion in a shell"),

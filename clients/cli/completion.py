@@ -8,8 +8,9 @@ import argparse
 import os
 import re
 from collections.abc import Iterable, Iterator
-from importlib import import_module
+from glob import escape, glob
 from pathlib import Path
+from pkgutil import resolve_name
 
 from argcomplete import autocomplete
 from argcomplete.completers import BaseCompleter
@@ -17,12 +18,11 @@ from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
 from penstock.clients.cli.command_parser import CommandParser
-from penstock.clients.cli.commands import COMMANDS, Command
+from penstock.clients.cli.commands import COMMANDS
 
 PROGRAM = "penstock"
 SHELLS = ("bash", "zsh", "fish")
 _PATH = re.compile("FILE|PATH|[A-Z]+[.](jsonl|png)")
-_FOLDER = "MODEL"
 """Names of values that are paths, as the help shows them."""
 _LITERAL = re.compile("[a-z0-9][a-z0-9_-]*")
 _EPILOG = """\
@@ -76,17 +76,10 @@ def _parser(name: str) -> argparse.ArgumentParser:
     for each, command in COMMANDS.items():
         commands.add_parser(each, help=command.summary)
     if name in COMMANDS:
-        commands.choices[name] = _parser_of(COMMANDS[name])
-    return parser
-
-
-def _parser_of(command: Command) -> argparse.ArgumentParser:
-    """Returns the command's parser, or an empty one if a package that it imports is not installed."""
-    module, _, function = command.parser_entry.partition(":")
-    try:
-        parser: argparse.ArgumentParser = getattr(import_module(module), function)()
-    except ModuleNotFoundError:
-        return argparse.ArgumentParser(add_help=False)
+        try:
+            commands.choices[name] = resolve_name(COMMANDS[name].parser_entry)()
+        except ModuleNotFoundError:  # a package that the command imports is not installed
+            commands.choices[name] = argparse.ArgumentParser(add_help=False)
     return parser
 
 
@@ -101,17 +94,13 @@ class _Values(BaseCompleter):
         yield from (form for form in forms if _LITERAL.fullmatch(form))
         if action.type is Path or any(map(_PATH.fullmatch, forms)):
             yield from _paths(prefix)
-        elif _FOLDER in forms:
+        elif "MODEL" in forms:
             yield from (path for path in _paths(prefix) if path.endswith("/"))
 
 
 def _paths(prefix: str) -> Iterator[str]:
     """Yields the paths that begin with ``prefix``; those of directories end with a slash."""
     folder, start = os.path.split(prefix)
-    try:
-        entries = sorted(os.scandir(Path(folder).expanduser()), key=lambda entry: entry.name)
-    except (OSError, RuntimeError):  # no such directory, or no such user after ~
-        return
-    for entry in entries:
-        if entry.name.startswith(start) and (start.startswith(".") or not entry.name.startswith(".")):
-            yield os.path.join(folder, entry.name) + ("/" if entry.is_dir() else "")
+    found_in = os.path.expanduser(folder)
+    for name in sorted(glob(f"{escape(start)}*", root_dir=found_in)):
+        yield os.path.join(folder, name) + ("/" if os.path.isdir(os.path.join(found_in, name)) else "")

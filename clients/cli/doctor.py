@@ -20,16 +20,13 @@ _OPTIONAL = {
     "ray": "for replicas under Ray Serve",
 }
 """Extras that a service does not need, and their purpose."""
-_NEEDED = {"cpu": ("", "serve"), "reference": ("", "serve", "torch"), "cuda": ("", "serve", "torch", "cuda")}
-"""The extras whose packages each backend needs."""
-_INSTALLED_BY = {"cpu": "cpu", "reference": "torch", "cuda": "cuda"}
-"""The extra that installs all that a backend needs."""
+_EXTRAS = {"cpu": ("", "serve", "cpu"), "reference": ("", "serve", "torch"), "cuda": ("", "serve", "torch", "cuda")}
+"""The extras whose packages each backend needs. The last one installs them all."""
 _DISPENSABLE = {
     "transformers": "the tests compare results with it",
     "triton": "GPU kernels need it",
     "uvloop": "without it, the event loop takes twice as much CPU time",
 }
-_LOW_MEMORY = 2 << 30
 
 
 class FindingKind(Enum):
@@ -117,7 +114,7 @@ def _backend(machine: Machine, library: CpuLibrary) -> str:
 
 def _lacking(machine: Machine, library: CpuLibrary) -> tuple[list[Package], list[Package]]:
     """Returns the packages that the backend lacks: those that it cannot run without, and dispensable ones."""
-    extras = _NEEDED[_backend(machine, library)]
+    extras = _EXTRAS[_backend(machine, library)]
     lacking = [package for package in machine.missing() if package.extra in extras]
     needed = [package for package in lacking if package.name not in _DISPENSABLE]
     return needed, [package for package in lacking if package not in needed]
@@ -140,13 +137,10 @@ def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
     """Yields what is missing, then advice."""
     version = tuple(map(int, machine.python.split(".")[:2]))
     if not (3, 11) <= version < (3, 14):
-        yield Finding(
-            FindingKind.MISSING,
-            f"Python {machine.python} is not supported",
-            "create an environment with Python 3.11 to 3.13",
-        )
+        what = f"Python {machine.python} is not supported"
+        yield Finding(FindingKind.MISSING, what, "create an environment with Python 3.11 to 3.13")
     backend, (needed, dispensable) = _backend(machine, library), _lacking(machine, library)
-    install = install_command(_INSTALLED_BY[backend])
+    install = install_command(_EXTRAS[backend][-1])
     if needed:
         what = f"not installed: {', '.join(package.name for package in needed)}"
         if any(package.extra == "torch" for package in needed) and backend == "reference":
@@ -166,23 +160,17 @@ def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
             what = f"not installed: {', '.join(names)} ({purpose})"
             yield Finding(FindingKind.ADVICE, what, install_command(extra))
     if machine.gpu_problem or (has_gpu() and not machine.gpus):
-        yield Finding(
-            FindingKind.ADVICE,
-            f"the GPU cannot be used: {machine.gpu_problem}",
-            "repair the driver until nvidia-smi lists the GPU",
-        )
+        what = f"the GPU cannot be used: {machine.gpu_problem}"
+        yield Finding(FindingKind.ADVICE, what, "repair the driver until nvidia-smi lists the GPU")
     if machine.gpus and not machine.torch_has_cuda:
         if "torch" in {package.name for package in machine.missing()}:
             what, remedy = "torch is not installed", install_command("cuda")
         else:
             what, remedy = "this torch was built without CUDA", "install a build of torch with CUDA"
         yield Finding(FindingKind.ADVICE, f"{what}, so the GPU stays idle", remedy)
-    if machine.available_bytes < _LOW_MEMORY:
-        yield Finding(
-            FindingKind.ADVICE,
-            f"only {_gib(machine.available_bytes)} of memory is available",
-            "close other programs, or serve with a small --kv-cache-memory-bytes",
-        )
+    if machine.available_bytes < 2 << 30:
+        what = f"only {_gib(machine.available_bytes)} of memory is available"
+        yield Finding(FindingKind.ADVICE, what, "close other programs, or serve with a small --kv-cache-memory-bytes")
 
 
 def describe(machine: Machine, library: CpuLibrary, choice: BackendChoice, findings: list[Finding]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,14 +20,13 @@ from tqdm import tqdm
 from penstock.clients.cli.batch_files import FileResults, Results, StreamResults
 from penstock.clients.cli.batch_gateway import BatchGateway
 from penstock.clients.cli.batch_run import BatchRun
-from penstock.clients.cli.command_parser import CommandParser
+from penstock.clients.cli.command_parser import CommandParser, positive
 from penstock.clients.cli.options import ConnectionOptions, add_connection_flags, add_setting_flag, advised, connection
 from penstock.clients.client import AsyncClient
 from penstock.clients.constraints import add_constraint_flags, constraint_settings
 from penstock.clients.errors import PenstockError
 
 _LONGEST_LINE = 64 << 20
-_LOCAL_SERVICE = "penstock.service.app.embedded"
 
 _EPILOG = """\
 input line:  {"id": 1, "prompt": "Once upon a time", "max_tokens": 50, "temperature": 0}
@@ -51,7 +51,8 @@ examples:
 async def _read_lines(file: BinaryIO) -> AsyncIterator[bytes]:
     """Yields the lines of a file, or of a pipe without blocking the event loop. Raises PenstockError for a line that is
     too long."""
-    if not _is_pipe(file):
+    mode = os.fstat(file.fileno()).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or file.isatty()):
         for line in file:
             yield line
         return
@@ -67,11 +68,6 @@ async def _read_lines(file: BinaryIO) -> AsyncIterator[bytes]:
         transport.close()
 
 
-def _is_pipe(file: BinaryIO) -> bool:
-    mode = os.fstat(file.fileno()).st_mode
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or file.isatty()
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     parser = make_parser()
@@ -80,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     with _opened_input(arguments.input) as source, _results(arguments) as results:
         try:
-            with _service(parser, arguments, _serve_flags(parser, more)) as service:
+            with _service(parser, arguments, more) as service:
                 batch = asyncio.run(_run(arguments, service, source, results))
         except (KeyboardInterrupt, asyncio.CancelledError):
             print("\ninterrupted; run the same command again to resume", file=sys.stderr)
@@ -90,9 +86,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, more: list[str]) -> None:
-    """Refuses invalid combinations of arguments."""
+    """Refuses invalid combinations of arguments. ``more`` are flags of ``penstock serve``, which checks them."""
     if more and arguments.target is not None:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
+    for before, word in pairwise(["", *more]):
+        if not word.startswith("--") and (not before.startswith("--") or "=" in before):
+            parser.error(f"unrecognized arguments: {word}")
     if (arguments.model is None) == (arguments.target is None):
         parser.error("specify either a MODEL, to run it here, or the --target of a service")
     if arguments.output == "-" and (arguments.overwrite or arguments.retry_failed):
@@ -166,46 +165,22 @@ def _results(arguments: argparse.Namespace) -> Iterator[Results]:
 
 
 @contextmanager
-def _service(
-    parser: CommandParser, arguments: argparse.Namespace, flags: dict[str, object]
-) -> Iterator[ConnectionOptions]:
+def _service(parser: CommandParser, arguments: argparse.Namespace, more: list[str]) -> Iterator[ConnectionOptions]:
     """Yields the given service, or one that runs in this process meanwhile."""
     if arguments.target is not None:
         yield connection(arguments, arguments.target)
         return
     # Imported by name: the bare client has no server.
-    local_service = import_module(_LOCAL_SERVICE).local_service
+    local_service = import_module("penstock.service.app.embedded").local_service
     with ExitStack() as stack:
         try:
-            target = stack.enter_context(local_service(arguments.model, **flags))
+            target = stack.enter_context(local_service(arguments.model, *more))
         except PenstockError as error:  # a misspelt flag of this command is treated as one of penstock serve
             near = [f"{flag} instead of {name}" for name, flag in parser.misspelt_flags().items() if name in str(error)]
             if near:
                 raise PenstockError(f"{error}; or did you mean {' and '.join(near)}?") from None
             raise
         yield ConnectionOptions(target)
-
-
-def _serve_flags(parser: argparse.ArgumentParser, more: list[str]) -> dict[str, object]:
-    """Converts flags of ``penstock serve``, such as ``--max-model-len 4096``, to arguments of ``local_service``, which
-    checks them."""
-    flags: dict[str, object] = {}
-    words = list(more)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if name == word or not name:
-            parser.error(f"unrecognized arguments: {word}")
-        name = name.replace("-", "_")
-        if equals:
-            flags[name] = value
-        elif words and not words[0].startswith("--"):
-            flags[name] = words.pop(0)
-        elif name.startswith("no_"):
-            flags[name.removeprefix("no_")] = False
-        else:
-            flags[name] = True
-    return flags
 
 
 def _num_lines(file: BinaryIO) -> int | None:
@@ -239,7 +214,7 @@ def make_parser() -> CommandParser:
     add_setting_flag(parser, "an option for lines that do not set it, such as max_tokens=100; may be repeated")
     parser.add_argument(
         "--concurrency",
-        type=_positive,
+        type=positive,
         default=256,
         metavar="N",
         help="maximum number of concurrent requests (default: 256)",
@@ -253,9 +228,3 @@ def make_parser() -> CommandParser:
     add_constraint_flags(parser)
     add_connection_flags(parser, "use this running service instead")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return int(text)

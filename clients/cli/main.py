@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 
 from penstock.clients.cli.commands import COMMANDS, Command
 from penstock.clients.host.distribution import install_command, installed_version
@@ -92,9 +92,8 @@ def _run(name: str, command: Command, arguments: list[str]) -> int:
     from penstock.clients.errors import PenstockError
 
     program = f"penstock {name}"
-    module, _, function = command.entry.partition(":")
     try:
-        run: Callable[[list[str]], int] = getattr(import_module(module), function)
+        run: Callable[[list[str]], int] = resolve_name(command.entry)
         return run(arguments)
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 
 from penstock.clients.channel import DEFAULT_TARGET, Tls
+from penstock.clients.cli.command_parser import reporting
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, Unreachable
 from penstock.clients.requests import start_from_line
 
@@ -50,20 +51,13 @@ def add_connection_flags(
 
 def connection(arguments: argparse.Namespace, target: str) -> ConnectionOptions:
     """Reads the flags and the environment. Raises PenstockError if one of the files cannot be used."""
-    tls = tls_options(arguments)
-    return ConnectionOptions(target, _api_key(arguments.api_key_file), tls)
+    return ConnectionOptions(target, _api_key(arguments.api_key_file), tls_options(arguments))
 
 
 def tls_options(arguments: argparse.Namespace) -> Tls | None:
-    """Reads the flags for TLS; None without TLS. Raises PenstockError if one of the files cannot be used."""
-    _check_tls_files(arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
-    uses_tls = any((arguments.tls, arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name))
-    tls = Tls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name)
-    return tls if uses_tls else None
-
-
-def _check_tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> None:
-    """Raises PenstockError for unusable files, which gRPC would report as an unreachable service."""
+    """Reads the flags for TLS; None without TLS. Raises PenstockError for unusable files, which gRPC would report as an
+    unreachable service."""
+    ca, certificate, key = arguments.tls_ca, arguments.tls_cert, arguments.tls_key
     for flag, path in (("--tls-ca", ca), ("--tls-cert", certificate), ("--tls-key", key)):
         if path is not None:
             _read(flag, path)
@@ -84,6 +78,16 @@ def _check_tls_files(ca: Path | None, certificate: Path | None, key: Path | None
                 f"--tls-cert, --tls-key: {certificate} and {key} cannot be used; they must be a certificate and its "
                 "own private key, both in PEM, the key without a passphrase"
             ) from None
+    tls = Tls(ca, certificate, key, arguments.tls_server_name)
+    return tls if any((arguments.tls, *vars(tls).values())) else None
+
+
+def ssl_context(tls: Tls) -> ssl.SSLContext:
+    """Returns ``tls`` as the standard library takes it. Raises OSError for unusable files."""
+    context = ssl.create_default_context(cafile=tls.ca)
+    if tls.certificate is not None:
+        context.load_cert_chain(tls.certificate, tls.key)
+    return context
 
 
 def add_admin_flags(parser: argparse.ArgumentParser) -> None:
@@ -125,15 +129,14 @@ def advised() -> Iterator[None]:
 
 def add_setting_flag(parser: argparse.ArgumentParser, explanation: str) -> None:
     """Adds ``--set NAME=VALUE``, which stores pairs in ``settings``."""
-
-    def read(text: str) -> tuple[str, object]:
-        try:
-            return setting(text)
-        except InvalidOption as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
     parser.add_argument(
-        "--set", action="append", type=read, default=[], dest="settings", metavar="NAME=VALUE", help=explanation
+        "--set",
+        action="append",
+        type=reporting(setting),
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help=explanation,
     )
 
 
@@ -143,19 +146,23 @@ def default_target() -> str:
 
 
 def setting(text: str) -> tuple[str, object]:
-    """Parses a request option from ``name=value``, with the value as JSON or plain text; ``name=`` is None, the
-    default. Raises InvalidOption."""
+    """Parses a request option from ``name=value``; None is its default. Raises InvalidOption."""
+    name, value = name_and_value(text)
+    start_from_line({"prompt": "-", name: value}, {})
+    return name, value
+
+
+def name_and_value(text: str) -> tuple[str, object]:
+    """Parses ``name=value``, with the value as JSON or plain text; ``name=`` is None. Raises InvalidOption."""
     name, equals, written = (part.strip() for part in text.partition("="))
-    if not equals:
+    if not (name and equals):
         raise InvalidOption(name or "name", "write it as name=value, such as temperature=0.7")
     try:
-        value = json.loads(written) if written else None
+        return name, json.loads(written) if written else None
     except RecursionError:
         raise InvalidOption(name, "nested too deeply") from None
     except ValueError:
-        value = written
-    start_from_line({"prompt": "-", name: value}, {})
-    return name, value
+        return name, written
 
 
 def _api_key(path: Path | None) -> str | None:

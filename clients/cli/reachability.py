@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import grpc
 
 from penstock.clients.channel import Tls
-from penstock.clients.cli.options import KEY_VARIABLE, ConnectionOptions
+from penstock.clients.cli.options import KEY_VARIABLE, ConnectionOptions, ssl_context
 from penstock.clients.client import AsyncClient
-from penstock.clients.errors import PenstockError, RequestFailed
+from penstock.clients.errors import RequestFailed
 
 STEP_TIMEOUT_S = 5.0
-_DEFAULT_PORT = 443
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Reached:
 
 
 def reach(service: ConnectionOptions) -> Reached:
-    """Checks each step up to a call. Raises PenstockError if a TLS file cannot be read."""
+    """Checks each step up to a call."""
     return _connect(service) or asyncio.run(_call(service))
 
 
@@ -56,11 +55,8 @@ def _connect(service: ConnectionOptions) -> Reached | None:
 
 
 def _shake_hands(plain: socket.socket, tls: Tls, name: str) -> Reached | None:
-    try:
-        context = _context(tls)
-    except OSError as error:
-        problem = f"they are not PEM files that belong together ({error})"
-        raise PenstockError(f"--tls-ca, --tls-cert, --tls-key: {problem}") from None
+    context = ssl_context(tls)
+    context.set_alpn_protocols(["h2"])
     try:
         with context.wrap_socket(plain, server_hostname=name) as secured:
             if not secured.recv(1):  # the service's first bytes, or its refusal of the client's certificate
@@ -127,16 +123,8 @@ def _speaks_tls(target: str) -> bool:
     return False
 
 
-def _context(tls: Tls) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=tls.ca)
-    context.set_alpn_protocols(["h2"])
-    if tls.certificate is not None:
-        context.load_cert_chain(tls.certificate, tls.key)
-    return context
-
-
 def _host_port(target: str) -> tuple[str, int]:
     host, colon, port = target.removeprefix("dns:///").removeprefix("dns:").rpartition(":")
     if not (colon and port.isdigit()):
-        return target.strip("[]"), _DEFAULT_PORT
+        return target.strip("[]"), 443  # gRPC's default
     return host.strip("[]"), int(port)

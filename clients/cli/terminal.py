@@ -41,7 +41,6 @@ class Screen:
         self._print(text, _DIM)
 
     def error(self, text: str) -> None:
-        """Shows an error."""
         self._print(text, _RED)
 
     def _print(self, text: str, colour: str) -> None:

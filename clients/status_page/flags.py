@@ -1,9 +1,9 @@
 """The flags of ``penstock status-page``. This module imports no web framework, so that shells complete the flags
 fast."""
 
-from penstock.clients.cli.command_parser import CommandParser
+from penstock.clients.cli.command_parser import CommandParser, reporting
 from penstock.clients.cli.options import ADMIN_VARIABLE, DEFAULT_ADMIN, add_connection_flags
-from penstock.clients.gateway.server.flags import add_listener_flags, listed
+from penstock.clients.gateway.server.flags import add_listener_flags
 from penstock.clients.host.allowed_hosts import read_hosts
 
 _EXAMPLES = """\
@@ -36,7 +36,7 @@ def make_parser() -> CommandParser:
     flags = parser.add_argument_group("HTTP")
     add_listener_flags(flags, default_port=8001)
     flags.add_argument(
-        "--allowed-hosts", type=listed(read_hosts), default=(), metavar="NAMES",
+        "--allowed-hosts", type=reporting(read_hosts), default=(), metavar="NAMES",
         help="further host names of the page, separated by commas, such as ops.example.com or *.example.com; * is any "
         "name. If the service needs no key, requests with another Host are refused (default: addresses, names without "
         "a dot and this machine's name)",

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -24,7 +24,7 @@ from penstock.service.config.flags import ConfigError
 _CHILD = "import sys; from penstock.service.app.embedded import main; main(*sys.argv[1:])"
 _END_TIMEOUT_S = 15.0
 _TICK_S = 0.1
-_NOT_FOR_LOCAL = ("config", "host", "listen", "model", "port")
+_NOT_FOR_LOCAL = ("--config", "--host", "--listen", "--model", "--port")
 
 
 class LocalServiceError(PenstockError):
@@ -32,12 +32,17 @@ class LocalServiceError(PenstockError):
 
 
 @contextmanager
-def local_service(model: str = "demo", **flags: object) -> Iterator[str]:
-    """Starts a service and yields its target. ``flags`` are those of ``penstock serve``, such as ``max_num_seqs=64``.
+def local_service(model: str = "demo", *written: str, **flags: object) -> Iterator[str]:
+    """Starts a service and yields its target. ``flags`` are those of ``penstock serve``, such as ``max_num_seqs=64``;
+    ``written`` are more of them, as on a command line.
 
     Raises LocalServiceError. On exit the service ends, even if requests are running.
     """
-    arguments = _arguments(model, flags)
+    arguments = [f"--model={model}", *_arguments(written, flags)]
+    try:
+        parse_config(arguments)
+    except ConfigError as error:
+        raise LocalServiceError(str(error)) from None
     with private_directory() as directory:
         target = f"unix:{directory / 'socket'}"
         log = directory / "log"
@@ -70,13 +75,11 @@ def main(directory: str, *arguments: str) -> NoReturn:
     end_process(status)
 
 
-def _arguments(model: str, flags: dict[str, object]) -> list[str]:
-    """Returns the child's command line. Checks it before the child starts. Raises LocalServiceError."""
-    arguments = [f"--model={model}"]
+def _arguments(written: Sequence[str], flags: dict[str, object]) -> list[str]:
+    """Returns the flags of the child's command line. Raises LocalServiceError for one that it cannot have."""
+    arguments: list[str] = []
     for name, value in {"admin_listen": "off", "log_level": "warning", **flags}.items():
         flag = f"--{name.replace('_', '-')}"
-        if name in _NOT_FOR_LOCAL:
-            raise LocalServiceError(f"{flag}: a private service has its own socket and no configuration file; omit it")
         if value is False:
             arguments.append(flag.replace("--", "--no-", 1))
         elif value is True:
@@ -85,10 +88,10 @@ def _arguments(model: str, flags: dict[str, object]) -> list[str]:
             arguments.append(f"{flag}={json.dumps(value)}")
         elif value is not None:
             arguments.append(f"{flag}={value}")
-    try:
-        parse_config(arguments)
-    except ConfigError as error:
-        raise LocalServiceError(str(error)) from None
+    arguments += written
+    for flag in (argument.partition("=")[0] for argument in arguments):
+        if flag in _NOT_FOR_LOCAL:
+            raise LocalServiceError(f"{flag}: a private service has its own socket and no configuration file; omit it")
     return arguments
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.clients.bench.report import quantile
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.v1 import generation_pb2 as pb
 
@@ -162,7 +163,7 @@ def run_client(port: int, num_streams: int, seconds: float) -> Measured:
             for delta in kind.FromString(payload).deltas:
                 times[stream, delta.ref].append(at)
                 num_tokens += len(delta.token_ids)
-    gaps = [[1e3 * (b - a) for a, b in itertools.pairwise(seen)] for seen in times.values()]
+    gaps = [sorted(1e3 * (b - a) for a, b in itertools.pairwise(seen)) for seen in times.values()]
     return Measured(num_tokens / (now - begun), [quantile(g, 0.5) for g in gaps], [quantile(g, 0.99) for g in gaps])
 
 
@@ -244,11 +245,6 @@ class Connection:
 
     def _send(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         self._socket.sendall(struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """0 to 1."""
-    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 if __name__ == "__main__":

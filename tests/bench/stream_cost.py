@@ -23,6 +23,7 @@ import grpc
 import tokenizers
 import uvloop
 
+from penstock.clients.bench.report import quantile
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import StepPlan, StepResult
@@ -160,7 +161,8 @@ async def stream_cost(num_streams: int, seconds: float) -> str:
     num_tokens = int((seconds + 30) * STEPS_PER_SECOND)
     task = {"num_streams": num_streams, "requests_each": NUM_REQUESTS // num_streams, "num_tokens": num_tokens}
     await with_service(measure, [task])
-    p50, p99 = quantile(MeasuredOutbox.waits, 0.5), quantile(MeasuredOutbox.waits, 0.99)
+    waits = sorted(MeasuredOutbox.waits)
+    p50, p99 = quantile(waits, 0.5), quantile(waits, 0.99)
     return (
         f"{measured['loop']:8.1%}{measured['process']:9.1%}{measured['messages']:12,.0f}{measured['tokens']:10,.0f}"
         f"{p50 * 1e3:18.2f} ms{p99 * 1e3:6.2f} ms"
@@ -259,11 +261,6 @@ def byte_tokenizer(directory: Path) -> Tokenizer:
     library.decoder = tokenizers.decoders.ByteLevel()
     library.save(str(directory / "tokenizer.json"))
     return Tokenizer.load(directory)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """0 to 1."""
-    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 if __name__ == "__main__":

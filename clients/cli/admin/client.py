@@ -1,5 +1,6 @@
 """Calls AdminService for the operators' commands, with errors that contain a remedy."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -8,7 +9,8 @@ import grpc
 
 from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.cli.options import ADMIN_VARIABLE, ConnectionOptions, advised
-from penstock.clients.errors import PenstockError, RequestFailed, Unreachable, failure_from_call
+from penstock.clients.errors import PenstockError, Unreachable, failure_from_call
+from penstock.v1 import admin_pb2 as pb
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 
 _TIMEOUT_S = 10.0
@@ -16,7 +18,7 @@ _TIMEOUT_S = 10.0
 
 
 class AdminClient:
-    """The admin API of one service."""
+    """The admin API of one service. All methods raise PenstockError."""
 
     def __init__(self, channel: grpc.aio.Channel, service: ConnectionOptions) -> None:
         self._stub: Any = AdminServiceStub(channel)
@@ -26,22 +28,23 @@ class AdminClient:
     @classmethod
     @asynccontextmanager
     async def opened(cls, service: ConnectionOptions) -> AsyncIterator["AdminClient"]:
-        """Opens a client with its own channel. Raises PenstockError."""
+        """Opens a client with its own channel."""
         async with open_channel(service.target, service.tls) as channel:
             yield cls(channel, service)
 
     async def call(self, method: str, request: Any, timeout_s: float = _TIMEOUT_S) -> Any:
-        """Calls a unary method, such as ``Drain``. Raises PenstockError."""
+        """Calls a unary method, such as ``Drain``."""
         with self._explained():
             return await getattr(self._stub, method)(request, metadata=self._metadata, timeout=timeout_s)
 
-    async def watch(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
-        """Yields the messages of a streaming method, such as ``WatchStats``. Raises PenstockError."""
+    async def watch_stats(self, interval_s: float) -> AsyncGenerator[pb.WatchStatsResponse, None]:
+        """Yields statistics until the service ends."""
         with self._explained():
-            call = getattr(self._stub, method)(request, metadata=self._metadata)
+            request = pb.WatchStatsRequest(interval_ms=round(interval_s * 1000))
+            call = self._stub.WatchStats(request, metadata=self._metadata)
             try:
-                async for answer in call:
-                    yield answer
+                async for stats in call:
+                    yield stats
             finally:
                 call.cancel()
 
@@ -51,18 +54,25 @@ class AdminClient:
             try:
                 yield
             except grpc.aio.AioRpcError as error:
-                raise _explained(failure_from_call(error, self._target), self._target) from None
+                failure = failure_from_call(error, self._target)
+                if isinstance(failure, Unreachable) and not failure.speaks_no_tls:
+                    raise PenstockError(
+                        f"{failure.message}\npass the address of the admin listener: --admin HOST:PORT, or "
+                        f"${ADMIN_VARIABLE}; penstock serve prints it"
+                    ) from None
+                if failure.code is grpc.StatusCode.UNIMPLEMENTED:
+                    raise PenstockError(
+                        f"{self._target} is not the admin listener of a penstock service, which is separate from the "
+                        "callers'; penstock serve prints both addresses"
+                    ) from None
+                raise failure from None
 
 
-def _explained(failure: RequestFailed, target: str) -> PenstockError:
-    if isinstance(failure, Unreachable) and not failure.speaks_no_tls:
-        return PenstockError(
-            f"{failure.message}\npass the address of the admin listener: --admin HOST:PORT, or ${ADMIN_VARIABLE}; "
-            "penstock serve prints it"
-        )
-    if failure.code is grpc.StatusCode.UNIMPLEMENTED:
-        return PenstockError(
-            f"{target} is not the admin listener of a penstock service, which is separate from the callers'; "
-            "penstock serve prints both addresses"
-        )
-    return failure
+def call_admin(service: ConnectionOptions, method: str, request: Any, timeout_s: float = _TIMEOUT_S) -> Any:
+    """Calls one unary method. Raises PenstockError."""
+
+    async def call() -> Any:
+        async with AdminClient.opened(service) as client:
+            return await client.call(method, request, timeout_s)
+
+    return asyncio.run(call())

@@ -11,13 +11,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from penstock.clients.cli.admin.client import AdminClient
+from penstock.clients.cli.admin.client import AdminClient, call_admin
+from penstock.clients.cli.as_dict import as_dict
 from penstock.clients.cli.command_parser import CommandParser, nearest
 from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, RequestFailed, shown
 from penstock.v1 import admin_pb2 as pb
 
-_WAIT_INTERVAL_MS = 250
 _PREFIX = "SCHEDULING_POLICY_"
 _POLICIES = {name.removeprefix(_PREFIX).lower(): number for name, number in pb.SchedulingPolicy.items() if number != 0}
 _LIMITS: Mapping[str, str] = {
@@ -58,7 +58,12 @@ made or none, and no request is lost. Changes last until the service stops; to k
 def drain(argv: list[str] | None = None) -> int:
     """Runs ``penstock drain`` and returns its exit status."""
     arguments = drain_parser().parse_args(argv)
-    asyncio.run(_resume(arguments) if arguments.resume else _drain(arguments))
+    service = admin_connection(arguments)
+    if arguments.resume:
+        call_admin(service, "Resume", pb.ResumeRequest())
+        print("new requests are accepted")
+    else:
+        asyncio.run(_drain(service, arguments.wait))
     return 0
 
 
@@ -74,7 +79,7 @@ def drain_parser() -> argparse.ArgumentParser:
 def flush_cache(argv: list[str] | None = None) -> int:
     """Runs ``penstock flush-cache`` and returns its exit status."""
     arguments = flush_cache_parser().parse_args(argv)
-    answer = asyncio.run(_call(admin_connection(arguments), "FlushCache", pb.FlushCacheRequest()))
+    answer = call_admin(admin_connection(arguments), "FlushCache", pb.FlushCacheRequest())
     print(f"{answer.flushed_blocks:,} blocks dropped")
     return 0
 
@@ -91,30 +96,21 @@ def settings(argv: list[str] | None = None) -> int:
     service = admin_connection(arguments)
     if request.ByteSize():
         try:
-            answer = asyncio.run(_call(service, "UpdateSettings", request))
+            answer = call_admin(service, "UpdateSettings", request)
         except RequestFailed as failure:
             raise _in_flags(failure, arguments) from None
     else:
-        answer = asyncio.run(_call(service, "GetSettings", pb.GetSettingsRequest()))
-    print(json.dumps(_as_dict(answer.settings), indent=2) if arguments.json else _as_table(answer.settings))
+        answer = call_admin(service, "GetSettings", pb.GetSettingsRequest())
+    plain = _plain(answer.settings)
+    print(json.dumps(plain, indent=2) if arguments.json else _as_table(plain))
     return 0
 
 
-async def _call(service: ConnectionOptions, method: str, request: Any) -> Any:
+async def _drain(service: ConnectionOptions, wait: bool) -> None:
     async with AdminClient.opened(service) as client:
-        return await client.call(method, request)
-
-
-async def _resume(arguments: argparse.Namespace) -> None:
-    await _call(admin_connection(arguments), "Resume", pb.ResumeRequest())
-    print("new requests are accepted")
-
-
-async def _drain(arguments: argparse.Namespace) -> None:
-    async with AdminClient.opened(admin_connection(arguments)) as client:
         live: int = (await client.call("Drain", pb.DrainRequest())).live_requests
         print(f"new requests are refused; {live:,} {'is' if live == 1 else 'are'} still running", flush=True)
-        if arguments.wait:
+        if wait:
             await _wait(client, live)
             print("no request is left")
 
@@ -122,20 +118,16 @@ async def _drain(arguments: argparse.Namespace) -> None:
 async def _wait(client: AdminClient, live: int) -> None:
     """Waits until no request is live, with a progress bar on a terminal. Raises PenstockError if the service is
     resumed."""
-    answers = client.watch("WatchStats", pb.WatchStatsRequest(interval_ms=_WAIT_INTERVAL_MS))
     progress = tqdm(total=live, unit=" requests", leave=False, disable=not sys.stderr.isatty(), file=sys.stderr)
     with progress:
-        async with aclosing(answers) as watched:
-            async for stats in watched:
+        async with aclosing(client.watch_stats(interval_s=0.25)) as answers:
+            async for stats in answers:
                 progress.update(live - stats.live_requests - progress.n)
                 if not stats.live_requests:
                     return
                 if stats.state == pb.ENGINE_STATE_SERVING:
                     raise PenstockError("the service accepts requests again: it was resumed")
     raise PenstockError("the service stopped before the last request ended")
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
 
 
 def settings_parser() -> argparse.ArgumentParser:
@@ -145,6 +137,7 @@ def settings_parser() -> argparse.ArgumentParser:
     changes.add_argument("--policy", choices=list(_POLICIES), help="which requests run first")
     changes.add_argument(
         "--target-itl",
+        dest="target_itl_ms",
         type=float,
         metavar="MS",
         help="target time between a stream's tokens, met by computing prompts in chunks; 0: the service decides",
@@ -168,16 +161,12 @@ def settings_parser() -> argparse.ArgumentParser:
 
 
 def _update(arguments: argparse.Namespace) -> pb.UpdateSettingsRequest:
-    request = pb.UpdateSettingsRequest(forget_tenants=arguments.forget_tenant)
-    if arguments.policy is not None:
-        request.policy = _POLICIES[arguments.policy]
-    if arguments.target_itl is not None:
-        _set(request, "target_itl_ms", arguments.target_itl, "--target-itl")
-    for name in _LIMITS:
-        if getattr(arguments, name) is not None:
-            _set(request, name, getattr(arguments, name), _FLAGS[name])
-    for name, written in arguments.tenant:
-        request.tenants.append(_tenant(f"--tenant {name}", name, written))
+    policy = _POLICIES.get(arguments.policy, pb.SCHEDULING_POLICY_UNSPECIFIED)
+    request = pb.UpdateSettingsRequest(policy=policy, forget_tenants=arguments.forget_tenant)
+    for name in ("target_itl_ms", *_LIMITS):
+        if (number := getattr(arguments, name)) is not None:
+            _set(request, name, number, _FLAGS[name])
+    request.tenants.extend(_tenant(f"--tenant {name}", name, written) for name, written in arguments.tenant)
     if arguments.default_tenant is not None:
         request.default_tenant.CopyFrom(_tenant("--default-tenant", "", arguments.default_tenant))
     return request
@@ -228,40 +217,30 @@ def _in_flags(failure: RequestFailed, arguments: argparse.Namespace) -> Penstock
     return PenstockError(f"{flag}:{inner} {problem}")
 
 
-def _as_dict(settings: pb.Settings) -> dict[str, Any]:
-    return {
-        "policy": _policy(settings),
-        **{name: getattr(settings, name) for name in _LIMITS},
-        "target_itl_ms": settings.target_itl_ms or None,
-        "default_tenant": _tenant_dict(settings.default_tenant),
-        "tenants": {tenant.tenant: _tenant_dict(tenant) for tenant in settings.tenants},
-    }
+def _plain(settings: pb.Settings) -> dict[str, Any]:
+    """Converts settings for JSON: tenants by name, and None for what has no limit."""
+    plain = as_dict(settings)
+    plain["target_itl_ms"] = plain["target_itl_ms"] or None
+    del plain["default_tenant"]["tenant"]
+    plain["tenants"] = {tenant.pop("tenant"): tenant for tenant in plain["tenants"]}
+    return plain
 
 
-def _tenant_dict(tenant: pb.TenantSettings) -> dict[str, float | None]:
-    given = {descriptor.name: value for descriptor, value in tenant.ListFields()}
-    return {name: given.get(name) for name in ("weight", *_CAPS)}
-
-
-def _as_table(settings: pb.Settings) -> str:
+def _as_table(plain: dict[str, Any]) -> str:
+    target_itl_ms = plain["target_itl_ms"]
     rows = [
-        ("policy", _policy(settings)),
-        *((_key(name), f"{getattr(settings, name):,}") for name in _LIMITS),
-        ("target-itl", f"{settings.target_itl_ms:g} ms" if settings.target_itl_ms else "auto"),
+        ("policy", plain["policy"]),
+        *((_key(name), f"{plain[name]:,}") for name in _LIMITS),
+        ("target-itl", f"{target_itl_ms:g} ms" if target_itl_ms else "auto"),
     ]
     lines = [f"{name:22}  {value}" for name, value in rows]
-    tenants = [("(all others)", settings.default_tenant), *((tenant.tenant, tenant) for tenant in settings.tenants)]
-    width = max(len("tenant"), *(len(name) for name, _ in tenants))
+    tenants = {"(all others)": plain["default_tenant"], **plain["tenants"]}
+    width = max(len(name) for name in ("tenant", *tenants))
     lines += ["", "  ".join([f"{'tenant':{width}}", "weight", *map(_key, _CAPS)])]
-    for name, tenant in tenants:
-        values = _tenant_dict(tenant)
-        cells = [f"{'none' if values[cap] is None else f'{values[cap]:,}':>{len(cap)}}" for cap in _CAPS]
-        lines.append("  ".join([f"{name:{width}}", f"{tenant.weight:6g}", *cells]))
+    for name, tenant in tenants.items():
+        cells = [f"{'none' if tenant[cap] is None else f'{tenant[cap]:,}':>{len(cap)}}" for cap in _CAPS]
+        lines.append("  ".join([f"{name:{width}}", f"{tenant['weight']:6g}", *cells]))
     return "\n".join(lines)
-
-
-def _policy(settings: pb.Settings) -> str:
-    return pb.SchedulingPolicy.Name(settings.policy).removeprefix(_PREFIX).lower()
 
 
 def _key(name: str) -> str:

@@ -1,17 +1,16 @@
 """``penstock explain``: what a request waited for, which steps it was in, and where its time went."""
 
-import asyncio
 import json
 import os
 import sys
 
 import grpc
 
-from penstock.clients.cli.admin.client import AdminClient
-from penstock.clients.cli.admin.timeline_view import describe
+from penstock.clients.cli.admin.client import call_admin
+from penstock.clients.cli.admin.timeline_view import TimelineView
 from penstock.clients.cli.as_dict import as_dict
 from penstock.clients.cli.command_parser import CommandParser
-from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
+from penstock.clients.cli.options import add_admin_flags, admin_connection
 from penstock.clients.cli.terminal import shows
 from penstock.clients.errors import PenstockError, RequestFailed
 from penstock.v1 import admin_pb2 as pb
@@ -31,12 +30,18 @@ in the log, and in every error that penstock chat shows. Only live requests and 
 def main(argv: list[str]) -> int:
     """Runs the command; the status is 1 if the request is unknown."""
     arguments = make_parser().parse_args(argv)
-    response = asyncio.run(_fetch(admin_connection(arguments), arguments.id))
+    try:
+        request = pb.ExplainRequest(request_id=arguments.id)
+        response = call_admin(admin_connection(arguments), "Explain", request)
+    except RequestFailed as failure:
+        if failure.code is grpc.StatusCode.NOT_FOUND:
+            raise PenstockError(f"{arguments.id}: {failure.message}") from None
+        raise
     if arguments.json:
         print(json.dumps(as_dict(response), indent=2))
         return 0
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    for line in describe(response, colours=colours, unicode=shows("░▒▓█◆", sys.stdout)):
+    for line in TimelineView(response, colours=colours, unicode=shows("░▒▓█◆", sys.stdout)).lines():
         print(line.rstrip())
     return 0
 
@@ -52,14 +57,3 @@ def make_parser() -> CommandParser:
     parser.add_argument("--json", action="store_true", help="print JSON (default: a timeline)")
     add_admin_flags(parser)
     return parser
-
-
-async def _fetch(service: ConnectionOptions, request_id: str) -> pb.ExplainResponse:
-    async with AdminClient.opened(service) as client:
-        try:
-            response: pb.ExplainResponse = await client.call("Explain", pb.ExplainRequest(request_id=request_id))
-        except RequestFailed as failure:
-            if failure.code is grpc.StatusCode.NOT_FOUND:
-                raise PenstockError(f"{request_id}: {failure.message}") from None
-            raise
-        return response

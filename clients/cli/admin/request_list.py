@@ -13,16 +13,9 @@ HEADER = f"{'request':26}  {'state':10}  {'age, s':>9}  {'prompt':>8}  {'output'
 
 def request_line(request: pb.LiveRequest) -> str:
     """Formats one request. The output of several choices is their sum."""
-    tokens = [f"{number:8,}" for number in (request.prompt_tokens, request.output_tokens)]
-    choices = f" x {request.num_choices}" if request.num_choices > 1 else ""
+    at_most = f"{request.max_tokens:,}" + (f" x {request.num_choices}" if request.num_choices > 1 else "")
     own_id = f"  {request.client_request_id}" if request.client_request_id else ""
-    return "  ".join(
-        (
-            f"{request.request_id:26}",
-            f"{_NAMES.get(request.state, '?'):10}",
-            f"{request.age_ms / 1000:9,.1f}",
-            *tokens,
-            f"{f'{request.max_tokens:,}{choices}':>8}",
-            f"{request.tenant}{own_id}",
-        )
+    return (
+        f"{request.request_id:26}  {_NAMES.get(request.state, '?'):10}  {request.age_ms / 1000:9,.1f}  "
+        f"{request.prompt_tokens:8,}  {request.output_tokens:8,}  {at_most:>8}  {request.tenant}{own_id}"
     )

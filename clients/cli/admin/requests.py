@@ -4,13 +4,11 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
-from typing import Any
 
-from penstock.clients.cli.admin.client import AdminClient
+from penstock.clients.cli.admin.client import AdminClient, call_admin
 from penstock.clients.cli.admin.request_list import HEADER, STATES, request_line
 from penstock.clients.cli.as_dict import as_dict
-from penstock.clients.cli.command_parser import CommandParser
+from penstock.clients.cli.command_parser import CommandParser, number_where
 from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, shown
 from penstock.v1 import admin_pb2 as pb
@@ -18,7 +16,6 @@ from penstock.v1 import admin_pb2 as pb
 _MAX_LISTED = 1000
 """The service's limit on the requests in a page, and on the ids of one call."""
 _MAX_NAME = 64
-_MAX_AGE_S = 1e9
 _CANCEL_TIMEOUT_S = 600.0
 """The deadline of a call that may cancel a hundred thousand requests."""
 
@@ -45,12 +42,12 @@ names no live request; the others are still cancelled.
 
 def list_requests(argv: list[str] | None = None) -> int:
     """Runs ``penstock requests`` and returns its exit status."""
-    arguments = requests_parser().parse_args(argv)
+    arguments = list_requests_parser().parse_args(argv)
     asyncio.run(_list(admin_connection(arguments), _filter(arguments), arguments.json))
     return 0
 
 
-def requests_parser() -> CommandParser:
+def list_requests_parser() -> CommandParser:
     """Defines the flags of ``penstock requests``."""
     parser = CommandParser(
         "requests", "Lists the live requests of a running service, the oldest first.", _REQUESTS_EPILOG
@@ -74,7 +71,7 @@ def cancel(argv: list[str] | None = None) -> int:
     if not arguments.yes and not _is_confirmed(service, wanted):
         return 1
     request = pb.CancelRequestsRequest(filter=wanted)
-    _report(asyncio.run(_call(service, "CancelRequests", request)).cancelled_requests)
+    _report(call_admin(service, "CancelRequests", request, _CANCEL_TIMEOUT_S).cancelled_requests)
     return 0
 
 
@@ -95,8 +92,9 @@ def _add_filter(flags: argparse._ArgumentGroup) -> None:
     flags.add_argument(
         "--state", action="append", default=[], choices=list(STATES), help="those in this state; may be repeated"
     )
+    seconds = number_where(lambda value: 0 <= value <= 1e9, "must be a number of seconds, from 0; it is {0!r}")
     flags.add_argument(
-        "--min-age", type=_seconds, default=0.0, metavar="SECONDS", help="those that arrived at least this long ago"
+        "--min-age", type=seconds, default=0.0, metavar="SECONDS", help="those that arrived at least this long ago"
     )
 
 
@@ -109,28 +107,17 @@ def _filter(arguments: argparse.Namespace) -> pb.RequestFilter:
 
 
 async def _list(service: ConnectionOptions, wanted: pb.RequestFilter, as_json: bool) -> None:
+    request = pb.ListRequestsRequest(filter=wanted, page_size=_MAX_LISTED)
     async with AdminClient.opened(service) as client:
         if not as_json:
             print(HEADER)
-        async for request in _all(client, wanted):
-            print(json.dumps(as_dict(request)) if as_json else request_line(request))
-
-
-async def _all(client: AdminClient, wanted: pb.RequestFilter) -> AsyncIterator[pb.LiveRequest]:
-    """Yields the live requests, a page at a time. Raises PenstockError."""
-    page = pb.ListRequestsResponse()
-    while True:
-        request = pb.ListRequestsRequest(filter=wanted, page_size=_MAX_LISTED, page_token=page.next_page_token)
-        page = await client.call("ListRequests", request)
-        for live in page.requests:
-            yield live
-        if not page.next_page_token:
-            return
-
-
-async def _call(service: ConnectionOptions, method: str, request: object) -> Any:
-    async with AdminClient.opened(service) as client:
-        return await client.call(method, request, _CANCEL_TIMEOUT_S)
+        while True:
+            page = await client.call("ListRequests", request)
+            for live in page.requests:
+                print(json.dumps(as_dict(live)) if as_json else request_line(live))
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
 
 async def _cancel_ids(service: ConnectionOptions, ids: list[str]) -> int:
@@ -152,7 +139,7 @@ def _is_confirmed(service: ConnectionOptions, wanted: pb.RequestFilter) -> bool:
     """Lets the operator confirm that all requests that match are cancelled. Raises PenstockError without a terminal."""
     if not sys.stdin.isatty():
         raise PenstockError("the input is not a terminal, so cancelling cannot be confirmed; pass --yes")
-    page = asyncio.run(_call(service, "ListRequests", pb.ListRequestsRequest(filter=wanted, page_size=_MAX_LISTED)))
+    page = call_admin(service, "ListRequests", pb.ListRequestsRequest(filter=wanted, page_size=_MAX_LISTED))
     number = "more than 1,000" if page.next_page_token else f"{len(page.requests):,}"
     try:
         answer = input(f"cancel {number} request{'' if number == '1' else 's'}? [y/N] ")
@@ -173,13 +160,3 @@ def _name(text: str) -> str:
     if not (1 <= len(text) <= _MAX_NAME and text.isascii()):
         raise argparse.ArgumentTypeError(f"must be 1 to {_MAX_NAME} ASCII characters; it is {shown(text)}")
     return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= _MAX_AGE_S:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, from 0; it is {shown(text)}")
-    return seconds

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from penstock.v1 import admin_pb2 as pb
 
 _BAR_WIDTH = 30
 _SPARKS = "▁▂▃▄▅▆▇█"
-_STATE_PREFIX = "ENGINE_STATE_"
-_TITLE_WIDTH = 10
 _PERIODS: tuple[tuple[str, Literal["last_10s", "last_60s"]], ...] = (("10 s", "last_10s"), ("60 s", "last_60s"))
 
 
@@ -54,7 +53,7 @@ class Rates:
 
 def state_name(stats: pb.WatchStatsResponse) -> str:
     """Returns the state's name, such as SERVING or RECOVERING."""
-    return pb.EngineState.Name(stats.state).removeprefix(_STATE_PREFIX)
+    return pb.EngineState.Name(stats.state).removeprefix("ENGINE_STATE_")
 
 
 def line(stats: pb.WatchStatsResponse, rates: Rates) -> str:
@@ -99,11 +98,8 @@ def dashboard(
         yield _row(
             "", f"{stats.host_blocks:,} blocks in host memory; {stats.restored_tokens:,} tokens came back from it"
         )
-    if stats.HasField("predicted_ttft_ms"):
-        predicted = f"a short request's is predicted after {stats.predicted_ttft_ms:,} ms"
-    else:
-        predicted = "nothing is known yet"
-    yield _row("1st token", predicted)
+    predicted = f"a short request's is predicted after {stats.predicted_ttft_ms:,} ms"
+    yield _row("1st token", predicted if stats.HasField("predicted_ttft_ms") else "nothing is known yet")
     lag = stats.loop_lag
     late = f"late by {_ms(lag.p50_us)} at the median, {_ms(lag.p99_us)} at p99, {_ms(lag.max_us)} at most"
     yield _row("loop", late if stats.HasField("loop_lag") else "nothing is known yet")
@@ -196,7 +192,7 @@ def _ms(us: int) -> str:
 
 
 def _row(title: str, text: str) -> str:
-    return f"{title:{_TITLE_WIDTH}} {text}"
+    return f"{title:10} {text}"
 
 
 def _bar(share: float, unicode: bool) -> str:
@@ -212,5 +208,4 @@ def _sparks(history: Sequence[float]) -> str:
 
 def _uptime(seconds: int) -> str:
     days, rest = divmod(seconds, 86_400)
-    hours, rest = divmod(rest, 3600)
-    return f"{f'{days} d ' if days else ''}{hours}:{rest // 60:02}:{rest % 60:02}"
+    return f"{f'{days} d ' if days else ''}{timedelta(seconds=rest)}"

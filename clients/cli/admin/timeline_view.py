@@ -16,46 +16,42 @@ _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, _DIM = "31", "32", "33", "34", "3
 class _Style:
     """The display of entries of one kind."""
 
-    bar: str
-    plain_bar: str
-    """The bar for terminals without these characters."""
     colour: str
+    event: str = ""
+    """The words before an entry's detail."""
+    bar: str = "◆"
+    plain_bar: str = "+"
+    """The bar for terminals without these characters."""
 
 
-_INSTANT = "◆", "+"
 _STYLES = {
-    pb.TIMELINE_KIND_ACCEPTED: _Style(*_INSTANT, _DIM),
-    pb.TIMELINE_KIND_WAITED: _Style("░", ".", _YELLOW),
-    pb.TIMELINE_KIND_BEGAN: _Style(*_INSTANT, _DIM),
-    pb.TIMELINE_KIND_PREFILLED: _Style("▓", "#", _BLUE),
-    pb.TIMELINE_KIND_DECODED: _Style("█", "=", _GREEN),
-    pb.TIMELINE_KIND_PREEMPTED: _Style(*_INSTANT, _MAGENTA),
-    pb.TIMELINE_KIND_RESTARTED: _Style(*_INSTANT, _RED),
-    pb.TIMELINE_KIND_HELD: _Style("▒", "~", _MAGENTA),
-    pb.TIMELINE_KIND_UPDATED: _Style(*_INSTANT, _CYAN),
-    pb.TIMELINE_KIND_ENDED: _Style(*_INSTANT, _DIM),
+    pb.TIMELINE_KIND_ACCEPTED: _Style(_DIM, "accepted: "),
+    pb.TIMELINE_KIND_WAITED: _Style(_YELLOW, bar="░", plain_bar="."),
+    pb.TIMELINE_KIND_BEGAN: _Style(_DIM),
+    pb.TIMELINE_KIND_PREFILLED: _Style(_BLUE, bar="▓", plain_bar="#"),
+    pb.TIMELINE_KIND_DECODED: _Style(_GREEN, bar="█", plain_bar="="),
+    pb.TIMELINE_KIND_PREEMPTED: _Style(_MAGENTA, "preempted: "),
+    pb.TIMELINE_KIND_RESTARTED: _Style(_RED, "restarted: "),
+    pb.TIMELINE_KIND_HELD: _Style(_MAGENTA, bar="▒", plain_bar="~"),
+    pb.TIMELINE_KIND_UPDATED: _Style(_CYAN, "changed by its caller: "),
+    pb.TIMELINE_KIND_ENDED: _Style(_DIM, "ended: "),
 }
-_UNKNOWN = _Style("?", "?", _DIM)
 _SHARES = (
     (pb.TIMELINE_KIND_WAITED, "waiting"),
     (pb.TIMELINE_KIND_HELD, "held back"),
     (pb.TIMELINE_KIND_PREFILLED, "computing its prompt"),
     (pb.TIMELINE_KIND_DECODED, "decoding"),
 )
-_GOOD_ENDS = frozenset({"STOP", "LENGTH"})
 
 
-def describe(response: pb.ExplainResponse, *, colours: bool, unicode: bool) -> Iterator[str]:
-    """Yields lines for a terminal. ``unicode``: whether it shows more than ASCII."""
-    yield from _Text(response, colours, unicode).lines()
+class TimelineView:
+    """A timeline as lines for a terminal. ``unicode``: whether it shows more than ASCII."""
 
-
-class _Text:
-    def __init__(self, response: pb.ExplainResponse, colours: bool, unicode: bool) -> None:
+    def __init__(self, response: pb.ExplainResponse, *, colours: bool, unicode: bool) -> None:
         self._response = response
         self._colours = colours
         self._unicode = unicode
-        self._total_us = max((entry.at_us + entry.duration_us for entry in response.timeline), default=0)
+        self._total_us = max(map(_end_us, response.timeline), default=0)
 
     def lines(self) -> Iterator[str]:
         yield from self._header()
@@ -73,7 +69,7 @@ class _Text:
         response = self._response
         total = _span(self._total_us)
         if response.ended:
-            style = _GREEN if response.ended in _GOOD_ENDS else _RED
+            style = _GREEN if response.ended in ("STOP", "LENGTH") else _RED
             state = self._paint(f"ended: {response.ended}, after {total}", style)
         else:
             state = self._paint(f"live for {total}", _CYAN)
@@ -93,9 +89,10 @@ class _Text:
 
     def _first_token(self) -> str:
         response = self._response
-        real = f"after {_span(response.first_token_us)}" if response.HasField("first_token_us") else "none"
-        if not response.ended and not response.HasField("first_token_us"):
-            real = "none yet"
+        if response.HasField("first_token_us"):
+            real = f"after {_span(response.first_token_us)}"
+        else:
+            real = "none" if response.ended else "none yet"
         if not response.HasField("predicted_ttft_ms"):
             return f"{real}; none was predicted"
         return f"{real}; predicted after {_span(response.predicted_ttft_ms * 1000)}"
@@ -111,57 +108,48 @@ class _Text:
         return ", ".join(shares or ["nothing was computed"]) + of_first
 
     def _entry(self, entry: pb.TimelineEntry) -> str:
-        style = _STYLES.get(entry.kind, _UNKNOWN)
+        style = _STYLES.get(entry.kind, _Style(_DIM, bar="?", plain_bar="?"))
         lasted = f"{entry.duration_us / 1e6:9.3f}" if entry.duration_us else " " * 9
         choice = f"  #{entry.choice:<5}" if self._response.num_choices > 1 else ""
-        goes_on = bool(not self._response.ended and entry.duration_us and self._end(entry) == self._total_us)
-        text = self._paint(_words(entry, goes_on), style.colour if style.colour not in (_GREEN, _BLUE) else "")
+        goes_on = bool(not self._response.ended and entry.duration_us and _end_us(entry) == self._total_us)
+        colour = "" if style.colour in (_GREEN, _BLUE) else style.colour
+        text = self._paint(_words(entry, style.event, goes_on), colour)
         return f"{entry.at_us / 1e6:9.3f} {lasted}  {self._bar(entry, style)}{choice}  {text}"
 
     def _bar(self, entry: pb.TimelineEntry, style: _Style) -> str:
         scale = _WIDTH / max(1, self._total_us)
         start = min(_WIDTH - 1, int(entry.at_us * scale))
-        stop = max(start + 1, min(_WIDTH, round(self._end(entry) * scale)))
+        stop = max(start + 1, min(_WIDTH, round(_end_us(entry) * scale)))
         mark = style.bar if self._unicode else style.plain_bar
         return " " * start + self._paint(mark * (stop - start), style.colour) + " " * (_WIDTH - stop)
-
-    @staticmethod
-    def _end(entry: pb.TimelineEntry) -> int:
-        return entry.at_us + entry.duration_us
 
     def _paint(self, text: str, colour: str) -> str:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._colours and colour and text else text
 
 
-def _words(entry: pb.TimelineEntry, goes_on: bool) -> str:
+def _end_us(entry: pb.TimelineEntry) -> int:
+    return entry.at_us + entry.duration_us
+
+
+def _words(entry: pb.TimelineEntry, event: str, goes_on: bool) -> str:
     """Describes an entry. Texts from the service are shown unchanged."""
     detail = "".join(character if character.isprintable() else "?" for character in entry.detail)
     match entry.kind:
-        case pb.TIMELINE_KIND_ACCEPTED:
-            return f"accepted: {detail}"
         case pb.TIMELINE_KIND_WAITED:
-            return f"{'waits' if goes_on else 'waited'} for {detail}"
+            text = f"{'waits' if goes_on else 'waited'} for {detail}"
         case pb.TIMELINE_KIND_BEGAN:
-            cached = _tokens(entry.num_tokens) if entry.num_tokens else "nothing"
-            return f"began: {cached} from the cache{_steps(entry)}"
+            text = f"began: {_tokens(entry.num_tokens) if entry.num_tokens else 'nothing'} from the cache"
         case pb.TIMELINE_KIND_PREFILLED:
-            return f"computed {_tokens(entry.num_tokens)}{_chunks(entry)}{_steps(entry)}"
+            text = f"computed {_tokens(entry.num_tokens)}{_chunks(entry)}"
         case pb.TIMELINE_KIND_DECODED:
             so_far = " so far" if goes_on else ""
             drafts = f", {entry.detail}" if entry.detail else ""
-            return f"generated {_tokens(entry.num_tokens)}{so_far}{_speed(entry)}{drafts}{_steps(entry)}"
-        case pb.TIMELINE_KIND_PREEMPTED:
-            return f"preempted: {detail}{_steps(entry)}"
-        case pb.TIMELINE_KIND_RESTARTED:
-            return f"restarted: {detail}{_steps(entry)}"
+            text = f"generated {_tokens(entry.num_tokens)}{so_far}{_speed(entry)}{drafts}"
         case pb.TIMELINE_KIND_HELD:
-            return f"{'is' if goes_on else 'was'} held: {detail}"
-        case pb.TIMELINE_KIND_UPDATED:
-            return f"changed by its caller: {detail}"
-        case pb.TIMELINE_KIND_ENDED:
-            return f"ended: {detail}"
+            text = f"{'is' if goes_on else 'was'} held: {detail}"
         case _:
-            return detail
+            text = f"{event}{detail}"
+    return text + _steps(entry)
 
 
 def _tokens(number: int) -> str:

@@ -1,24 +1,20 @@
 """``penstock top``: live statistics of a running service, full screen or as lines."""
 
-import argparse
 import asyncio
 import json
 import os
 import sys
 from contextlib import aclosing
-from typing import Protocol
 
 from penstock.clients.cli.admin.client import AdminClient
 from penstock.clients.cli.admin.stats_view import Rates, line
 from penstock.clients.cli.admin.top_screen import TopScreen
 from penstock.clients.cli.as_dict import as_dict
-from penstock.clients.cli.command_parser import CommandParser
+from penstock.clients.cli.command_parser import CommandParser, number_where
 from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.cli.terminal import shows
 from penstock.clients.errors import PenstockError
 from penstock.v1 import admin_pb2 as pb
-
-_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
 
 _EPILOG = """\
 examples:
@@ -46,8 +42,7 @@ def main(argv: list[str]) -> int:
         )
         asyncio.run(run_on_terminal(service, arguments.interval, screen))
     else:
-        sink = _Objects() if arguments.json else _Lines()
-        asyncio.run(_watch(service, arguments.interval, arguments.once, sink))
+        asyncio.run(_watch(service, arguments.interval, arguments.once, arguments.json))
     return 0
 
 
@@ -58,8 +53,9 @@ def make_parser() -> CommandParser:
         "Shows live statistics of a running service: full screen on a terminal, otherwise one line per update.",
         _EPILOG,
     )
+    interval = number_where(lambda value: 0.1 <= value <= 3600, "must be 0.1 to 3600 seconds")
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two updates (default: 1)"
+        "--interval", type=interval, default=1.0, metavar="SECONDS", help="time between two updates (default: 1)"
     )
     parser.add_argument("--once", action="store_true", help="print one line, or one object, and exit")
     parser.add_argument("--json", action="store_true", help="print JSON objects")
@@ -67,46 +63,15 @@ def make_parser() -> CommandParser:
     return parser
 
 
-async def _watch(service: ConnectionOptions, interval_s: float, once: bool, sink: "_Sink") -> None:
-    request = pb.WatchStatsRequest(interval_ms=round(interval_s * 1000))
-    async with AdminClient.opened(service) as client, aclosing(client.watch("WatchStats", request)) as answers:
+async def _watch(service: ConnectionOptions, interval_s: float, once: bool, as_json: bool) -> None:
+    before: pb.WatchStatsResponse | None = None
+    async with AdminClient.opened(service) as client, aclosing(client.watch_stats(interval_s)) as answers:
         async for stats in answers:
-            if sink.show(stats) and once:
+            if as_json:
+                print(json.dumps(as_dict(stats)), flush=True)
+            elif before is not None:  # rates need two updates
+                print(line(stats, Rates.between(before, stats)), flush=True)
+            if once and (as_json or before is not None):
                 return
+            before = stats
     raise PenstockError(f"the service at {service.target} has stopped")
-
-
-class _Sink(Protocol):
-    """An output for updates."""
-
-    def show(self, stats: pb.WatchStatsResponse) -> bool:
-        """Shows an update. Returns whether that is enough for ``--once``."""
-        ...
-
-
-class _Objects:
-    def show(self, stats: pb.WatchStatsResponse) -> bool:
-        print(json.dumps(as_dict(stats)), flush=True)
-        return True
-
-
-class _Lines:
-    def __init__(self) -> None:
-        self._before: pb.WatchStatsResponse | None = None
-
-    def show(self, stats: pb.WatchStatsResponse) -> bool:
-        before, self._before = self._before, stats
-        if before is None:
-            return False  # rates need two updates
-        print(line(stats, Rates.between(before, stats)), flush=True)
-        return True
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not _MIN_INTERVAL_S <= seconds <= _MAX_INTERVAL_S:
-        raise argparse.ArgumentTypeError(f"must be {_MIN_INTERVAL_S} to {_MAX_INTERVAL_S:.0f} seconds")
-    return seconds

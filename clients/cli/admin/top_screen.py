@@ -3,13 +3,13 @@ terminal nor the service."""
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from penstock.clients.cli.admin.request_list import HEADER, request_line
 from penstock.clients.cli.admin.stats_view import Rates, dashboard, title
 from penstock.v1 import admin_pb2 as pb
 
-_MAX_HISTORY = 40
 _GOOD, _BAD, _SELECTED = "1;32", "1;31", "7"
 """Bold green, bold red, reverse."""
 _LINES_AROUND = 7
@@ -39,26 +39,27 @@ class ScreenAction(Enum):
     QUIT = auto()
 
 
+@dataclass
 class TopScreen:
     """What is shown, and what keys change of it."""
 
-    def __init__(self, target: str, *, unicode: bool, colours: bool, has_keys: bool) -> None:
-        """``unicode`` is whether the terminal shows more than ASCII, and ``has_keys`` whether it has a keyboard."""
-        self._target = target
-        self._unicode = unicode
-        self._colours = colours
-        self._has_keys = has_keys
-        self._stats = pb.WatchStatsResponse()
-        self._before: pb.WatchStatsResponse | None = None
-        self._history: deque[float] = deque(maxlen=_MAX_HISTORY)
-        self.shows_requests = False
-        self._requests: list[pb.LiveRequest] = []
-        self._selected = 0
-        self.to_cancel = ""
-        """The request whose cancellation the next key confirms, or has confirmed."""
-        self._asks = False
-        self.message = ""
-        """The outcome of the last action, or an error; shown until the next key."""
+    target: str
+    unicode: bool
+    """Whether the terminal shows more than ASCII."""
+    colours: bool
+    has_keys: bool
+    """Whether the terminal has a keyboard."""
+    shows_requests: bool = False
+    to_cancel: str = ""
+    """The request whose cancellation the next key confirms, or has confirmed."""
+    message: str = ""
+    """The outcome of the last action, or an error; shown until the next key."""
+    _stats: pb.WatchStatsResponse = field(default_factory=pb.WatchStatsResponse)
+    _before: pb.WatchStatsResponse | None = None
+    _history: deque[float] = field(default_factory=lambda: deque(maxlen=40))
+    _requests: list[pb.LiveRequest] = field(default_factory=list)
+    _selected: int = 0
+    _asks: bool = False
 
     def update(self, stats: pb.WatchStatsResponse) -> None:
         """Takes new statistics."""
@@ -95,19 +96,20 @@ class TopScreen:
 
     def lines(self, columns: int, rows: int) -> list[str]:
         """Returns the lines, which fit on a terminal of this size with an empty one below."""
-        if not self.shows_requests:
-            screen = dashboard(self._target, self._before, self._stats, self._history, self._unicode)
-            lines = [text[: columns - 1] for text in screen]
-            lines[0] = self._coloured(lines[0])
-            hints = ["", self.message or "r requests   q quit"] if self._has_keys else []
-            return [*lines[: max(1, rows - 1 - len(hints))], *hints][: rows - 1]
-        lines = [text[: columns - 1] for text in self._list(max(1, rows - _LINES_AROUND))]
-        lines[0] = self._coloured(lines[0])
-        return [self._paint(text, _SELECTED) if text.startswith("> ") else text for text in lines[: rows - 1]]
+        if self.shows_requests:
+            screen = self._list(max(1, rows - _LINES_AROUND))
+        else:
+            screen = dashboard(self.target, self._before, self._stats, self._history, self.unicode)
+        lines = [text[: columns - 1] for text in screen]
+        lines[0] = self._paint(lines[0], _GOOD if self._stats.state == pb.ENGINE_STATE_SERVING else _BAD)
+        if self.shows_requests:
+            return [self._paint(text, _SELECTED) if text.startswith("> ") else text for text in lines[: rows - 1]]
+        hints = ["", self.message or "r requests   q quit"] if self.has_keys else []
+        return [*lines[: max(1, rows - 1 - len(hints))], *hints][: rows - 1]
 
     def _list(self, room: int) -> Iterator[str]:
         """Yields the list, with ``room`` for requests."""
-        yield title(self._target, self._stats)
+        yield title(self.target, self._stats)
         yield ""
         num_live, num_listed = max(self._stats.live_requests, len(self._requests)), len(self._requests)
         part = f"; the oldest {num_listed:,} are listed" if num_listed < num_live else ""
@@ -127,8 +129,5 @@ class TopScreen:
     def _select(self, index: int) -> None:
         self._selected = max(0, min(index, len(self._requests) - 1))
 
-    def _coloured(self, text: str) -> str:
-        return self._paint(text, _GOOD if self._stats.state == pb.ENGINE_STATE_SERVING else _BAD)
-
     def _paint(self, text: str, colour: str) -> str:
-        return f"\x1b[{colour}m{text}\x1b[0m" if self._colours else text
+        return f"\x1b[{colour}m{text}\x1b[0m" if self.colours else text

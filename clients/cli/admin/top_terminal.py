@@ -39,12 +39,12 @@ async def run_on_terminal(service: ConnectionOptions, interval_s: float, screen:
     async with AdminClient.opened(service) as client:
         watcher = asyncio.create_task(_watch(client, interval_s, events))
         try:
-            with _keys(events.put_nowait), _Display() as display:
+            with _keys(events.put_nowait), _display() as draw:
                 while (event := await events.get()) is not None:
                     if await _handle(event, screen, client) is ScreenAction.QUIT:
                         return
                     if events.empty():
-                        display.draw(screen)
+                        draw(screen)
             await watcher
         finally:
             watcher.cancel()
@@ -53,9 +53,8 @@ async def run_on_terminal(service: ConnectionOptions, interval_s: float, screen:
 
 
 async def _watch(client: AdminClient, interval_s: float, events: asyncio.Queue[Event]) -> None:
-    request = pb.WatchStatsRequest(interval_ms=round(interval_s * 1000))
     try:
-        async with aclosing(client.watch("WatchStats", request)) as answers:
+        async with aclosing(client.watch_stats(interval_s)) as answers:
             async for stats in answers:
                 events.put_nowait(stats)
     finally:
@@ -112,25 +111,20 @@ def _keys(on_key: Callable[[Key], None]) -> Iterator[None]:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-class _Display:
-    """The alternate screen of the terminal on standard output, from the first drawing on."""
+@contextmanager
+def _display() -> Iterator[Callable[[TopScreen], None]]:
+    """Yields a function that draws a screen over the last one, on the alternate screen of the terminal on standard
+    output. The first drawing switches to it."""
+    enter = _ENTER
 
-    def __init__(self) -> None:
-        self._is_entered = False
+    def draw(screen: TopScreen) -> None:
+        nonlocal enter
+        drawn = "".join(f"{text}{_END_OF_LINE}\n" for text in screen.lines(*shutil.get_terminal_size()))
+        output, enter = f"{enter}{_HOME}{drawn}{_END_OF_SCREEN}", ""
+        print(output, end="", flush=True)
 
-    def __enter__(self) -> "_Display":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_entered:
-            sys.stdout.write(_LEAVE)
-            sys.stdout.flush()
-
-    def draw(self, screen: TopScreen) -> None:
-        """Draws the screen over the last one."""
-        columns, rows = shutil.get_terminal_size()
-        enter = "" if self._is_entered else _ENTER
-        self._is_entered = True
-        drawn = "".join(f"{text}{_END_OF_LINE}\n" for text in screen.lines(columns, rows))
-        sys.stdout.write(f"{enter}{_HOME}{drawn}{_END_OF_SCREEN}")
-        sys.stdout.flush()
+    try:
+        yield draw
+    finally:
+        if not enter:
+            print(_LEAVE, end="", flush=True)

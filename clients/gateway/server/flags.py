@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.clients.cli.command_parser import CommandParser
+from penstock.clients.cli.command_parser import CommandParser, reporting
 from penstock.clients.cli.options import TARGET_VARIABLE, add_connection_flags, default_target
 from penstock.clients.gateway.origins import read_origins
 from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
@@ -98,12 +98,12 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
         "(default: %(default)s)",
     )  # fmt: skip
     flags.add_argument(
-        "--allowed-origins", type=listed(read_origins), default=(), metavar="ORIGINS",
+        "--allowed-origins", type=reporting(read_origins), default=(), metavar="ORIGINS",
         help="web pages of these origins may call, separated by commas, such as https://app.example.com; * is any "
         "origin (default: none)",
     )  # fmt: skip
     flags.add_argument(
-        "--allowed-hosts", type=listed(read_hosts), default=(), metavar="NAMES",
+        "--allowed-hosts", type=reporting(read_hosts), default=(), metavar="NAMES",
         help="further host names of the gateway, separated by commas, such as llm.example.com or *.example.com; * is "
         "any name. If callers need no key, requests with another Host are refused (default: addresses, names without a "
         "dot and this machine's name)",
@@ -162,18 +162,6 @@ def _number(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return read
-
-
-def listed(read: Callable[[str], tuple[str, ...]]) -> Callable[[str], tuple[str, ...]]:
-    """Returns the parser of a flag whose value ``read`` turns into a list."""
-
-    def read_list(text: str) -> tuple[str, ...]:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read_list
 
 
 def _host_and_port(text: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.clients.bench.lengths import LogNormal, Normal, Uniform, parse_lengths
 from penstock.clients.bench.trace import BadTrace, TraceReader
-from penstock.clients.bench.workload import DEFAULT_OPTIONS, ClosedLoop, OpenLoop, RandomLoad, WarmUp
+from penstock.clients.bench.workload import DEFAULT_OPTIONS, ClosedLoop, OpenLoop, RandomLoad, WarmUp, arrival_times
 from penstock.clients.errors import PenstockError
 
 
@@ -60,7 +60,7 @@ def test_what_is_drawn_has_the_distribution():
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (16.0, 0.25)])
 def test_arrivals_have_their_rate_and_burstiness(burstiness, variation):
-    times = list(itertools.islice(OpenLoop(20, burstiness).times(random.Random(1)), 20_000))
+    times = list(itertools.islice(arrival_times(OpenLoop(20, burstiness), seed=1), 20_000))
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(1 / 20, rel=0.05)
     assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(variation, rel=0.05)
@@ -151,7 +151,7 @@ def test_the_warm_up_is_as_long_and_about_something_else():
     assert [len(t.prompt_token_ids) for t in turns] == [len(r.prompt_token_ids) for r in first]
     assert all(list(t.prompt_token_ids) != list(r.prompt_token_ids) for t, r in zip(turns, first, strict=True))
     assert {t.arrival_s for t in turns} == {None}
-    assert warm_up.concurrency
+    assert isinstance(warm_up.arrivals, ClosedLoop)
 
 
 def read(path, *lines, **reader):
@@ -168,7 +168,7 @@ def test_a_trace(tmp_path):
         {"arrival_s": 1.5, "prompt_tokens": 7, "max_tokens": 2, "conversation": "a"},
         {"arrival_s": 1, "prompt_tokens": 7, "max_tokens": 1, "conversation": 7},
     )
-    assert trace.concurrency is None
+    assert trace.arrivals is None
     assert trace.num_requests == 4
     told = [[(r.arrival_s, len(r.prompt_token_ids), r.max_tokens) for r in turns] for turns in trace.conversations()]
     assert told == [[(0.5, 2, 3)], [(1, 7, 1)], [(1.5, 7, 2), (2, 30, 4)]]
@@ -180,7 +180,6 @@ def test_a_trace(tmp_path):
 def test_a_trace_at_other_times(tmp_path):
     lines = [{"prompt_tokens": 3, "max_tokens": 1, "conversation": i // 2} for i in range(6)]
     closed = read(tmp_path / "t.jsonl", *lines, arrivals=ClosedLoop(2))
-    assert closed.concurrency == 2
     assert [[r.arrival_s for r in turns] for turns in closed.conversations()] == [[None, None]] * 3
     opened = read(tmp_path / "t.jsonl", *lines, arrivals=OpenLoop(10), max_requests=5)
     times = [[r.arrival_s for r in turns] for turns in opened.conversations()]

@@ -8,7 +8,6 @@ import pytest
 from penstock.clients import PenstockError
 from penstock.clients.cli.batch_files import (
     BadLine,
-    BadLineKey,
     FileResults,
     HttpJob,
     Job,
@@ -163,7 +162,7 @@ def test_a_torn_last_line_is_cut_off_and_a_whole_one_ended(tmp_path, cut):
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     results = FileResults(path)
-    assert results.ids == ({1, "two"} if cut == 1 else {1})
+    assert set(results.failed) == ({1, "two"} if cut == 1 else {1})
     results.write({"id": 3})
     results.close()
     kept = [json.loads(line)["id"] for line in path.read_bytes().splitlines()]
@@ -182,9 +181,8 @@ def test_what_was_answered_is_remembered_errors_and_bad_lines_too(tmp_path):
         {"id": "d", "custom_id": "e", "response": {"status_code": 400}, "error": None},
     )
     results = FileResults(path)
-    assert (results.ids, results.failed_ids) == ({1, 2, "c", "e"}, {2, "e"})
-    keys = {BadLineKey(None, 9, "not JSON"), BadLineKey(1, None, "id: an earlier line also has 1")}
-    assert results.bad_lines == keys
+    assert results.failed == {1: False, 2: True, "c": False, "e": True}
+    assert results.bad_lines == {(None, 9, "not JSON"), (1, None, "id: an earlier line also has 1")}
     results.close()
 
 
@@ -192,7 +190,7 @@ def test_failed_lines_can_be_taken_out(tmp_path):
     path = tmp_path / "out.jsonl"
     write(path, {"id": 1}, {"id": 2, "error": {}}, {"id": 3}, tail=b'{"id": 4')
     results = FileResults(path, retry_failed=True)
-    assert (results.ids, results.failed_ids) == ({1, 3}, set())
+    assert results.failed == {1: False, 3: False}
     results.write({"id": 2})
     results.close()
     assert [json.loads(line)["id"] for line in path.read_bytes().splitlines()] == [1, 3, 2]
@@ -234,7 +232,7 @@ def test_overwrite_begins_again(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text("whatever\n")
     results = FileResults(path, overwrite=True)
-    assert results.ids == set()
+    assert results.failed == {}
     results.close()
     assert path.read_bytes() == b""
 
@@ -262,5 +260,5 @@ def test_half_a_surrogate_pair_goes_out_as_it_came(tmp_path):
     results.close()
     assert json.loads(path.read_bytes()) == {"id": "\ud800", "text": "é"}
     again = FileResults(path)
-    assert again.ids == {"\ud800"}
+    assert set(again.failed) == {"\ud800"}
     again.close()

@@ -93,3 +93,10 @@ def test_arguments_that_were_parsed_well_are_returned():
     parser.add_argument("--flag")
     assert parser.parse_args(["--flag", "1"]).flag == "1"
     assert parser.parse_known_args(["--other"])[1] == ["--other"]
+
+
+def test_a_model_that_runs_here_is_named_once(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").touch()
+    arguments = ["generate", "demo", "--input", "a", "--output", "b", "--model", "other"]
+    assert "--model: a private service has its own" in said(capsys, *arguments, status=1)

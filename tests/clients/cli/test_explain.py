@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.clients.cli import main as cli
-from penstock.clients.cli.admin.timeline_view import describe
+from penstock.clients.cli.admin.timeline_view import TimelineView
 from penstock.v1 import admin_pb2 as pb
 
 ID = "01KAH3Y5W7Q2R8T4V6X0Z1B3C5"
@@ -83,7 +83,7 @@ def response(timeline=TIMELINE, **fields):
 
 
 def plain(told):
-    return "".join(f"{line.rstrip()}\n" for line in describe(told, colours=False, unicode=False))
+    return "".join(f"{line.rstrip()}\n" for line in TimelineView(told, colours=False, unicode=False).lines())
 
 
 def test_a_whole_timeline():
@@ -91,14 +91,14 @@ def test_a_whole_timeline():
 
 
 def test_bars_and_colours_where_the_terminal_has_them():
-    coloured = "\n".join(describe(response(), colours=True, unicode=True))
+    coloured = "\n".join(TimelineView(response(), colours=True, unicode=True).lines())
     assert "\x1b[33m░░░░░░░░\x1b[0m" in coloured
     assert "\x1b[32mended: STOP, after 4.00 s\x1b[0m" in coloured
-    plainly = "\n".join(describe(response(), colours=False, unicode=True))
+    plainly = "\n".join(TimelineView(response(), colours=False, unicode=True).lines())
     assert "░░░░░░░░" in plainly
     assert "\x1b" not in plainly
     assert "\x1b[31mended: KILLED_WORKER" in "\n".join(
-        describe(response(ended="KILLED_WORKER"), colours=True, unicode=True)
+        TimelineView(response(ended="KILLED_WORKER"), colours=True, unicode=True).lines()
     )
 
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from http_get import fetch
 
 _PAUSE_S = 0.1
 _LISTENS = re.compile(r'msg="Listening on" address=(\S+)')
@@ -34,9 +34,9 @@ class Prometheus:
 
     async def ask(self, path: str, **parameters: str) -> Any:
         """Returns the API's data; fails the test with the API's message for a query that it does not accept."""
-        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        place = f"/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            return json.loads(await asyncio.to_thread(_get, url))["data"]
+            return json.loads(await asyncio.to_thread(fetch, self.address, path=place))["data"]
         except urllib.error.HTTPError as error:
             pytest.fail(f"{path} {parameters}: {error.read().decode()}")
 
@@ -92,8 +92,3 @@ async def until(find: Callable[[], Awaitable[Any]]) -> Any:
     while not (found := await find()):  # noqa: ASYNC110 - Prometheus sends no event
         await asyncio.sleep(_PAUSE_S)
     return found
-
-
-def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=120) as answer:
-        return str(answer.read().decode())

@@ -19,7 +19,7 @@ from penstock.clients.host.distribution import installed_version
 from penstock.v1 import admin_pb2
 
 LAG = "loop_lag_p99_ms"
-WATCH_INTERVAL_MS = 2000
+WATCH_INTERVAL_S = 2.0
 """Long enough for a hundred samples, so that one may be longer than that at p99."""
 START_LIMIT_S = 300.0
 PENSTOCK = (str(Path(sys.executable).with_name("penstock")),)
@@ -91,10 +91,9 @@ async def loop_lag(admin: str) -> AsyncIterator[dict[str, float]]:
     """What becomes the service's figure: its event loop's lag at p99, in milliseconds, in the worst of the intervals
     that end meanwhile. Stays empty where none does."""
     figures: dict[str, float] = {}
-    request = admin_pb2.WatchStatsRequest(interval_ms=WATCH_INTERVAL_MS)
     async with (
         AdminClient.opened(ConnectionOptions(admin)) as client,
-        aclosing(client.watch("WatchStats", request)) as answers,
+        aclosing(client.watch_stats(WATCH_INTERVAL_S)) as answers,
     ):
         await anext(answers)  # of the time before
         watching = asyncio.create_task(_keep_worst(answers, figures))
