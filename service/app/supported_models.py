@@ -24,6 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Lists the lines of models that penstock serves.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("text", nargs="?", default="", help="part of a name or an architecture, in any case")
     parser.add_argument("--json", action="store_true", help="print an array of objects")
