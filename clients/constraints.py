@@ -13,7 +13,6 @@ STARTS: Mapping[str, "constraint_pb2.ConstraintStart.ValueType"] = {
     "first_token": constraint_pb2.CONSTRAINT_START_FIRST_TOKEN,
 }
 """The contract's values by the names that callers use."""
-_TEXTS = ("regex", "lark", "gbnf")
 _KINDS = "json_schema, any_json, regex, lark, gbnf or choices"
 
 
@@ -35,7 +34,7 @@ def set_constraint(constraint: constraint_pb2.Constraint, value: object) -> None
             constraint.any_json.SetInParent()
         elif kind == "choices" and not isinstance(given, str):
             constraint.choices.values.extend(given)
-        elif kind in _TEXTS:
+        elif kind in ("regex", "lark", "gbnf"):
             setattr(constraint, kind, given)
         else:
             raise InvalidOption("constraint", f"expected an object with one of {_KINDS}, got {shown(value)}")

@@ -85,7 +85,6 @@ _START = {
     for name, field in pb.Start.DESCRIPTOR.fields_by_name.items()
     if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms"}
 }
-_UPDATE = dict(pb.Update.DESCRIPTOR.fields_by_name)
 _MAX_TIMEOUT_MS = 86_400_000
 _PROMPTS_OF_LINE = ("prompt", "prompt_token_ids", "messages")
 
@@ -146,7 +145,7 @@ def build_update(timeout: float | None, priority: int | None, max_tokens: int | 
     update = pb.Update()
     for name, value in (("priority", priority), ("max_tokens", max_tokens)):
         if value is not None:
-            set_field(update, _UPDATE[name], value)
+            set_field(update, pb.Update.DESCRIPTOR.fields_by_name[name], value)
     if timeout is not None:
         update.timeout_ms = timeout_ms(timeout)
     return update

@@ -71,7 +71,6 @@ class MemoryWatch:
             self._timer.cancel()
 
     def check(self) -> None:
-        """Collects if the process has grown enough."""
         num_bytes = self._resident_bytes()
         if num_bytes - self._least_bytes >= COLLECT_AFTER_BYTES:
             self._collect()

@@ -22,7 +22,6 @@ CHECK_INTERVAL_S = 1.0
 _SETTLED_S = 2.0
 """A file that changed less than this ago is read again: with a clock of 4 ms, two writes may have the same time."""
 
-_Signature = tuple[int, int, int, int]
 _Loaded = TypeVar("_Loaded")
 
 
@@ -53,12 +52,8 @@ class NamedFile:
         except OSError as error:
             raise FileError(f"{self}: cannot be read ({error.strerror}); check the path") from error
 
-    def read_text(self) -> str:
-        """Returns the content as text. Raises FileError, also if it is not UTF-8."""
-        return self.text(self.read())
-
     def text(self, content: bytes) -> str:
-        """Decodes the content. Raises FileError."""
+        """Decodes the content. Raises FileError if it is not UTF-8."""
         try:
             return content.decode()
         except UnicodeDecodeError:
@@ -70,7 +65,6 @@ class Watched(Protocol):
 
     def refresh(self) -> Callable[[], None] | None:
         """Reads changed files. Returns a function that applies them, or None if nothing changed. Never raises."""
-        ...
 
 
 class WatchedFiles(Generic[_Loaded]):
@@ -96,7 +90,6 @@ class WatchedFiles(Generic[_Loaded]):
         self._last_read: list[bytes] | None = self._contents
         self._is_refused = False  # whether ``load`` failed on the last content
         self.value = load(*self._contents)
-        """The current value."""
 
     def on_change(self, callback: Callable[[_Loaded], None]) -> None:
         """Sets the ``callback`` for new values. It runs on the event loop."""
@@ -158,7 +151,7 @@ class WatchedFiles(Generic[_Loaded]):
             _log.error("%s; %s stays in use", problem, self._kept, exc_info=with_trace)
         self._problem = problem
 
-    def _signatures(self) -> "list[_Signature] | None":
+    def _signatures(self) -> list[tuple[int, ...]] | None:
         """Returns what identifies the files' content; None if a file is too new to rely on it, or cannot be read."""
         found = []
         for file in self.files:
@@ -191,7 +184,6 @@ class FileWatch:
         self._check_now.set()
 
     def stop(self) -> None:
-        """Stops checking."""
         if self._task is not None:
             self._task.cancel()
 

@@ -31,8 +31,6 @@ _SET_BY_PROXY = frozenset({"date", "server"})
 _NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that aiohttp would add to a request."""
 
-_RawHeaders = Sequence[tuple[bytes, bytes]]
-
 
 class ResponseBroken(Exception):
     """The child ended, or closed the connection, before a response was complete."""
@@ -100,7 +98,6 @@ def _failure(kind: type[RequestFailed]) -> GatewayError:
 
 
 def _response_headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """Returns the headers for the client."""
     return [
         (name.encode("latin-1"), value.encode("latin-1"))
         for name, value in _end_to_end(response.raw_headers)
@@ -115,7 +112,7 @@ def _path(scope: Scope) -> str:
     return path.removeprefix(quote(scope.get("root_path", ""))) + (f"?{query}" if query else "")
 
 
-def _end_to_end(headers: _RawHeaders) -> Iterable[tuple[str, str]]:
+def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
     """Yields the headers that are not only for one connection."""
     decoded = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
     named = (value for name, value in decoded if name.lower() == "connection")

@@ -15,9 +15,6 @@ examples:
 If the service needs keys, operators log in on the page with a key that may administer. penstock serve
 --admin-http-port PORT starts this page in a child process.
 """
-_MAX_CONNECTIONS = 64
-_WRITE_TIMEOUT_S = 10
-_SHUTDOWN_S = 2
 
 
 def make_parser() -> CommandParser:
@@ -41,5 +38,5 @@ def make_parser() -> CommandParser:
         "name. If the service needs no key, requests with another Host are refused (default: addresses, names without "
         "a dot and this machine's name)",
     )  # fmt: skip
-    parser.set_defaults(max_connections=_MAX_CONNECTIONS, write_timeout=_WRITE_TIMEOUT_S, shutdown_grace=_SHUTDOWN_S)
+    parser.set_defaults(max_connections=64, write_timeout=10, shutdown_grace=2)
     return parser

@@ -2,10 +2,11 @@
 
 import json
 import json.scanner
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from penstock.service.chat_templates.chat_template import ChatTemplate, TemplateInput, TemplateMessage, TemplateToolCall
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
+from penstock.service.chat_templates.chat_template import ChatTemplate
 from penstock.service.config.limits import chat_bytes
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
@@ -86,7 +87,7 @@ def _object(text: str, field: str) -> Mapping[str, Any]:
     """Parses a JSON object. Raises ServiceError."""
     try:
         value = _parsed(text)
-        is_deep = _is_deep(value)
+        is_deep = isinstance(value, dict | list) and _is_deep(value)
         if not is_deep and "\\u" in text:  # may be half of a surrogate pair, which is not valid text
             for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
                 part.encode()
@@ -114,19 +115,9 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError
 
 
-def _is_deep(value: object) -> bool:
+def _is_deep(value: dict[str, Any] | list[Any]) -> bool:
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return False
-    return True
-
-
-def _inside(value: object) -> list[object]:
-    items: Iterable[object] = ()
-    if isinstance(value, dict):
-        items = value.values()
-    elif isinstance(value, list):
-        items = value
-    return [item for item in items if isinstance(item, dict | list)]
+        items = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level = [item for item in items if isinstance(item, dict | list)]
+    return bool(level)

@@ -31,7 +31,6 @@ class StoredContext:
     since: float
 
     def unpacked(self) -> Context:
-        """Returns the context in the scheduler's form."""
         hashes = [self.hashes[at : at + HASH_BYTES] for at in range(0, len(self.hashes), HASH_BYTES)]
         return Context(self.token_ids.tolist(), hashes)
 
@@ -49,14 +48,11 @@ class TenantContexts:
         return len(self._ordinary) + len(self._wanted)
 
     def put(self, request_id: str, kept: StoredContext, wanted: bool) -> None:
-        """Adds a context."""
         (self._wanted if wanted else self._ordinary)[request_id] = kept
         self.num_tokens += len(kept.token_ids)
 
     def touch(self, request_id: str) -> None:
-        """Marks a context as the most recently used."""
-        group = self._wanted if request_id in self._wanted else self._ordinary
-        group.move_to_end(request_id)
+        self._group(request_id).move_to_end(request_id)
 
     def supersede(self, request_id: str) -> None:
         """Makes a context that another one continues unlikely to be needed: only a branch would need it."""
@@ -65,13 +61,14 @@ class TenantContexts:
             self._ordinary[request_id] = kept
 
     def remove(self, request_id: str) -> None:
-        """Removes a context, which must be here."""
-        group = self._wanted if request_id in self._wanted else self._ordinary
-        self.num_tokens -= len(group.pop(request_id).token_ids)
+        self.num_tokens -= len(self._group(request_id).pop(request_id).token_ids)
 
     def first(self) -> str:
         """Returns the request id of the next context to evict."""
         return next(iter(self._ordinary or self._wanted))
+
+    def _group(self, request_id: str) -> OrderedDict[str, StoredContext]:
+        return self._wanted if request_id in self._wanted else self._ordinary
 
 
 class ContextStore:

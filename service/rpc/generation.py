@@ -41,7 +41,7 @@ REFUSED_PAUSE_S = 0.005
 """The pause before each further frame, until a request is accepted. Without it, a client that keeps sending requests
 that are refused could take all of the event loop's time. No frame is lost, and running requests continue."""
 
-StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -64,9 +64,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         return len(self._live)
 
     # The generated base class knows only handlers that yield; gRPC also accepts handlers that write.
-    async def Generate(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[pb.GenerateRequest], context: StreamContext
-    ) -> None:
+    async def Generate(self, request_iterator: AsyncIterator[pb.GenerateRequest], context: Context) -> None:  # type: ignore[override]
         """Serves many requests, until the client half-closes and the last request has ended."""
         await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
@@ -82,9 +80,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             reader.cancel()
             stream.drop()
 
-    async def GenerateOne(  # type: ignore[override]
-        self, request: pb.GenerateOneRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+    async def GenerateOne(self, request: pb.GenerateOneRequest, context: Context) -> None:  # type: ignore[override]
         """Serves one request. A refusal is only the call's status, with no message before it, so proxies may retry."""
         has_begun = False
 
@@ -115,10 +111,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         finally:
             live.cancel()
 
-    async def Complete(
-        self, request: pb.CompleteRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.CompleteResponse:
-        """Serves one request with one response."""
+    async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         answer = _WholeAnswer()
         start = _required(request)
         live = self.new_request(start, answer, current_principal.get(), lambda live: None, context, ResponseMode.WHOLE)
@@ -138,7 +131,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         receiver: "Outbox | _WholeAnswer",
         principal: Principal,
         on_end: Callable[[RequestLifecycle], None],
-        call: "grpc.aio.ServicerContext[Any, Any] | None" = None,
+        call: Context | None = None,
         answer: ResponseMode = ResponseMode.STREAMED,
     ) -> RequestLifecycle:
         """Creates a request and registers it until it ends. ``call`` is its single-request call, if any, whose id and
@@ -222,7 +215,6 @@ class _Stream:
             live.hold(held)
 
     def drop(self) -> None:
-        """Ends all requests of the stream."""
         for live in list(self._live.values()):
             live.cancel()
 
@@ -304,7 +296,6 @@ class _WholeAnswer:
         fill_logprobs(whole.logprobs, part.logprobs)
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
-        """Appends ``delta`` to its choice."""
         while len(self._texts) <= delta.choice:
             self._response.choices.add(index=len(self._texts))
             self._texts.append(StringIO())
@@ -313,7 +304,6 @@ class _WholeAnswer:
         fill_delta(self._response.choices[delta.choice], form._replace(text=False), [delta])
 
     def finished(self, finished: pb.Finished) -> None:
-        """Completes the response."""
         self._response.request_id = finished.request_id
         self._response.finished.CopyFrom(finished)
         for choice, text in zip(self._response.choices, self._texts, strict=True):
@@ -322,7 +312,6 @@ class _WholeAnswer:
             self.whole.set_result(self._response)
 
     def fail(self, error: Exception) -> None:
-        """Ends the call with ``error`` instead of a response."""
         if not self.whole.done():
             self.whole.set_exception(error)
 

@@ -1,6 +1,7 @@
 """Converts the engine's events to protobuf messages. Knows neither streams nor when messages are sent."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from google.rpc import status_pb2
 
@@ -11,17 +12,11 @@ from penstock.service.streaming.pending_message import OutputForm, PendingMessag
 from penstock.v1 import generation_pb2 as pb
 
 _REASONS: Mapping[EngineFinishReason, "pb.FinishReason.ValueType"] = {
+    **dict.fromkeys(EngineFinishReason, pb.FINISH_REASON_ERROR),
     EngineFinishReason.STOP: pb.FINISH_REASON_STOP,
     EngineFinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     EngineFinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
     EngineFinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
-    EngineFinishReason.WORKER_DIED: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.SHUTDOWN: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.KILLED_WORKER: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.GRAMMAR: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.DEAD_END: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.SLOW_CONSTRAINT: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.INTERNAL: pb.FINISH_REASON_ERROR,
 }
 
 
@@ -59,21 +54,11 @@ def finished_message(
     may_continue: bool,
 ) -> pb.Finished:
     """Builds the message for a request's end. ``seed`` is None if the request was not admitted."""
-    usage, timings = finished.usage, finished.timings
     return pb.Finished(
         ref=ref,
         status=status,
-        usage=pb.Usage(
-            prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens
-        ),
-        timings=pb.Timings(
-            queued_us=timings.queued_us,
-            prefill_us=timings.prefill_us,
-            first_token_us=timings.first_token_us,
-            total_us=timings.total_us,
-            preemptions=timings.preemptions,
-            restarts=timings.restarts,
-        ),
+        usage=pb.Usage(**asdict(finished.usage)),
+        timings=pb.Timings(**asdict(finished.timings)),
         may_continue=may_continue,
         reason=_REASONS[finished.reason],
         seed=seed,
