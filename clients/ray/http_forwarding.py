@@ -36,30 +36,24 @@ class ResponseBroken(Exception):
     """The child ended, or closed the connection, before a response was complete."""
 
 
-class HttpForwarder:
-    """Connections to one gateway. Use it on one event loop."""
-
-    def __init__(self, base: str) -> None:
-        """``base`` is the gateway's URL, without a path."""
-        self._base = base
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=_NOT_ADDED,
-        )
-
-    def forward(self, request: Request) -> Response:
-        """Returns the response to a request, which is sent to the gateway when the response is called."""
-        return _ForwardedResponse(self._session, self._base, request)
+def open_session() -> aiohttp.ClientSession:
+    """Returns a session for connections to gateways from the running event loop."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=_NOT_ADDED,
+    )
 
 
-class _ForwardedResponse(Response):
-    """A response that is received while it is sent. If its task is cancelled, because the client has disconnected, the
-    connection to the gateway closes, and the gateway cancels the request."""
+class ForwardedResponse(Response):
+    """The response to a request, which is sent to the gateway when this is called. The response is received while it is
+    sent. If its task is cancelled, because the client has disconnected, the connection to the gateway closes, and the
+    gateway cancels the request."""
 
     def __init__(self, session: aiohttp.ClientSession, base: str, request: Request) -> None:
+        """``base`` is the gateway's URL, without a path."""
         super().__init__()
         self._session = session
         self._url = URL(base + _path(request.scope), encoded=True)

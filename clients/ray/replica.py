@@ -18,7 +18,7 @@ from starlette.responses import Response as HttpResponse
 from penstock.clients.channel import open_channel
 from penstock.clients.health import LIVENESS, is_serving
 from penstock.clients.ray.grpc_forwarding import CallContext, Response, forward_call, forward_stream
-from penstock.clients.ray.http_forwarding import HttpForwarder
+from penstock.clients.ray.http_forwarding import ForwardedResponse, open_session
 from penstock.clients.ray.serve_process import ServeProcess
 from penstock.v1 import embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
@@ -60,7 +60,7 @@ class ServeReplica:
         self._stop_timeout_s = stop_timeout_s
         self._process = ServeProcess(arguments)
         addresses = await self._process.addresses()
-        self._http = HttpForwarder(addresses.http)
+        self._gateway, self._session = addresses.http, open_session()
         self._channel = open_channel(addresses.target, None)
         self._supervisor = asyncio.create_task(self._end_with_child(self._process))
 
@@ -78,7 +78,7 @@ class ServeReplica:
 
     async def __call__(self, request: Request) -> HttpResponse:
         """Serves OpenAI's API over HTTP."""
-        return self._http.forward(request)
+        return ForwardedResponse(self._session, self._gateway, request)
 
     async def GenerateOne(
         self, request: generation_pb2.GenerateOneRequest, grpc_context: CallContext

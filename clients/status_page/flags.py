@@ -2,7 +2,7 @@
 fast."""
 
 from penstock.clients.cli.command_parser import CommandParser, reporting
-from penstock.clients.cli.options import ADMIN_VARIABLE, DEFAULT_ADMIN, add_connection_flags
+from penstock.clients.cli.options import add_admin_flags
 from penstock.clients.gateway.server.flags import add_listener_flags
 from penstock.clients.host.allowed_hosts import read_hosts
 
@@ -24,12 +24,7 @@ def make_parser() -> CommandParser:
         "A web page that shows what a running service does, and cancels requests.",
         _EXAMPLES,
     )
-    add_connection_flags(
-        parser,
-        f"address of the service's admin listener, or unix:PATH (default: ${ADMIN_VARIABLE}, or {DEFAULT_ADMIN})",
-        "--admin",
-        of_key=None,
-    )
+    add_admin_flags(parser, of_key=None)
     flags = parser.add_argument_group("HTTP")
     add_listener_flags(flags, default_port=8001)
     flags.add_argument(

@@ -9,7 +9,6 @@ import tokenizers
 
 from penstock.models.checkpoint.files.model_files import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from penstock.service.chat_templates.chat_template import ChatTemplate, TemplateError, compile_templates
-from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
 from penstock.service.text.tokenizer_bounds import TokenizerJson, check_names, read_described
 from penstock.service.text.tokenizer_config import (
     ADDED_TOKENS,
@@ -85,10 +84,7 @@ def predict_facts(directory: Path, num_rows: int | None = None) -> TokenizerFact
 
 
 def read_tokenizer(
-    directory: Path,
-    chat_template: Path | None = None,
-    num_rows: int | None = None,
-    template_timeout_s: float = DEFAULT_TIMEOUT_S,
+    directory: Path, chat_template: Path | None, num_rows: int | None, template_timeout_s: float
 ) -> TokenizerFiles:
     """Reads tokenizer.json and the files next to it. The parameters and errors are those of ``Tokenizer``."""
     library, decoder = _load(directory / TOKENIZER, _read_tokenizer_json(directory))
