@@ -25,8 +25,8 @@ class TemplateError(Exception):
 def compile_templates(
     sources: Mapping[str, str], special_tokens: Mapping[str, str], timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> dict[str, "ChatTemplate"]:
-    """Returns the templates by name. ``special_tokens`` are their variables ``bos_token``, ``eos_token`` and so on;
-    ``timeout_s`` is the CPU time for rendering one conversation. Raises TemplateError."""
+    """Returns the templates by name. ``special_tokens`` are their variables, such as ``bos_token``; ``timeout_s`` is
+    the CPU time for rendering one conversation. Raises TemplateError."""
     if not sources:
         return {}
     try:
@@ -42,10 +42,8 @@ def compile_templates(
 
 
 class ChatTemplate:
-    """A compiled template. Threads may share one.
-
-    It renders to ``TemplateText``, which distinguishes the template's own text from the caller's.
-    """
+    """A compiled template, which threads may share. It renders to ``TemplateText``, which distinguishes the template's
+    own text from the caller's."""
 
     def __init__(self, name: str, source: str, compiled: Compiled, renderers: Renderers) -> None:
         self._name = name

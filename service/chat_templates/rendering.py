@@ -37,10 +37,7 @@ class CompiledTemplate:
     """A compiled template. It renders to ``TemplateText``."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """``special_tokens`` are the template's variables ``bos_token``, ``eos_token`` and so on.
-
-        Raises TemplateSyntaxError.
-        """
+        """``special_tokens`` are the template's variables, such as ``bos_token``. Raises TemplateSyntaxError."""
         environment = TemplateEnvironment()
         try:
             self._template = environment.from_string(source)

@@ -90,11 +90,8 @@ class ContextStore:
         return len(self._by_age)
 
     def keep(self, request_id: str, tenant: str, context: Context, *, wanted: bool, continues: str = "") -> bool:
-        """Stores a request's context; returns whether it was stored.
-
-        ``wanted``: whether the request set a time to retain it. ``continues`` is the id of the request that it
-        continued.
-        """
+        """Stores a request's context; returns whether it was stored. ``wanted``: whether the request set a time to
+        retain it. ``continues`` is the id of the request that it continued."""
         self._expire()
         num_tokens = len(context.token_ids)
         if num_tokens > self._tokens_per_tenant or self.ttl_s <= 0:

@@ -266,10 +266,8 @@ class RequestBuilder:
         return max_tokens
 
     def _fit_whole(self, start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Returns ``max_tokens``, reduced to fit in one message if the caller did not set it.
-
-        Raises ServiceError if the caller's own ``max_tokens`` does not fit.
-        """
+        """Returns ``max_tokens``, reduced to fit in one message if the caller did not set it. Raises ServiceError if
+        the caller's own ``max_tokens`` does not fit."""
         n, output, form = start.sampling.n or 1, start.output, output_form(start)
         token_bytes = form.text * self._tokenizer.pieces.longest_bytes + form.token_ids * _ID_BYTES
         units = -(-token_bytes // 8)

@@ -55,10 +55,7 @@ class Tokenizer:
     ) -> None:
         """Reads a directory in Hugging Face's layout. ``chat_template``: a file that replaces the model's own template,
         or the name of one of those. ``num_rows``: the model's rows, if there may be fewer than the tokenizer has
-        tokens. ``template_timeout_s``: the CPU time for rendering a conversation.
-
-        Raises TokenizerError.
-        """
+        tokens. ``template_timeout_s``: the CPU time for rendering a conversation. Raises TokenizerError."""
         files = read_tokenizer(directory, chat_template, num_rows, template_timeout_s)
         library = files.library
         library.no_truncation()
@@ -142,10 +139,8 @@ class Tokenizer:
         return truncation.cut_inside(token_ids, self._special_token_guard.encode(text, False))
 
     def encode_chat(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
-        """Returns the ids of a conversation, with special tokens only from the template, never from the caller's texts.
-
-        Raises ServiceError, also if there are more tokens than ``limit`` allows, by default a ``TextLimit``.
-        """
+        """Returns the ids of a conversation, with special tokens only from the template. Raises ServiceError, also if
+        there are more tokens than ``limit`` allows, by default a ``TextLimit``."""
         return self._encode_chat(chat, limit or TextLimit(field="chat"), after_answer=False)
 
     def encode_after(self, text: str, limit: PromptLimit | None = None) -> list[int]:
