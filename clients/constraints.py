@@ -66,7 +66,7 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
     )
     one.add_argument(
         "--regex",
-        type=_regex,
+        type=lambda text: {"regex": text},
         dest="constraint",
         metavar="REGEX",
         help="a regular expression for the whole answer, in Rust's syntax",
@@ -88,10 +88,6 @@ def constraint_settings(arguments: argparse.Namespace) -> list[tuple[str, object
 
 def _schema(text: str) -> Mapping[str, object]:
     return {"json_schema": text if text.lstrip().startswith("{") else _read(text)}
-
-
-def _regex(text: str) -> Mapping[str, object]:
-    return {"regex": text}
 
 
 def _grammar(path: str) -> Mapping[str, object]:

@@ -83,17 +83,14 @@ class WatchedFiles(Generic[_Loaded]):
         self._names = ", ".join(map(str, files))
         self._load = load
         self._kept = kept
-        self._on_change: Callable[[_Loaded], None] = lambda _: None
+        self.on_change: Callable[[_Loaded], None] = lambda _: None
+        """Called with each new value, on the event loop."""
         self._problem = ""
         self._seen = self._signatures()
         self._contents = [file.read() for file in files]
         self._last_read: list[bytes] | None = self._contents
         self._is_refused = False  # whether ``load`` failed on the last content
         self.value = load(*self._contents)
-
-    def on_change(self, callback: Callable[[_Loaded], None]) -> None:
-        """Sets the ``callback`` for new values. It runs on the event loop."""
-        self._on_change = callback
 
     def refresh(self) -> Callable[[], None] | None:
         """See ``Watched``. Blocks, and changes only this object's own state, so it may run in a thread."""
@@ -140,7 +137,7 @@ class WatchedFiles(Generic[_Loaded]):
     def _take(self, loaded: _Loaded) -> None:
         self.value = loaded
         try:
-            self._on_change(loaded)
+            self.on_change(loaded)
         except Exception:
             _log.exception("%s: could not be applied", self._names)
             return

@@ -26,7 +26,7 @@ def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
         raise ServiceError(Reason.NO_TOOLS_IN_TEMPLATE, field="chat.tools")
     for index, message in enumerate(chat.messages):
         if message.role not in template.roles:
-            raise invalid(f"{_at(index)}.role", f"must be one of {', '.join(sorted(template.roles))}")
+            raise invalid(f"chat.messages[{index}].role", f"must be one of {', '.join(sorted(template.roles))}")
     if chat.tools and (total := chat_bytes(chat.messages) + sum(map(utf8_bytes, chat.tools))) > MAX_TEXT_BYTES:
         raise invalid("chat.tools", f"at most {MAX_TEXT_BYTES:,} bytes together with the messages; they have {total:,}")
     if not chat.continue_final_message:
@@ -61,10 +61,6 @@ def parse_chat(chat: pb.Chat) -> TemplateInput:
         variables=_variables(chat.template_variables),
         continue_final_message=chat.continue_final_message,
     )
-
-
-def _at(index: int) -> str:
-    return f"chat.messages[{index}]"
 
 
 def _variables(text: str) -> Mapping[str, Any]:

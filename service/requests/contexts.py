@@ -56,9 +56,8 @@ class TenantContexts:
 
     def supersede(self, request_id: str) -> None:
         """Makes a context that another one continues unlikely to be needed: only a branch would need it."""
-        kept = self._wanted.pop(request_id, None)
-        if kept is not None:
-            self._ordinary[request_id] = kept
+        if request_id in self._wanted:
+            self._ordinary[request_id] = self._wanted.pop(request_id)
 
     def remove(self, request_id: str) -> None:
         self.num_tokens -= len(self._group(request_id).pop(request_id).token_ids)

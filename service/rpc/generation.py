@@ -14,7 +14,7 @@ import grpc
 
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta
-from penstock.service.auth.identity import Principal, current_principal
+from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError, StatusError, invalid, to_status, with_finished
 from penstock.service.requests.generate import ResponseMode
@@ -68,7 +68,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Serves many requests, until the client half-closes and the last request has ended."""
         await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
-        stream = _Stream(self, outbox, self._validator, current_principal.get())
+        stream = _Stream(self, outbox, self._validator)
         self._outboxes.add(outbox)
         outbox.begin_beats()
         reader = asyncio.create_task(stream.read(request_iterator))
@@ -103,7 +103,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 outbox.close(error)
 
         start = _required(request)
-        live = self.new_request(start, outbox, current_principal.get(), on_end, context)
+        live = self.new_request(start, outbox, on_end, context)
         outbox.opened()
         live.begin_request(start)
         try:
@@ -114,7 +114,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         answer = _WholeAnswer()
         start = _required(request)
-        live = self.new_request(start, answer, current_principal.get(), lambda live: None, context, ResponseMode.WHOLE)
+        live = self.new_request(start, answer, lambda live: None, context, ResponseMode.WHOLE)
         live.begin_request(start)
         try:
             response = await answer.whole
@@ -129,13 +129,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self,
         start: pb.Start,
         receiver: "Outbox | _WholeAnswer",
-        principal: Principal,
         on_end: Callable[[RequestLifecycle], None],
         call: Context | None = None,
         answer: ResponseMode = ResponseMode.STREAMED,
     ) -> RequestLifecycle:
-        """Creates a request and registers it until it ends. ``call`` is its single-request call, if any, whose id and
-        deadline it takes."""
+        """Creates a request of the current caller and registers it until it ends. ``call`` is its single-request call,
+        if any, whose id and deadline it takes."""
 
         def unregister(live: RequestLifecycle) -> None:
             self._live.discard(live)
@@ -145,7 +144,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             self._request_context,
             start,
             request_id=new_request_id() if call is None else current_request_id.get(),
-            principal=principal,
+            principal=current_principal.get(),
             receiver=receiver,
             on_end=unregister,
             answer=answer,
@@ -177,11 +176,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 class _Stream:
     """The requests of one multiplexed stream."""
 
-    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator, principal: Principal) -> None:
+    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator) -> None:
         self._service = service
         self._outbox = outbox
         self._validator = validator
-        self._principal = principal
         self._live: dict[int, RequestLifecycle] = {}
         self._last: asyncio.Task[None] | None = None
         self._half_closed = False
@@ -240,7 +238,7 @@ class _Stream:
                 f"start.ref: {start.ref} is live on this stream; choose another",
                 field="start.ref",
             )
-        live = self._service.new_request(start, self._outbox, self._principal, self._on_end)
+        live = self._service.new_request(start, self._outbox, self._on_end)
         self._live[start.ref] = live
         self._outbox.opened()
         live.hold(self._outbox.is_stalled)

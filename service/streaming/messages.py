@@ -6,7 +6,7 @@ from dataclasses import asdict
 from google.rpc import status_pb2
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.request import EngineFinishReason, RequestFinished, SequenceDelta, SpeculationCounts, StopMatch
+from penstock.scheduler.request import EngineFinishReason, RequestFinished, SequenceDelta, SpeculationCounts
 from penstock.service.config.limits import UINT32_MAX
 from penstock.service.streaming.pending_message import OutputForm, PendingMessage
 from penstock.v1 import generation_pb2 as pb
@@ -90,15 +90,6 @@ def fill_logprobs(out: pb.Logprobs, logprobs: TokenLogprobs) -> None:
     out.top.extend(logprobs.top)
 
 
-def fill_end(out: pb.ChoiceEnd, end: StopMatch) -> None:
-    """Fills in how a choice ended."""
-    out.reason = _REASONS[end.reason]
-    if end.stop is not None:
-        out.stop = end.stop
-    elif end.stop_token_id is not None:
-        out.stop_token_id = end.stop_token_id
-
-
 def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[SequenceDelta]) -> None:
     """Fills in consecutive deltas of one choice, joined."""
     if form.text:
@@ -110,8 +101,12 @@ def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[Seq
             fill_logprobs(out.logprobs, delta.logprobs)
             if form.text and delta.text_lengths is not None:
                 out.logprobs.text_lengths.extend(delta.text_lengths)
-        if delta.end is not None:
-            fill_end(out.end, delta.end)
+        if (end := delta.end) is not None:
+            out.end.reason = _REASONS[end.reason]
+            if end.stop is not None:
+                out.end.stop = end.stop
+            elif end.stop_token_id is not None:
+                out.end.stop_token_id = end.stop_token_id
 
 
 def _fill(message: pb.GenerateResponse | pb.GenerateOneResponse, batch: PendingMessage) -> None:
