@@ -64,7 +64,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         return len(self._live)
 
     # The generated base class knows only handlers that yield; gRPC also accepts handlers that write.
-    async def Generate(self, request_iterator: AsyncIterator[pb.GenerateRequest], context: Context) -> None:  # type: ignore[override]
+    async def Generate(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.GenerateRequest], context: Context
+    ) -> None:
         """Serves many requests, until the client half-closes and the last request has ended."""
         await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
