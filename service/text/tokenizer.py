@@ -298,7 +298,7 @@ class TokenizerPool:
             return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
         whole, known = context.token_ids + token_ids, context.block_hashes
         rest = whole[len(known) * self._block_size :]
-        return Prompt(whole, known + hash_blocks(rest, self._block_size, salt, parent=known[-1] if known else b""))
+        return Prompt(whole, known + hash_blocks(rest, self._block_size, salt, known[-1] if known else b""))
 
     def close(self) -> None:
         """Ends the threads; waiting work is cancelled."""
