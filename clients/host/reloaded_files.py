@@ -150,7 +150,7 @@ class WatchedFiles(Generic[_Loaded]):
 
     def _signatures(self) -> list[tuple[int, ...]] | None:
         """Returns what identifies the files' content; None if a file is too new to rely on it, or cannot be read."""
-        found = []
+        found: list[tuple[int, ...]] = []
         for file in self.files:
             try:
                 status = os.stat(file.path)

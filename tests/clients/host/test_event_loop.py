@@ -1,6 +1,7 @@
 """When the cycle collector runs."""
 
 import asyncio
+import gc
 
 import pytest
 from waiting import until
@@ -39,7 +40,7 @@ async def process(monkeypatch):
     process = Process()
     monkeypatch.setattr(event_loop, "process_bytes", process.size)
     monkeypatch.setattr(event_loop, "_trim_heap", process.trim)
-    monkeypatch.setattr(event_loop.gc, "collect", process.collect)
+    monkeypatch.setattr(gc, "collect", process.collect)
     return process
 
 

@@ -236,7 +236,7 @@ async def test_the_end_of_the_child_ends_its_requests_with_retryable_errors_and_
         assert await anext(stream)
         assert (await streamed.sent.get())["status"] == 200
         assert replica._process is not None
-        os.kill(replica._process.pid, signal.SIGKILL)
+        os.kill(replica._process._process.pid, signal.SIGKILL)
         with pytest.raises(CallFailed):
             async for _ in stream:
                 pass
