@@ -27,12 +27,14 @@ _FILES = {
 
 
 def create_app(settings: StatusPageSettings) -> Starlette:
-    """Creates the app. Its link to the service opens with the app's lifespan."""
+    """Creates the app. Its link to the service (``app.state.link``, for the middleware) opens with the app's
+    lifespan."""
     api = StatusRoutes(settings)
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with AdminLink.opened(settings) as api.link:
+            app.state.link = api.link
             yield
 
     app = Starlette(
