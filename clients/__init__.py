@@ -45,19 +45,11 @@ __all__ = [
     "UpdateRefused",
 ]
 
-_MODULES = {
-    "channel": {"Tls"},
-    "client": {"AsyncClient", "RequestStream"},
-    "embeddings": {"Embeddings"},
-    "errors": {"InvalidOption", "PenstockError", "RequestFailed", "StreamBroken", "Unreachable"},
-    "events": {"Accepted", "Completion", "Delta", "FinishReason", "Finished", "PromptLogprobs", "UpdateRefused"},
-    "sync_client": {"Client", "SyncRequestStream"},
-}
-
 
 def __getattr__(name: str) -> object:
     """Imports a public name on first use: ``penstock --help`` does not need grpc."""
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
+    if name in __all__:
+        for module in ("errors", "events", "channel", "embeddings", "client", "sync_client"):
+            if found := getattr(import_module(f"{__name__}.{module}"), name, None):
+                return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

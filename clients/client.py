@@ -8,7 +8,6 @@ async with AsyncClient("127.0.0.1:50051") as client:
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 import grpc
@@ -20,7 +19,7 @@ from penstock.clients.errors import PenstockError, RequestFailed, failure_from_c
 from penstock.clients.events import Completion, Delta, Event, Finished, collect
 from penstock.clients.health import is_serving
 from penstock.clients.requests import Options, Prompt, build_start, build_update
-from penstock.clients.stream import Call, GenerateStream, Mailbox
+from penstock.clients.stream import GenerateStream, Mailbox
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -58,9 +57,7 @@ class RequestStream:
         self._begin()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.leave()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -118,7 +115,7 @@ class RequestStream:
     def _begin(self) -> None:
         if self._carrier is None and not self._ended:
             self._carrier = self._open_stream()
-            self._ref, self._mailbox = self._carrier.start(self._start)
+            self._ref = self._carrier.carry(self._start, self._mailbox)
             if self._cancelled:
                 self._carrier.cancel(self._ref)
             if self._start.HasField("timeout_ms"):
@@ -188,9 +185,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> RequestStream:
@@ -294,15 +289,11 @@ class AsyncClient:
         return self._opened
 
     def _generate_stream(self) -> GenerateStream:
-        """The open stream, or a new one in place of a broken one."""
+        """Returns the open stream, or a new one in place of a broken one."""
         channel = self._channel()
         if self._stream is None or not self._stream.is_open:
             stub = GenerationServiceStub(channel)
-
-            def open_call() -> Call:
-                return stub.Generate(metadata=self._metadata)
-
-            self._stream = GenerateStream(open_call, self.target)
+            self._stream = GenerateStream(lambda: stub.Generate(metadata=self._metadata), self.target)
         return self._stream
 
     async def _unary(

@@ -13,7 +13,6 @@ STARTS: Mapping[str, "constraint_pb2.ConstraintStart.ValueType"] = {
     "first_token": constraint_pb2.CONSTRAINT_START_FIRST_TOKEN,
 }
 """The contract's values by the names that callers use."""
-_TEXTS = ("regex", "lark", "gbnf")
 _KINDS = "json_schema, any_json, regex, lark, gbnf or choices"
 
 
@@ -35,7 +34,7 @@ def set_constraint(constraint: constraint_pb2.Constraint, value: object) -> None
             constraint.any_json.SetInParent()
         elif kind == "choices" and not isinstance(given, str):
             constraint.choices.values.extend(given)
-        elif kind in _TEXTS:
+        elif kind in ("regex", "lark", "gbnf"):
             setattr(constraint, kind, given)
         else:
             raise InvalidOption("constraint", f"expected an object with one of {_KINDS}, got {shown(value)}")
@@ -67,7 +66,7 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
     )
     one.add_argument(
         "--regex",
-        type=_regex,
+        type=lambda text: {"regex": text},
         dest="constraint",
         metavar="REGEX",
         help="a regular expression for the whole answer, in Rust's syntax",
@@ -89,10 +88,6 @@ def constraint_settings(arguments: argparse.Namespace) -> list[tuple[str, object
 
 def _schema(text: str) -> Mapping[str, object]:
     return {"json_schema": text if text.lstrip().startswith("{") else _read(text)}
-
-
-def _regex(text: str) -> Mapping[str, object]:
-    return {"regex": text}
 
 
 def _grammar(path: str) -> Mapping[str, object]:

@@ -7,9 +7,6 @@ from penstock.clients.chat_messages import ChatMessage
 from penstock.clients.errors import PenstockError
 from penstock.clients.events import Finished
 
-CountTokens = Callable[[Sequence[ChatMessage]], int]
-"""Counts the tokens in the prompt of a conversation."""
-
 _BETWEEN_TURNS = 16
 """An upper bound of the tokens that a chat template puts between an answer and the next message."""
 
@@ -32,7 +29,8 @@ class Conversation:
     If the service kept the context of the last answer, only the new message is sent.
     """
 
-    def __init__(self, max_tokens: int, count_tokens: CountTokens) -> None:
+    def __init__(self, max_tokens: int, count_tokens: Callable[[Sequence[ChatMessage]], int]) -> None:
+        """``count_tokens`` counts the tokens in the prompt of a conversation."""
         self._context = max_tokens
         self._count_tokens = count_tokens
         self._turns: list[ChatMessage] = []
@@ -41,7 +39,6 @@ class Conversation:
 
     @property
     def system(self) -> str:
-        """The system message."""
         return self._system
 
     @system.setter
@@ -51,7 +48,6 @@ class Conversation:
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """All messages of the prompt."""
         return self._first + self._turns
 
     @property
@@ -99,7 +95,9 @@ class Conversation:
                     f"this message makes a prompt of {used:,} tokens; the model's context of {self._context:,} "
                     f"leaves no room for an answer of {room:,}"
                 )
-            _drop_oldest_turn(turns)
+            turns.pop(0)
+            while turns[0]["role"] != "user":
+                turns.pop(0)
             dropped += 1
         self._turns = turns
         self._kept = None
@@ -130,9 +128,3 @@ class Conversation:
 
 def _num_questions(turns: Sequence[ChatMessage]) -> int:
     return sum(message["role"] == "user" for message in turns)
-
-
-def _drop_oldest_turn(turns: list[ChatMessage]) -> None:
-    turns.pop(0)
-    while turns[0]["role"] != "user":
-        turns.pop(0)

@@ -40,11 +40,9 @@ class Embeddings:
     """One for each input, in their order."""
     usage: Usage
     request_id: str
-    """The service's id of the request."""
 
     @classmethod
     def from_proto(cls, message: pb.EmbedResponse) -> "Embeddings":
-        """Copies a message of the contract."""
         usage = Usage(message.usage.prompt_tokens, message.usage.cached_tokens, message.usage.output_tokens)
         return cls([list(embedding.values) for embedding in message.embeddings], usage, message.request_id)
 

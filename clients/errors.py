@@ -1,7 +1,6 @@
 """The client's exceptions: mistakes of the caller, and failures of the service or the connection."""
 
 import re
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -14,11 +13,7 @@ if TYPE_CHECKING:
     from penstock.clients.events import Finished
 
 _NO_CONNECTION = re.compile("failed to connect|errors resolving|DNS resolution failed", re.IGNORECASE)
-_UNKNOWN_HOST = "Domain name not found"
-_NO_NAME = "Misformatted domain name"
 _NO_SOCKET = re.compile(r"connect failed: addr: unix:.* error: (.*)")
-_PORT = re.compile(r":\d+$")
-_NOT_TLS = "WRONG_VERSION_NUMBER"
 _NO_TLS = "the server there does not use TLS"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -95,7 +90,7 @@ class Unreachable(RequestFailed):
 
 def failure_from_status(status: Status, request_id: str = "") -> RequestFailed:
     """Returns the failure of one request from its in-band status."""
-    error = RequestFailed(_code(status.code), status.message)
+    error = RequestFailed(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), status.message)
     _read_details(error, status)
     error.request_id = error.request_id or request_id
     return error
@@ -110,66 +105,47 @@ def failure_from_call(
     if code is grpc.StatusCode.UNAVAILABLE and _NO_CONNECTION.search(details):
         return Unreachable(code, f"no service answers at {target}: {_why(details, target)}")
     error = kind(code, details)
-    metadata = _pairs(call_error.trailing_metadata())
+    metadata = dict(call_error.trailing_metadata() or ())
     if isinstance(packed := metadata.get("grpc-status-details-bin"), bytes):
         try:
             _read_details(error, Status.FromString(packed))
         except DecodeError:
             pass  # from a proxy; code and text are still valid
-    _read_pushback(error, metadata.get("grpc-retry-pushback-ms"))
+    _read_pushback(error, metadata.get("grpc-retry-pushback-ms", ""))
     return error
 
 
 def _why(details: str, target: str) -> str:
     """Extracts the reason why there is no connection from gRPC's report of its attempts."""
-    if _NO_NAME in details:
+    if "Misformatted domain name" in details:
         return "write the address as HOST:PORT" + (", without a scheme" if "://" in target else "")
     if missing := _NO_SOCKET.search(details):
         return missing[1]
-    if _UNKNOWN_HOST in details:
+    if "Domain name not found" in details:
         return "the host is unknown"
-    if _NOT_TLS in details:
+    if "WRONG_VERSION_NUMBER" in details:
         return _NO_TLS
     why = details.rpartition("Failed to connect to remote host: ")[2].rpartition("last error: ")[2]
-    return (
-        why
-        if _PORT.search(target) or target.startswith("unix:")
-        else f"{why}; without a port gRPC takes 443: write HOST:PORT"
-    )
-
-
-def _code(number: int) -> grpc.StatusCode:
-    return _CODES.get(number, grpc.StatusCode.UNKNOWN)
-
-
-def _pairs(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str | bytes]:
-    return dict(metadata or ())
+    if re.search(r":\d+$", target) or target.startswith("unix:"):
+        return why
+    return f"{why}; without a port gRPC takes 443: write HOST:PORT"
 
 
 def _read_details(error: RequestFailed, status: Status) -> None:
+    info, request, bad, retry = ErrorInfo(), RequestInfo(), BadRequest(), RetryInfo()
     for packed in status.details:
-        if packed.Is(ErrorInfo.DESCRIPTOR):
-            info = ErrorInfo()
-            packed.Unpack(info)
+        if packed.Unpack(info):
             error.reason = info.reason
-        elif packed.Is(RequestInfo.DESCRIPTOR):
-            request = RequestInfo()
-            packed.Unpack(request)
+        elif packed.Unpack(request):
             error.request_id = request.request_id
-        elif packed.Is(BadRequest.DESCRIPTOR):
-            bad = BadRequest()
-            packed.Unpack(bad)
+        elif packed.Unpack(bad):
             error.violations = [(v.field, v.description) for v in bad.field_violations]
-        elif packed.Is(RetryInfo.DESCRIPTOR):
-            retry = RetryInfo()
-            packed.Unpack(retry)
+        elif packed.Unpack(retry):
             error.retry_after = retry.retry_delay.ToTimedelta() / timedelta(seconds=1)
 
 
-def _read_pushback(error: RequestFailed, pushback: str | bytes | None) -> None:
-    """Reads gRPC's pushback: milliseconds, or a negative number for "do not try again"."""
-    if pushback is None:
-        return
+def _read_pushback(error: RequestFailed, pushback: str | bytes) -> None:
+    """Reads gRPC's pushback, if any: milliseconds, or a negative number for "do not try again"."""
     try:
         milliseconds = int(pushback)
     except ValueError:

@@ -1,8 +1,9 @@
 """The events of a request's stream as types, and all of them together as a ``Completion``."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import TypeVar
 
 from penstock.clients.errors import RequestFailed, failure_from_status
 from penstock.v1 import generation_pb2 as pb
@@ -20,13 +21,7 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
-_REASONS = {
-    pb.FINISH_REASON_STOP: FinishReason.STOP,
-    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    pb.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-    pb.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
-    pb.FINISH_REASON_ERROR: FinishReason.ERROR,
-}
+_REASONS = {pb.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
 
 @dataclass(slots=True)
@@ -51,7 +46,6 @@ class Logprobs:
 
     @classmethod
     def from_proto(cls, message: pb.Logprobs) -> "Logprobs":
-        """Copies a message of the contract."""
         return cls(
             list(message.chosen),
             message.num_top,
@@ -84,6 +78,14 @@ class Timings:
     """How often the service's worker died during the request."""
 
 
+_Counts = TypeVar("_Counts", Usage, Timings)
+
+
+def _copied(kind: type[_Counts], message: pb.Usage | pb.Timings) -> _Counts:
+    """Copies a message whose fields have the same names."""
+    return kind(**{each.name: getattr(message, each.name) for each in fields(kind)})
+
+
 @dataclass(slots=True)
 class Accepted:
     """The request is in the queue."""
@@ -98,7 +100,6 @@ class Accepted:
 
     @classmethod
     def from_proto(cls, message: pb.Accepted) -> "Accepted":
-        """Copies a message of the contract."""
         return cls(
             request_id=message.request_id,
             prompt_tokens=message.prompt_tokens,
@@ -118,7 +119,6 @@ class PromptLogprobs:
 
     @classmethod
     def from_proto(cls, message: pb.PromptLogprobs) -> "PromptLogprobs":
-        """Copies a message of the contract."""
         return cls(message.start, Logprobs.from_proto(message.logprobs))
 
 
@@ -132,7 +132,6 @@ class ChoiceEnd:
 
     @classmethod
     def from_proto(cls, message: pb.ChoiceEnd) -> "ChoiceEnd":
-        """Copies a message of the contract."""
         matched = message.WhichOneof("matched")
         return cls(
             reason=_REASONS.get(message.reason, FinishReason.UNSPECIFIED),
@@ -155,7 +154,6 @@ class Delta:
 
     @classmethod
     def from_proto(cls, message: pb.Delta) -> "Delta":
-        """Copies a message of the contract."""
         return cls(
             text=message.text,
             token_ids=message.token_ids[:],
@@ -186,7 +184,6 @@ class Speculation:
 
     @classmethod
     def from_proto(cls, message: pb.Speculation) -> "Speculation":
-        """Copies a message of the contract."""
         return cls(
             message.drafted_tokens,
             message.accepted_tokens,
@@ -214,18 +211,10 @@ class Finished:
     @classmethod
     def from_proto(cls, message: pb.Finished) -> "Finished":
         """Copies a message of the contract, except its status, which ``errors`` reads."""
-        usage, timings = message.usage, message.timings
         return cls(
             reason=_REASONS.get(message.reason, FinishReason.UNSPECIFIED),
-            usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens),
-            timings=Timings(
-                queued_us=timings.queued_us,
-                prefill_us=timings.prefill_us,
-                first_token_us=timings.first_token_us,
-                total_us=timings.total_us,
-                preemptions=timings.preemptions,
-                restarts=timings.restarts,
-            ),
+            usage=_copied(Usage, message.usage),
+            timings=_copied(Timings, message.timings),
             request_id=message.request_id,
             seed=message.seed if message.HasField("seed") else None,
             may_continue=message.may_continue,
@@ -242,7 +231,6 @@ class UpdateRefused:
 
     @classmethod
     def from_proto(cls, message: pb.UpdateRefused) -> "UpdateRefused":
-        """Copies a message of the contract."""
         return cls(failure_from_status(message.status))
 
 
@@ -260,14 +248,13 @@ class Choice:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why it ended."""
         return self.end.reason
 
 
 @dataclass(slots=True)
 class Completion:
-    """The whole answer to one request. ``text`` and similar properties are those of the first choice, the only one
-    unless ``n`` was given."""
+    """The whole answer to one request. ``text``, ``token_ids``, ``logprobs`` and ``finish_reason`` are those of the
+    first choice, the only one unless ``n`` was given. The other properties are those of ``finished``."""
 
     choices: list[Choice]
     finished: Finished
@@ -275,42 +262,34 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The first choice's text."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> list[int]:
-        """The first choice's tokens."""
         return self.choices[0].token_ids
 
     @property
     def logprobs(self) -> Logprobs | None:
-        """The first choice's log-probabilities, if requested."""
         return self.choices[0].logprobs
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first choice ended."""
         return self.choices[0].finish_reason
 
     @property
     def usage(self) -> Usage:
-        """The tokens used by all choices."""
         return self.finished.usage
 
     @property
     def speculation(self) -> Speculation | None:
-        """The statistics of the request's drafts; None if it had none."""
         return self.finished.speculation
 
     @property
     def timings(self) -> Timings:
-        """When each phase of the request ended."""
         return self.finished.timings
 
     @property
     def request_id(self) -> str:
-        """The service's id of the request."""
         return self.finished.request_id
 
 
@@ -336,8 +315,6 @@ def collect(events: Iterable[Event], num_choices: int) -> Completion:
                 prompt_logprobs.extend(event.logprobs)
             case Finished():
                 finished = event
-            case Accepted():
-                pass
     assert finished is not None, "events of a request that has not ended"
     for choice, pieces in zip(choices, texts, strict=True):
         choice.text = "".join(pieces)

@@ -85,9 +85,12 @@ _START = {
     for name, field in pb.Start.DESCRIPTOR.fields_by_name.items()
     if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms"}
 }
-_UPDATE = dict(pb.Update.DESCRIPTOR.fields_by_name)
 _MAX_TIMEOUT_MS = 86_400_000
-_PROMPTS_OF_LINE = ("prompt", "prompt_token_ids", "messages")
+_PROMPTS_OF_LINE = {
+    "prompt": (str, "text"),
+    "prompt_token_ids": (list, "a list of token ids"),
+    "messages": (list, "a list of messages"),
+}
 
 OPTION_NAMES = frozenset({*_SAMPLING, *_OUTPUT, *_START, *CHAT_OPTION_NAMES})
 """The keys of ``Options``, read from the contract."""
@@ -119,24 +122,20 @@ def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) 
     if len(prompts) != 1:
         found = " and ".join(prompts) or "none of them"
         raise InvalidOption("prompt", f"a line has one of prompt, prompt_token_ids and messages; this has {found}")
-    name = prompts[0]
+    [name] = prompts
     prompt = options[name]
-    if name == "prompt":
-        if not isinstance(prompt, str):
-            raise InvalidOption(name, f"expected text, got {shown(prompt)}")
-    elif not isinstance(prompt, list) or not prompt:
-        kind = "token ids" if name == "prompt_token_ids" else "messages"
-        raise InvalidOption(name, f"expected a list of {kind}, got {shown(prompt)}")
+    kind, expected = _PROMPTS_OF_LINE[name]
+    if not isinstance(prompt, kind) or prompt == []:
+        raise InvalidOption(name, f"expected {expected}, got {shown(prompt)}")
     timeout = options.pop("timeout_ms", None)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int)):
         raise InvalidOption("timeout_ms", f"expected an integer, got {shown(timeout)}")
     if timeout is not None and not 1 <= timeout <= _MAX_TIMEOUT_MS:
         raise InvalidOption("timeout_ms", f"expected 1 to {_MAX_TIMEOUT_MS:,}, got {shown(timeout)}")
-    for used in _PROMPTS_OF_LINE:
+    for used in (*_PROMPTS_OF_LINE, "id"):
         options.pop(used, None)
-    options.pop("id", None)
     try:
-        return build_start(prompt, options, None if timeout is None else timeout / 1000)
+        return build_start(cast(Prompt, prompt), options, None if timeout is None else timeout / 1000)
     except InvalidOption as error:
         raise InvalidOption(re.sub(r"^prompt\b", name, error.field), error.problem) from None
 
@@ -146,7 +145,7 @@ def build_update(timeout: float | None, priority: int | None, max_tokens: int | 
     update = pb.Update()
     for name, value in (("priority", priority), ("max_tokens", max_tokens)):
         if value is not None:
-            set_field(update, _UPDATE[name], value)
+            set_field(update, pb.Update.DESCRIPTOR.fields_by_name[name], value)
     if timeout is not None:
         update.timeout_ms = timeout_ms(timeout)
     return update

@@ -133,13 +133,8 @@ class GenerateStream:
         self._writer = asyncio.create_task(self._write(), name="penstock-generate-writer")
         self._reader = asyncio.create_task(self._read(), name="penstock-generate-reader")
 
-    def start(self, start: pb.Start) -> tuple[int, Mailbox]:
-        """Sends a request and returns its ref and mailbox. Never waits; unwritten messages are kept in memory."""
-        mailbox = Mailbox()
-        return self.carry(start, mailbox), mailbox
-
     def carry(self, start: pb.Start, receiver: Receiver) -> int:
-        """Like ``start``, for an existing receiver; returns the ref."""
+        """Sends a request and returns its ref. Never waits; unwritten messages are kept in memory."""
         assert self.is_open
         ref = next(ref for ref in self._refs if ref % 2**32 not in self._live) % 2**32
         start.ref = ref

@@ -11,7 +11,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 from penstock.clients.channel import DEFAULT_TARGET, Tls
@@ -79,9 +78,7 @@ class SyncRequestStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.leave()
 
     def __iter__(self) -> Iterator[Event]:
@@ -136,9 +133,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def generate(

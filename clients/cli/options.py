@@ -90,12 +90,13 @@ def ssl_context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def add_admin_flags(parser: argparse.ArgumentParser) -> None:
+def add_admin_flags(parser: argparse.ArgumentParser, of_key: str | None = _OF_KEY) -> None:
     """Adds ``--admin``, and the flags that ``admin_connection`` reads."""
     add_connection_flags(
         parser,
         f"address of the service's admin listener, or unix:PATH (default: ${ADMIN_VARIABLE}, or {DEFAULT_ADMIN})",
         "--admin",
+        of_key,
     )
 
 

@@ -1,7 +1,5 @@
-"""Inspects the CPU library on this machine.
-
-Runs in a separate process: a library that cannot be loaded, or dies of an illegal instruction, is only a finding.
-"""
+"""Inspects the CPU library on this machine, in a separate process: a library that cannot be loaded, or dies of an
+illegal instruction, is only a finding."""
 
 import signal
 import subprocess

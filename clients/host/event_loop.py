@@ -44,15 +44,7 @@ class MemoryWatch:
     to the collector's own counts of objects, then returns free memory to the system. Does nothing where the size of
     the process is unknown."""
 
-    def __init__(
-        self,
-        resident_bytes: Callable[[], int] | None = None,
-        collect: Callable[[], object] = gc.collect,
-        trim: Callable[[], object] | None = None,
-    ) -> None:
-        self._resident_bytes = resident_bytes or process_bytes
-        self._collect = collect
-        self._trim = trim or _trim_heap
+    def __init__(self) -> None:
         self._trimmed_at = -TRIM_INTERVAL_S
         self._wants_trim = False
         self._least_bytes = 0
@@ -62,7 +54,7 @@ class MemoryWatch:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Checks once per second, until ``stop``."""
         with suppress(OSError):
-            self._least_bytes = self._resident_bytes()
+            self._least_bytes = process_bytes()
             self._timer = loop.call_later(CHECK_INTERVAL_S, self._check_again, loop)
 
     def stop(self) -> None:
@@ -71,17 +63,16 @@ class MemoryWatch:
             self._timer.cancel()
 
     def check(self) -> None:
-        """Collects if the process has grown enough."""
-        num_bytes = self._resident_bytes()
+        num_bytes = process_bytes()
         if num_bytes - self._least_bytes >= COLLECT_AFTER_BYTES:
-            self._collect()
-            self._least_bytes = self._resident_bytes()
+            gc.collect()
+            self._least_bytes = process_bytes()
             self._wants_trim = True
         else:
             self._least_bytes = min(self._least_bytes, num_bytes)
         if self._wants_trim and time.monotonic() >= self._trimmed_at + TRIM_INTERVAL_S:
             self._wants_trim, self._trimmed_at = False, time.monotonic()
-            threading.Thread(target=self._trim, name="trim", daemon=True).start()
+            threading.Thread(target=_trim_heap, name="trim", daemon=True).start()
 
     def _check_again(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = loop.call_later(CHECK_INTERVAL_S, self._check_again, loop)

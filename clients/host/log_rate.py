@@ -23,7 +23,6 @@ class LogRate(logging.Filter):
         """When the period began and how many lines came in it, by the line of code and ``LOG_KIND``."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written."""
         now, num_left_out = time.monotonic(), 0
         of = record.pathname, record.lineno, _kind(record)
         with self._counting:

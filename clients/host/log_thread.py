@@ -45,9 +45,10 @@ class LogThread(logging.Handler):
     def _write(self) -> None:
         while True:
             line = self._lines.get()
+            data = f"{line}\n{self._dropped()}".encode(errors="backslashreplace")
             with contextlib.suppress(OSError):  # stderr is closed
-                # Not with sys.stderr: its flush at exit would wait for the lock.
-                _write_all(2, f"{line}\n{self._dropped()}".encode(errors="backslashreplace"))
+                while data:  # not with sys.stderr: its flush at exit would wait for the lock
+                    data = data[os.write(2, data) :]
             self._lines.task_done()
 
     def _dropped(self) -> str:
@@ -57,8 +58,3 @@ class LogThread(logging.Handler):
             return ""
         message = "%d lines of the log were dropped: stderr was not read as fast as they came"
         return f"{self.format(_log.makeRecord(_log.name, logging.WARNING, __file__, 0, message, (number,), None))}\n"
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]

@@ -63,7 +63,6 @@ class Machine:
     system: str
     cpu: str
     num_cores: int
-    """The machine's cores."""
     num_usable_cores: float
     """The cores that affinity and the control group allow this process."""
     instruction_sets: list[str]

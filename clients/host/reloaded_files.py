@@ -22,7 +22,6 @@ CHECK_INTERVAL_S = 1.0
 _SETTLED_S = 2.0
 """A file that changed less than this ago is read again: with a clock of 4 ms, two writes may have the same time."""
 
-_Signature = tuple[int, int, int, int]
 _Loaded = TypeVar("_Loaded")
 
 
@@ -53,12 +52,8 @@ class NamedFile:
         except OSError as error:
             raise FileError(f"{self}: cannot be read ({error.strerror}); check the path") from error
 
-    def read_text(self) -> str:
-        """Returns the content as text. Raises FileError, also if it is not UTF-8."""
-        return self.text(self.read())
-
     def text(self, content: bytes) -> str:
-        """Decodes the content. Raises FileError."""
+        """Decodes the content. Raises FileError if it is not UTF-8."""
         try:
             return content.decode()
         except UnicodeDecodeError:
@@ -70,7 +65,6 @@ class Watched(Protocol):
 
     def refresh(self) -> Callable[[], None] | None:
         """Reads changed files. Returns a function that applies them, or None if nothing changed. Never raises."""
-        ...
 
 
 class WatchedFiles(Generic[_Loaded]):
@@ -89,18 +83,14 @@ class WatchedFiles(Generic[_Loaded]):
         self._names = ", ".join(map(str, files))
         self._load = load
         self._kept = kept
-        self._on_change: Callable[[_Loaded], None] = lambda _: None
+        self.on_change: Callable[[_Loaded], None] = lambda _: None
+        """Called with each new value, on the event loop."""
         self._problem = ""
         self._seen = self._signatures()
         self._contents = [file.read() for file in files]
         self._last_read: list[bytes] | None = self._contents
         self._is_refused = False  # whether ``load`` failed on the last content
         self.value = load(*self._contents)
-        """The current value."""
-
-    def on_change(self, callback: Callable[[_Loaded], None]) -> None:
-        """Sets the ``callback`` for new values. It runs on the event loop."""
-        self._on_change = callback
 
     def refresh(self) -> Callable[[], None] | None:
         """See ``Watched``. Blocks, and changes only this object's own state, so it may run in a thread."""
@@ -147,7 +137,7 @@ class WatchedFiles(Generic[_Loaded]):
     def _take(self, loaded: _Loaded) -> None:
         self.value = loaded
         try:
-            self._on_change(loaded)
+            self.on_change(loaded)
         except Exception:
             _log.exception("%s: could not be applied", self._names)
             return
@@ -158,9 +148,9 @@ class WatchedFiles(Generic[_Loaded]):
             _log.error("%s; %s stays in use", problem, self._kept, exc_info=with_trace)
         self._problem = problem
 
-    def _signatures(self) -> "list[_Signature] | None":
+    def _signatures(self) -> list[tuple[int, ...]] | None:
         """Returns what identifies the files' content; None if a file is too new to rely on it, or cannot be read."""
-        found = []
+        found: list[tuple[int, ...]] = []
         for file in self.files:
             try:
                 status = os.stat(file.path)
@@ -191,7 +181,6 @@ class FileWatch:
         self._check_now.set()
 
     def stop(self) -> None:
-        """Stops checking."""
         if self._task is not None:
             self._task.cancel()
 

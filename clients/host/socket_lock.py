@@ -45,17 +45,15 @@ def socket_lock(path: Path) -> Iterator[None]:
 def _locked(name: Path) -> int:
     while True:
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise PathTaken(str(name)) from None
             if _is_at(name, descriptor):  # its last holder may have removed it after it was opened here
+                stack.pop_all()
                 return descriptor
-            os.close(descriptor)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise PathTaken(str(name)) from None
-        except OSError:
-            os.close(descriptor)
-            raise
 
 
 def _is_at(name: Path, descriptor: int) -> bool:

@@ -16,20 +16,21 @@ CLOSE_S = 0.3
 _log = logging.getLogger(__name__)
 
 
-class Exporter:
-    """Sends the process's spans to a collector, if the environment names one."""
+def export_spans(environ: Mapping[str, str], service_name: str) -> Callable[[], None]:
+    """Sends the process's spans to a collector, if the environment names one. ``environ`` holds OpenTelemetry's own
+    variables; ``service_name`` is the name unless they set one. Call it after the process has started its children: it
+    opens a channel. Returns a function that sends the remaining spans, for ``CLOSE_S`` at most, so that the process
+    ends without delay."""
+    if not any(environ.get(name) for name in _ENDPOINTS) or environ.get("OTEL_TRACES_EXPORTER") == "none":
+        return lambda: None
+    shutdown = _install_exporter(environ.get("OTEL_SERVICE_NAME", service_name))
 
-    def __init__(self, environ: Mapping[str, str], service_name: str) -> None:
-        """``environ`` holds OpenTelemetry's own variables; ``service_name`` is the name unless they set one. Create it
-        after the process has started its children: it opens a channel."""
-        wanted = any(environ.get(name) for name in _ENDPOINTS) and environ.get("OTEL_TRACES_EXPORTER") != "none"
-        self._shutdown = _install_exporter(environ.get("OTEL_SERVICE_NAME", service_name)) if wanted else _nothing
-
-    def close(self) -> None:
-        """Sends the remaining spans, for ``CLOSE_S`` at most, so that the process ends without delay."""
-        thread = threading.Thread(target=self._shutdown, name="last spans", daemon=True)
+    def close() -> None:
+        thread = threading.Thread(target=shutdown, name="last spans", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
+
+    return close
 
 
 def _install_exporter(service_name: str) -> Callable[[], None]:
@@ -53,7 +54,3 @@ def _install_exporter(service_name: str) -> Callable[[], None]:
     provider.add_span_processor(BatchSpanProcessor(QuietExporter()))
     trace.set_tracer_provider(provider)
     return provider.shutdown
-
-
-def _nothing() -> None:
-    pass

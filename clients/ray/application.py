@@ -22,15 +22,12 @@ _SERVE_OPTIONS = frozenset(
         "max_ongoing_requests", "max_replicas_per_node", "num_replicas", "ray_actor_options",
     }
 )  # fmt: skip
-_RESOURCES = ("num_cpus", "num_gpus")
-"""Shorthands for ``ray_actor_options``."""
 _LISTENERS = frozenset({"config", "host", "http_host", "http_port", "listen", "port"})
 _TLS = frozenset({"tls_cert", "tls_client_ca", "tls_key"})
 _MAX_NUM_SEQS = 256
 """The default of the flag ``--max-num-seqs``."""
 _STOP_TIMEOUT_S = 60.0
 """How long running requests may take when a replica stops. Serve's default of 20 s is shorter than many answers."""
-_SWITCHES = {"true": True, "false": False}
 
 
 def app(args: dict[str, Any]) -> "Application":
@@ -41,7 +38,7 @@ def app(args: dict[str, Any]) -> "Application":
 
     given = {name.replace("-", "_"): value for name, value in args.items()}
     options = {name: _parsed(given.pop(name)) for name in sorted(_SERVE_OPTIONS & given.keys())}
-    resources = {name: _parsed(given.pop(name)) for name in _RESOURCES if name in given}
+    resources = {name: _parsed(given.pop(name)) for name in ("num_cpus", "num_gpus") if name in given}  # shorthands
     _check(given)
     options["ray_actor_options"] = {**options.get("ray_actor_options", {}), **resources}
     options.setdefault("graceful_shutdown_timeout_s", _STOP_TIMEOUT_S)
@@ -57,7 +54,7 @@ def serve_arguments(flags: Mapping[str, object]) -> Iterator[str]:
     for name, value in flags.items():
         flag = name.replace("_", "-")
         if isinstance(value, str):
-            value = _SWITCHES.get(value.lower(), value)
+            value = {"true": True, "false": False}.get(value.lower(), value)
         if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
         elif isinstance(value, Mapping):

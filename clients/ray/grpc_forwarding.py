@@ -10,8 +10,6 @@ Response = TypeVar("Response", bound=Message)
 Metadata = Sequence[tuple[str, str | bytes]]
 
 _OF_CONNECTION = frozenset({"user-agent", "te", "content-type"})
-_RESERVED = "grpc-"
-"""The prefix of gRPC's own metadata."""
 
 
 class CallFailed(Exception):
@@ -21,21 +19,13 @@ class CallFailed(Exception):
 class CallContext(Protocol):
     """The part of Serve's ``RayServegRPCContext`` that is used here."""
 
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        """Returns the caller's metadata."""
-        ...
+    def invocation_metadata(self) -> list[tuple[str, str]]: ...
 
-    def set_code(self, code: grpc.StatusCode) -> None:
-        """Sets the status code."""
-        ...
+    def set_code(self, code: grpc.StatusCode) -> None: ...
 
-    def set_details(self, details: str) -> None:
-        """Sets the status message."""
-        ...
+    def set_details(self, details: str) -> None: ...
 
-    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, Any]]) -> None:
-        """Sets the metadata that follows the last message."""
-        ...
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, Any]]) -> None: ...
 
 
 async def forward_call(
@@ -75,5 +65,5 @@ def _metadata_for_child(context: CallContext) -> Metadata:
     return tuple(
         (name, value)
         for name, value in context.invocation_metadata()
-        if name not in _OF_CONNECTION and not name.startswith(_RESERVED)
+        if name not in _OF_CONNECTION and not name.startswith("grpc-")
     )

@@ -31,37 +31,29 @@ _SET_BY_PROXY = frozenset({"date", "server"})
 _NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that aiohttp would add to a request."""
 
-_RawHeaders = Sequence[tuple[bytes, bytes]]
-
 
 class ResponseBroken(Exception):
     """The child ended, or closed the connection, before a response was complete."""
 
 
-class HttpForwarder:
-    """Connections to one gateway. Use it on one event loop."""
-
-    def __init__(self, base: str) -> None:
-        """``base`` is the gateway's URL, without a path."""
-        self._base = base
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=_NOT_ADDED,
-        )
-
-    def forward(self, request: Request) -> Response:
-        """Returns the response to a request, which is sent to the gateway when the response is called."""
-        return _ForwardedResponse(self._session, self._base, request)
+def open_session() -> aiohttp.ClientSession:
+    """Returns a session for connections to gateways from the running event loop."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=_NOT_ADDED,
+    )
 
 
-class _ForwardedResponse(Response):
-    """A response that is received while it is sent. If its task is cancelled, because the client has disconnected, the
-    connection to the gateway closes, and the gateway cancels the request."""
+class ForwardedResponse(Response):
+    """The response to a request, which is sent to the gateway when this is called. The response is received while it is
+    sent. If its task is cancelled, because the client has disconnected, the connection to the gateway closes, and the
+    gateway cancels the request."""
 
     def __init__(self, session: aiohttp.ClientSession, base: str, request: Request) -> None:
+        """``base`` is the gateway's URL, without a path."""
         super().__init__()
         self._session = session
         self._url = URL(base + _path(request.scope), encoded=True)
@@ -100,7 +92,6 @@ def _failure(kind: type[RequestFailed]) -> GatewayError:
 
 
 def _response_headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """Returns the headers for the client."""
     return [
         (name.encode("latin-1"), value.encode("latin-1"))
         for name, value in _end_to_end(response.raw_headers)
@@ -115,7 +106,7 @@ def _path(scope: Scope) -> str:
     return path.removeprefix(quote(scope.get("root_path", ""))) + (f"?{query}" if query else "")
 
 
-def _end_to_end(headers: _RawHeaders) -> Iterable[tuple[str, str]]:
+def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
     """Yields the headers that are not only for one connection."""
     decoded = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
     named = (value for name, value in decoded if name.lower() == "connection")

@@ -7,17 +7,18 @@ Nothing here imports Ray.
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response as HttpResponse
 
 from penstock.clients.channel import open_channel
 from penstock.clients.health import LIVENESS, is_serving
-from penstock.clients.ray.grpc_forwarding import CallContext, forward_call, forward_stream
-from penstock.clients.ray.http_forwarding import HttpForwarder
+from penstock.clients.ray.grpc_forwarding import CallContext, Response, forward_call, forward_stream
+from penstock.clients.ray.http_forwarding import ForwardedResponse, open_session
 from penstock.clients.ray.serve_process import ServeProcess
 from penstock.v1 import embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
@@ -30,10 +31,20 @@ HEALTH_TIMEOUT_S = 10.0
 FLUSH_S = 0.5
 """The time between the end of the child and that of the replica. In it, requests that were running end with a status
 after which clients may retry; without it, Serve would report INTERNAL."""
-_CHILD_HAS_ENDED = 1
-"""The exit status of a replica whose child has ended."""
 
 _log = logging.getLogger(__name__)
+
+
+def _unary(
+    stub: type[Any], rpc: str, response: type[Response]
+) -> Callable[["ServeReplica", Message, CallContext], Awaitable[Response]]:
+    """Returns the method of a replica that passes a unary call on to the child."""
+
+    async def forward(self: "ServeReplica", request: Message, grpc_context: CallContext) -> Response:
+        return await forward_call(getattr(stub(self._channel), rpc), request, grpc_context, response())
+
+    forward.__name__ = rpc
+    return forward
 
 
 class ServeReplica:
@@ -49,13 +60,8 @@ class ServeReplica:
         self._stop_timeout_s = stop_timeout_s
         self._process = ServeProcess(arguments)
         addresses = await self._process.addresses()
-        self._http = HttpForwarder(addresses.http)
+        self._gateway, self._session = addresses.http, open_session()
         self._channel = open_channel(addresses.target, None)
-        self._generation = GenerationServiceStub(self._channel)
-        self._model = ModelServiceStub(self._channel)
-        self._tokenizer = TokenizerServiceStub(self._channel)
-        self._embedding = EmbeddingServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)  # type: ignore[no-untyped-call]
         self._supervisor = asyncio.create_task(self._end_with_child(self._process))
 
     def __del__(self) -> None:
@@ -70,73 +76,29 @@ class ServeReplica:
         if not await is_serving(self._channel, timeout=HEALTH_TIMEOUT_S, service=LIVENESS):
             raise RuntimeError("penstock serve is not alive")
 
-    async def __call__(self, request: Request) -> Response:
+    async def __call__(self, request: Request) -> HttpResponse:
         """Serves OpenAI's API over HTTP."""
-        return self._http.forward(request)
+        return ForwardedResponse(self._session, self._gateway, request)
 
     async def GenerateOne(
         self, request: generation_pb2.GenerateOneRequest, grpc_context: CallContext
     ) -> AsyncIterator[Message]:
-        """Serves one request with a stream of messages."""
-        return forward_stream(self._generation.GenerateOne, request, grpc_context)
-
-    async def Complete(
-        self, request: generation_pb2.CompleteRequest, grpc_context: CallContext
-    ) -> generation_pb2.CompleteResponse:
-        """Serves one request with one response."""
-        empty = generation_pb2.CompleteResponse()
-        return await forward_call(self._generation.Complete, request, grpc_context, empty)
+        return forward_stream(GenerationServiceStub(self._channel).GenerateOne, request, grpc_context)
 
     async def Generate(
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], grpc_context: CallContext
     ) -> AsyncIterator[Message]:
-        """Serves many requests on one stream."""
-        return forward_stream(self._generation.Generate, requests, grpc_context)
+        return forward_stream(GenerationServiceStub(self._channel).Generate, requests, grpc_context)
 
-    async def Embed(
-        self, request: embedding_pb2.EmbedRequest, grpc_context: CallContext
-    ) -> embedding_pb2.EmbedResponse:
-        """Serves the embeddings of texts."""
-        return await forward_call(self._embedding.Embed, request, grpc_context, embedding_pb2.EmbedResponse())
-
-    async def GetModel(
-        self, request: model_pb2.GetModelRequest, grpc_context: CallContext
-    ) -> model_pb2.GetModelResponse:
-        """Describes the model."""
-        return await forward_call(self._model.GetModel, request, grpc_context, model_pb2.GetModelResponse())
-
-    async def Tokenize(
-        self, request: tokenizer_pb2.TokenizeRequest, grpc_context: CallContext
-    ) -> tokenizer_pb2.TokenizeResponse:
-        """Returns the tokens of a text."""
-        return await forward_call(self._tokenizer.Tokenize, request, grpc_context, tokenizer_pb2.TokenizeResponse())
-
-    async def Detokenize(
-        self, request: tokenizer_pb2.DetokenizeRequest, grpc_context: CallContext
-    ) -> tokenizer_pb2.DetokenizeResponse:
-        """Returns the text of tokens."""
-        empty = tokenizer_pb2.DetokenizeResponse()
-        return await forward_call(self._tokenizer.Detokenize, request, grpc_context, empty)
-
-    async def RenderChat(
-        self, request: tokenizer_pb2.RenderChatRequest, grpc_context: CallContext
-    ) -> tokenizer_pb2.RenderChatResponse:
-        """Returns the prompt of a conversation."""
-        empty = tokenizer_pb2.RenderChatResponse()
-        return await forward_call(self._tokenizer.RenderChat, request, grpc_context, empty)
-
-    async def DescribeTokens(
-        self, request: tokenizer_pb2.DescribeTokensRequest, grpc_context: CallContext
-    ) -> tokenizer_pb2.DescribeTokensResponse:
-        """Describes tokens."""
-        empty = tokenizer_pb2.DescribeTokensResponse()
-        return await forward_call(self._tokenizer.DescribeTokens, request, grpc_context, empty)
-
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
-    ) -> health_pb2.HealthCheckResponse:
-        """Reports the readiness of the replica that Serve chose, for clients that wait until a service is ready."""
-        return await forward_call(self._health.Check, request, grpc_context, health_pb2.HealthCheckResponse())
+    Complete = _unary(GenerationServiceStub, "Complete", generation_pb2.CompleteResponse)
+    Embed = _unary(EmbeddingServiceStub, "Embed", embedding_pb2.EmbedResponse)
+    GetModel = _unary(ModelServiceStub, "GetModel", model_pb2.GetModelResponse)
+    Tokenize = _unary(TokenizerServiceStub, "Tokenize", tokenizer_pb2.TokenizeResponse)
+    Detokenize = _unary(TokenizerServiceStub, "Detokenize", tokenizer_pb2.DetokenizeResponse)
+    RenderChat = _unary(TokenizerServiceStub, "RenderChat", tokenizer_pb2.RenderChatResponse)
+    DescribeTokens = _unary(TokenizerServiceStub, "DescribeTokens", tokenizer_pb2.DescribeTokensResponse)
+    # The readiness of the replica that Serve chose, for clients that wait until a service is ready.
+    Check = _unary(health_pb2_grpc.HealthStub, "Check", health_pb2.HealthCheckResponse)
 
     async def _end_with_child(self, process: ServeProcess) -> None:
         """Ends the replica's process soon after its child, unless Serve stops the replica. A replica without a child
@@ -147,4 +109,4 @@ class ServeReplica:
             return
         _log.error("penstock serve ended with %s; this replica ends too, and Ray Serve starts another", ending)
         await asyncio.sleep(FLUSH_S)
-        os._exit(_CHILD_HAS_ENDED)
+        os._exit(1)

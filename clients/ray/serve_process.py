@@ -22,8 +22,6 @@ _CHILD = (
     "end_process(serve(sys.argv[1:], sys.stdin.fileno()))"
 )
 """Names the service as text, like the commands of ``penstock``: the client does not import it."""
-_FREE_PORTS = ("--port=0", "--http-port=0")
-_GREETING_ENDS = "Ctrl-C stops it."
 _GRPC = re.compile(r"^penstock \S+ serves .* on (\S+)$", re.MULTILINE)
 _HTTP = re.compile(r"API at (http://\S+)/v1")
 _MAX_LINES, _MAX_LINE = 20, 2000
@@ -54,7 +52,7 @@ class ServeProcess:
     def __init__(self, arguments: Sequence[str]) -> None:
         """Starts the process. ``arguments`` are those of ``penstock serve``, except for its listeners."""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CHILD, *_FREE_PORTS, *arguments],
+            [sys.executable, "-P", "-c", _CHILD, "--port=0", "--http-port=0", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -74,11 +72,6 @@ class ServeProcess:
         for thread in (*self._readers, threading.Thread(target=self._wait_for_end, daemon=True)):
             thread.start()
 
-    @property
-    def pid(self) -> int:
-        """The child's process id."""
-        return self._process.pid
-
     async def addresses(self) -> ServeAddresses:
         """Waits until the child serves; returns its addresses. Raises ServeFailed."""
         return await asyncio.shield(asyncio.wrap_future(self._addresses))
@@ -94,13 +87,9 @@ class ServeProcess:
         try:
             self._ending.result(timeout_s)
         except TimeoutError:
-            self.kill()
-
-    def kill(self) -> None:
-        """Ends the child at once."""
-        self._process.kill()
-        with contextlib.suppress(TimeoutError):  # it may hang in a driver
-            self._ending.result(_KILL_TIMEOUT_S)
+            self._process.kill()
+            with contextlib.suppress(TimeoutError):  # it may hang in a driver
+                self._ending.result(_KILL_TIMEOUT_S)
 
     def _read_greeting(self, output: IO[str]) -> None:
         """Reads the addresses from the text that the child prints when it serves."""
@@ -109,7 +98,7 @@ class ServeProcess:
             for line in output:
                 self._pass_on(line)
                 greeting += line
-                if line.startswith(_GREETING_ENDS):
+                if line.startswith("Ctrl-C stops it."):
                     target, http = _GRPC.search(greeting), _HTTP.search(greeting)
                     assert target is not None, greeting
                     assert http is not None, greeting

@@ -32,7 +32,6 @@ class AdminLink:
     @classmethod
     @asynccontextmanager
     async def opened(cls, settings: StatusPageSettings) -> AsyncIterator["AdminLink"]:
-        """Opens a link with its own channel."""
         async with open_channel(settings.service.target, settings.service.tls) as channel:
             yield cls(channel, settings)
 
@@ -46,7 +45,6 @@ class AdminLink:
         return self._needed_key
 
     async def stats(self, key: str | None) -> pb.WatchStatsResponse:
-        """Returns the current statistics."""
 
         async def first(request: pb.WatchStatsRequest, **options: Any) -> pb.WatchStatsResponse:
             watch = self._stub.WatchStats(request, **options)
@@ -61,7 +59,6 @@ class AdminLink:
         return await self._call(first, pb.WatchStatsRequest(interval_ms=_LAG_INTERVAL_MS), key)
 
     async def requests(self, key: str | None, page_size: int, page_token: str) -> pb.ListRequestsResponse:
-        """Returns a page of the live requests."""
         request = pb.ListRequestsRequest(page_size=page_size, page_token=page_token)
         return await self._call(self._stub.ListRequests, request, key)
 

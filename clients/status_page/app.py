@@ -16,7 +16,6 @@ from penstock.clients.gateway.traffic import GatewayMetrics
 from penstock.clients.status_page.admin_link import AdminLink
 from penstock.clients.status_page.browser import BrowserHeaders
 from penstock.clients.status_page.routes import StatusRoutes
-from penstock.clients.status_page.sessions import OperatorSessions
 from penstock.clients.status_page.settings import StatusPageSettings
 
 _FILES = {
@@ -27,16 +26,17 @@ _FILES = {
 """The page's files by their paths. They are the same for everyone, so they need neither a key nor a known Host."""
 
 
-def create_app(settings: StatusPageSettings, sessions: OperatorSessions | None = None) -> Starlette:
-    """Creates the app. Its link to the service (``app.state.link``) opens with the app's lifespan."""
+def create_app(settings: StatusPageSettings) -> Starlette:
+    """Creates the app. Its link to the service (``app.state.link``, for the middleware) opens with the app's
+    lifespan."""
+    api = StatusRoutes(settings)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with AdminLink.opened(settings) as link:
-            app.state.link = link
+        async with AdminLink.opened(settings) as api.link:
+            app.state.link = api.link
             yield
 
-    api = StatusRoutes(settings, sessions or OperatorSessions())
     app = Starlette(
         routes=[*(_file_route(path, *file) for path, file in _FILES.items()), *api.routes()],
         lifespan=lifespan,

@@ -35,7 +35,6 @@ class BrowserHeaders:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on."""
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -2,7 +2,7 @@
 fast."""
 
 from penstock.clients.cli.command_parser import CommandParser, reporting
-from penstock.clients.cli.options import ADMIN_VARIABLE, DEFAULT_ADMIN, add_connection_flags
+from penstock.clients.cli.options import add_admin_flags
 from penstock.clients.gateway.server.flags import add_listener_flags
 from penstock.clients.host.allowed_hosts import read_hosts
 
@@ -15,9 +15,6 @@ examples:
 If the service needs keys, operators log in on the page with a key that may administer. penstock serve
 --admin-http-port PORT starts this page in a child process.
 """
-_MAX_CONNECTIONS = 64
-_WRITE_TIMEOUT_S = 10
-_SHUTDOWN_S = 2
 
 
 def make_parser() -> CommandParser:
@@ -27,12 +24,7 @@ def make_parser() -> CommandParser:
         "A web page that shows what a running service does, and cancels requests.",
         _EXAMPLES,
     )
-    add_connection_flags(
-        parser,
-        f"address of the service's admin listener, or unix:PATH (default: ${ADMIN_VARIABLE}, or {DEFAULT_ADMIN})",
-        "--admin",
-        of_key=None,
-    )
+    add_admin_flags(parser, of_key=None)
     flags = parser.add_argument_group("HTTP")
     add_listener_flags(flags, default_port=8001)
     flags.add_argument(
@@ -41,5 +33,5 @@ def make_parser() -> CommandParser:
         "name. If the service needs no key, requests with another Host are refused (default: addresses, names without "
         "a dot and this machine's name)",
     )  # fmt: skip
-    parser.set_defaults(max_connections=_MAX_CONNECTIONS, write_timeout=_WRITE_TIMEOUT_S, shutdown_grace=_SHUTDOWN_S)
+    parser.set_defaults(max_connections=64, write_timeout=10, shutdown_grace=2)
     return parser

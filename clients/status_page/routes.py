@@ -46,14 +46,16 @@ class NoBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StatusRoutes:
-    """The handlers, with the sessions of one process. The link to the service is ``app.state.link``."""
+    """The handlers, with the sessions of one process."""
 
-    def __init__(self, settings: StatusPageSettings, sessions: OperatorSessions) -> None:
+    link: AdminLink
+    """The link to the service. The app sets it when it starts."""
+
+    def __init__(self, settings: StatusPageSettings) -> None:
         self._settings = settings
-        self._sessions = sessions
+        self._sessions = OperatorSessions()
 
     def routes(self) -> list[Route]:
-        """Returns the routes."""
         return [
             Route("/api/status", self.status, methods=["GET"]),
             Route("/api/login", self.login, methods=["POST"]),
@@ -65,9 +67,8 @@ class StatusRoutes:
         """Returns the statistics and one page of the live requests."""
         page_size, page_token = _page(request)
         session = await self._session(request)
-        link: AdminLink = request.app.state.link
-        stats = await self._called(request, link.stats(session.key))
-        page = await self._called(request, link.requests(session.key, page_size, page_token))
+        stats = await self._called(request, self.link.stats(session.key))
+        page = await self._called(request, self.link.requests(session.key, page_size, page_token))
         return JSONResponse(
             {
                 "csrf_token": session.csrf_token,
@@ -82,9 +83,8 @@ class StatusRoutes:
         """Begins a session, if the service accepts the key."""
         origin = check_same_origin(request.headers)
         body = await self._body(request, KeyBody)
-        link: AdminLink = request.app.state.link
-        await self._check_exposure(link)
-        await self._called(request, link.check_key(body.key))
+        await self._check_exposure()
+        await self._called(request, self.link.check_key(body.key))
         session_id = self._sessions.open(body.key)
         response = JSONResponse({})
         is_secure = origin.startswith("https://")  # also behind a proxy that has the certificate
@@ -95,7 +95,6 @@ class StatusRoutes:
         return response
 
     async def logout(self, request: Request) -> Response:
-        """Ends the session."""
         await self._changing_session(request)
         await self._body(request, NoBody)
         self._end_session(request)
@@ -105,18 +104,16 @@ class StatusRoutes:
         """Cancels one request. It may have ended already."""
         session = await self._changing_session(request)
         body = await self._body(request, CancelBody)
-        link: AdminLink = request.app.state.link
-        was_live = await self._called(request, link.cancel(session.key, body.request_id))
+        was_live = await self._called(request, self.link.cancel(session.key, body.request_id))
         return JSONResponse({"was_live": was_live})
 
     async def _session(self, request: Request) -> OperatorSession:
         """Returns the operator's session. Raises GatewayError if there must be one and there is none."""
-        link: AdminLink = request.app.state.link
-        await self._check_exposure(link)
+        await self._check_exposure()
         for session_id in _session_ids(request):
             if (session := self._sessions.find(session_id)) is not None:
                 return session
-        if await _reached(link.needs_key()):
+        if await _reached(self.link.needs_key()):
             raise GatewayError(401, _LOG_IN, code="login_required")
         return self._sessions.without_key
 
@@ -130,9 +127,9 @@ class StatusRoutes:
             raise GatewayError(403, message, code="invalid_csrf_token")
         return session
 
-    async def _check_exposure(self, link: AdminLink) -> None:
+    async def _check_exposure(self) -> None:
         """Refuses to let other machines administer a service without keys."""
-        if self._settings.is_exposed and not await _reached(link.needs_key()):
+        if self._settings.is_exposed and not await _reached(self.link.needs_key()):
             raise GatewayError(
                 403,
                 "other machines can reach this page, but the service needs no key; start the service with "

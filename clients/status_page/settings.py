@@ -19,8 +19,6 @@ class StatusPageSettings:
     max_body_bytes: int = 16 << 10
     """The limit on the body of a request: a key has at most half as many."""
     body_timeout_s: float = 10.0
-    """How long a request's body may take to arrive."""
     call_timeout_s: float = 5.0
-    """The deadline of a call to the service."""
     recheck_s: float = 5.0
     """How long it is remembered whether the service needs a key."""

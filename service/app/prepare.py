@@ -34,7 +34,8 @@ from penstock.service.config.addresses import (
 )
 from penstock.service.config.sampling_defaults import read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
-from penstock.service.text.tokenizer import Tokenizer, TokenizerError
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.service.text.tokenizer_config import TokenizerError
 from penstock.service.text.tokenizer_files import TokenizerFacts, predict_facts
 
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
@@ -162,7 +163,7 @@ def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Cal
     """Returns a function that reads the tokenizer, and the facts about it that the worker needs. Most tokenizers' facts
     are known before they are read. ``num_rows`` is the model's vocabulary size."""
     facts = predict_facts(path, num_rows)
-    read = partial(Tokenizer.load, path, config.chat_template, num_rows, config.chat_template_timeout)
+    read = partial(Tokenizer, path, config.chat_template, num_rows, config.chat_template_timeout)
     if facts is None:
         tokenizer = read()
         return lambda: tokenizer, tokenizer.facts

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.clients.host.distribution import installed_version
-from penstock.clients.host.span_exporter import Exporter
+from penstock.clients.host.span_exporter import export_spans
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
 from penstock.service.admin.listener import AdminListener
@@ -83,7 +83,7 @@ class RunningService:
         self._facts = facts
         self._health = health
         self._tls = config.tls
-        self._exporter = Exporter(os.environ, "penstock")
+        self._close_exporter = export_spans(os.environ, "penstock")
         self._metrics = Metrics()
         self._recent_stats = RecentStats(lambda: engine.counters, self._metrics)
         self._bound: Address | None = None
@@ -191,4 +191,4 @@ class RunningService:
         """Ends threads, and sends the last spans."""
         self.pool.close()
         self.grammars.close()
-        self._exporter.close()
+        self._close_exporter()

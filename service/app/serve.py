@@ -45,7 +45,7 @@ from penstock.service.config.addresses import ADMIN_FLAG, Address, ListenError
 from penstock.service.config.command_line import PROGRAM, parse_config
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import ServeConfig
-from penstock.service.text.tokenizer import TokenizerError
+from penstock.service.text.tokenizer_config import TokenizerError
 
 USAGE_ERROR = 2
 SWITCH_INTERVAL_S = 0.001

@@ -69,7 +69,7 @@ class Server:
         self._loop_lag = LoopLag()
         self._file_watch = FileWatch(config.watched, config.check_interval_s)
         if config.tenants is not None:
-            config.tenants.on_change(self._take_tenants)
+            config.tenants.on_change = self._take_tenants
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._running: RunningService | None = None

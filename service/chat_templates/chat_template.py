@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 
-from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
+from penstock.service.chat_templates.chat_message import TemplateInput
 from penstock.service.chat_templates.frames import Compiled, TemplateFailure
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S, Renderers, TemplateBusy, TemplateLimit
 from penstock.service.chat_templates.text import with_marks
 from penstock.service.errors import Reason, ServiceError, invalid
-
-__all__ = ["ChatTemplate", "TemplateError", "TemplateInput", "TemplateMessage", "TemplateToolCall", "compile_templates"]
 
 _NOT_CONTINUABLE = (
     "chat.continue_final_message: this model's chat template does not show the last message as it is; leave it out, or "
@@ -27,14 +25,14 @@ class TemplateError(Exception):
 def compile_templates(
     sources: Mapping[str, str], special_tokens: Mapping[str, str], timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> dict[str, "ChatTemplate"]:
-    """Returns the templates by name. ``special_tokens`` are their variables ``bos_token``, ``eos_token`` and so on;
-    ``timeout_s`` is the CPU time for rendering one conversation. Raises TemplateError."""
+    """Returns the templates by name. ``special_tokens`` are their variables, such as ``bos_token``; ``timeout_s`` is
+    the CPU time for rendering one conversation. Raises TemplateError."""
     if not sources:
         return {}
     try:
         renderers = Renderers(sources, special_tokens, timeout_s)
     except TemplateLimit as error:
-        raise TemplateError(next(iter(sources)), error.problem) from None
+        raise TemplateError(next(iter(sources)), str(error)) from None
     except TemplateBusy:
         raise TemplateError(next(iter(sources)), "could not be compiled: the machine is too busy") from None
     ready = renderers.ready
@@ -44,35 +42,24 @@ def compile_templates(
 
 
 class ChatTemplate:
-    """A compiled template. Threads may share one.
-
-    It renders to ``TemplateText``, which distinguishes the template's own text from the caller's.
-    """
+    """A compiled template, which threads may share. It renders to ``TemplateText``, which distinguishes the template's
+    own text from the caller's."""
 
     def __init__(self, name: str, source: str, compiled: Compiled, renderers: Renderers) -> None:
         self._name = name
         self._renderers = renderers
         self.source = source
-        """The template's source."""
         self.shows_tools = compiled.shows_tools
-        """Whether it uses ``tools``."""
         self.roles = compiled.roles
-        """The roles that messages may have."""
 
-    def render(self, chat: TemplateInput) -> str:
-        """Returns the prompt. Raises ServiceError if the template refuses the messages, or fails on them."""
-        return self._rendered(chat, after_answer=False)
-
-    def render_after_answer(self, chat: TemplateInput) -> str:
-        """Returns the text that follows the assistant's answer in a prompt: the end of its turn, then the messages.
-        Raises ServiceError as ``render`` does, and if the template does not show answers unchanged."""
-        return self._rendered(chat, after_answer=True)
-
-    def _rendered(self, chat: TemplateInput, after_answer: bool) -> str:
+    def render(self, chat: TemplateInput, after_answer: bool = False) -> str:
+        """Returns the prompt; with ``after_answer``, the text that follows the assistant's answer in a prompt: the end
+        of its turn, then the messages. Raises ServiceError if the template refuses the messages, fails on them, or does
+        not show answers unchanged."""
         try:
             rendered = self._renderers.render(self._name, chat, after_answer)
         except TemplateLimit as error:
-            raise invalid("chat", f"the model's chat template {error.problem}") from None
+            raise invalid("chat", f"the model's chat template {error}") from None
         except TemplateBusy:
             busy = "the machine is too busy to render the conversation; try again"
             raise ServiceError(Reason.PREPARATION_FULL, busy) from None

@@ -59,7 +59,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.filters["join"] = _join
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -86,7 +86,3 @@ def _join(context: jinja2.nodes.EvalContext, value: Any, d: str = "", attribute:
 
 def _raise_exception(message: object) -> None:
     raise TemplateRefusal(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -61,7 +61,6 @@ class _Field:
         return frozenset(found)
 
     def is_tested_for_none(self) -> bool:
-        """Returns whether the template tests its value for None."""
         for test in self._tree.find_all(nodes.Test):
             if test.name == "none" and self._is_value(test.node):
                 return True

@@ -103,7 +103,6 @@ class _Renderer:
         self._templates: dict[str, CompiledTemplate] = {}
 
     def run(self) -> None:
-        """Handles one frame after another."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
         setup = msgspec.msgpack.decode(self._read(), type=Setup)
         self._limit(COMPILE_S, COMPILE_MEMORY_BYTES)
@@ -152,7 +151,7 @@ class _Renderer:
         try:
             text = template.render_after_answer(wanted.chat) if wanted.after_answer else template.render(wanted.chat)
         except RenderError as error:
-            return Rendered(failure=error.failure, problem=error.problem)
+            return Rendered(failure=error.failure, problem=str(error))
         if len(text) > max_chars:
             problem = (
                 f"the model's chat template makes {len(text):,} characters of it; at most {max_chars:,} are allowed: "

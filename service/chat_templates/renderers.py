@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 import msgspec
@@ -53,12 +53,7 @@ _Answer = TypeVar("_Answer", Ready, Rendered)
 
 
 class TemplateLimit(Exception):
-    """A template exceeded a limit, or its process died."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        """The reason and the remedy."""
+    """A template exceeded a limit, or its process died. The text gives the reason and the remedy."""
 
 
 class TemplateBusy(Exception):
@@ -84,25 +79,20 @@ class Renderers:
         most = _BYTES_PER_CHAR * (MAX_GROWTH * len(frame) + FREE_GROWTH_CHARS) + 1024
         began = time.monotonic()
         for is_new in (False, True):  # something else may have ended the first renderer, such as an operator
-            connection = self._take(is_new)
-            try:
-                answer = _exchange(connection, frame, self._setup.timeout_s, most, Rendered)
-            except _Ended:
-                connection.close()
-                if time.monotonic() - began >= self._setup.timeout_s:
+            with ExitStack() as stack:
+                connection = stack.enter_context(self._take(is_new))
+                try:
+                    answer = _exchange(connection, frame, self._setup.timeout_s, most, Rendered)
+                except _Ended:
+                    if time.monotonic() - began >= self._setup.timeout_s:
+                        break
+                    continue
+                if len(answer.marks) != len(answer.text):
                     break
-                continue
-            except BaseException:
-                connection.close()
-                raise
-            if len(answer.marks) != len(answer.text):
-                connection.close()
-                break
-            if len(frame) > LONG_FRAME_BYTES:  # the renderer ends
-                connection.close()
-            else:
-                self._give_back(connection)
-            return answer
+                if len(frame) <= LONG_FRAME_BYTES:  # otherwise the renderer ends
+                    stack.pop_all()
+                    self._give_back(connection)
+                return answer
         raise TemplateLimit(
             f"takes more than {self._setup.timeout_s:g} s of processor time, or too much memory, for "
             "it: shorten the conversation"
@@ -125,17 +115,14 @@ class Renderers:
     def _start(self, wall_s: float = _WALL_S) -> tuple[socket.socket, Ready]:
         began = time.monotonic()
         for _ in range(2):
-            connection = _launcher().connect()
-            try:
+            with ExitStack() as stack, suppress(_Ended):
+                connection = stack.enter_context(_launcher().connect())
                 most = 2 * len(self._setup_frame) + 4096
-                return connection, _exchange(connection, self._setup_frame, COMPILE_S, most, Ready, wall_s)
-            except _Ended:
-                connection.close()
-                if time.monotonic() - began >= COMPILE_S:
-                    break
-            except BaseException:
-                connection.close()
-                raise
+                ready = _exchange(connection, self._setup_frame, COMPILE_S, most, Ready, wall_s)
+                stack.pop_all()
+                return connection, ready
+            if time.monotonic() - began >= COMPILE_S:
+                break
         raise TemplateLimit(
             f"takes more than {COMPILE_S:g} s of processor time or {COMPILE_MEMORY_BYTES >> 20} MiB to compile, or to "
             "render a greeting"
@@ -189,7 +176,7 @@ class _Launcher:
     """The process that forks renderers. It ends when this process does."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -200,14 +187,14 @@ class _Launcher:
             try:
                 socket.send_fds(self._running(), [b"r"], [theirs.fileno()])
             except OSError:
-                self._end()
+                self.end()
                 socket.send_fds(self._running(), [b"r"], [theirs.fileno()])
         return ours
 
     def _running(self) -> socket.socket:
         if self._control is not None and self._process is not None and self._process.poll() is None:
             return self._control
-        self._end()
+        self.end()
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -221,15 +208,12 @@ class _Launcher:
     def end(self) -> None:
         """Ends the process; the next ``connect`` starts another."""
         with self._lock:
-            self._end()
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._control = self._process = None
+            if self._control is not None:
+                self._control.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+            self._control = self._process = None
 
 
 @functools.cache

@@ -17,19 +17,16 @@ from penstock.service.chat_templates.facts import TemplateFacts
 from penstock.service.chat_templates.frames import TemplateFailure
 from penstock.service.chat_templates.text import own_text
 
-_MAX_REASON = 200
 _ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
 """OpenAI's roles."""
 
 
 class RenderError(Exception):
-    """A conversation that a template does not render."""
+    """A conversation that a template does not render. The text gives the reason, for the caller."""
 
     def __init__(self, failure: TemplateFailure, problem: str = "") -> None:
         super().__init__(problem)
         self.failure = failure
-        self.problem = problem
-        """The reason, for the caller."""
 
 
 class TemplateSyntaxError(Exception):
@@ -40,10 +37,7 @@ class CompiledTemplate:
     """A compiled template. It renders to ``TemplateText``."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """``special_tokens`` are the template's variables ``bos_token``, ``eos_token`` and so on.
-
-        Raises TemplateSyntaxError.
-        """
+        """``special_tokens`` are the template's variables, such as ``bos_token``. Raises TemplateSyntaxError."""
         environment = TemplateEnvironment()
         try:
             self._template = environment.from_string(source)
@@ -59,7 +53,6 @@ class CompiledTemplate:
         named = {name: own_text(token) for name, token in special_tokens.items()}
         self._variables: dict[str, Any] = {**named, "tools": None, "documents": None}
         self.shows_tools = facts.shows_tools
-        """Whether it uses ``tools``."""
         self.roles = _ROLES | facts.roles
         """The roles that messages may have."""
 
@@ -123,7 +116,7 @@ class CompiledTemplate:
         """Returns the refusal's reason if it is a constant of the template. Other reasons may contain the caller's
         text, which a status never repeats."""
         message = str(refusal)
-        return f": {message[:_MAX_REASON]}" if message in self._facts.words else ""
+        return f": {message[:200]}" if message in self._facts.words else ""
 
     def _turn(self, message: TemplateMessage) -> dict[str, Any]:
         """Returns a message in the form that templates expect: fields that it lacks are left out."""

@@ -12,7 +12,7 @@ _OWN, _OTHER = "1", "0"
 
 
 class TemplateText(str):
-    """A ``str`` that also has the origin of each character."""
+    """A ``str`` that also has the origin of each character. Its methods return the same texts as those of ``str``."""
 
     # The sandbox hides names with an underscore from templates.
     __slots__ = ("_marks",)
@@ -54,42 +54,33 @@ class TemplateText(str):
         return (self[at] for at in range(len(self)))
 
     def join(self, texts: Iterable[str], /) -> str:
-        """The same as for ``str``."""
         pieces: list[str] = []
         for text in texts:
             pieces += (self, text)
         return concat(pieces[1:])
 
     def lstrip(self, chars: str | None = None, /) -> str:
-        """The same as for ``str``."""
         return self[len(self) - len(super().lstrip(chars)) :]
 
     def rstrip(self, chars: str | None = None, /) -> str:
-        """The same as for ``str``."""
         return self[: len(super().rstrip(chars))]
 
     def strip(self, chars: str | None = None, /) -> str:
-        """The same as for ``str``."""
         return self.rstrip(chars).lstrip(chars)
 
     def removeprefix(self, prefix: str, /) -> str:
-        """The same as for ``str``."""
         return self[len(self) - len(super().removeprefix(prefix)) :]
 
     def removesuffix(self, suffix: str, /) -> str:
-        """The same as for ``str``."""
         return self[: len(super().removesuffix(suffix))]
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        """The same as for ``str``."""
         return self._located(super().split(sep, maxsplit), len(sep or ""))
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        """The same as for ``str``."""
         return self._located(super().rsplit(sep, maxsplit), len(sep or ""))
 
     def splitlines(self, keepends: bool = False) -> list[str]:
-        """The same as for ``str``."""
         whole = super().splitlines(keepends=True)
         lines, at = [], 0
         for with_end, line in zip(whole, super().splitlines(keepends), strict=True):
@@ -98,19 +89,16 @@ class TemplateText(str):
         return lines
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
-        """The same as for ``str``."""
         before, found, _ = super().partition(sep)
         end = len(before) + len(found)
         return self[: len(before)], self[len(before) : end], self[end:]
 
     def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        """The same as for ``str``."""
         before, found, _ = super().rpartition(sep)
         end = len(before) + len(found)
         return self[: len(before)], self[len(before) : end], self[end:]
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
-        """The same as for ``str``."""
         if not old:
             return super().replace(old, new, count)
         pieces: list[str] = []
@@ -119,19 +107,15 @@ class TemplateText(str):
         return concat(pieces[1:])
 
     def lower(self) -> str:
-        """The same as for ``str``."""
         return self._in_case(super().lower())
 
     def upper(self) -> str:
-        """The same as for ``str``."""
         return self._in_case(super().upper())
 
     def capitalize(self) -> str:
-        """The same as for ``str``."""
         return self._in_case(super().capitalize())
 
     def title(self) -> str:
-        """The same as for ``str``."""
         return self._in_case(super().title())
 
     def _in_case(self, text: str) -> str:

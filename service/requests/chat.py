@@ -2,10 +2,11 @@
 
 import json
 import json.scanner
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from penstock.service.chat_templates.chat_template import ChatTemplate, TemplateInput, TemplateMessage, TemplateToolCall
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
+from penstock.service.chat_templates.chat_template import ChatTemplate
 from penstock.service.config.limits import chat_bytes
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
@@ -25,7 +26,7 @@ def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
         raise ServiceError(Reason.NO_TOOLS_IN_TEMPLATE, field="chat.tools")
     for index, message in enumerate(chat.messages):
         if message.role not in template.roles:
-            raise invalid(f"{_at(index)}.role", f"must be one of {', '.join(sorted(template.roles))}")
+            raise invalid(f"chat.messages[{index}].role", f"must be one of {', '.join(sorted(template.roles))}")
     if chat.tools and (total := chat_bytes(chat.messages) + sum(map(utf8_bytes, chat.tools))) > MAX_TEXT_BYTES:
         raise invalid("chat.tools", f"at most {MAX_TEXT_BYTES:,} bytes together with the messages; they have {total:,}")
     if not chat.continue_final_message:
@@ -62,10 +63,6 @@ def parse_chat(chat: pb.Chat) -> TemplateInput:
     )
 
 
-def _at(index: int) -> str:
-    return f"chat.messages[{index}]"
-
-
 def _variables(text: str) -> Mapping[str, Any]:
     field = "chat.template_variables"
     variables = _object(text or "{}", field)
@@ -86,7 +83,7 @@ def _object(text: str, field: str) -> Mapping[str, Any]:
     """Parses a JSON object. Raises ServiceError."""
     try:
         value = _parsed(text)
-        is_deep = _is_deep(value)
+        is_deep = isinstance(value, dict | list) and _is_deep(value)
         if not is_deep and "\\u" in text:  # may be half of a surrogate pair, which is not valid text
             for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
                 part.encode()
@@ -114,19 +111,9 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError
 
 
-def _is_deep(value: object) -> bool:
+def _is_deep(value: dict[str, Any] | list[Any]) -> bool:
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return False
-    return True
-
-
-def _inside(value: object) -> list[object]:
-    items: Iterable[object] = ()
-    if isinstance(value, dict):
-        items = value.values()
-    elif isinstance(value, list):
-        items = value
-    return [item for item in items if isinstance(item, dict | list)]
+        items = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level = [item for item in items if isinstance(item, dict | list)]
+    return bool(level)

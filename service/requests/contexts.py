@@ -31,7 +31,6 @@ class StoredContext:
     since: float
 
     def unpacked(self) -> Context:
-        """Returns the context in the scheduler's form."""
         hashes = [self.hashes[at : at + HASH_BYTES] for at in range(0, len(self.hashes), HASH_BYTES)]
         return Context(self.token_ids.tolist(), hashes)
 
@@ -49,29 +48,26 @@ class TenantContexts:
         return len(self._ordinary) + len(self._wanted)
 
     def put(self, request_id: str, kept: StoredContext, wanted: bool) -> None:
-        """Adds a context."""
         (self._wanted if wanted else self._ordinary)[request_id] = kept
         self.num_tokens += len(kept.token_ids)
 
     def touch(self, request_id: str) -> None:
-        """Marks a context as the most recently used."""
-        group = self._wanted if request_id in self._wanted else self._ordinary
-        group.move_to_end(request_id)
+        self._group(request_id).move_to_end(request_id)
 
     def supersede(self, request_id: str) -> None:
         """Makes a context that another one continues unlikely to be needed: only a branch would need it."""
-        kept = self._wanted.pop(request_id, None)
-        if kept is not None:
-            self._ordinary[request_id] = kept
+        if request_id in self._wanted:
+            self._ordinary[request_id] = self._wanted.pop(request_id)
 
     def remove(self, request_id: str) -> None:
-        """Removes a context, which must be here."""
-        group = self._wanted if request_id in self._wanted else self._ordinary
-        self.num_tokens -= len(group.pop(request_id).token_ids)
+        self.num_tokens -= len(self._group(request_id).pop(request_id).token_ids)
 
     def first(self) -> str:
         """Returns the request id of the next context to evict."""
         return next(iter(self._ordinary or self._wanted))
+
+    def _group(self, request_id: str) -> OrderedDict[str, StoredContext]:
+        return self._wanted if request_id in self._wanted else self._ordinary
 
 
 class ContextStore:
@@ -93,11 +89,8 @@ class ContextStore:
         return len(self._by_age)
 
     def keep(self, request_id: str, tenant: str, context: Context, *, wanted: bool, continues: str = "") -> bool:
-        """Stores a request's context; returns whether it was stored.
-
-        ``wanted``: whether the request set a time to retain it. ``continues`` is the id of the request that it
-        continued.
-        """
+        """Stores a request's context; returns whether it was stored. ``wanted``: whether the request set a time to
+        retain it. ``continues`` is the id of the request that it continued."""
         self._expire()
         num_tokens = len(context.token_ids)
         if num_tokens > self._tokens_per_tenant or self.ttl_s <= 0:

@@ -9,11 +9,13 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any
+
+from google.protobuf.message import Message
 
 from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import MAX_FORCED_DRAFTS, SamplingParams
-from penstock.scheduler.request import Event, Request, TextState
+from penstock.scheduler.request import Event, Prompt, Request, TextState
 from penstock.service.config.limits import Limit, Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
@@ -22,7 +24,7 @@ from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
-from penstock.service.text.tokenizer import Prompt, TokenizerPool
+from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
@@ -119,16 +121,15 @@ class RequestBuilder:
             if sampling.min_tokens > sampling.max_tokens:
                 raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
             # How much of max_tokens fits in the context is only known with the prompt. This much cost is certain.
-            _check_cost(_Cost(sampling.n or 1, None, None), 1, min(sampling.max_tokens, self._left(1)))
+            _check_cost(sampling.n or 1, None, None, 1, min(sampling.max_tokens, self._left(1)))
 
     def cut_max_tokens(self, request: Request, max_tokens: int) -> int:
         """Returns the effective value of a new ``max_tokens`` for a prepared request. Raises ServiceError."""
-        max_tokens = self._cut(max_tokens, len(request.prompt_token_ids))
-        sampling = request.sampling
+        num_prompt_tokens, sampling = len(request.prompt_token_ids), request.sampling
+        max_tokens = min(max_tokens, self._left(num_prompt_tokens))
         if max_tokens < sampling.min_tokens:
             raise invalid("max_tokens", f"must be at least min_tokens, {sampling.min_tokens:,}; it is {max_tokens:,}")
-        cost = _Cost(request.n, sampling.logprobs, sampling.prompt_logprobs)
-        _check_cost(cost, len(request.prompt_token_ids), max_tokens)
+        _check_cost(request.n, sampling.logprobs, sampling.prompt_logprobs, num_prompt_tokens, max_tokens)
         return max_tokens
 
     async def prepare(
@@ -158,10 +159,12 @@ class RequestBuilder:
     ) -> Request:
         salt = tenant_salt(self._model_name, origin.tenant)
         prompt = self._prompt(start, salt) if context is None else self._continued(start, salt, context)
-        max_tokens = self._max_tokens(start, len(prompt.token_ids))
+        n, num_prompt_tokens = start.sampling.n or 1, len(prompt.token_ids)
+        max_tokens = self._max_tokens(start, num_prompt_tokens)
         if answer is ResponseMode.WHOLE:
-            max_tokens = self._fit_whole(start, len(prompt.token_ids), max_tokens)
-        _check_cost(_Cost.of(start), len(prompt.token_ids), max_tokens)
+            max_tokens = self._fit_whole(start, num_prompt_tokens, max_tokens)
+        logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
+        _check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
         return Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
@@ -170,7 +173,7 @@ class RequestBuilder:
             max_tokens=max_tokens,
             sink=sink,
             make_text=self._make_text(start),
-            n=start.sampling.n or 1,
+            n=n,
             tenant=origin.tenant,
             priority=start.priority,
             deadline=origin.deadline,
@@ -216,7 +219,7 @@ class RequestBuilder:
         kind = start.WhichOneof("prompt")
         field: str = "token_ids.ids" if kind == "token_ids" else kind or "continue_from"
         context, truncation = kept.unpacked(), self._truncation(start)
-        limit = self._pool.limit_after(context, field)
+        limit = self._pool.limit(field, num_context_tokens=len(context.token_ids))
         most = limit if truncation is None else None
         more: list[int] = []
         if kind == "text":
@@ -229,7 +232,7 @@ class RequestBuilder:
         if truncation is not None and len(context.token_ids) + len(more) > truncation.max_tokens:
             cut = truncation.cut(context.token_ids + more)
             return self._pool.prompt(cut, salt, self._pool.limit(field))
-        return self._pool.continued(context, more, salt, limit)
+        return self._pool.prompt(more, salt, limit, context)
 
     def _truncation(self, start: pb.Start) -> Truncation | None:
         return Truncation.of(start, self._validator.limits.max_model_len - 1)
@@ -239,9 +242,6 @@ class RequestBuilder:
         the context, the scheduler refuses a prompt that is too long, but this limit must not."""
         left = max(1, self._max_sequence_tokens - num_prompt_tokens)
         return left if self._defaults.token_limit is None else min(left, self._defaults.token_limit)
-
-    def _cut(self, max_tokens: int, num_prompt_tokens: int) -> int:
-        return min(max_tokens, self._left(num_prompt_tokens))
 
     def _retain_s(self, start: pb.Start) -> float:
         if start.HasField("retain_ms"):
@@ -266,10 +266,8 @@ class RequestBuilder:
         return max_tokens
 
     def _fit_whole(self, start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Returns ``max_tokens``, reduced to fit in one message if the caller did not set it.
-
-        Raises ServiceError if the caller's own ``max_tokens`` does not fit.
-        """
+        """Returns ``max_tokens``, reduced to fit in one message if the caller did not set it. Raises ServiceError if
+        the caller's own ``max_tokens`` does not fit."""
         n, output, form = start.sampling.n or 1, start.output, output_form(start)
         token_bytes = form.text * self._tokenizer.pieces.longest_bytes + form.token_ids * _ID_BYTES
         units = -(-token_bytes // 8)
@@ -322,8 +320,8 @@ class RequestBuilder:
             logit_bias=tuple(sorted(sampling.logit_bias.items())),
             allowed_token_ids=tuple(sorted(set(allowed))) if allowed else None,
             bad_words=bad_words,
-            logprobs=output.logprobs if output.HasField("logprobs") else None,
-            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+            logprobs=_optional(output, "logprobs"),
+            prompt_logprobs=_optional(output, "prompt_logprobs"),
         )
 
     def _make_text(self, start: pb.Start) -> Callable[[], TextState]:
@@ -341,27 +339,15 @@ def _check_constraint(start: pb.Start) -> None:
             raise invalid("constraint", f"not together with {field}; omit one of them")
 
 
-class _Cost(NamedTuple):
-    """The factors by which a request's tokens are multiplied."""
-
-    n: int
-    logprobs: int | None
-    prompt_logprobs: int | None
-
-    @classmethod
-    def of(cls, start: pb.Start) -> "_Cost":
-        """Returns the factors of a request."""
-        output = start.output
-        return cls(
-            n=start.sampling.n or 1,
-            logprobs=output.logprobs if output.HasField("logprobs") else None,
-            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
-        )
+def _optional(message: Message, field: str) -> Any:
+    """Returns an optional field; None if it is not set."""
+    return getattr(message, field) if message.HasField(field) else None
 
 
-def _check_cost(cost: _Cost, num_prompt_tokens: int, max_tokens: int) -> None:
+def _check_cost(
+    n: int, logprobs: int | None, prompt_logprobs: int | None, num_prompt_tokens: int, max_tokens: int
+) -> None:
     """Checks a request's total cost, before anything is allocated for it. Raises ServiceError."""
-    n, logprobs, prompt_logprobs = cost
     num_tokens = n * (num_prompt_tokens + max_tokens)
     # For a single choice the model's context is the only limit.
     if n > 1 and num_tokens > MAX_TOKENS_IN_ALL:

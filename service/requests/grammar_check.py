@@ -188,11 +188,8 @@ class GrammarChecks:
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes]) -> None:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        with process:  # closes the pipes and waits
+            process.kill()
 
 
 def _size(answer: dict[str, str]) -> int:

@@ -7,7 +7,8 @@ Knows neither how the request arrived nor how its output is sent.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from google.rpc import status_pb2
@@ -142,9 +143,10 @@ class RequestLifecycle:
 
     def cancel(self, reason: EngineFinishReason = EngineFinishReason.CANCELLED, message: str = "") -> None:
         """Ends the request in any state. Does nothing if it has ended."""
-        if self._done or (self._request is not None and self._abort(reason, message)):
+        abort = self._request_context.engine.abort
+        if self._done or (self._request is not None and abort(self.request_id, reason, message)):
             return
-        self._finish(self._unqueued(reason, message))
+        self._finish(unqueued_end(reason, self._request, self._arrival, message))
         if self.preparation is not None:
             self.preparation.cancel()
 
@@ -197,15 +199,9 @@ class RequestLifecycle:
 
     async def _prepared(self, start: pb.Start, context: StoredContext | None, origin: Origin) -> Request:
         request_builder = self._request_context.request_builder
-        left = None if self._deadline is None else self._deadline - time.monotonic()
         try:
-            async with asyncio.timeout(left) as limit:
-                self._limit = limit
+            async with preparation_limit(self._deadline, "the prompt was tokenized") as self._limit:
                 return await request_builder.prepare(start, origin, self._on_event, self._answer, context)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise ServiceError(Reason.DEADLINE, "the deadline passed before the prompt was tokenized") from None
         finally:
             self._limit = None
 
@@ -246,22 +242,19 @@ class RequestLifecycle:
                 self._meter.delta(event.choice, len(event.token_ids))
                 self._receiver.delta(self.ref, event, self._form, not self._had_output)
                 self._had_output = True
-            else:
-                self._deliver(event)
+            elif isinstance(event, RequestFinished):
+                self._finish(event)
+            elif isinstance(event, PromptLogprobsChunk):
+                self._receiver.prompt_logprobs(self.ref, event)
+            elif isinstance(event, RequestAccepted):
+                self._accept(event)
         except Exception as error:
             self._refuse(error)
-
-    def _deliver(self, event: Event) -> None:
-        if isinstance(event, RequestFinished):
-            self._finish(event)
-        elif isinstance(event, PromptLogprobsChunk):
-            self._receiver.prompt_logprobs(self.ref, event)
-        elif isinstance(event, RequestAccepted):
-            self._accept(event)
 
     def _accept(self, event: RequestAccepted) -> None:
         assert self._request is not None
         self.was_accepted = True
+        ttft_s = event.predicted_ttft_s
         if self._span.is_recording:
             self._span.follow(self._request_context.engine.explain(self.request_id))
         self._receiver.accepted(
@@ -271,15 +264,10 @@ class RequestLifecycle:
                 prompt_tokens=len(self._request.prompt_token_ids),
                 cached_tokens=event.cached_tokens,
                 queue_position=event.queue_position,
-                predicted_ttft_ms=self._from_arrival_ms(event.predicted_ttft_s),
+                predicted_ttft_ms=None if ttft_s is None else milliseconds(time.monotonic() - self._arrival + ttft_s),
                 client_request_id=self._client_request_id,
             )
         )
-
-    def _from_arrival_ms(self, seconds_from_now: float | None) -> int | None:
-        if seconds_from_now is None:
-            return None
-        return milliseconds(time.monotonic() - self._arrival + seconds_from_now)
 
     def _refuse(self, error: BaseException) -> None:
         """Ends the request with the status of an exception."""
@@ -292,15 +280,12 @@ class RequestLifecycle:
         self._refusal = known
         reason = EngineFinishReason.DEADLINE if known.reason is Reason.DEADLINE else EngineFinishReason.INTERNAL
         was_prepared = self._request is not None
-        self._finish(self._unqueued(reason), to_status(known, self.request_id))
+        self._finish(unqueued_end(reason, self._request, self._arrival), to_status(known, self.request_id))
         if known is error or isinstance(error, Refused):  # other errors' frames may still be needed by the log
             release_frames(error)
         # The engine must not continue the request. Aborted later, because the engine may be the caller.
         if was_prepared:
-            asyncio.get_running_loop().call_soon(self._abort, reason, "")
-
-    def _abort(self, reason: EngineFinishReason, message: str) -> bool:
-        return self._request_context.engine.abort(self.request_id, reason, message)
+            asyncio.get_running_loop().call_soon(self._request_context.engine.abort, self.request_id, reason)
 
     def _finish(self, finished: RequestFinished, status: status_pb2.Status | None = None) -> None:
         """Ends the request. Every end goes through here."""
@@ -344,10 +329,23 @@ class RequestLifecycle:
         )
         report_end(self._span, self._request_context.telemetry.metrics, end)
 
-    def _unqueued(self, reason: EngineFinishReason, message: str = "") -> RequestFinished:
-        """Returns the end of a request that the engine does not have."""
-        prompt_tokens = len(self._request.prompt_token_ids) if self._request is not None else 0
-        total_us = int((time.monotonic() - self._arrival) * 1e6)
-        return RequestFinished(
-            reason, TokenUsage(prompt_tokens=prompt_tokens), RequestTimings(total_us=total_us), message
-        )
+
+@asynccontextmanager
+async def preparation_limit(deadline: float | None, aim: str) -> AsyncIterator[asyncio.Timeout]:
+    """Ends the preparation of a request at its ``deadline`` by ``time.monotonic()``. Raises ServiceError DEADLINE."""
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as limit:
+            yield limit
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ServiceError(Reason.DEADLINE, f"the deadline passed before {aim}") from None
+
+
+def unqueued_end(
+    reason: EngineFinishReason, request: Request | None, arrival: float, message: str = ""
+) -> RequestFinished:
+    """Returns the end of a request that the engine does not have. ``arrival`` is by ``time.monotonic()``."""
+    usage = TokenUsage(prompt_tokens=0 if request is None else request.num_prompt_tokens)
+    total_us = round((time.monotonic() - arrival) * 1e6)
+    return RequestFinished(reason, usage, RequestTimings(total_us=total_us), message)

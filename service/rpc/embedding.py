@@ -9,20 +9,12 @@ import grpc
 
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.planning.rate_limit import Rated
-from penstock.scheduler.request import (
-    Embedded,
-    EngineFinishReason,
-    Event,
-    Request,
-    RequestAccepted,
-    RequestFinished,
-    RequestTimings,
-    TokenUsage,
-)
+from penstock.scheduler.request import Embedded, EngineFinishReason, Event, Request, RequestAccepted, RequestFinished
 from penstock.service.auth.identity import Principal, current_principal
-from penstock.service.errors import Reason, ServiceError, StatusError, code_of, ending_status, from_exception
+from penstock.service.errors import StatusError, code_of, ending_status, from_exception
 from penstock.service.requests.embed import EmbedRequestBuilder
 from penstock.service.requests.generate import Origin
+from penstock.service.requests.lifecycle import preparation_limit, unqueued_end
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
@@ -49,7 +41,6 @@ class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
         return len(self._live)
 
     async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.EmbedResponse:
-        """Returns the embeddings of one request."""
         live = _LiveEmbedding(self._engine, self._request_builder, current_principal.get(), context.time_remaining())
         self._live.add(live)
         try:
@@ -98,7 +89,6 @@ class _LiveEmbedding:
             del failure  # or this frame and its traceback would be a reference cycle
 
     def abort(self, reason: EngineFinishReason) -> None:
-        """Ends the request if it is queued or running."""
         if self._request is not None:
             self._engine.abort(self._request_id, reason)
 
@@ -108,7 +98,9 @@ class _LiveEmbedding:
         self._request_builder.check(request)
         self._span = telemetry.request(self._request_id, self._tenant, _OPERATION, request.traceparent)
         self._vector_bytes = self._request_builder.vector_bytes(request)
-        self._request = await self._prepared(request)
+        origin = Origin(self._request_id, self._tenant, self._arrival, self._deadline)
+        async with preparation_limit(self._deadline, "the inputs were tokenized"):
+            self._request = await self._request_builder.prepare(request, origin, self._on_event)
         self._engine.submit(self._request)
         await self._end.wait()
         finished = self._finished
@@ -127,17 +119,6 @@ class _LiveEmbedding:
             await asyncio.to_thread(self._request_builder.fill, response, vectors, request)
         return response
 
-    async def _prepared(self, request: pb.EmbedRequest) -> Request:
-        origin = Origin(self._request_id, self._tenant, self._arrival, self._deadline)
-        left = None if self._deadline is None else self._deadline - time.monotonic()
-        try:
-            async with asyncio.timeout(left) as limit:
-                return await self._request_builder.prepare(request, origin, self._on_event)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise ServiceError(Reason.DEADLINE, "the deadline passed before the inputs were tokenized") from None
-
     def _on_event(self, event: Event) -> None:
         """The request's sink: never raises."""
         if isinstance(event, RequestAccepted):
@@ -152,24 +133,17 @@ class _LiveEmbedding:
     def _report(self, failure: BaseException | None, client_request_id: str, telemetry: Telemetry) -> None:
         finished = self._finished
         if finished is None:  # the request never reached the engine
-            num_tokens = 0 if self._request is None else self._request.num_prompt_tokens
-            total_us = round((time.monotonic() - self._arrival) * 1e6)
-            reason = (
-                EngineFinishReason.CANCELLED
-                if isinstance(failure, asyncio.CancelledError)
-                else EngineFinishReason.INTERNAL
-            )
-            finished = RequestFinished(reason, TokenUsage(prompt_tokens=num_tokens), RequestTimings(total_us=total_us))
-        known = None if failure is None else from_exception(failure)
-        code = grpc.StatusCode.OK if failure is None else code_of(failure)
+            is_cancelled = isinstance(failure, asyncio.CancelledError)
+            reason = EngineFinishReason.CANCELLED if is_cancelled else EngineFinishReason.INTERNAL
+            finished = unqueued_end(reason, self._request, self._arrival)
         end = End(
             request_id=self._request_id,
             client_request_id=client_request_id,
             tenant=self._tenant,
             operation=_OPERATION,
             finished=finished,
-            refusal=known,
-            code=code,
+            refusal=None if failure is None else from_exception(failure),
+            code=grpc.StatusCode.OK if failure is None else code_of(failure),
             was_accepted=self._finished is not None,
         )
         report_end(self._span, telemetry.metrics, end)

@@ -14,7 +14,7 @@ import grpc
 
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta
-from penstock.service.auth.identity import Principal, current_principal
+from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError, StatusError, invalid, to_status, with_finished
 from penstock.service.requests.generate import ResponseMode
@@ -41,7 +41,7 @@ REFUSED_PAUSE_S = 0.005
 """The pause before each further frame, until a request is accepted. Without it, a client that keeps sending requests
 that are refused could take all of the event loop's time. No frame is lost, and running requests continue."""
 
-StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -65,12 +65,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     # The generated base class knows only handlers that yield; gRPC also accepts handlers that write.
     async def Generate(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[pb.GenerateRequest], context: StreamContext
+        self, request_iterator: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:
         """Serves many requests, until the client half-closes and the last request has ended."""
         await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
-        stream = _Stream(self, outbox, self._validator, current_principal.get())
+        stream = _Stream(self, outbox, self._validator)
         self._outboxes.add(outbox)
         outbox.begin_beats()
         reader = asyncio.create_task(stream.read(request_iterator))
@@ -82,9 +82,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             reader.cancel()
             stream.drop()
 
-    async def GenerateOne(  # type: ignore[override]
-        self, request: pb.GenerateOneRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+    async def GenerateOne(self, request: pb.GenerateOneRequest, context: Context) -> None:  # type: ignore[override]
         """Serves one request. A refusal is only the call's status, with no message before it, so proxies may retry."""
         has_begun = False
 
@@ -107,7 +105,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 outbox.close(error)
 
         start = _required(request)
-        live = self.new_request(start, outbox, current_principal.get(), on_end, context)
+        live = self.new_request(start, outbox, on_end, context)
         outbox.opened()
         live.begin_request(start)
         try:
@@ -115,13 +113,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         finally:
             live.cancel()
 
-    async def Complete(
-        self, request: pb.CompleteRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.CompleteResponse:
-        """Serves one request with one response."""
+    async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         answer = _WholeAnswer()
         start = _required(request)
-        live = self.new_request(start, answer, current_principal.get(), lambda live: None, context, ResponseMode.WHOLE)
+        live = self.new_request(start, answer, lambda live: None, context, ResponseMode.WHOLE)
         live.begin_request(start)
         try:
             response = await answer.whole
@@ -136,13 +131,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self,
         start: pb.Start,
         receiver: "Outbox | _WholeAnswer",
-        principal: Principal,
         on_end: Callable[[RequestLifecycle], None],
-        call: "grpc.aio.ServicerContext[Any, Any] | None" = None,
+        call: Context | None = None,
         answer: ResponseMode = ResponseMode.STREAMED,
     ) -> RequestLifecycle:
-        """Creates a request and registers it until it ends. ``call`` is its single-request call, if any, whose id and
-        deadline it takes."""
+        """Creates a request of the current caller and registers it until it ends. ``call`` is its single-request call,
+        if any, whose id and deadline it takes."""
 
         def unregister(live: RequestLifecycle) -> None:
             self._live.discard(live)
@@ -152,7 +146,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             self._request_context,
             start,
             request_id=new_request_id() if call is None else current_request_id.get(),
-            principal=principal,
+            principal=current_principal.get(),
             receiver=receiver,
             on_end=unregister,
             answer=answer,
@@ -184,11 +178,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 class _Stream:
     """The requests of one multiplexed stream."""
 
-    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator, principal: Principal) -> None:
+    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator) -> None:
         self._service = service
         self._outbox = outbox
         self._validator = validator
-        self._principal = principal
         self._live: dict[int, RequestLifecycle] = {}
         self._last: asyncio.Task[None] | None = None
         self._half_closed = False
@@ -222,7 +215,6 @@ class _Stream:
             live.hold(held)
 
     def drop(self) -> None:
-        """Ends all requests of the stream."""
         for live in list(self._live.values()):
             live.cancel()
 
@@ -248,7 +240,7 @@ class _Stream:
                 f"start.ref: {start.ref} is live on this stream; choose another",
                 field="start.ref",
             )
-        live = self._service.new_request(start, self._outbox, self._principal, self._on_end)
+        live = self._service.new_request(start, self._outbox, self._on_end)
         self._live[start.ref] = live
         self._outbox.opened()
         live.hold(self._outbox.is_stalled)
@@ -304,7 +296,6 @@ class _WholeAnswer:
         fill_logprobs(whole.logprobs, part.logprobs)
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
-        """Appends ``delta`` to its choice."""
         while len(self._texts) <= delta.choice:
             self._response.choices.add(index=len(self._texts))
             self._texts.append(StringIO())
@@ -313,7 +304,6 @@ class _WholeAnswer:
         fill_delta(self._response.choices[delta.choice], form._replace(text=False), [delta])
 
     def finished(self, finished: pb.Finished) -> None:
-        """Completes the response."""
         self._response.request_id = finished.request_id
         self._response.finished.CopyFrom(finished)
         for choice, text in zip(self._response.choices, self._texts, strict=True):
@@ -322,7 +312,6 @@ class _WholeAnswer:
             self.whole.set_result(self._response)
 
     def fail(self, error: Exception) -> None:
-        """Ends the call with ``error`` instead of a response."""
         if not self.whole.done():
             self.whole.set_exception(error)
 

@@ -24,20 +24,16 @@ class Health(health_pb2_grpc.HealthServicer):
     def __init__(self, services: Iterable[str]) -> None:
         """``services`` are the full names of the services. Not ready at first."""
         self._readiness_of = {"", *services}
-        self._ready = False
+        self.is_ready = False
+        """Whether the services accept requests. Changed by ``set_ready``."""
         self._closed = False
         self._changed = asyncio.Event()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the services accept requests."""
-        return self._ready
-
     def set_ready(self, ready: bool) -> None:
         """Takes effect at once, and wakes every watcher."""
-        if ready == self._ready:
+        if ready == self.is_ready:
             return
-        self._ready = ready
+        self.is_ready = ready
         self._notify()
 
     def close(self) -> None:
@@ -77,4 +73,4 @@ class Health(health_pb2_grpc.HealthServicer):
             return _Status.SERVING
         if service not in self._readiness_of:
             return _Status.SERVICE_UNKNOWN
-        return _Status.SERVING if self._ready else _Status.NOT_SERVING
+        return _Status.SERVING if self.is_ready else _Status.NOT_SERVING

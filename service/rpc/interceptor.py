@@ -17,7 +17,6 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from penstock.clients.host.error_frames import release_frames
-from penstock.clients.host.parse_turns import ParseTurns
 from penstock.service.auth.identity import ACCESS, Access, current_principal
 from penstock.service.errors import (
     Reason,
@@ -154,24 +153,13 @@ async def _only_message(
         raw = await _read(context)
         if raw is None or await _read(context) is not None:
             raise ServiceError(Reason.MESSAGE_COUNT)
-        limits.connections.count(context.peer(), len(raw))
-        return await _parsed(parse, _small(raw) if is_open else raw, limits.parse_turns, owner)
+        return await _parsed(parse, raw, context.peer(), limits, owner, is_open)
 
 
 async def _read(context: Context) -> bytes | None:
     """Returns the next message; None after the last."""
     raw: Any = await context.read()
     return None if raw is grpc.aio.EOF else raw
-
-
-def _small(raw: bytes) -> bytes:
-    """Returns the message of a method that needs no credentials. Raises ServiceError if it is too large."""
-    if len(raw) > MAX_OPEN_MESSAGE_BYTES:
-        raise ServiceError(
-            Reason.TOO_EXPENSIVE,
-            f"a message to this method may have at most {MAX_OPEN_MESSAGE_BYTES:,} bytes; it has {len(raw):,}",
-        )
-    return raw
 
 
 async def _write_all(context: Context, messages: AsyncGenerator[Any, None]) -> None:
@@ -184,8 +172,15 @@ async def _write_all(context: Context, messages: AsyncGenerator[Any, None]) -> N
             await write(context, message)
 
 
-async def _parsed(parse: Callable[[bytes], Any], raw: bytes, turns: ParseTurns, owner: str) -> Any:
-    """Parses a message. Large ones take turns, so that several at once do not block the event loop for long."""
+async def _parsed(
+    parse: Callable[[bytes], Any], raw: bytes, peer: str, limits: CallLimits, owner: str, is_open: bool
+) -> Any:
+    """Counts and parses a message. Large ones take turns, so that several at once do not block the event loop for
+    long. Raises ServiceError, also if a method that needs no credentials gets a large one."""
+    limits.connections.count(peer, len(raw))
+    if is_open and len(raw) > MAX_OPEN_MESSAGE_BYTES:
+        problem = f"a message to this method may have at most {MAX_OPEN_MESSAGE_BYTES:,} bytes; it has {len(raw):,}"
+        raise ServiceError(Reason.TOO_EXPENSIVE, problem)
     # The parser in the generated code is a method of the message's class.
     descriptor: Any = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
     try:
@@ -193,7 +188,7 @@ async def _parsed(parse: Callable[[bytes], Any], raw: bytes, turns: ParseTurns, 
             if descriptor is not None:
                 await check_parts(raw, descriptor)
             return parse(raw)
-        async with turns.turn(owner):
+        async with limits.parse_turns.turn(owner) as turns:
             if descriptor is not None:
                 await check_parts(raw, descriptor)
             with turns.portion():
@@ -214,8 +209,7 @@ async def _messages(
             raw = await _read(context)
             if raw is None:
                 return
-            limits.connections.count(peer, len(raw))
-            parsed = [await _parsed(parse, _small(raw) if is_open else raw, limits.parse_turns, owner)]
+            parsed = [await _parsed(parse, raw, peer, limits, owner, is_open)]
         is_timed = is_open
         del raw
         yield parsed.pop()

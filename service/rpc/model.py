@@ -38,7 +38,6 @@ class ModelService(pb_grpc.ModelServiceServicer):
         self._validator = validator
         self._config = config
         self._max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
-        self._has_chat_template = tokenizer.has_chat_template
         self._model = pb.GetModelResponse(
             name=name,
             architecture=facts.architecture,
@@ -76,7 +75,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
         )
         answer = pb.GetModelResponse(
             limits=limits,
-            features=sorted(self._features(config)),
+            features=self._features(config),
             tenant=principal.tenant,
             may_act_for_others=principal.may_act_for_others,
             requests_per_second=config.tenant(tenant).requests_per_second,
@@ -84,12 +83,10 @@ class ModelService(pb_grpc.ModelServiceServicer):
         answer.MergeFrom(self._model)
         return answer
 
-    def _features(self, config: SchedulerConfig) -> set[str]:
-        features = set(_ALWAYS)
-        if self._has_chat_template:
-            features.add("chat")
-        if config.enable_prefix_caching:
-            features.add("prefix_caching")
-        if config.policy is Policy.PRIORITY:
-            features.add("priority")
-        return features
+    def _features(self, config: SchedulerConfig) -> list[str]:
+        optional = {
+            "chat": self._model.has_chat_template,
+            "prefix_caching": config.enable_prefix_caching,
+            "priority": config.policy is Policy.PRIORITY,
+        }
+        return sorted([*_ALWAYS, *(name for name, is_there in optional.items() if is_there)])

@@ -47,7 +47,6 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         self._tokenizer = pool.tokenizer
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Converts text to token ids."""
         self._count_call()
         self._validator.check(request)
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -60,7 +59,6 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         return await self._pool.run(work, request.ByteSize())
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Converts token ids to text."""
         self._count_call()
         self._validator.check(request)
         shows_special_tokens = request.include_special_tokens
@@ -116,7 +114,6 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         _check_answer(num_bytes, "token_ids")
 
     async def RenderChat(self, request: pb.RenderChatRequest, context: Context) -> pb.RenderChatResponse:
-        """Renders messages to the prompt's text and token ids."""
         self._count_call()
         self._validator.check(request)
         check_chat(request.chat, self._tokenizer.chat_template(bool(request.chat.tools)))

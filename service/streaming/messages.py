@@ -1,27 +1,22 @@
 """Converts the engine's events to protobuf messages. Knows neither streams nor when messages are sent."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from google.rpc import status_pb2
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.request import EngineFinishReason, RequestFinished, SequenceDelta, SpeculationCounts, StopMatch
+from penstock.scheduler.request import EngineFinishReason, RequestFinished, SequenceDelta, SpeculationCounts
 from penstock.service.config.limits import UINT32_MAX
 from penstock.service.streaming.pending_message import OutputForm, PendingMessage
 from penstock.v1 import generation_pb2 as pb
 
 _REASONS: Mapping[EngineFinishReason, "pb.FinishReason.ValueType"] = {
+    **dict.fromkeys(EngineFinishReason, pb.FINISH_REASON_ERROR),
     EngineFinishReason.STOP: pb.FINISH_REASON_STOP,
     EngineFinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     EngineFinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
     EngineFinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
-    EngineFinishReason.WORKER_DIED: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.SHUTDOWN: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.KILLED_WORKER: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.GRAMMAR: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.DEAD_END: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.SLOW_CONSTRAINT: pb.FINISH_REASON_ERROR,
-    EngineFinishReason.INTERNAL: pb.FINISH_REASON_ERROR,
 }
 
 
@@ -59,21 +54,11 @@ def finished_message(
     may_continue: bool,
 ) -> pb.Finished:
     """Builds the message for a request's end. ``seed`` is None if the request was not admitted."""
-    usage, timings = finished.usage, finished.timings
     return pb.Finished(
         ref=ref,
         status=status,
-        usage=pb.Usage(
-            prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens
-        ),
-        timings=pb.Timings(
-            queued_us=timings.queued_us,
-            prefill_us=timings.prefill_us,
-            first_token_us=timings.first_token_us,
-            total_us=timings.total_us,
-            preemptions=timings.preemptions,
-            restarts=timings.restarts,
-        ),
+        usage=pb.Usage(**asdict(finished.usage)),
+        timings=pb.Timings(**asdict(finished.timings)),
         may_continue=may_continue,
         reason=_REASONS[finished.reason],
         seed=seed,
@@ -105,15 +90,6 @@ def fill_logprobs(out: pb.Logprobs, logprobs: TokenLogprobs) -> None:
     out.top.extend(logprobs.top)
 
 
-def fill_end(out: pb.ChoiceEnd, end: StopMatch) -> None:
-    """Fills in how a choice ended."""
-    out.reason = _REASONS[end.reason]
-    if end.stop is not None:
-        out.stop = end.stop
-    elif end.stop_token_id is not None:
-        out.stop_token_id = end.stop_token_id
-
-
 def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[SequenceDelta]) -> None:
     """Fills in consecutive deltas of one choice, joined."""
     if form.text:
@@ -125,8 +101,12 @@ def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[Seq
             fill_logprobs(out.logprobs, delta.logprobs)
             if form.text and delta.text_lengths is not None:
                 out.logprobs.text_lengths.extend(delta.text_lengths)
-        if delta.end is not None:
-            fill_end(out.end, delta.end)
+        if (end := delta.end) is not None:
+            out.end.reason = _REASONS[end.reason]
+            if end.stop is not None:
+                out.end.stop = end.stop
+            elif end.stop_token_id is not None:
+                out.end.stop_token_id = end.stop_token_id
 
 
 def _fill(message: pb.GenerateResponse | pb.GenerateOneResponse, batch: PendingMessage) -> None:

@@ -51,23 +51,18 @@ class RequestReceiver(Protocol):
 
     def accepted(self, accepted: pb.Accepted) -> None:
         """Called when the request is in the queue."""
-        ...
 
     def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
         """Called with each part of the prompt's log-probabilities."""
-        ...
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
         """Called with new output; ``at_once`` for a first token."""
-        ...
 
     def finished(self, finished: pb.Finished) -> None:
         """Called when the request has ended."""
-        ...
 
     def fail(self, error: Exception) -> None:
         """Ends the request's call with ``error``. Called when its events can no longer be delivered in order."""
-        ...
 
 
 class Outbox:
@@ -104,7 +99,8 @@ class Outbox:
         """Fires when the next message is to be sent, at the earliest time that one of its parts needs."""
         self._num_live = 0
         self._is_active = False  # as the pacer knows it
-        self._closed = False
+        self.is_closed = False
+        """Whether no more events will be added. Changed by ``close``."""
         self._last_word: Exception | None = None
         self._failure: Exception | None = None
         self._was_cut = False
@@ -150,13 +146,8 @@ class Outbox:
         self._write_timer.set(AT_ONCE if at_once else self._last_write + self._pacer.interval)
 
     def _put_delta(self, ref: int, delta: SequenceDelta, form: OutputForm, num_bytes: int) -> None:
-        deltas = self._room(num_bytes).deltas
-        key = (ref, delta.choice)
-        waiting = deltas.get(key)
-        if waiting is None:
-            deltas[key] = (form, [delta])
-        else:
-            waiting[1].append(delta)
+        _, deltas = self._room(num_bytes).deltas.setdefault((ref, delta.choice), (form, []))
+        deltas.append(delta)
 
     def finished(self, finished: pb.Finished) -> None:
         """Sent at once. The request is no longer live on the stream."""
@@ -165,7 +156,6 @@ class Outbox:
         self._write_timer.set(AT_ONCE)
 
     def update_refused(self, refused: pb.UpdateRefused) -> None:
-        """Sent at once."""
         self._room(PART_BYTES + refused.ByteSize()).update_refused.append(refused)
         self._write_timer.set(AT_ONCE)
 
@@ -178,14 +168,9 @@ class Outbox:
         """Starts the heartbeats: one is sent whenever no message has been sent for their interval."""
         self._next_beat = self._loop.call_later(self._heartbeat_s, self._beat)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether no more events will be added."""
-        return self._closed
-
     def close(self, error: Exception | None = None) -> None:
         """Ends the input. When all pending output is written, ``run`` returns, or raises ``error``."""
-        self._closed = True
+        self.is_closed = True
         self._last_word = self._last_word or error
         self._write_timer.ring()
 
@@ -240,17 +225,13 @@ class Outbox:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if self._has_more and (self._closed or self._write_timer.is_due):
+            if self._has_more and (self.is_closed or self._write_timer.is_due):
                 return True
-            if self._closed:
+            if self.is_closed:
                 if self._last_word is not None:
                     raise self._last_word
                 return False
             await self._write_timer.wait()
-
-    @property
-    def _is_held_up(self) -> bool:
-        return self._writer is not None and self._loop.time() > self._last_write + BLOCKED_S
 
     @property
     def _has_more(self) -> bool:
@@ -258,7 +239,7 @@ class Outbox:
 
     def _room(self, num_bytes: int) -> PendingMessage:
         """Returns the pending message that a part of ``num_bytes`` joins."""
-        if self._failure is not None or self._closed:
+        if self._failure is not None or self.is_closed:
             return PendingMessage()  # never sent
         self._pending_bytes += num_bytes
         self._buffer_budget.num_bytes += num_bytes
@@ -277,8 +258,9 @@ class Outbox:
             self._set_stalled(True)
         elif self._pending_bytes > MAX_STALLED_BYTES:
             self.fail(ServiceError(Reason.READER_TOO_SLOW))
-        most = HELD_UP_PART_BYTES if self._is_held_up else MAX_PART_BYTES
-        if self._batch is not None and not self._batch.has_room(num_bytes, most):
+        is_held_up = self._writer is not None and self._loop.time() > self._last_write + BLOCKED_S
+        most = HELD_UP_PART_BYTES if is_held_up else MAX_PART_BYTES
+        if self._batch is not None and self._batch.num_bytes + num_bytes > most:
             self._close_batch()
             self._write_timer.set(AT_ONCE)
 
@@ -352,11 +334,11 @@ class Outbox:
         """Stops writing: further output is dropped."""
         if self._next_beat is not None:
             self._next_beat.cancel()
-        self._closed = True
+        self.is_closed = True
         self._drop_pending()
         self._set_live(0)
         # They refer to the outbox's owner: reference cycles, which would remain until the garbage collector runs.
-        self._write, self._on_stall = _nowhere, _nobody
+        self._write, self._on_stall = _nowhere, lambda _: None
         self._failure = self._last_word = None  # and their tracebacks refer to frames that refer to the outbox
 
     def _set_live(self, num_live: int) -> None:
@@ -372,7 +354,3 @@ class Outbox:
 
 async def _nowhere(message: object) -> None:
     """The ``write`` of an outbox that is done."""
-
-
-def _nobody(is_stalled: bool) -> None:
-    """The ``on_stall`` of an outbox that is done."""

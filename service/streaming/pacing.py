@@ -23,7 +23,6 @@ class WriteTimer:
 
     @property
     def is_due(self) -> bool:
-        """Whether the time has been reached."""
         return self._due <= self._loop.time()
 
     def set(self, due: float) -> None:
@@ -45,7 +44,6 @@ class WriteTimer:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Waits until the timer fires."""
         self._waiter = self._loop.create_future()
         self._arm()
         try:

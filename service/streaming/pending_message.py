@@ -44,10 +44,6 @@ class PendingMessage:
         self.num_bytes = 0
         """An upper bound on the message's encoded size."""
 
-    def has_room(self, num_bytes: int, most: int = MAX_PART_BYTES) -> bool:
-        """Returns whether a part of ``num_bytes`` still fits in a message of at most ``most`` bytes."""
-        return self.num_bytes + num_bytes <= most
-
 
 def delta_bytes(delta: SequenceDelta, form: OutputForm) -> int:
     """Returns an upper bound on a delta's encoded size; 0 if none of its parts are in ``form``."""
@@ -76,10 +72,7 @@ def split(part: PromptLogprobsChunk) -> list[PromptLogprobsChunk]:
     if num_tokens <= most:
         return [part]
     return [
-        PromptLogprobsChunk(
-            start=part.start + first,
-            logprobs=_entries(part.logprobs, first, first + most),
-        )
+        PromptLogprobsChunk(part.start + first, _entries(part.logprobs, first, first + most))
         for first in range(0, num_tokens, most)
     ]
 

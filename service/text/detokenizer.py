@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from penstock.scheduler.request import TextDelta, TextState
-from penstock.service.text.stop_strings import StopStrings
+from penstock.service.text.stop_strings import StopStrings, StopWatch
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.service.text.utf8 import ByteRun, Join, Utf8
+from penstock.service.text.utf8 import ByteRun, Utf8
 
 _NOTHING = TextDelta(0, "")
 _ONE_TOKEN = TextDelta(1, "")
-_NO_TOKENS: Mapping[int, str] = {}
 
 Lengths = tuple[int, ...]
 """The number of characters of a text that begin in each of its tokens."""
@@ -39,11 +38,9 @@ class IdsOnly:
     """The text state of a request for token ids only, without stop strings: holds nothing and makes no text."""
 
     def feed(self, token_id: int) -> TextDelta:
-        """Releases the token."""
         return _ONE_TOKEN
 
     def finish(self) -> TextDelta:
-        """Releases nothing, since nothing is held."""
         return _NOTHING
 
 
@@ -54,26 +51,24 @@ class IncrementalDetokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stops: StopStrings | Iterable[str] = (),
-        include_special_tokens: bool = False,
-        min_tokens: int = 0,
-        named: Mapping[int, str] = _NO_TOKENS,
+        stops: StopStrings,
+        include_special_tokens: bool,
+        min_tokens: int,
+        named: Mapping[int, str],
     ) -> None:
         """``named``: special tokens in stop strings. They are matched even though the text does not include them."""
-        pieces = tokenizer.pieces
-        stops = stops if isinstance(stops, StopStrings) else StopStrings(stops)
-        self._pieces = pieces
+        self._pieces = pieces = tokenizer.pieces
         self._texts = pieces.all if include_special_tokens else pieces.ordinary
         self._passed_over = pieces.unknown if include_special_tokens else pieces.skipped
         self._starts = stops.starts
-        self._watch = stops.watch()
+        self._watch = StopWatch(stops)
         self._named = named
         self._num_early = min_tokens
         """Number of next tokens in which stop strings are still ignored; -1 once they count."""
         self._held: deque[tuple[Lengths, str, bool]] = deque()
         """Texts that may belong to a stop string, each with its lengths per token, and whether it is shown."""
         self._num_held_chars = 0
-        self._join: Join = ByteRun() if pieces.decodes_runs else Utf8()
+        self._join: ByteRun | Utf8 = ByteRun() if pieces.decodes_runs else Utf8()
         self._joining: list[str | bytes] = []
         """The tokens' texts or bytes that ``_join`` still holds."""
         self._opens = pieces.opens_differently
@@ -192,7 +187,7 @@ class IncrementalDetokenizer:
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], include_special_tokens: bool = False) -> list[int]:
     """Returns the offset of each token in the text of all of them."""
-    state = IncrementalDetokenizer(tokenizer, include_special_tokens=include_special_tokens)
+    state = text_states(tokenizer, include_special_tokens=include_special_tokens)()
     lengths = [length for token_id in token_ids for length in state.feed(token_id).text_lengths()]
     return list(accumulate([*lengths, *state.finish().text_lengths()], initial=0))[:-1]
 

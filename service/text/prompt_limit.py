@@ -22,7 +22,6 @@ class PromptLimit:
 
     @property
     def max_new_tokens(self) -> int:
-        """The limit without the context."""
         return self.max_tokens - self.num_context_tokens
 
     def check(self, num_tokens: int) -> None:
@@ -40,15 +39,13 @@ class PromptLimit:
 
     def refuse(self, what: str = "more") -> NoReturn:
         """Raises the error for a prompt that has too many tokens, ``what`` of them."""
-        if not self.num_context_tokens:
-            raise self._error(f"must be 1 to {self.max_tokens:,} tokens; it has {what}")
-        raise self._error(
-            f"at most {self.max_tokens:,} tokens together with the context; they are {what}, "
-            f"{self.num_context_tokens:,} of them the context's"
-        )
-
-    def _error(self, problem: str) -> ServiceError:
-        return invalid(self.field, problem, Reason.CONTEXT_LENGTH)
+        problem = f"must be 1 to {self.max_tokens:,} tokens; it has {what}"
+        if self.num_context_tokens:
+            problem = (
+                f"at most {self.max_tokens:,} tokens together with the context; they are {what}, "
+                f"{self.num_context_tokens:,} of them the context's"
+            )
+        raise invalid(self.field, problem, Reason.CONTEXT_LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +61,5 @@ class TextLimit(PromptLimit):
             self.refuse(f"{num_tokens:,}")
 
     def refuse(self, what: str = "more") -> NoReturn:
-        """Raises the error for a text that has too many tokens, ``what`` of them."""
         problem = f"{self.field}: at most {self.max_tokens:,} tokens at once; it has {what}; send less at once"
         raise ServiceError(Reason.TOO_EXPENSIVE, problem, field=self.field)

@@ -38,7 +38,7 @@ class Reasoning:
         """``token_ids``: the ids of the marks that are single tokens of the model."""
         formats = tuple(REASONING_FORMATS.values())
         shown = next((form for form in formats if any(form.opens in template for template in templates)), None)
-        self._opens_itself = shown is not None
+        self._unopened = Section.NONE if shown is None else Section.POSSIBLE
         form = shown or next((form for form in formats if form.closes in token_ids), formats[0])
         self._opens, self._closes = form.opens, form.closes
         self._ids = token_ids
@@ -54,12 +54,12 @@ class Reasoning:
 
     def after_message(self, content: str) -> Section:
         """Returns the section that an assistant's message leaves when the model continues it."""
-        begins = self._last(content)
+        begins = content.rfind(self._opens)
         return Section.NONE if begins < 0 or self._closes in content[begins:] else Section.OPEN
 
     def after_text(self, text: str) -> Section:
         """Returns the section that follows a prompt without messages. A special token ends a turn there."""
-        begins = self._last(text)
+        begins = text.rfind(self._opens)
         rest = text[begins:] if begins >= 0 else ""
         if rest and self._closes not in rest and not any(token in rest for token in self._turns):
             return Section.OPEN
@@ -87,13 +87,6 @@ class Reasoning:
         options = answer.partition("\n")[0] + "\n" if answer.startswith("%llguidance") else ""
         whole = options + "\n".join([f"start: {before} @answer", *rules])
         return json.dumps({"grammars": [{"lark_grammar": whole}, {"name": "answer", "lark_grammar": answer}]})
-
-    @property
-    def _unopened(self) -> Section:
-        return Section.POSSIBLE if self._opens_itself else Section.NONE
-
-    def _last(self, text: str) -> int:
-        return text.rfind(self._opens)
 
 
 def _escaped(text: str) -> str:

@@ -18,8 +18,8 @@ class StopStrings:
 
     def __init__(self, stops: Iterable[str]) -> None:
         """``stops`` contains no empty string."""
-        self._stops = sorted(set(stops))
-        self.starts = frozenset(stop[0] for stop in self._stops)
+        self.stops = sorted(set(stops))
+        self.starts = frozenset(stop[0] for stop in self.stops)
         """A text without these characters begins no stop string."""
         self.next_char = _NO_CHAR
         """For each state, the character that leads to the state after it."""
@@ -28,19 +28,11 @@ class StopStrings:
         self.depth = array("i", [0])
         """For each state, its number of characters."""
         self.complete = array("i", [_NONE])
-        """For each state, the longest stop string that the text ends with, or _NONE."""
-        for index, stop in enumerate(self._stops):
+        """For each state, the index in ``stops`` of the longest one that the text ends with, or _NONE."""
+        for index, stop in enumerate(self.stops):
             self._add(index, stop)
         self.shorter = self._link()
         """For each state, the next longest suffix of the text that begins a stop string."""
-
-    def watch(self) -> "StopWatch":
-        """Starts a new search."""
-        return StopWatch(self)
-
-    def stop_of(self, state: int) -> str:
-        """Returns the stop string that is complete in ``state``."""
-        return self._stops[self.complete[state]]
 
     def _add(self, index: int, stop: str) -> None:
         state = 0
@@ -128,6 +120,6 @@ class StopWatch:
             else:
                 state += 1
             if complete[state] >= 0 and not ignored:
-                return end, stops.stop_of(state)
+                return end, stops.stops[complete[state]]
         self._state = state
         return None

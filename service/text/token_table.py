@@ -31,17 +31,11 @@ class TokenTextTable:
         """The number of spaces that are stripped from the beginning of a whole text."""
         self.decodes_runs = rules.byte_fallback
         """Whether consecutive byte tokens are decoded together or not at all (``utf8.ByteRun``)."""
-        self.split: dict[int, bytes] = {}
+        pieces = ["" if token is None else rules.piece(token) for token in tokens]
+        self.split = {token_id: piece for token_id, piece in enumerate(pieces) if isinstance(piece, bytes)}
         """The bytes of tokens that are not whole characters."""
-        self.all: list[str | None] = []
+        self.all = [piece if isinstance(piece, str) else None for piece in pieces]
         """The text of each token; None where it is in ``split``."""
-        for token_id, token in enumerate(tokens):
-            piece = "" if token is None else rules.piece(token)
-            if isinstance(piece, bytes):
-                self.split[token_id] = piece
-                self.all.append(None)
-            else:
-                self.all.append(piece)
         whole = max((len(text.encode()) for text in self.all if text is not None), default=0)
         broken = max((len(piece) for piece in self.split.values()), default=0)
         self.longest_bytes = max(whole, len("\ufffd".encode()) * broken)

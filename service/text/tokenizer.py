@@ -13,7 +13,8 @@ import tokenizers
 from penstock.kv.block_hash import hash_blocks
 from penstock.scheduler.request import Context, Prompt
 from penstock.service.auth.identity import DEFAULT_TENANT, Principal, current_principal
-from penstock.service.chat_templates.chat_template import ChatTemplate, TemplateInput, TemplateMessage
+from penstock.service.chat_templates.chat_message import TemplateInput
+from penstock.service.chat_templates.chat_template import ChatTemplate
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
@@ -23,11 +24,9 @@ from penstock.service.text.reasoning import REASONING_MARKS, Reasoning
 from penstock.service.text.special_tokens import SpecialTokenGuard
 from penstock.service.text.token_table import TokenTextTable, UnsupportedDecoder
 from penstock.service.text.tokenizer_config import TokenizerError
-from penstock.service.text.tokenizer_files import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerFiles, read_tokenizer
+from penstock.service.text.tokenizer_files import DEFAULT_TEMPLATE, TOKENIZER, TOOL_TEMPLATE, read_tokenizer
 from penstock.service.text.truncation import Truncation
 from penstock.service.thread_pool import FairThreadPool
-
-__all__ = ["Prompt", "TemplateInput", "TemplateMessage", "Tokenizer", "TokenizerError", "TokenizerPool"]
 
 _LONG_BYTES = 64 << 10
 """Longer texts take so long, up to seconds, that short ones should not wait for them."""
@@ -47,12 +46,21 @@ T = TypeVar("T")
 class Tokenizer:
     """A model's tokenizer and chat templates. Immutable, so threads may share it."""
 
-    def __init__(self, files: TokenizerFiles) -> None:
-        """Raises TokenizerError."""
+    def __init__(
+        self,
+        directory: Path,
+        chat_template: Path | None = None,
+        num_rows: int | None = None,
+        template_timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Reads a directory in Hugging Face's layout. ``chat_template``: a file that replaces the model's own template,
+        or the name of one of those. ``num_rows``: the model's rows, if there may be fewer than the tokenizer has
+        tokens. ``template_timeout_s``: the CPU time for rendering a conversation. Raises TokenizerError."""
+        files = read_tokenizer(directory, chat_template, num_rows, template_timeout_s)
         library = files.library
         library.no_truncation()
         library.no_padding()
-        self.directory = files.path.parent
+        self.directory = directory
         self.facts = facts = files.facts
         self.vocab_size, self.special_tokens, self.eos_token_ids = (
             facts.vocab_size, facts.special_tokens, facts.eos_token_ids
@@ -69,16 +77,17 @@ class Tokenizer:
         """Whether a text may have tokens that the model lacks."""
         try:
             self.pieces = TokenTextTable(library, self.vocab_size, self.special_ids, files.decoder)
-            """The text of each token."""
         except UnsupportedDecoder as error:
-            raise TokenizerError(f"{files.path}: decoder {error} is not supported: use another model") from error
+            raise TokenizerError(
+                f"{directory / TOKENIZER}: decoder {error} is not supported: use another model"
+            ) from error
         self.longest_token_bytes = longest_token_bytes(library, files.vocabulary.keys(), special_tokens)
         """The most bytes of a caller's text that one token represents, if known."""
         try:
             self._special_token_guard = SpecialTokenGuard(library, special_tokens)
         except (RecursionError, OverflowError) as error:
             raise TokenizerError(
-                f"{files.path}: too many special tokens begin with one another: use another model"
+                f"{directory / TOKENIZER}: too many special tokens begin with one another: use another model"
             ) from error
         self._longest_rendered = None
         """The most characters of a rendered template that one token represents, if known."""
@@ -97,25 +106,8 @@ class Tokenizer:
             facts.eos_token_ids,
         )
 
-    @classmethod
-    def load(
-        cls,
-        directory: Path,
-        chat_template: Path | None = None,
-        num_rows: int | None = None,
-        template_timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> "Tokenizer":
-        """Loads a tokenizer from a directory in Hugging Face's layout. ``chat_template``: a file that replaces the
-        model's own template, or the name of one of those. ``num_rows``: the model's rows, if there may be fewer than
-        the tokenizer has tokens. ``template_timeout_s``: the CPU time for rendering a conversation.
-
-        Raises TokenizerError.
-        """
-        return cls(read_tokenizer(directory, chat_template, num_rows, template_timeout_s))
-
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be prompts."""
         return DEFAULT_TEMPLATE in self._templates
 
     def chat_template(self, with_tools: bool) -> ChatTemplate:
@@ -147,14 +139,9 @@ class Tokenizer:
         return truncation.cut_inside(token_ids, self._special_token_guard.encode(text, False))
 
     def encode_chat(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
-        """Returns the ids of a conversation, with special tokens only from the template, never from the caller's texts.
-
-        Raises ServiceError, also if there are more tokens than ``limit`` allows, by default a ``TextLimit``.
-        """
-        limit = limit or TextLimit(field="chat")
-        rendered = self._template_of(chat).render(chat)
-        self._check_rendered(rendered, limit)
-        return self._special_token_guard.encode_template(rendered, limit=limit)
+        """Returns the ids of a conversation, with special tokens only from the template. Raises ServiceError, also if
+        there are more tokens than ``limit`` allows, by default a ``TextLimit``."""
+        return self._encode_chat(chat, limit or TextLimit(field="chat"), after_answer=False)
 
     def encode_after(self, text: str, limit: PromptLimit | None = None) -> list[int]:
         """Returns the ids of a caller's text that follows other tokens: tokenized by itself, without special tokens and
@@ -165,17 +152,15 @@ class Tokenizer:
     def encode_chat_after(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
         """Returns the ids of new messages in a conversation that ends with the assistant's answer: the end of that
         turn, and the messages. Raises ServiceError as ``encode_chat`` does."""
-        rendered = self._template_of(chat).render_after_answer(chat)
-        self._check_rendered(rendered, limit)
-        return self._special_token_guard.encode_template(rendered, follows=True, limit=limit)
+        return self._encode_chat(chat, limit, after_answer=True)
 
-    def _check_rendered(self, rendered: str, limit: PromptLimit | None) -> None:
-        """Refuses a text that is too long whatever its tokens are. Raises ServiceError."""
-        if limit is not None and self._longest_rendered is not None:
+    def _encode_chat(self, chat: TemplateInput, limit: PromptLimit | None, after_answer: bool) -> list[int]:
+        rendered = self._template_of(chat).render(chat, after_answer)
+        if limit is not None and self._longest_rendered is not None:  # it may be too long whatever its tokens are
             limit.check_at_least(-(-len(rendered) // self._longest_rendered))
+        return self._special_token_guard.encode_template(rendered, follows=after_answer, limit=limit)
 
     def render_chat(self, chat: TemplateInput) -> str:
-        """Renders a conversation with the template. Raises ServiceError."""
         return str.__str__(self._template_of(chat).render(chat))
 
     def decode(self, token_ids: Sequence[int], include_special_tokens: bool = False) -> str:
@@ -263,7 +248,6 @@ class TokenizerPool:
         it."""
         self.tokenizer = tokenizer
         self._block_size = block_size
-        self._max_prompt_tokens = max_prompt_tokens
         self._context = max_prompt_tokens + 1
         num_short = max(1, num_threads - 1)
         self._short = FairThreadPool(
@@ -294,13 +278,9 @@ class TokenizerPool:
         lane = self._huge if num_bytes > _HUGE_BYTES else self._long if num_bytes > _LONG_BYTES else self._short
         return await lane.run(work, num_bytes, current_principal.get(_NOBODY).tenant if tenant is None else tenant)
 
-    def limit(self, field: str, room_for_output: int = 1) -> PromptLimit:
+    def limit(self, field: str, room_for_output: int = 1, num_context_tokens: int = 0) -> PromptLimit:
         """Returns the limit for a prompt in ``field``, by the model's context."""
-        return PromptLimit(self._context - room_for_output, field)
-
-    def limit_after(self, context: Context, field: str) -> PromptLimit:
-        """Returns the limit for a prompt that begins with a context."""
-        return PromptLimit(self._max_prompt_tokens, field, len(context.token_ids))
+        return PromptLimit(self._context - room_for_output, field, num_context_tokens)
 
     def check_text(self, text: str, field: str = "text", room_for_output: int = 1) -> None:
         """Refuses a text that is too long whatever its tokens are. Raises ServiceError."""
@@ -309,24 +289,18 @@ class TokenizerPool:
         if longest is not None:
             self.limit(field, room_for_output).check_at_least(-(-len(text) // longest))
 
-    def prompt(self, token_ids: list[int], salt: bytes, limit: PromptLimit) -> Prompt:
-        """Checks a prompt's ids and hashes its blocks. Call it in ``run``'s work. Raises ServiceError."""
+    def prompt(self, token_ids: list[int], salt: bytes, limit: PromptLimit, context: Context | None = None) -> Prompt:
+        """Checks a prompt's ids and hashes its blocks. The prompt begins with ``context``, which is already checked and
+        hashed. Call it in ``run``'s work. Raises ServiceError."""
         limit.check(len(token_ids))
         self.tokenizer.check_ids(token_ids, limit.field)
-        return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
-
-    def continued(self, context: Context, token_ids: list[int], salt: bytes, limit: PromptLimit) -> Prompt:
-        """Does the same for a prompt that begins with a context, which is already checked and hashed."""
-        limit.check(len(token_ids))
-        self.tokenizer.check_ids(token_ids, limit.field)
-        whole = context.token_ids + token_ids
-        known = context.block_hashes
-        parent = known[-1] if known else b""
+        if context is None:
+            return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
+        whole, known = context.token_ids + token_ids, context.block_hashes
         rest = whole[len(known) * self._block_size :]
-        return Prompt(whole, known + hash_blocks(rest, self._block_size, salt, parent))
+        return Prompt(whole, known + hash_blocks(rest, self._block_size, salt, known[-1] if known else b""))
 
     def close(self) -> None:
         """Ends the threads; waiting work is cancelled."""
-        self._short.close()
-        self._long.close()
-        self._huge.close()
+        for lane in (self._short, self._long, self._huge):
+            lane.close()

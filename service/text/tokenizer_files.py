@@ -9,7 +9,6 @@ import tokenizers
 
 from penstock.models.checkpoint.files.model_files import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from penstock.service.chat_templates.chat_template import ChatTemplate, TemplateError, compile_templates
-from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
 from penstock.service.text.tokenizer_bounds import TokenizerJson, check_names, read_described
 from penstock.service.text.tokenizer_config import (
     ADDED_TOKENS,
@@ -36,8 +35,6 @@ _ANOTHER_TEMPLATE = "correct it, or give another with --chat-template"
 class TokenizerFiles:
     """The tokenizer files of a directory."""
 
-    path: Path
-    """The path of tokenizer.json."""
     library: tokenizers.Tokenizer
     """The library's tokenizer, with all tokens that the other files add."""
     decoder: Any
@@ -60,7 +57,6 @@ class TokenizerFacts:
     special_tokens: tuple[str, ...]
     """Tokens that the configuration calls special, sorted, whether or not tokenizer.json does."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end an output."""
     added_tokens: tuple[tuple[int, str], ...]
     """Tokens that tokenizer.json lacks and other files have."""
     warnings: tuple[str, ...]
@@ -88,19 +84,10 @@ def predict_facts(directory: Path, num_rows: int | None = None) -> TokenizerFact
 
 
 def read_tokenizer(
-    directory: Path,
-    chat_template: Path | None = None,
-    num_rows: int | None = None,
-    template_timeout_s: float = DEFAULT_TIMEOUT_S,
+    directory: Path, chat_template: Path | None, num_rows: int | None, template_timeout_s: float
 ) -> TokenizerFiles:
-    """Reads tokenizer.json and the files next to it. ``chat_template``: a file that replaces the model's own template,
-    or the name of one of those. ``num_rows``: the model's rows. ``template_timeout_s``: the CPU time for rendering a
-    conversation.
-
-    Raises TokenizerError.
-    """
-    path = directory / TOKENIZER
-    library, decoder = _load(path, _read_tokenizer_json(directory))
+    """Reads tokenizer.json and the files next to it. The parameters and errors are those of ``Tokenizer``."""
+    library, decoder = _load(directory / TOKENIZER, _read_tokenizer_json(directory))
     config = read_tokenizer_config(directory)
     added = library.get_added_tokens_decoder()
     special = frozenset(token.content for token in added.values() if token.special)
@@ -112,14 +99,11 @@ def read_tokenizer(
     numbered = ((token.content, library.token_to_id(token.content)) for token in additions)
     vocabulary = before | {content: token_id for content, token_id in numbered if token_id is not None}
     return TokenizerFiles(
-        path=path,
         library=library,
         decoder=decoder,
         vocabulary=vocabulary,
         facts=_facts(directory, config, own, vocabulary, num_rows),
-        templates=_read_templates(
-            directory, chat_template, dict(config.fields), dict(config.named), template_timeout_s
-        ),
+        templates=_read_templates(directory, chat_template, config, template_timeout_s),
     )
 
 
@@ -128,7 +112,6 @@ class _OwnTokens:
     """The tokens of tokenizer.json itself."""
 
     added: Mapping[int, str]
-    """Its ``added_tokens``."""
     special: AbstractSet[str]
     """The added tokens that it calls special."""
     all: AbstractSet[str]
@@ -225,31 +208,27 @@ def _load(path: Path, data: bytes) -> tuple[tokenizers.Tokenizer, Any]:
         raise TokenizerError(f"{path}: is not a valid tokenizer ({reason}): fetch it again") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The text of a chat template, or an invalid value in its place."""
-
-    where: Path
-    text: object
+_Sources = dict[str, tuple[Path, object]]
+"""Chat templates by name: the file of each, and its text, or an invalid value in its place."""
 
 
 def _read_templates(
-    directory: Path, chosen: Path | None, config: dict[str, Any], named: dict[str, str], timeout_s: float
+    directory: Path, chosen: Path | None, config: TokenizerConfig, timeout_s: float
 ) -> dict[str, ChatTemplate]:
     if chosen is None:
-        sources = _template_sources(directory, config)
+        sources = _template_sources(directory, config.fields)
     elif chosen.exists():
-        sources = {DEFAULT_TEMPLATE: _Source(chosen, _read_text(chosen))}
+        sources = {DEFAULT_TEMPLATE: (chosen, _read_text(chosen))}
     else:
-        own = _template_sources(directory, config)
+        own = _template_sources(directory, config.fields)
         if str(chosen) not in own:
             names = f", or one of the model's own by its name: {', '.join(sorted(own))}" if len(own) > 1 else ""
             raise TokenizerError(f"{chosen}: is missing: {_GIVE_TEMPLATE}{names}")
         sources = {DEFAULT_TEMPLATE: own[str(chosen)]}
-    return _compile(sources, named, timeout_s)
+    return _compile(sources, config.named, timeout_s)
 
 
-def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, _Source]:
+def _template_sources(directory: Path, fields: Mapping[str, Any]) -> _Sources:
     """Returns the model's own templates by name. Files replace those of tokenizer_config.json, as in transformers."""
     files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
     if (beside := directory / "chat_template.jinja").exists():
@@ -257,13 +236,13 @@ def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, _Sou
     if len(files) > _MAX_TEMPLATES:
         raise TokenizerError(f"{directory}: has {len(files)} chat templates, and may have {_MAX_TEMPLATES}: remove one")
     if files:
-        return {name: _Source(path, _read_text(path, directory)) for name, path in files.items()}
-    where = directory / "tokenizer_config.json"
-    source = config.get("chat_template")
+        return {name: (path, _read_text(path, directory)) for name, path in files.items()}
+    where = directory / CONFIG
+    source = fields.get("chat_template")
     if not isinstance(source, list):
-        return {} if source is None else {DEFAULT_TEMPLATE: _Source(where, source)}
+        return {} if source is None else {DEFAULT_TEMPLATE: (where, source)}
     return {
-        entry["name"]: _Source(where, entry["template"])
+        entry["name"]: (where, entry["template"])
         for entry in source
         if isinstance(entry, dict) and isinstance(entry.get("name"), str) and entry.get("template") is not None
     }
@@ -273,16 +252,16 @@ def _read_text(path: Path, within: Path | None = None) -> str:
     return read_bytes(path, _GIVE_TEMPLATE, MAX_TEMPLATE_BYTES, within).decode(errors="replace")
 
 
-def _compile(sources: Mapping[str, _Source], named: dict[str, str], timeout_s: float) -> dict[str, ChatTemplate]:
+def _compile(sources: _Sources, named: Mapping[str, str], timeout_s: float) -> dict[str, ChatTemplate]:
     texts = {}
-    for name, source in sources.items():
-        if not isinstance(source.text, str):
-            raise TokenizerError(f"{source.where}: chat_template is not text: {_ANOTHER_TEMPLATE}")
-        texts[name] = source.text
+    for name, (where, text) in sources.items():
+        if not isinstance(text, str):
+            raise TokenizerError(f"{where}: chat_template is not text: {_ANOTHER_TEMPLATE}")
+        texts[name] = text
     try:
         return compile_templates(texts, named, timeout_s)
     except TemplateError as error:
-        where = sources[error.name].where
+        where, _ = sources[error.name]
         raise TokenizerError(f"{where}: the chat template {error}: {_ANOTHER_TEMPLATE}") from error
 
 

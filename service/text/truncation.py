@@ -6,7 +6,6 @@ from penstock.service.errors import invalid
 from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 Truncated = pb.Start | embedding_pb2.EmbedRequest | tokenizer_pb2.TokenizeRequest
-"""The requests that can set it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,6 @@ class Truncation:
         return cls(most if wanted < 0 else min(wanted, most), keeps_first)
 
     def cut(self, token_ids: list[int]) -> list[int]:
-        """Returns the tokens that are kept."""
         return token_ids[: self.max_tokens] if self.keeps_first else token_ids[-self.max_tokens :]
 
     def cut_inside(self, token_ids: list[int], text_ids: list[int]) -> list[int]:

@@ -1,7 +1,7 @@
-"""Joins characters whose bytes are spread over several tokens."""
+"""Joins characters whose bytes are spread over several tokens, by one of two rules: ``Utf8`` or ``ByteRun``."""
 
 import codecs
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 _REPLACEMENT = "\ufffd"
 
@@ -15,18 +15,6 @@ class Joined(NamedTuple):
     """The text of the held pieces, including this one, if they end where a character ends."""
 
 
-class Join(Protocol):
-    """Joins the bytes and texts of consecutive tokens."""
-
-    def add_piece(self, piece: str | bytes) -> Joined:
-        """Adds the next piece. A piece that is text is whole characters."""
-        ...
-
-    def end(self) -> str:
-        """Returns the text of the pieces that are still held, at the end of the output."""
-        ...
-
-
 class Utf8:
     """A byte-level tokenizer's rule: each longest sequence of bytes that cannot be a character is one U+FFFD."""
 
@@ -36,7 +24,7 @@ class Utf8:
         """The beginning of a character: one to three bytes, after ``_text``."""
 
     def add_piece(self, piece: str | bytes) -> Joined:
-        """See Join."""
+        """Adds the bytes or text of the next token. A piece that is text is whole characters."""
         data = piece if isinstance(piece, bytes) else piece.encode()
         before = None
         if self._open and not _continues(self._open, data[:1]):
@@ -49,7 +37,7 @@ class Utf8:
         return Joined(before, text)
 
     def end(self) -> str:
-        """See Join."""
+        """Returns the text of the pieces that are still held, at the end of the output."""
         text = self._text + (_REPLACEMENT if self._open else "")
         self._text, self._open = "", b""
         return text
@@ -62,14 +50,12 @@ class ByteRun:
         self._run = bytearray()
 
     def add_piece(self, piece: str | bytes) -> Joined:
-        """See Join."""
         if isinstance(piece, bytes):
             self._run += piece
             return Joined(None, None)
         return Joined(self.end() if self._run else None, piece)
 
     def end(self) -> str:
-        """See Join."""
         run = bytes(self._run)
         self._run.clear()
         try:

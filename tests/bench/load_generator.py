@@ -114,7 +114,7 @@ def service(kind: str) -> Iterator[str]:
 
 async def serve_grpc() -> None:
     """The service over a fake worker; prints where it is."""
-    tokenizer = Tokenizer.load(resolve_model(DEMO))
+    tokenizer = Tokenizer(resolve_model(DEMO))
     executor = FakeExecutor(
         num_blocks=NUM_REQUESTS * 200,
         vocab_size=4096,

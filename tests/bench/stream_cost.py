@@ -260,7 +260,7 @@ def byte_tokenizer(directory: Path) -> Tokenizer:
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     library.save(str(directory / "tokenizer.json"))
-    return Tokenizer.load(directory)
+    return Tokenizer(directory)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
-from penstock.service.text.detokenizer import IncrementalDetokenizer
+from penstock.service.text.detokenizer import text_states
 from penstock.service.text.tokenizer import Tokenizer
 
 TEXT = "A penstock holds back, meters and releases a flow under pressure; naïve users, 你好, call it a pipe.\n"
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=50_000, help="tokens of the text (default: %(default)s)")
     num_tokens = parser.parse_args().tokens
-    tokenizer = Tokenizer.load(resolve_model(DEMO))
+    tokenizer = Tokenizer(resolve_model(DEMO))
     sentence = tokenizer.encode(TEXT)
     token_ids = (sentence * (num_tokens // len(sentence) + 1))[:num_tokens]
     print(f"text of {num_tokens:,} tokens, one after the other")
@@ -46,7 +46,7 @@ def main() -> None:
     for name, stops in STOPS.items():
 
         def feed(stops: tuple[str, ...] = stops) -> None:
-            state = IncrementalDetokenizer(tokenizer, stops)
+            state = text_states(tokenizer, stops)()
             for token_id in token_ids:
                 state.feed(token_id)
 

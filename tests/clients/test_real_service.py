@@ -45,7 +45,7 @@ def byte_tokenizer(tmp_path_factory):
     library.add_special_tokens(["<|end|>", "<|turn|>"])
     library.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
-    return Tokenizer.load(directory)
+    return Tokenizer(directory)
 
 
 class RealService:

@@ -157,7 +157,7 @@ def say(history: Sequence[int], sampling: SamplingParams) -> int:
 @pytest.fixture(scope="session")
 def scripted_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Of the models that say what they are told to."""
-    return Tokenizer.load(_write_tokenizer(tmp_path_factory.mktemp("scripted")))
+    return Tokenizer(_write_tokenizer(tmp_path_factory.mktemp("scripted")))
 
 
 @contextmanager
@@ -248,13 +248,13 @@ StartGateway = Callable[..., Awaitable[Gateway]]
 @pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Its ids are bytes."""
-    return Tokenizer.load(_write_tokenizer(tmp_path_factory.mktemp("bytes")))
+    return Tokenizer(_write_tokenizer(tmp_path_factory.mktemp("bytes")))
 
 
 @pytest.fixture
 def tokenizer_with(tmp_path: Path) -> Callable[[str], Tokenizer]:
     """The same with another chat template."""
-    return lambda template: Tokenizer.load(_write_tokenizer(tmp_path, template))
+    return lambda template: Tokenizer(_write_tokenizer(tmp_path, template))
 
 
 @asynccontextmanager

@@ -72,7 +72,7 @@ def byte_tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def byte_tokenizer(byte_tokenizer_path: Path) -> Tokenizer:
     """Its ids are bytes."""
-    return Tokenizer.load(byte_tokenizer_path)
+    return Tokenizer(byte_tokenizer_path)
 
 
 def next_letter(history: Sequence[int], sampling: SamplingParams) -> int:

@@ -121,7 +121,7 @@ StartPage = Callable[..., Awaitable[Page]]
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     """The demo model's."""
-    return Tokenizer.load(resolve_model(DEMO))
+    return Tokenizer(resolve_model(DEMO))
 
 
 @asynccontextmanager

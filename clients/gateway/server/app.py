@@ -62,7 +62,7 @@ async def _key_watch(link: ServiceLink) -> AsyncIterator[None]:
         link.settings = replace(settings, service=replace(settings.service, api_key=key))
         _log.warning("%s was read again", file.files[0].path)
 
-    file.on_change(use)
+    file.on_change = use
     watch = FileWatch([file], CHECK_S)
     watch.start()
     try:

@@ -39,5 +39,5 @@ def certificate_files(context: ssl.SSLContext, chain: Path, key: Path) -> Watche
     files = WatchedFiles(
         [_PemFile("--http-tls-cert", chain), _PemFile("--http-tls-key", key)], check, "the certificate from before"
     )
-    files.on_change(use)
+    files.on_change = use
     return files

@@ -20,7 +20,7 @@ from penstock.clients.host.log_rate import LogRate
 from penstock.clients.host.log_thread import LogThread
 from penstock.clients.host.loopback import resolves_to_loopback
 from penstock.clients.host.open_files import raise_open_files_limit
-from penstock.clients.host.span_exporter import Exporter
+from penstock.clients.host.span_exporter import export_spans
 
 
 def main(argv: list[str]) -> int:
@@ -29,13 +29,13 @@ def main(argv: list[str]) -> int:
     raise_open_files_limit()
     settings, http = gateway_settings(arguments), http_settings(arguments)
     set_up_logging()
-    exporter = Exporter(os.environ, "penstock-gateway")
+    close_exporter = export_spans(os.environ, "penstock-gateway")
     try:
         return serve(
             create_app(settings), http, lambda url: f"penstock gateway: {url}/v1 in front of {settings.service.target}."
         )
     finally:
-        exporter.close()
+        close_exporter()
 
 
 def set_up_logging() -> None:

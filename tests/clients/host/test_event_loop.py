@@ -1,6 +1,7 @@
 """When the cycle collector runs."""
 
 import asyncio
+import gc
 
 import pytest
 from waiting import until
@@ -35,13 +36,17 @@ class Process:
 
 
 @pytest.fixture
-async def process():
-    return Process()
+async def process(monkeypatch):
+    process = Process()
+    monkeypatch.setattr(event_loop, "process_bytes", process.size)
+    monkeypatch.setattr(event_loop, "_trim_heap", process.trim)
+    monkeypatch.setattr(gc, "collect", process.collect)
+    return process
 
 
 @pytest.fixture
 async def watch(process):
-    watch = MemoryWatch(process.size, process.collect, process.trim)
+    watch = MemoryWatch()
     watch.start(asyncio.get_running_loop())
     yield watch
     watch.stop()
@@ -93,7 +98,7 @@ async def test_what_is_free_goes_back_to_the_system_now_and_then(process, watch,
 
 async def test_it_looks_by_itself_until_it_is_stopped(process, monkeypatch):
     monkeypatch.setattr(event_loop, "CHECK_INTERVAL_S", 0.001)
-    watch = MemoryWatch(process.size, process.collect)
+    watch = MemoryWatch()
     watch.start(asyncio.get_running_loop())
     process.grow(COLLECT_AFTER_BYTES)
     await until(lambda: process.num_collections)

@@ -222,7 +222,7 @@ async def test_the_watch_takes_changes_into_use_on_the_loop(watched, path):
         assert asyncio.get_running_loop() is loop
         taken.put_nowait(value)
 
-    watched.on_change(take)
+    watched.on_change = take
     watch = FileWatch([watched], interval_s=0.01)
     watch.start()
     path.write_bytes(b"two")
@@ -252,7 +252,7 @@ async def test_one_that_cannot_be_looked_at_does_not_end_the_watch(watched, path
             raise MemoryError
 
     taken = asyncio.Event()
-    watched.on_change(lambda value: taken.set())
+    watched.on_change = lambda value: taken.set()
     watch = FileWatch([Failing(), watched], interval_s=0.01)
     watch.start()
     path.write_bytes(b"two")
@@ -270,8 +270,8 @@ async def test_one_that_cannot_be_taken_into_use_does_not_end_the_watch(tmp_path
     def fail(value):
         raise RuntimeError("an error of our own")
 
-    files[0].on_change(fail)
-    files[1].on_change(lambda value: taken.set())
+    files[0].on_change = fail
+    files[1].on_change = lambda value: taken.set()
     watch = FileWatch(files, interval_s=0.01)
     watch.start()
     for name in "ab":

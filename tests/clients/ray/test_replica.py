@@ -99,7 +99,7 @@ async def started() -> AsyncIterator[ServeReplica]:
         yield replica
     finally:
         await asyncio.to_thread(replica.__del__)
-        await replica._http._session.close()
+        await replica._session.close()
         await replica._channel.close()
 
 
@@ -119,7 +119,7 @@ async def replica() -> AsyncIterator[ServeReplica]:
 
 
 def gateway(replica: ServeReplica) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=replica._http._base, timeout=120)
+    return httpx.AsyncClient(base_url=replica._gateway, timeout=120)
 
 
 async def ended(replica: ServeReplica, code: str) -> float:
@@ -236,7 +236,7 @@ async def test_the_end_of_the_child_ends_its_requests_with_retryable_errors_and_
         assert await anext(stream)
         assert (await streamed.sent.get())["status"] == 200
         assert replica._process is not None
-        os.kill(replica._process.pid, signal.SIGKILL)
+        os.kill(replica._process._process.pid, signal.SIGKILL)
         with pytest.raises(CallFailed):
             async for _ in stream:
                 pass

@@ -18,7 +18,7 @@ import asyncio, sys
 from penstock.clients.ray.serve_process import ServeProcess
 process = ServeProcess(sys.argv[1:])
 asyncio.run(process.addresses())
-print(process.pid, flush=True)
+print(process._process.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -42,7 +42,7 @@ async def test_it_serves_on_free_ports_and_ends_at_sigterm(capfd: pytest.Capture
     async with AsyncClient(addresses.target) as client:
         await client.wait_ready()
         assert (await client.model()).max_model_len == 256
-    family_of_child = family(process.pid)
+    family_of_child = family(process._process.pid)
     assert len(family_of_child) >= 3, "the service, its worker and its gateway"
     await asyncio.to_thread(process.stop, 120.0)
     assert await process.wait() == "status 0"

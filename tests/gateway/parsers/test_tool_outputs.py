@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tool_texts import folded, take_apart, whole
 
-from penstock.service.text.detokenizer import IncrementalDetokenizer
+from penstock.service.text.detokenizer import text_states
 from penstock.service.text.tokenizer import Tokenizer
 
 OUTPUTS = Path(__file__).parents[1] / "tool_outputs"
@@ -98,7 +98,7 @@ def test_wherever_it_is_cut_in_two_it_is_the_same(output):
 
 @pytest.fixture(scope="module")
 def demo_tokenizer():
-    return Tokenizer.load(Path("models/demo"))
+    return Tokenizer(Path("models/demo"))
 
 
 @every_output
@@ -106,7 +106,7 @@ def test_token_by_token_it_is_the_same(output, byte_tokenizer, demo_tokenizer):
     """As the service gives text out: by single bytes, and by the tokens of a real vocabulary."""
     expected = output.read([output.text])
     for tokenizer, ids in ((byte_tokenizer, output.bytes), (demo_tokenizer, demo_tokenizer.encode(output.text))):
-        text = IncrementalDetokenizer(tokenizer)
+        text = text_states(tokenizer)()
         parts = [*(text.feed(token_id).text for token_id in ids), text.finish().text]
         assert "".join(parts) == output.text
         assert output.read(parts) == expected

@@ -45,7 +45,7 @@ def load(tmp_path):
         template = OWN.get(kind) or (TEMPLATES / f"{kind}.jinja").read_text()
         config = {"eos_token": "<END>", "bos_token": "<END>", "chat_template": template}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        return Tokenizer.load(tmp_path)
+        return Tokenizer(tmp_path)
 
     return load
 

@@ -34,7 +34,7 @@ def sentencepiece(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sentencepiece")
     library.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    return Tokenizer.load(directory)
+    return Tokenizer(directory)
 
 
 @pytest.fixture

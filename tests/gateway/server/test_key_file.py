@@ -29,7 +29,7 @@ def watched(path, key="one"):
     """The file, and the keys that it passes on."""
     path.write_text(f"{key}\n")
     file, used = read_key(path), list[str]()
-    file.on_change(used.append)
+    file.on_change = used.append
     return file, used
 
 

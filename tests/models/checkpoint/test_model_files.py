@@ -19,7 +19,8 @@ from penstock.models.checkpoint.files.model_files import (
 from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.service.config.sampling_defaults import AUTO, read_sampling_defaults
-from penstock.service.text.tokenizer import Tokenizer, TokenizerError
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.service.text.tokenizer_config import TokenizerError
 from penstock.service.text.tokenizer_files import predict_facts
 
 LIMITS = {
@@ -79,7 +80,7 @@ def read_all(model):
     read_sampling_defaults(model, AUTO)
     read_embedding(model)
     predict_facts(model)
-    Tokenizer.load(model)
+    Tokenizer(model)
 
 
 def test_a_link_to_a_regular_file_is_read(model):
@@ -119,14 +120,14 @@ def test_a_template_is_no_link_to_a_secret(model, name, tmp_path):
     (tmp_path / "secret").write_text("sesame")
     place(model, name, lambda file: file.symlink_to(tmp_path / "secret"))
     with pytest.raises(TokenizerError, match=r"jinja: is a link out of the model's directory"):
-        Tokenizer.load(model)
+        Tokenizer(model)
 
 
 def test_a_template_may_be_a_link_within_the_model(model):
     (model / "..data").mkdir()
     (model / "..data" / "chat_template.jinja").write_text("within")
     (model / "chat_template.jinja").symlink_to("..data/chat_template.jinja")
-    assert Tokenizer.load(model).has_chat_template
+    assert Tokenizer(model).has_chat_template
 
 
 def test_the_hubs_cache_has_links_to_blobs(model, tmp_path):
@@ -147,7 +148,7 @@ def test_too_many_templates_are_refused(model):
     for number in range(65):
         (model / "additional_chat_templates" / f"{number}.jinja").write_text("")
     with pytest.raises(TokenizerError, match="has 65 chat templates, and may have 64"):
-        Tokenizer.load(model)
+        Tokenizer(model)
 
 
 @pytest.mark.parametrize("mode", [["cls"], {"a": 1}, 5, "other"])

@@ -305,7 +305,7 @@ from penstock.service.rpc.health import Health
 set_ready = Health.set_ready
 
 def noted(self, ready):
-    if self._ready and not ready:
+    if self.is_ready and not ready:
         print("not ready", time.monotonic(), flush=True)
     set_ready(self, ready)
 
@@ -326,7 +326,7 @@ async def main():
         vocab_size=26, num_blocks=30000, next_token=lambda history, sampling: 0, seconds_per_step=0.01
     )
     config = ServerConfig(model_name="fake", listen="{listen}", grace_s=3600.0)
-    server = Server(config, Engine(executor), lambda: Tokenizer.load(directory))
+    server = Server(config, Engine(executor), lambda: Tokenizer(directory))
     assert await server.run()
 
 asyncio.run(main())

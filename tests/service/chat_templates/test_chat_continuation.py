@@ -9,9 +9,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
-from penstock.service.chat_templates.chat_template import TemplateToolCall
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
+from penstock.service.text.tokenizer import Tokenizer
 
 ALTERNATE = (
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -83,7 +83,7 @@ def load(libraries, tmp_path):
         libraries[library].save(str(tmp_path / "tokenizer.json"))
         config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        return Tokenizer.load(tmp_path)
+        return Tokenizer(tmp_path)
 
     return load
 
@@ -121,7 +121,7 @@ def test_several_messages_of_any_role_and_no_opening(load, template):
 
 
 def test_the_demo_models_template():
-    tokenizer = Tokenizer.load(resolve_model(DEMO))
+    tokenizer = Tokenizer(resolve_model(DEMO))
     turns = [
         user("What does a kernel do?"),
         assistant("It schedules."),
@@ -172,7 +172,7 @@ def test_a_text_that_follows_has_neither_a_beginning_nor_special_tokens(load):
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_the_demo_models_template_is_chatml_with_tools_in_the_form_of_hermes(with_tools):
     directory = resolve_model(DEMO)
-    tokenizer = Tokenizer.load(directory)
+    tokenizer = Tokenizer(directory)
     reference = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(directory)
     tool = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}
     arguments = {"city": "Köln"}

@@ -6,10 +6,10 @@ import jinja2.sandbox
 import pytest
 import tokenizers
 
-from penstock.service.chat_templates.chat_template import TemplateToolCall
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.chat import check_chat
-from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb
 
 
@@ -21,7 +21,7 @@ def load(byte_tokenizer_path, tmp_path):
         (tmp_path / "tokenizer.json").write_bytes((byte_tokenizer_path / "tokenizer.json").read_bytes())
         config = config if template is None else {"chat_template": template, **config}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        return Tokenizer.load(tmp_path)
+        return Tokenizer(tmp_path)
 
     return load
 
@@ -206,7 +206,7 @@ def test_a_template_that_tests_for_special_tokens_sees_the_content_as_it_is(cont
     library.add_special_tokens(["<think>", "</think>"])
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": THINKS}))
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
     chat = TemplateInput([TemplateMessage("assistant", content)])
     expected = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(THINKS)
     assert tokenizer.render_chat(chat) == expected.render(messages=[{"role": "assistant", "content": content}])

@@ -69,7 +69,7 @@ def directories(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(directories):
-    return {kind: Tokenizer.load(directory) for kind, directory in directories.items()}
+    return {kind: Tokenizer(directory) for kind, directory in directories.items()}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def references(directories):
 @pytest.fixture
 def load(tmp_path):
     """A tokenizer with a template of the test's own."""
-    return lambda template, special_tokens=SPECIALS["qwen3"]: Tokenizer.load(
+    return lambda template, special_tokens=SPECIALS["qwen3"]: Tokenizer(
         write(tmp_path, special_tokens, {"eos_token": special_tokens[-1]}, template)
     )
 
@@ -293,7 +293,7 @@ def test_what_continues_an_answer_may_have_tools_and_an_open_end(kind, loaded):
 
 async def test_over_a_socket(start_service, details_of, loaded, directories):
     """RenderChat shows what a request would be; each refusal names its field."""
-    tokenizer = Tokenizer.load(directories["qwen3"])
+    tokenizer = Tokenizer(directories["qwen3"])
     service = await start_service(tokenizer=tokenizer)
     chat = chat_of([QUESTION, CALL, RESULT], [WEATHER], {"enable_thinking": False})
     rendered = await service.tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat))

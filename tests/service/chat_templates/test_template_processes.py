@@ -8,12 +8,8 @@ import psutil
 import pytest
 
 from penstock.service.chat_templates import renderers as template_renderers
-from penstock.service.chat_templates.chat_template import (
-    TemplateError,
-    TemplateInput,
-    TemplateMessage,
-    compile_templates,
-)
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
+from penstock.service.chat_templates.chat_template import TemplateError, compile_templates
 from penstock.service.chat_templates.frames import FREE_GROWTH_CHARS, LONG_FRAME_BYTES
 from penstock.service.chat_templates.text import runs
 from penstock.service.errors import Reason, ServiceError

@@ -15,9 +15,10 @@ from penstock.clients import AsyncClient
 from penstock.models.architecture.registry import spec_from_config
 from penstock.service.app.embedded import local_service
 from penstock.service.app.prepare import prepare
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.config.command_line import parse_config
 from penstock.service.requests.grammar_check import GrammarChecks
-from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.tokenizer_files import predict_facts
 from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
@@ -52,7 +53,7 @@ def directory(tmp_path_factory, byte_tokenizer_path):
 
 @pytest.fixture(scope="module")
 def tokenizer(directory):
-    return Tokenizer.load(directory, num_rows=NUM_ROWS)
+    return Tokenizer(directory, num_rows=NUM_ROWS)
 
 
 def foreseen(directory, num_rows=None):

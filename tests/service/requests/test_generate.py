@@ -106,7 +106,7 @@ async def test_prompt_is_required(convert, make_builder, byte_tokenizer_path, tm
 
 async def test_without_a_template_chat_is_refused(convert, make_builder, byte_tokenizer_path, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((byte_tokenizer_path / "tokenizer.json").read_bytes())
-    builder = make_builder(tokenizer=Tokenizer.load(tmp_path))
+    builder = make_builder(tokenizer=Tokenizer(tmp_path))
     with pytest.raises(ServiceError) as error:
         await convert(pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="user")])), builder)
     assert error.value.reason is Reason.NO_CHAT_TEMPLATE

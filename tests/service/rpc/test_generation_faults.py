@@ -96,7 +96,7 @@ SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "telemetry of a request": (Telemetry, "request", raises(Fault)),
     "text state is made": (RequestBuilder, "_make_text", raises(Fault)),
     "text state": (IncrementalDetokenizer, "feed", raises(Fault)),
-    "sink": (RequestLifecycle, "_deliver", raises(Fault)),
+    "sink": (RequestLifecycle, "_accept", raises(Fault)),
     "sink's accepted": (Outbox, "accepted", raises(Fault)),
     "sink's delta": (Outbox, "delta", raises(Fault)),
     "sink's end": (Outbox, "finished", raises(Fault)),

@@ -111,7 +111,7 @@ async def service(start_service, byte_tokenizer_path, tmp_path):
     limits = {"capped": TenantLimits(max_prompt_tokens=4), "limited": TenantLimits(requests_per_second=0.001)}
     return await start_service(
         scheduler=SchedulerConfig(tenants=limits),
-        tokenizer=Tokenizer.load(tmp_path),
+        tokenizer=Tokenizer(tmp_path),
         authenticator=Keys(),
         admin_listen="127.0.0.1:0",
     )

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock.clients.host import span_exporter
-from penstock.clients.host.span_exporter import Exporter
+from penstock.clients.host.span_exporter import export_spans
 from penstock.service.telemetry.phases import PhaseName
 from penstock.v1 import generation_pb2 as pb
 
@@ -170,13 +170,13 @@ def test_without_an_endpoint_nothing_is_exported(monkeypatch):
     monkeypatch.setattr(trace, "set_tracer_provider", lambda provider: pytest.fail("a provider was installed"))
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
     for environ in ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, {**endpoint, "OTEL_TRACES_EXPORTER": "none"}):
-        Exporter(environ, "penstock").close()
+        export_spans(environ, "penstock")()
 
 
 def test_with_an_endpoint_there_is_a_provider(monkeypatch):
     installed: list[TracerProvider] = []
     monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
-    Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, "penstock").close()
+    export_spans({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, "penstock")()
     [provider] = installed
     assert provider.resource.attributes["service.name"] == "penstock"
 
@@ -192,10 +192,10 @@ def test_an_error_of_the_exporter_is_logged_without_its_text(monkeypatch, caplog
         raise ValueError("secret")
 
     monkeypatch.setattr(OTLPSpanExporter, "export", fail)
-    exporter = Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, "penstock")
+    close = export_spans({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, "penstock")
     installed[0].get_tracer("x").start_span("x").end()
     installed[0].force_flush()
-    exporter.close()
+    close()
     assert failed.is_set()
     assert "spans could not be sent (ValueError)" in caplog.text
     assert "secret" not in caplog.text
@@ -204,5 +204,5 @@ def test_an_error_of_the_exporter_is_logged_without_its_text(monkeypatch, caplog
 def test_a_collector_that_is_slow_holds_nothing_up(monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(span_exporter, "_install_exporter", lambda name: released.wait)
-    Exporter({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"}, "penstock").close()
+    export_spans({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"}, "penstock")()
     released.set()  # had it waited for the collector, it would wait still

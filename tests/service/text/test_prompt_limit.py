@@ -7,9 +7,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text.prompt_limit import PromptLimit
-from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.truncation import Truncation
 
 MIB = 1 << 20
@@ -31,7 +32,7 @@ def load(tmp_path):
         library.add_special_tokens([tokenizers.AddedToken("<|end|>", special=True, rstrip=rstrip)])
         library.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-        tokenizer = Tokenizer.load(tmp_path)
+        tokenizer = Tokenizer(tmp_path)
         assert (tokenizer.longest_token_bytes is not None) is known
         return tokenizer
 

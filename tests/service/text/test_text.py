@@ -10,9 +10,10 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from penstock.scheduler.request import TextDelta
-from penstock.service.text.detokenizer import IdsOnly, IncrementalDetokenizer, text_offsets, text_states
-from penstock.service.text.stop_strings import StopStrings
-from penstock.service.text.tokenizer import Tokenizer, TokenizerError
+from penstock.service.text.detokenizer import IdsOnly, text_offsets, text_states
+from penstock.service.text.stop_strings import StopStrings, StopWatch
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.service.text.tokenizer_config import TokenizerError
 
 CORPUS = ["the cat sat on the mat, the end. naïve 你好世界 你们好 🙂🙃 <end> the theme  and  more\n\nlines\n"] * 4
 SPECIALS = ["<s>", "</s>"]
@@ -23,7 +24,7 @@ def finished(library):
     library.add_tokens([AddedToken("<think>", special=False), AddedToken("a b", special=False), "é"])
     with tempfile.TemporaryDirectory() as directory:
         library.save(f"{directory}/tokenizer.json")
-        return Tokenizer.load(Path(directory))
+        return Tokenizer(Path(directory))
 
 
 def byte_level():
@@ -100,7 +101,7 @@ def ids_of(tokenizer, max_size=40):
 def test_the_parts_together_are_the_text_decoded_at_once(kind, data, include_special_tokens):
     tokenizer = KINDS[kind]
     token_ids = data.draw(ids_of(tokenizer))
-    released = feed(IncrementalDetokenizer(tokenizer, (), include_special_tokens), token_ids)
+    released = feed(text_states(tokenizer, (), include_special_tokens)(), token_ids)
     assert text_of(released) == tokenizer.decode(token_ids, include_special_tokens)
     assert sum(part.num_tokens for part in released) == len(token_ids)
 
@@ -111,7 +112,7 @@ def test_a_release_is_the_text_of_its_own_tokens(token_ids):
     """Each part's tokens, decoded by themselves, are the part: so none ends in the middle of a character."""
     tokenizer = KINDS["byte-level"]
     begin = 0
-    for part in feed(IncrementalDetokenizer(tokenizer), token_ids):
+    for part in feed(text_states(tokenizer)(), token_ids):
         assert tokenizer.decode(token_ids[begin : begin + part.num_tokens]) == part.text
         begin += part.num_tokens
     assert begin == len(token_ids)
@@ -123,7 +124,7 @@ def test_a_release_is_the_text_of_its_own_tokens(token_ids):
 def test_ordinary_text_comes_back(kind, text):
     tokenizer = KINDS[kind]
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    assert text_of(feed(IncrementalDetokenizer(tokenizer), token_ids)) == tokenizer.decode(token_ids)
+    assert text_of(feed(text_states(tokenizer)(), token_ids)) == tokenizer.decode(token_ids)
 
 
 def first_stop(text, stops):
@@ -148,7 +149,7 @@ def test_stop_strings_cut_where_they_would_in_the_whole_text(kind, data):
     stops |= set(data.draw(st.lists(st.text("the <nd>\n�", min_size=1, max_size=4), max_size=3)))
     stops.discard("")
     expected, stop = first_stop(text, stops)
-    released = feed(IncrementalDetokenizer(tokenizer, stops), token_ids)
+    released = feed(text_states(tokenizer, sorted(stops))(), token_ids)
     assert text_of(released) == expected
     assert released[-1].stop == stop
     # What was let go before the end can be no part of a stop string that was still open.
@@ -161,7 +162,7 @@ def test_stop_strings_cut_where_they_would_in_the_whole_text(kind, data):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text("ab", max_size=5), max_size=8), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
 def test_the_watch_keeps_the_longest_possible_beginning_and_no_more(parts, stops):
-    watch = StopStrings(stops).watch()
+    watch = StopWatch(StopStrings(stops))
     text = ""
     for part in parts:
         text += part
@@ -177,7 +178,7 @@ def test_the_watch_keeps_the_longest_possible_beginning_and_no_more(parts, stops
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=6), max_size=12))
 def test_any_number_of_stop_strings_are_found_as_one_by_one(text, stops):
     expected, stop = first_stop(text, stops)
-    found = StopStrings(stops).watch().find(text)
+    found = StopWatch(StopStrings(stops)).find(text)
     if found is None:
         assert (expected, stop) == (text, None)
     else:
@@ -206,7 +207,7 @@ def test_a_search_costs_the_texts_length_whatever_the_stop_strings_are():
     text = ("e" * 999 + "x") * 5
 
     def cost(*stops):
-        watch = StopStrings(stops).watch()
+        watch = StopWatch(StopStrings(stops))
         return lines_run(lambda: watch.find(text))
 
     one = cost("zz")
@@ -222,7 +223,7 @@ def test_the_longest_allowed_stop_strings_are_kept_small():
     kept = [made.next_char, made.depth, made.complete, made.shorter, made.branches]
     assert sum(map(sys.getsizeof, kept)) < 1 << 20
     assert len(made.branches) < 64
-    assert made.watch().find("x" + stops[63]) == (1025, stops[63])
+    assert StopWatch(made).find("x" + stops[63]) == (1025, stops[63])
 
 
 def spelled(tokenizer, *tokens):
@@ -236,7 +237,7 @@ def plain(released):
 
 def test_a_stop_string_across_tokens_is_held_and_never_shows():
     tokenizer = KINDS["llama"]
-    state = IncrementalDetokenizer(tokenizer, ["<end>"])
+    state = text_states(tokenizer, ["<end>"])()
     the, lower, end, greater = spelled(tokenizer, "▁the", "▁<", "end", ">")
     assert state.feed(the) == TextDelta(1, "the")
     assert state.feed(lower) == TextDelta(0, "")
@@ -246,7 +247,7 @@ def test_a_stop_string_across_tokens_is_held_and_never_shows():
 
 def test_what_was_no_stop_string_after_all_is_released():
     tokenizer = KINDS["llama"]
-    state = IncrementalDetokenizer(tokenizer, ["<end>"])
+    state = text_states(tokenizer, ["<end>"])()
     lower, end, cat = spelled(tokenizer, "▁<", "end", "▁cat")
     assert state.feed(lower).num_tokens == 0
     assert state.feed(end).num_tokens == 0
@@ -255,7 +256,7 @@ def test_what_was_no_stop_string_after_all_is_released():
 
 def test_a_stop_string_inside_one_token():
     tokenizer = KINDS["llama"]
-    state = IncrementalDetokenizer(tokenizer, ["n"])
+    state = text_states(tokenizer, ["n"])()
     (end,) = spelled(tokenizer, "end")
     assert plain(state.feed(end)) == TextDelta(1, "e", "n")
 
@@ -263,9 +264,9 @@ def test_a_stop_string_inside_one_token():
 def test_of_overlapping_stop_strings_the_first_complete_one_wins_then_the_longest():
     tokenizer = KINDS["llama"]
     (the, end) = spelled(tokenizer, "▁the", "end")
-    assert plain(IncrementalDetokenizer(tokenizer, ["hex", "the", "he", "e"]).feed(the)) == TextDelta(0, "", "the")
-    assert plain(IncrementalDetokenizer(tokenizer, ["h", "the"]).feed(the)) == TextDelta(1, "t", "h")
-    state = IncrementalDetokenizer(tokenizer, ["ndt", "nde"])
+    assert plain(text_states(tokenizer, ["hex", "the", "he", "e"])().feed(the)) == TextDelta(0, "", "the")
+    assert plain(text_states(tokenizer, ["h", "the"])().feed(the)) == TextDelta(1, "t", "h")
+    state = text_states(tokenizer, ["ndt", "nde"])()
     assert state.feed(end).num_tokens == 0
     assert plain(state.feed(end)) == TextDelta(1, "e", "nde")
 
@@ -274,7 +275,7 @@ def test_a_character_split_over_tokens_comes_whole():
     tokenizer = KINDS["byte-level"]
     face = tokenizer.encode("🤔", add_special_tokens=False)
     assert len(face) > 1
-    state = IncrementalDetokenizer(tokenizer)
+    state = text_states(tokenizer)()
     assert [state.feed(token_id) for token_id in face[:-1]] == [TextDelta(0, "")] * (len(face) - 1)
     assert plain(state.feed(face[-1])) == TextDelta(len(face), "🤔")
 
@@ -282,14 +283,14 @@ def test_a_character_split_over_tokens_comes_whole():
 def test_an_unfinished_character_ends_as_a_replacement():
     tokenizer = KINDS["byte-level"]
     *begun, _ = tokenizer.encode("🤔", add_special_tokens=False)
-    state = IncrementalDetokenizer(tokenizer)
+    state = text_states(tokenizer)()
     assert {state.feed(token_id).text for token_id in begun} == {""}
     assert plain(state.finish()) == TextDelta(len(begun), "�")
 
 
 def test_a_stop_string_of_bytes_that_end_with_the_output_still_cuts():
     tokenizer = KINDS["llama"]
-    state = IncrementalDetokenizer(tokenizer, ["🙂"])
+    state = text_states(tokenizer, ["🙂"])()
     the, *face = spelled(tokenizer, "▁the", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>")
     assert state.feed(the) == TextDelta(1, "the")
     assert {state.feed(token_id).num_tokens for token_id in face} == {0}
@@ -299,7 +300,7 @@ def test_a_stop_string_of_bytes_that_end_with_the_output_still_cuts():
 def test_a_long_run_of_broken_beginnings_is_not_held():
     tokenizer = KINDS["byte-level"]
     (begin,) = (token_id for token_id, data in tokenizer.pieces.split.items() if data == b"\xe2")
-    state = IncrementalDetokenizer(tokenizer)
+    state = text_states(tokenizer)()
     released = [state.feed(begin) for _ in range(100)]
     assert released[0] == TextDelta(0, "")
     assert released[1:] == [TextDelta(1, "�")] * 99
@@ -365,7 +366,7 @@ def test_the_space_that_a_text_loses_is_in_no_token():
 
 def test_the_tokens_of_a_stop_string_have_their_places_too():
     tokenizer = KINDS["llama"]
-    state = IncrementalDetokenizer(tokenizer, ["<end>"])
+    state = text_states(tokenizer, ["<end>"])()
     the, lower, end, greater = spelled(tokenizer, "▁the", "▁<", "end", ">")
     released = [state.feed(token_id) for token_id in (the, lower, end, greater)]
     assert [part.text_lengths() for part in released] == [(3,), (), (), (2, 3, 1)]

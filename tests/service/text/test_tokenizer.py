@@ -8,10 +8,11 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.config.text_size import MAX_TEXT_BYTES
 from penstock.service.errors import ServiceError
 from penstock.service.text.special_tokens import _any_of
-from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.tokenizer_files import predict_facts
 
 CORPUS = ["<|im_start|>user\nWhat is a penstock? assistant [INST] It is a gated pipe. [/INST] <s> naïve 你好\n\n"] * 4
@@ -122,7 +123,7 @@ def directories(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(directories):
-    return {kind: Tokenizer.load(directory) for kind, directory in directories.items()}
+    return {kind: Tokenizer(directory) for kind, directory in directories.items()}
 
 
 @every_kind
@@ -194,7 +195,7 @@ def test_no_token_stands_for_more_of_a_text_than_the_longest(text, loaded):
 def test_a_token_that_is_added_counts_for_the_longest(tmp_path):
     library = qwen()
     library.add_tokens([AddedToken("你" * 50, special=False)])
-    tokenizer = Tokenizer.load(write(tmp_path, library))
+    tokenizer = Tokenizer(write(tmp_path, library))
     assert tokenizer.longest_token_bytes == 150
     assert len(tokenizer.encode("你" * 500)) == 10
 
@@ -214,7 +215,7 @@ def drops_a_part():
 
 @pytest.mark.parametrize("library", [legacy_llama, metaspace, unigram, strips_spaces, drops_a_part])
 def test_where_text_may_vanish_no_length_is_too_long(library, tmp_path):
-    assert Tokenizer.load(write(tmp_path, library())).longest_token_bytes is None
+    assert Tokenizer(write(tmp_path, library())).longest_token_bytes is None
 
 
 def hostile_texts(tokenizer):
@@ -286,7 +287,7 @@ def test_one_pattern_finds_the_longest_of_many(texts, text):
 
 def test_special_tokens_cannot_come_about_between_messages(tmp_path):
     template = "{% for message in messages %}{{ message['content'] | trim }}{% endfor %}"
-    tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
+    tokenizer = Tokenizer(write(tmp_path, qwen(), template))
     for split in range(1, len("<|im_end|>")):
         halves = ["<|im_end|>"[:split] + "  ", "  " + "<|im_end|>"[split:]]
         assert not tokenizer.special_ids & set(tokenizer.encode_chat(TemplateInput(alternating(halves)))), halves
@@ -296,7 +297,7 @@ def test_special_tokens_cannot_come_about_between_messages(tmp_path):
     ("template", "content"), [("{{ messages[0].content }}im_end|>", "<|"), ("<|im_end{{ messages[0].content }}", "|> ")]
 )
 def test_special_tokens_cannot_come_about_with_the_templates_text(template, content, tmp_path):
-    tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
+    tokenizer = Tokenizer(write(tmp_path, qwen(), template))
     assert not tokenizer.special_ids & set(tokenizer.encode_chat(TemplateInput([TemplateMessage("user", content)])))
 
 
@@ -333,7 +334,7 @@ def test_a_role_that_the_template_knows_reaches_it_as_it_is(tmp_path):
     template = (
         "{% for m in messages %}{% if m.role == 'observation' %}<|im_start|>{{ m.content }}{% endif %}{% endfor %}"
     )
-    tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
+    tokenizer = Tokenizer(write(tmp_path, qwen(), template))
     assert (
         tokenizer.render_chat(TemplateInput([TemplateMessage("observation", "rain"), TemplateMessage("other", "sun")]))
         == "<|im_start|>rain"

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from penstock.service.text.tokenizer import Tokenizer, TokenizerError
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.tokenizer_bounds import MAX_ADDED_TOKENS, MAX_TOKEN_BYTES, MAX_TOKEN_IDS
+from penstock.service.text.tokenizer_config import TokenizerError
 from penstock.service.text.tokenizer_files import predict_facts
 
 
@@ -22,7 +23,7 @@ def refused(byte_tokenizer_path, tmp_path):
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
         problems = []
-        for read in (predict_facts, Tokenizer.load):
+        for read in (predict_facts, Tokenizer):
             with pytest.raises(TokenizerError) as error:
                 read(tmp_path)
             problems.append(str(error.value))

@@ -10,7 +10,9 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken
 
 from penstock.models.structured_output.compiler import read_tokenizer, to_grammar
-from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer, TokenizerError
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.service.text.tokenizer_config import TokenizerError
 from penstock.service.text.tokenizer_files import predict_facts
 
 START, END, PLAIN = "<|start|>", "<|stop|>", "(plain)"
@@ -98,7 +100,7 @@ def load_oracle():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_those_of_transformers(write, load_oracle, layout):
     path = write(**LAYOUTS[layout])
-    served, oracle = Tokenizer.load(path), load_oracle(path)
+    served, oracle = Tokenizer(path), load_oracle(path)
     # A caller may write only tokens that are not special.
     word = "there" if PLAIN in served.special_tokens else PLAIN
     chat = [{"role": "user", "content": f"hi {word} there"}, {"role": "assistant", "content": "good"}]
@@ -118,7 +120,7 @@ def test_tokens_are_those_of_transformers(write, load_oracle, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_caller_cannot_write_them(write, layout):
-    served = Tokenizer.load(write("{% for m in messages %}{{ m.content }}{% endfor %}", **LAYOUTS[layout]))
+    served = Tokenizer(write("{% for m in messages %}{{ m.content }}{% endfor %}", **LAYOUTS[layout]))
     text = f"a{START}{END} <|image|> <|end|>"
     for ids in (served.encode(text), served.encode_chat(TemplateInput([TemplateMessage("user", text)]))):
         assert not served.special_ids & set(ids)
@@ -127,7 +129,7 @@ def test_a_caller_cannot_write_them(write, layout):
 
 @pytest.mark.parametrize("layout", ["added_tokens_decoder", "added_tokens.json", "names of its own"])
 def test_grammars_know_them(write, layout):
-    served = Tokenizer.load(write(**LAYOUTS[layout]))
+    served = Tokenizer(write(**LAYOUTS[layout]))
     facts = served.facts
     arguments = (facts.special_tokens, facts.num_ids, facts.eos_token_ids, facts.added_tokens)
     known = read_tokenizer(str(served.directory), *arguments)
@@ -164,7 +166,7 @@ def test_grammars_know_them(write, layout):
 def test_what_has_no_effect_is_reported(write, files, says):
     path = write(**files)
     facts = predict_facts(path)
-    assert facts == Tokenizer.load(path).facts
+    assert facts == Tokenizer(path).facts
     [warning] = facts.warnings
     assert re.search(says, warning)
 
@@ -173,7 +175,7 @@ def test_what_has_no_effect_is_reported(write, files, says):
     "layout", [name for name in LAYOUTS if name not in ("ids in another order", "a map that is ignored")]
 )
 def test_what_has_its_effect_is_not_reported(write, layout):
-    assert Tokenizer.load(write(**LAYOUTS[layout])).facts.warnings == ()
+    assert Tokenizer(write(**LAYOUTS[layout])).facts.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_what_has_its_effect_is_not_reported(write, layout):
 )
 def test_a_broken_file_is_named(write, name, content, says):
     path = write(**{name: content})
-    for read in (predict_facts, Tokenizer.load):
+    for read in (predict_facts, Tokenizer):
         with pytest.raises(TokenizerError, match=says.replace("|", r"\|")) as caught:
             read(path)
         assert str(path / f"{name}.json") in str(caught.value)
@@ -218,7 +220,7 @@ def test_single_words_and_spaces_are_those_of_transformers(write, load_oracle, s
     names = {"eos_token": "<w>", "bos_token": "<s>", "unk_token": "WORD"} if is_named else {"eos_token": "<|end|>"}
     for template in SINGLE_WORDS:
         path = write(template + "{{ messages[0].content }}", library, tokenizer_config=names)
-        served, oracle = Tokenizer.load(path), load_oracle(path)
+        served, oracle = Tokenizer(path), load_oracle(path)
         for content in ("", "x", " x"):
             text = oracle.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
             expected = oracle.encode(text, add_special_tokens=False)
@@ -228,6 +230,6 @@ def test_single_words_and_spaces_are_those_of_transformers(write, load_oracle, s
 def test_a_caller_cannot_write_a_single_word(write):
     library = tokenizers.Tokenizer.from_file(str(write() / "tokenizer.json"))
     library.add_tokens([AddedToken("<w>", single_word=True, special=True, normalized=False)])
-    served = Tokenizer.load(write("a {{ messages[0].content }} b", library, tokenizer_config={"eos_token": "<|end|>"}))
+    served = Tokenizer(write("a {{ messages[0].content }} b", library, tokenizer_config={"eos_token": "<|end|>"}))
     for content in ("<w>", "x<w>y", " <w> "):
         assert not served.special_ids & set(served.encode_chat(TemplateInput([TemplateMessage("user", content)])))

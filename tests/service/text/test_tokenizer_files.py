@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.text.tokenizer import TemplateInput, TemplateMessage, Tokenizer, TokenizerError
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.service.text.tokenizer_config import TokenizerError
 from penstock.service.text.tokenizer_files import predict_facts
 
 
@@ -30,7 +32,7 @@ def write(directory, library, template=None, config=None, **files):
 
 def test_where_a_template_comes_from(tmp_path, library):
     def rendered(**options):
-        return Tokenizer.load(tmp_path, **options).render_chat(TemplateInput([TemplateMessage("user", "x")]))
+        return Tokenizer(tmp_path, **options).render_chat(TemplateInput([TemplateMessage("user", "x")]))
 
     listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "listed"}]
     write(tmp_path, library, listed)
@@ -48,13 +50,13 @@ def test_vocabulary_and_end_tokens(tmp_path, library):
     config = {"eos_token": "<|stop|>"}
     write(tmp_path, library, config=config, generation_config={"eos_token_id": [end, 10**6]})
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": start}))
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
     assert tokenizer.vocab_size == library.get_vocab_size()
     # config.json's counts only where generation_config.json has none, as in transformers.
     assert tokenizer.eos_token_ids == tuple(sorted((end, library.token_to_id("<|stop|>"))))
     for without in ("{}", '{"eos_token_id": null}', '{"eos_token_id": []}'):
         (tmp_path / "generation_config.json").write_text(without)
-        assert Tokenizer.load(tmp_path).eos_token_ids == tuple(sorted((start, library.token_to_id("<|stop|>"))))
+        assert Tokenizer(tmp_path).eos_token_ids == tuple(sorted((start, library.token_to_id("<|stop|>"))))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_facts_are_foreseen_where_the_file_has_the_ids(tmp_path, library, added,
     described = json.loads(file.read_text())
     described["added_tokens"][-2] |= added
     file.write_text(json.dumps(described))
-    facts = Tokenizer.load(tmp_path).facts
+    facts = Tokenizer(tmp_path).facts
     assert facts.special_tokens == ("<|none|>", "<|stop|>", "<|turn|>")
     assert [content for _, content in facts.added_tokens] == ["<|none|>"]
     assert predict_facts(tmp_path) == (facts if is_foreseen else None)
@@ -79,7 +81,7 @@ def test_facts_are_foreseen_where_the_file_has_the_ids(tmp_path, library, added,
 
 def test_an_end_token_that_is_not_marked_special_is_special_all_the_same(tmp_path, library):
     library.add_tokens([tokenizers.AddedToken("<|stop|>", special=False, normalized=False)])
-    tokenizer = Tokenizer.load(write(tmp_path, library, config={"eos_token": "<|stop|>"}))
+    tokenizer = Tokenizer(write(tmp_path, library, config={"eos_token": "<|stop|>"}))
     stop = library.token_to_id("<|stop|>")
     assert stop in tokenizer.special_ids
     assert stop not in tokenizer.encode("a<|stop|>")
@@ -110,7 +112,7 @@ def test_broken_files_are_named(what, tmp_path, library):
     else:
         path.write_text(content)
     with pytest.raises(TokenizerError) as caught:
-        Tokenizer.load(tmp_path)
+        Tokenizer(tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -122,18 +124,18 @@ def test_a_prefix_that_would_end_the_process_is_refused(tmp_path, library):
     content["model"]["continuing_subword_prefix"] = "x"
     path.write_text(json.dumps(content))
     with pytest.raises(TokenizerError, match="continuing_subword_prefix is not supported"):
-        Tokenizer.load(tmp_path)
+        Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("listed", [[], [5], [None], [{"name": "default"}], [{"name": "other", "template": "x"}]])
 def test_a_list_without_a_default_template_is_no_template(listed, tmp_path, library):
-    assert not Tokenizer.load(write(tmp_path, library, listed)).has_chat_template
+    assert not Tokenizer(write(tmp_path, library, listed)).has_chat_template
 
 
 def test_a_template_file_that_is_not_there_is_named(tmp_path, library):
     write(tmp_path, library)
     with pytest.raises(TokenizerError, match=r"nowhere\.jinja: is missing"):
-        Tokenizer.load(tmp_path, tmp_path / "nowhere.jinja")
+        Tokenizer(tmp_path, tmp_path / "nowhere.jinja")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_of_what_is_no_tokenizer_nothing_is_foreseen(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     assert predict_facts(tmp_path) is None
     with pytest.raises(TokenizerError, match="is not a valid tokenizer"):
-        Tokenizer.load(tmp_path)
+        Tokenizer(tmp_path)
 
 
 NAMED = {"default": "plain", "tool_use": "{{ tools | length }} tools", "rag": "{{ documents }}"}
@@ -164,7 +166,7 @@ def write_named(directory, library, in_files):
 
 @pytest.mark.parametrize("in_files", [False, True])
 def test_tools_have_the_template_that_is_called_so(in_files, tmp_path, library):
-    tokenizer = Tokenizer.load(write_named(tmp_path, library, in_files))
+    tokenizer = Tokenizer(write_named(tmp_path, library, in_files))
     assert tokenizer.render_chat(QUESTION) == "plain"
     assert tokenizer.render_chat(TOOL) == "1 tools"
     assert [tokenizer.chat_template(with_tools=each).shows_tools for each in (False, True)] == [False, True]
@@ -173,14 +175,14 @@ def test_tools_have_the_template_that_is_called_so(in_files, tmp_path, library):
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_template_of_the_models_own_is_chosen_by_its_name(in_files, tmp_path, library):
     directory = write_named(tmp_path, library, in_files)
-    tokenizer = Tokenizer.load(directory, Path("rag"))
+    tokenizer = Tokenizer(directory, Path("rag"))
     assert tokenizer.render_chat(QUESTION) == tokenizer.render_chat(TOOL) == "None"
     with pytest.raises(TokenizerError, match="own by its name: default, rag, tool_use"):
-        Tokenizer.load(directory, Path("other"))
+        Tokenizer(directory, Path("other"))
 
 
 def test_a_tool_only_template_renders_no_plain_chat(tmp_path, library):
-    tokenizer = Tokenizer.load(write(tmp_path, library, [{"name": "tool_use", "template": "tools"}]))
+    tokenizer = Tokenizer(write(tmp_path, library, [{"name": "tool_use", "template": "tools"}]))
     assert not tokenizer.has_chat_template
     assert tokenizer.render_chat(TOOL) == "tools"
     with pytest.raises(ServiceError) as caught:

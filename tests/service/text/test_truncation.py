@@ -48,7 +48,7 @@ def with_both_ends():
     library.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)])
     with tempfile.TemporaryDirectory() as directory:
         library.save(f"{directory}/tokenizer.json")
-        return Tokenizer.load(Path(directory))
+        return Tokenizer(Path(directory))
 
 
 @pytest.mark.parametrize(
