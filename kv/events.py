@@ -50,23 +50,15 @@ class KvEventLog:
         self._contents: dict[bytes, bytes] = {}
         self._wakes: list[Callable[[], None]] = []
 
-    # Changes --------------------------------------------------------------------------------------------------------
-
     def stored(self, block_hash: bytes, parent_hash: bytes, token_ids: Sequence[int]) -> None:
         """Records that a block can be found from now on."""
         self._contents[block_hash] = parent_hash + self._pack.pack(*token_ids)
-        self._recent.append(block_hash)
-        self.sequence += 1
-        if self._wakes:
-            self._wake()
+        self._record(block_hash)
 
     def removed(self, block_hash: bytes) -> None:
         """Records that a block can no longer be found."""
         del self._contents[block_hash]
-        self._recent.append(block_hash)
-        self.sequence += 1
-        if self._wakes:
-            self._wake()
+        self._record(block_hash)
 
     def cleared(self, but: Iterable[bytes] = ()) -> None:
         """Records that no block can be found any more, except ``but``."""
@@ -75,12 +67,16 @@ class KvEventLog:
         self.sequence += 1
         self._wake()
 
+    def _record(self, block_hash: bytes) -> None:
+        self._recent.append(block_hash)
+        self.sequence += 1
+        if self._wakes:
+            self._wake()
+
     def _wake(self) -> None:
         wakes, self._wakes = self._wakes, []
         for wake in wakes:
             wake()
-
-    # Reading --------------------------------------------------------------------------------------------------------
 
     def wake_once(self, wake: Callable[[], None]) -> None:
         """Calls ``wake`` at the next change, during it: ``wake`` must not read the log or raise."""

@@ -130,7 +130,7 @@ class RequestIntake:
         num_tokens = len(prompt.token_ids)
         if not request.reads_cache:
             return _Found(num_tokens)
-        hashes = self._kv.hashing.first(prompt.block_hashes)
+        hashes = self._kv.first_hashes(prompt.block_hashes)
         prefix = self._kv.find_prefix(hashes, num_tokens)
         restored = self._planner.restore_policy.find(hashes, len(prefix), num_tokens)
         num_held = sum(map(self._kv.pool.is_held, prefix))
@@ -147,7 +147,7 @@ class RequestIntake:
         left: list[_Found] = []
         of_siblings: set[bytes] = set()
         for index, prompt in enumerate(found):
-            hashes = self._kv.hashing.first(request.prompt(index).block_hashes)
+            hashes = self._kv.first_hashes(request.prompt(index).block_hashes)
             num_at_hand = prompt.num_cached + prompt.num_evicted
             num_coming = self._kv.num_coming(hashes, num_at_hand, prompt.num_tokens, is_ahead)
             if len(found) > 1:

@@ -386,7 +386,7 @@ class Engine:
             preemptions=counters.preemptions,
             finished=self._num_finished,
             stalled=scheduler.num_held,
-            retained_blocks=scheduler.kv.num_retained,
+            retained_blocks=scheduler.kv.pool.num_retained,
             host_blocks=len(scheduler.kv.host),
             restored_tokens=scheduler.kv.num_restored_tokens,
             refused=self._num_refused + counters.refused,

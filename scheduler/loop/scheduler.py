@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
+from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.admission.intake import RequestIntake
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
@@ -48,8 +48,12 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         on_finished: Callable[[Request], None] = lambda _: None,
     ) -> None:
-        hashing = ChainedHashing(facts.block_size) if config.enable_prefix_caching else NoHashing()
-        self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing, facts.num_host_blocks)
+        self.kv = KVCacheManager(
+            facts.num_blocks,
+            facts.block_size,
+            facts.num_host_blocks,
+            caches_prefixes=config.enable_prefix_caching,
+        )
         context = new_context(self.kv, facts, config, clock)
         self.tenants, self._bisector = context.tenants, context.bisector
         self.timelines = Timelines(config.explain_requests, clock)
@@ -205,7 +209,7 @@ class Scheduler:
 
     def _new_sequence(self, live: RequestState, index: int, rank: Rank, pinned: list[int]) -> SequenceState:
         request = live.request
-        hashes = self.kv.hashing.first(request.prompt(index).block_hashes)
+        hashes = self.kv.first_hashes(request.prompt(index).block_hashes)
         # All sequences have the first one's limit, even if the tenant's cap has changed since.
         max_tokens = (
             live.sequences[0].output.max_tokens if live.sequences else self._intake.admission.max_tokens(request)
@@ -244,7 +248,7 @@ class Scheduler:
         self.timelines.close(live.timeline)
         context = live.context(reason, self.kv.block_size)
         if context is not None and request.retain_s > 0:
-            self.kv.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant)
+            self.kv.pool.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant)
         return context
 
     def _report_finished(

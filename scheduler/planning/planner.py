@@ -76,7 +76,7 @@ class Planner:
     def plan(self) -> Planned | None:
         """Returns the next step, or None if there is nothing to compute. The caller must submit it: it counts as in
         flight."""
-        self.kv.expire(self._context.clock())
+        self.kv.pool.expire(self._context.clock())
         if self._context.bisector:
             self._isolate_suspects()
         self._make_room()
@@ -279,7 +279,7 @@ class Planner:
         self._record_left(sequence)
         self.running.remove(sequence)
         self.kv.retract(sequence, sequence.hashes[sequence.num_published :])
-        self.kv.free(sequence.block_ids)
+        self.kv.pool.release(sequence.block_ids)
         self.rows.free_row(sequence.row)
         sequence.leave_row()
 
@@ -375,7 +375,7 @@ class Planner:
 
     def _publish(self, sequence: SequenceState, num_full: int) -> None:
         kv = self.kv
-        kv.hashing.extend(sequence.hashes, sequence.token_ids, num_full, sequence.live.request.hash_salt)
+        kv.extend_hashes(sequence.hashes, sequence.token_ids, num_full, sequence.live.request.hash_salt)
         start, sequence.num_published = sequence.num_published, num_full
         kv.publish(sequence.block_ids, sequence.hashes, start, num_full, sequence.token_ids)
         if sequence.state is SequenceStatus.PREFILLING:

@@ -174,9 +174,8 @@ class PrefillAdder:
             return [], ()
         kv = self._kv
         num_tokens = len(sequence.token_ids)
-        kv.hashing.extend(
-            sequence.hashes, sequence.token_ids, num_tokens // kv.block_size, sequence.live.request.hash_salt
-        )
+        salt = sequence.live.request.hash_salt
+        kv.extend_hashes(sequence.hashes, sequence.token_ids, num_tokens // kv.block_size, salt)
         prefix = kv.find_prefix(sequence.hashes, num_tokens)
         restored = self._restore_policy.find(sequence.hashes, len(prefix), num_tokens)
         num_found = len(prefix) + len(restored)
