@@ -100,11 +100,9 @@ class KvEventLog:
 
     @property
     def hashes(self) -> Iterable[bytes]:
-        """The hashes of all blocks that can be found."""
         return self._contents.keys()
 
     def find(self, block_hash: bytes) -> StoredBlock | None:
-        """Returns the block, if it can be found now."""
         content = self._contents.get(block_hash)
         if content is None:
             return None
@@ -140,7 +138,6 @@ class KvEventReader:
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether there is nothing left to report."""
         return self._reported == self._log.sequence
 
     def _take(self, hashes: Iterable[bytes]) -> None:

@@ -207,10 +207,6 @@ class KVCacheManager:
         """Returns the sequence that is computing the block with this hash."""
         return self._pending.get(block_hash)
 
-    def is_pending(self, block_hash: bytes | None) -> bool:
-        """Returns whether a sequence is computing the block with this hash."""
-        return block_hash in self._pending
-
     def num_coming(
         self, hashes: Sequence[bytes], num_found: int, num_tokens: int, is_ahead: Callable[[Hashable], bool]
     ) -> int:

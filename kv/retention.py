@@ -36,7 +36,6 @@ class Retention:
         self._above_bound: set[str] = set()
 
     def put(self, block: int, lease: Lease) -> None:
-        """Adds the block to ``lease``."""
         if not lease.blocks:
             insort(self._leases, lease, key=_EXPIRY)
         lease.blocks[block] = None
@@ -46,7 +45,6 @@ class Retention:
             self._above_bound.add(lease.owner)
 
     def remove(self, block: int, lease: Lease) -> None:
-        """Removes the block from ``lease``."""
         del lease.blocks[block]
         self.num_blocks -= 1
         self._num_by_owner[lease.owner] -= 1

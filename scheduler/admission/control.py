@@ -64,7 +64,7 @@ class AdmissionControl:
             raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
         self.check_size(request)
         self._check_tenant(request, num_tenant_live)
-        check_tokens(num_prompt_tokens, rate_limit, now)
+        check_rate(Rated.TOKEN, num_prompt_tokens, rate_limit, now)
         if not self._has_room(own_queue, num_prompt_tokens, queue_share):
             self._check_queue(queue, num_prompt_tokens)
         if request.pooling is not None and num_pooled and num_pooled + request.num_prompts > MAX_QUEUED_POOLED:
@@ -124,33 +124,20 @@ class AdmissionControl:
             )
 
 
-_TOO_FAST = {
-    Rated.REQUEST: "exceeds its rate of requests",
-    Rated.TOKENIZER_CALL: "exceeds its rate of tokenizer calls",
+_EXCEEDED = {
+    Rated.REQUEST: (RefusalKind.TENANT_RATE, "exceeds its rate of requests"),
+    Rated.TOKENIZER_CALL: (RefusalKind.TENANT_RATE, "exceeds its rate of tokenizer calls"),
+    Rated.TOKEN: (RefusalKind.TENANT_TOKENS, "has used its tokens of this minute"),
 }
 
 
-def check_rate(kind: Rated, rate_limit: TenantRateLimit, now: float) -> None:
-    """Raises Refused if the rate is used up, with the time after which one more request is allowed if none arrives
-    before it."""
-    wait_s = rate_limit.wait_s(kind, now)
+def check_rate(kind: Rated, amount: int, rate_limit: TenantRateLimit, now: float) -> None:
+    """Raises Refused if too little of the rate is left, with the time after which there is enough if nothing else is
+    used before."""
+    wait_s = rate_limit.wait_s(kind, amount, now)
     if wait_s > 0:
-        raise Refused(
-            RefusalKind.TENANT_RATE,
-            f"this tenant {_TOO_FAST[kind]}; try again in {wait_s:.3g} s",
-            _retry_after_ms(wait_s),
-        )
-
-
-def check_tokens(num_prompt_tokens: int, rate_limit: TenantRateLimit, now: float) -> None:
-    """Raises Refused if the tenant has too few tokens left, with the time after which it has enough if it uses none."""
-    wait_s = rate_limit.token_wait_s(num_prompt_tokens, now)
-    if wait_s > 0:
-        raise Refused(
-            RefusalKind.TENANT_TOKENS,
-            f"this tenant has used its tokens of this minute; try again in {wait_s:.3g} s",
-            _retry_after_ms(wait_s),
-        )
+        refusal, what = _EXCEEDED[kind]
+        raise Refused(refusal, f"this tenant {what}; try again in {wait_s:.3g} s", _retry_after_ms(wait_s))
 
 
 def _retry_after_ms(wait_s: float) -> int:

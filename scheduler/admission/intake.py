@@ -1,20 +1,19 @@
 """Evaluates a new request: how much of it is cached, its rank and position, its predicted times, and whether it may
 enter the queue. Counts refusals, and changes nothing else."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.admission.control import AdmissionControl, check_rate, check_tokens
+from penstock.scheduler.admission.control import AdmissionControl, check_rate
 from penstock.scheduler.admission.grammar_budget import GrammarBudget
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
-from penstock.scheduler.planning.tenants import TenantAccounting
 from penstock.scheduler.policy import Policy, Rank, rank_of
 from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
@@ -70,20 +69,16 @@ class RequestIntake:
 
     def __init__(
         self,
-        kv: KVCacheManager,
+        context: PlanningContext,
         planner: Planner,
         predictor: LatencyPredictor,
-        tenants: TenantAccounting,
         facts: WorkerFacts,
         config: SchedulerConfig,
-        clock: Callable[[], float],
     ) -> None:
-        self._kv = kv
+        self._kv, self._tenants, self._clock = context.kv, context.tenants, context.clock
         self._planner = planner
         self._predictor = predictor
-        self._tenants = tenants
         self._facts = facts
-        self._clock = clock
         self.grammar_budget = GrammarBudget()
         self.configure(config)
 
@@ -102,9 +97,9 @@ class RequestIntake:
         """Raises Refused, before any work is done, if a tenant has used up its rate or, for a request, its tokens."""
         rate_limit, now = self._tenants.rate_limit(tenant), self._clock()
         try:
-            check_rate(kind, rate_limit, now)
+            check_rate(kind, 1, rate_limit, now)
             if kind is Rated.REQUEST:
-                check_tokens(1, rate_limit, now)
+                check_rate(Rated.TOKEN, 1, rate_limit, now)
         except Refused:
             self._planner.counters.refused += 1
             raise
@@ -124,8 +119,7 @@ class RequestIntake:
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
         return AdmissionDecision(rank, num_cached, work, position, prediction)
 
-    def _find(self, request: Request, index: int) -> "_Found":
-        """Returns what is cached of a prompt."""
+    def _find(self, request: Request, index: int) -> _Found:
         prompt = request.prompt(index)
         num_tokens = len(prompt.token_ids)
         if not request.reads_cache:
@@ -136,7 +130,7 @@ class RequestIntake:
         num_held = sum(map(self._kv.pool.is_held, prefix))
         return _Found(num_tokens, len(prefix), num_held, len(restored))
 
-    def _work_left(self, request: Request, found: "list[_Found]", rank: Rank) -> QueuedWork:
+    def _work_left(self, request: Request, found: list[_Found], rank: Rank) -> QueuedWork:
         """Returns the work left once the requests ahead have computed the blocks that they share with it."""
 
         def is_ahead(other: Hashable) -> bool:

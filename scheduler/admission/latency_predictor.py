@@ -57,7 +57,6 @@ class LatencyPredictor:
         self._in_flight.append(work)
 
     def answered(self, result: StepResult) -> None:
-        """Records the result of the oldest step."""
         work, seconds = self._in_flight.popleft(), result.computed_us * 1e-6
         drafted = [row for row in result.rows if row.num_drafted]
         num_drafted, num_tokens = sum(row.num_drafted for row in drafted), sum(len(row.token_ids) for row in drafted)
@@ -136,7 +135,7 @@ class LatencyPredictor:
     def needs_test(self) -> bool:
         """Whether wrong predictions would stay unnoticed: no prompt was computed recently, and none will be."""
         context = self._context
-        return self._is_untested and not context.waiting.num_requests and not context.running.prefilling
+        return self._is_untested and not context.waiting.queued.requests and not context.running.prefilling
 
     @property
     def _is_untested(self) -> bool:

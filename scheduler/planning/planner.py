@@ -14,7 +14,6 @@ from heapq import merge
 from typing import NamedTuple
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine_stats import Counters
 from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
@@ -24,7 +23,7 @@ from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.planning.step_shares import StepShares
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.timeline import Cause, lacked_blocks, made_room
+from penstock.scheduler.timeline import Cause
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 
@@ -48,7 +47,7 @@ class Planner:
     ) -> None:
         """``is_late`` returns whether a request that has not begun can no longer meet its deadline."""
         self.kv, self.waiting, self.running, self.rows = context.kv, context.waiting, context.running, context.rows
-        self.counters = Counters()
+        self.counters = context.counters
         self._context = context
         self._facts = facts
         self._model = model
@@ -103,8 +102,6 @@ class Planner:
             self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks), shares)
         self._close(plan, chunked)
         return Planned(plan, StepWork.of(plan, self._context.decode_kv))
-
-    # Entering and leaving -------------------------------------------------------------------------------------------
 
     def enter(self, sequence: SequenceState) -> None:
         """Puts a new sequence into the queue. A forked one keeps its blocks of the prompt while it waits."""
@@ -171,14 +168,9 @@ class Planner:
 
     def _isolate_suspects(self) -> None:
         """Preempts every row that is not on trial, so that it holds no blocks that the rows on trial may need."""
-        for sequence in [sequence for sequence in self.running if not self.prefill_adder.may_run(sequence.live)]:
+        may_run = self._context.bisector.may_run
+        for sequence in [row for row in self.running if not may_run(row.live.request.request_id)]:
             self._preempt(sequence, "other requests run alone, to find out which one crashed the worker")
-
-    def publish_confirmed(self, sequence: SequenceState) -> None:
-        """Publishes the row's full blocks up to ``num_computed``, the position that results have confirmed."""
-        self._publish(sequence, sequence.num_computed // self.kv.block_size)
-
-    # Decoding rows --------------------------------------------------------------------------------------------------
 
     def _step_shares(self, step: int) -> StepShares | None:
         """Returns the tenants' shares of a step; None if tenants have none."""
@@ -259,7 +251,7 @@ class Planner:
             if victim in unplanned:
                 unplanned.remove(victim)
             needy = "it" if victim is sequence else sequence.live.request.request_id
-            self._preempt(victim, lacked_blocks(needy, num_blocks - len(sequence.block_ids)))
+            self._preempt(victim, f"no block was free, and {needy} needed {num_blocks - len(sequence.block_ids)}")
             if victim is sequence:
                 return False
         sequence.capacity = num_blocks * self.kv.block_size
@@ -282,8 +274,6 @@ class Planner:
         self.kv.pool.release(sequence.block_ids)
         self.rows.free_row(sequence.row)
         sequence.leave_row()
-
-    # Chunks of histories --------------------------------------------------------------------------------------------
 
     def _prefill_budget(self, plan: StepPlan, budget: int) -> int:
         """Returns the step's budget for chunks, limited so that decoding rows in the same step are not delayed too
@@ -309,7 +299,7 @@ class Planner:
             if sequence.state is SequenceStatus.WAITING:
                 if not self.prefill_adder.try_add(plan, sequence, this_round):
                     continue
-                self._context.tenants.began(tenant)
+                self._context.tenants.last = tenant
             most = budget if shares is None else self._tenant_budget(plan, shares, sequence, budget)
             budget -= self._plan_chunk(plan, sequence, most)
             chunked.append(sequence)
@@ -365,7 +355,7 @@ class Planner:
     def _close(self, plan: StepPlan, chunked: list[SequenceState]) -> None:
         """Completes the plan. Later plans may read the KV that its chunks compute, but the plan itself may not."""
         for sequence in chunked:
-            self._publish(sequence, sequence.num_planned // self.kv.block_size)
+            self.publish(sequence, sequence.num_planned // self.kv.block_size)
             if sequence.num_planned == sequence.prefill_end:
                 self.running.promote(sequence)
                 if not sequence.is_pooled:
@@ -373,7 +363,8 @@ class Planner:
         plan.copies_out, plan.copies_in = self.kv.take_copies()
         assert not plan.is_empty or not plan.copies_out + plan.copies_in, "an empty plan gives no blocks out"
 
-    def _publish(self, sequence: SequenceState, num_full: int) -> None:
+    def publish(self, sequence: SequenceState, num_full: int) -> None:
+        """Publishes the first ``num_full`` blocks of a row."""
         kv = self.kv
         kv.extend_hashes(sequence.hashes, sequence.token_ids, num_full, sequence.live.request.hash_salt)
         start, sequence.num_published = sequence.num_published, num_full
@@ -395,6 +386,6 @@ class Planner:
             victim = self._preemption.victim_for_waiting(sequence, self.prefill_adder.num_missing_for(sequence))
             if victim is not None:
                 sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is only for this sequence
-                self._preempt(victim, made_room(sequence.live.request.request_id))
+                self._preempt(victim, f"there was no room for {sequence.live.request.request_id}, which goes first")
                 return True
         return False

@@ -57,7 +57,6 @@ class CrashBisector:
         return bool(self._groups)
 
     def may_run(self, request_id: str) -> bool:
-        """Returns whether a request may be in the next step."""
         return not self._groups or request_id in self.on_trial
 
     def crashed(self, step: Mapping[str, int]) -> list[str]:
@@ -117,7 +116,6 @@ class CrashBisector:
                 self._arrange([*self._groups, [request_id]])
 
     def drop_request(self, request_id: str) -> None:
-        """Drops a request that has ended."""
         self._held.discard(request_id)
         self._postponed.discard(request_id)
         if self._records.pop(request_id, None) is not None:

@@ -43,7 +43,6 @@ class RestartBudget:
         self._failures: Counter[WorkerFailure] = Counter()
 
     def answered(self) -> None:
-        """Records that the worker has returned a result."""
         self._is_good = True
 
     def died(self, failure: WorkerFailure) -> None:

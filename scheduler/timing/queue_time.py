@@ -100,7 +100,6 @@ class QueueTimeModel:
         self._num_outputs = 0
 
     def configure(self, budget: int, target_itl_s: float | None) -> None:
-        """Sets new limits for a step."""
         self._budget = budget
         self._target_itl_s = target_itl_s
 
@@ -355,7 +354,6 @@ class _Lateness:
         """The factor that all but a few of them stay below."""
 
     def learn(self, ratio: float) -> None:
-        """Records the ratio of a request's time to the predicted one."""
         self._ratios.append(min(ratio, _MAX_LATENESS))
         self.factor = max(1.0, sorted(self._ratios)[-_NUM_LATER])
 

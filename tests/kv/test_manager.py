@@ -94,7 +94,7 @@ def test_a_prefix_being_computed_is_awaited_until_it_is_retracted(kv):
     assert kv.last_pending(HASHES, 0, 4) is None
     kv.retract(late, HASHES)
     assert kv.last_pending(HASHES, 2, 21) == HASHES[3]
-    assert not kv.is_pending(HASHES[4])
+    assert kv.leader(HASHES[4]) is None
     kv.retract(leader, HASHES)
     assert kv.last_pending(HASHES, 0, 21) is None
 

@@ -196,7 +196,7 @@ def test_a_grammar_that_cannot_be_followed_ends_only_its_request(new_world, new_
             row.token_ids, row.num_drafted = [], 0
         return result
 
-    sequence = world.scheduler._requests["failing"].sequences[1]
+    sequence = world.scheduler.requests["failing"].sequences[1]
     failed = sequence.row
     world.worker.run = run_and_fail
     world.scheduler.update(world.worker.run(world.plans.popleft()))

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Change, Request
-from penstock.scheduler.timeline import MAX_ENTRIES, Cause, EntryKind, Timeline, TimelineEntry, Timelines, lacked_blocks
+from penstock.scheduler.timeline import MAX_ENTRIES, Cause, EntryKind, Timeline, TimelineEntry, Timelines
 
 
 class Clock:
@@ -55,7 +55,7 @@ def test_an_ordinary_request(register: Timelines, clock: Clock) -> None:
     timeline.prefilled(0, 7, 40)
     timeline.prefilled(0, 8, 28)
     timeline.decodes(0, 8)
-    timeline.first_token(9.5)
+    timeline.first_token_at = 9.5
     timeline.left(0, 58, 50)
     timeline.ended("LENGTH")
     assert told(timeline) == [
@@ -145,7 +145,7 @@ def test_preempted_and_begun_again(register: Timelines) -> None:
     timeline.prefilled(0, 0, 100)
     timeline.decodes(0, 0)
     timeline.left(0, 21, 20)
-    timeline.preempted(0, 21, lacked_blocks("OTHER", 3))
+    timeline.preempted(0, 21, "no block was free, and OTHER needed 3")
     timeline.waits(0, Cause.BLOCKS, 1, 8)
     timeline.began(0, 30, 64)
     timeline.prefilled(0, 30, 57)  # the token that was in flight included

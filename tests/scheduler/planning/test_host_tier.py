@@ -60,7 +60,7 @@ def test_an_evicted_prefix_is_copied_back_before_its_row_is_computed(world, new_
     assert again.token_ids == first.token_ids
     assert again.accepted.cached_tokens == again.finished.usage.cached_tokens == 32
     assert world.scheduler.kv.num_restored_tokens == 32
-    assert world.scheduler.num_cached_tokens == 32
+    assert world.scheduler.counters.cached_tokens == 32
 
 
 def test_what_the_device_still_has_is_shared_and_the_rest_copied(world, new_request):
