@@ -8,8 +8,6 @@ from typing import NamedTuple, cast
 from penstock.scheduler.admission.control import AdmissionControl, check_rate
 from penstock.scheduler.admission.grammar_budget import GrammarBudget
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
-from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
@@ -68,40 +66,31 @@ class RequestIntake:
     """Validates a new request and decides whether to queue it. Reads the planner and the tenants; owns neither."""
 
     def __init__(
-        self,
-        context: PlanningContext,
-        planner: Planner,
-        predictor: LatencyPredictor,
-        facts: WorkerFacts,
-        config: SchedulerConfig,
+        self, context: PlanningContext, planner: Planner, predictor: LatencyPredictor
     ) -> None:
-        self._kv, self._tenants, self._clock = context.kv, context.tenants, context.clock
+        self.admission = AdmissionControl(context)
+        self.grammar_budget = GrammarBudget()
+        self._context = context
+        self._kv = context.kv
         self._planner = planner
         self._predictor = predictor
-        self._facts = facts
-        self.grammar_budget = GrammarBudget()
-        self.configure(config)
-
-    def configure(self, config: SchedulerConfig) -> None:
-        """Sets the limits for new requests."""
-        self._policy = config.policy
-        self.admission = AdmissionControl(config, self._facts)
 
     def rank(self, request: Request, number: int, choice: int, work: QueuedWork) -> Rank:
         """Returns the rank of one sequence of the request with arrival number ``number``, which needs this much
         ``work``."""
-        predicted_s = self._predictor.service_s(request, work) or 0.0 if self._policy is Policy.DEADLINE else 0.0
-        return rank_of(self._policy, request, predicted_s, number, choice)
+        policy = self._context.config.policy
+        predicted_s = self._predictor.service_s(request, work) or 0.0 if policy is Policy.DEADLINE else 0.0
+        return rank_of(policy, request, predicted_s, number, choice)
 
     def check_rates(self, tenant: str, kind: Rated) -> None:
         """Raises Refused, before any work is done, if a tenant has used up its rate or, for a request, its tokens."""
-        rate_limit, now = self._tenants.rate_limit(tenant), self._clock()
+        rate_limit, now = self._context.tenants.rate_limit(tenant), self._context.clock()
         try:
             check_rate(kind, 1, rate_limit, now)
             if kind is Rated.REQUEST:
                 check_rate(Rated.TOKEN, 1, rate_limit, now)
         except Refused:
-            self._planner.counters.refused += 1
+            self._context.counters.refused += 1
             raise
 
     def examine(self, request: Request, number: int, *, is_first: bool) -> AdmissionDecision:
@@ -110,7 +99,7 @@ class RequestIntake:
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
         rank = self.rank(request, number, 0, cached_work)
-        position = self._planner.waiting.num_ahead(request.tenant, rank)
+        position = self._context.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
         would_make_room = self._planner.would_make_room(request.tenant, rank)
         prediction = self._predictor.predict(request, work, rank, would_make_room)
@@ -152,21 +141,9 @@ class RequestIntake:
         return _work(request, left, self._kv.block_size)
 
     def _admit(self, request: Request, cached_work: QueuedWork, prediction: Prediction | None) -> None:
-        waiting, tenants = self._planner.waiting, self._tenants
         try:
             self.grammar_budget.check(request)
-            self.admission.check(
-                request,
-                queue=waiting.queued,
-                own_queue=waiting.queued_of(request.tenant),
-                queue_share=tenants.share_of(request.tenant) if waiting.by_turns else 0.0,
-                num_pooled=waiting.num_pooled,
-                num_tenant_live=tenants.num_live(request.tenant),
-                rate_limit=tenants.rate_limit(request.tenant),
-                prediction=prediction,
-                alone_s=self._predictor.alone_s(request, cached_work),
-                now=self._clock(),
-            )
+            self.admission.check(request, prediction, self._predictor.alone_s(request, cached_work))
         except Refused:
-            self._planner.counters.refused += 1
+            self._context.counters.refused += 1
             raise

@@ -26,7 +26,7 @@ from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequest
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
 from penstock.scheduler.planning.context import PlanningContext
-from penstock.scheduler.planning.planner import Planned, Planner
+from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Rank
@@ -55,17 +55,15 @@ class Scheduler:
         )
         context = PlanningContext(self.kv, facts, config, clock)
         self.waiting, self.running, self.tenants = context.waiting, context.running, context.tenants
-        self.counters, self._bisector = context.counters, context.bisector
+        self.counters, self._bisector, self._context = context.counters, context.bisector, context
         self.timelines = Timelines(config.explain_requests, clock)
         model = StepTimeModel(facts.copy_us_per_block * 1e-6)
         for measured in facts.measured_steps:
             model.observe(StepWork.measured(measured), measured.computed_us * 1e-6)
-        self.predictor = LatencyPredictor(context, model, config)
-        self._planner = Planner(context, facts, config, model, self.predictor.is_late)
-        self._facts = facts
-        self._intake = RequestIntake(context, self._planner, self.predictor, facts, config)
+        self.predictor = LatencyPredictor(context, model)
+        self._planner = Planner(context, model, self.predictor.is_late)
+        self._intake = RequestIntake(context, self._planner, self.predictor)
         self._output_processor = OutputProcessor(self._planner, self.predictor, clock, self._finish)
-        self._config = config
         self._clock = clock
         self._on_finished = on_finished
         self.requests: dict[str, RequestState] = {}
@@ -233,11 +231,12 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Returns the next plan, which must be submitted at once; None if there is nothing to do, or too many plans are
         in flight."""
-        if len(self._in_flight) >= self._config.max_plans_in_flight:
+        if len(self._in_flight) >= self._context.config.max_plans_in_flight:
             return None
         while True:
-            planned = self._planner.plan()
-            plan = None if planned is None else self._submit(planned)
+            plan = self._planner.plan()
+            if plan is not None:
+                self._record_planned(plan)
             late = self._planner.prefill_adder.take_late()
             for live in late:
                 # It may have ended, because it may be found twice, or may have begun after all, once there was room.
@@ -247,15 +246,13 @@ class Scheduler:
             if plan is not None or not late:  # otherwise a later request may begin
                 return plan
 
-    def _submit(self, planned: Planned) -> StepPlan:
-        plan = planned.plan
+    def _record_planned(self, plan: StepPlan) -> None:
         self._in_flight.append(plan)
-        self.predictor.planned(planned.work)
+        self.predictor.planned(plan)
         for chunk in plan.chunks:
             live = self._planner.rows.current(chunk.row).live
             if not live.forked and chunk.end >= len(live.request.prompt_token_ids):
                 self._fork(live)
-        return plan
 
     def update(self, result: StepResult) -> None:
         """Applies the result of the oldest plan in flight."""
@@ -303,17 +300,16 @@ class Scheduler:
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Applies ``config`` from the next plan on, except for settings that are fixed at the start; no request is
         lost. Raises ValueError, without changing anything."""
-        config.check_fits(self._facts, self._config)
-        self._config = config
-        self._intake.configure(config)
+        config.check_fits(self._context.facts, self._context.config)
+        self._context.configure(config)
         self.tenants.reconfigure(config)
         self.timelines.resize(config.explain_requests)
         for live in self.requests.values():
             rank = self._intake.rank(live.request, live.number, 0, live.work)
             for sequence in live.sequences:
                 sequence.rank = (rank[0], rank[1], sequence.index)
-        self._planner.configure(config)
-        self.predictor.configure(config)
+        self._planner.reconfigure()
+        self.predictor.reconfigure()
 
     def _progress(self, plan: StepPlan) -> dict[str, int]:
         """Returns the requests of a plan, and their progress."""

@@ -1,4 +1,4 @@
-"""The state that the parts of planning share. They read and change it; only the planner sets the limits."""
+"""The state that the parts of planning share. They read and change it; only the scheduler sets the limits."""
 
 from collections.abc import Callable
 
@@ -19,6 +19,7 @@ class PlanningContext:
         self, kv: KVCacheManager, facts: WorkerFacts, config: SchedulerConfig, clock: Callable[[], float]
     ) -> None:
         self.kv = kv
+        self.facts = facts
         self.waiting = WaitingQueue(config.policy, kv.wanted, kv.block_size)
         self.running = RunningQueue()
         self.rows = RowIdAllocator(num_row_numbers(facts.max_num_seqs))
@@ -26,12 +27,18 @@ class PlanningContext:
         self.bisector = CrashBisector()
         self.counters = Counters()
         self.clock = clock
-        self.max_rows = config.max_rows(facts)
-        """The maximum number of running rows."""
-        self.budget = config.token_budget(facts)
-        """The maximum number of tokens in a step."""
         self.decode_kv = 0
         """Positions that the decoding rows of the last plan read."""
+        self.configure(config)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Sets the limits."""
+        self.config = config
+        self.max_rows = config.max_rows(self.facts)
+        """The maximum number of running rows."""
+        self.budget = config.token_budget(self.facts)
+        """The maximum number of tokens in a step."""
+        assert 0 < self.max_rows <= self.budget, "every running row can decode in every step, so that none starves"
 
     def is_above_share(self, tenant: TenantUse) -> bool:
         """Returns whether a tenant's running rows hold more than its share of the blocks."""

@@ -11,10 +11,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Container
 from heapq import merge
-from typing import NamedTuple
 
-from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts
+from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
 from penstock.scheduler.planning.preemption import PreemptionPolicy
@@ -27,70 +25,53 @@ from penstock.scheduler.timeline import Cause
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 
-class Planned(NamedTuple):
-    """A plan, and its work."""
-
-    plan: StepPlan
-    work: StepWork
-
-
 class Planner:
     """Owns the rows and blocks, and assigns them."""
 
     def __init__(
-        self,
-        context: PlanningContext,
-        facts: WorkerFacts,
-        config: SchedulerConfig,
-        model: StepTimeModel,
-        is_late: Callable[[RequestState], bool],
+        self, context: PlanningContext, model: StepTimeModel, is_late: Callable[[RequestState], bool]
     ) -> None:
         """``is_late`` returns whether a request that has not begun can no longer meet its deadline."""
         self.kv, self.waiting, self.running, self.rows = context.kv, context.waiting, context.running, context.rows
         self.counters = context.counters
         self._context = context
-        self._facts = facts
         self._model = model
-        self._base_s = min((step.computed_us * 1e-6 for step in facts.measured_steps if step.decodes), default=0.0)
+        measured_steps = context.facts.measured_steps
+        self._base_s = min((step.computed_us * 1e-6 for step in measured_steps if step.decodes), default=0.0)
         """About how long a step takes without any row: as long as the shortest one that was measured at the start."""
         self._pinned = PinnedPrefixes(self.kv, self.waiting.update_work)
-        self.restore_policy = HostTierRestorePolicy(self.kv, model, facts)
+        self.restore_policy = HostTierRestorePolicy(self.kv, model, context.facts)
         self.prefill_adder = PrefillAdder(context, self._pinned, self.restore_policy, is_late)
-        self.configure(config)
+        self._preemption = PreemptionPolicy(context.config.policy, context)
 
-    def configure(self, config: SchedulerConfig) -> None:
-        """Applies the limits and the policy of ``config`` from the next plan on. Ranks must be updated before."""
-        context = self._context
-        context.budget = config.token_budget(self._facts)
-        context.max_rows = config.max_rows(self._facts)
-        # Every running row can decode in every step, so that none starves.
-        assert 0 < context.max_rows <= context.budget
-        self._target_itl_s = config.target_itl_s
-        self._preemption = PreemptionPolicy(config.policy, context)
-        self.waiting.arrange(config.policy)
+    def reconfigure(self) -> None:
+        """Applies the limits and the policy of the planning context from the next plan on. Ranks must be updated
+        before."""
+        policy = self._context.config.policy
+        self._preemption = PreemptionPolicy(policy, self._context)
+        self.waiting.arrange(policy)
         self.running.arrange()
-        while len(self.running) > context.max_rows:
+        while len(self.running) > self._context.max_rows:
             self._preempt(max(self.running, key=lambda sequence: sequence.rank), "fewer rows may run")
 
-    def plan(self) -> Planned | None:
+    def plan(self) -> StepPlan | None:
         """Returns the next step, or None if there is nothing to compute. The caller must submit it: it counts as in
         flight."""
         self.kv.pool.expire(self._context.clock())
         if self._context.bisector:
             self._isolate_suspects()
         self._make_room()
-        planned = self._plan()
-        while planned.plan.is_empty and self._make_room():
-            planned = self._plan()
-        plan = planned.plan
+        plan = self._plan()
+        while plan.is_empty and self._make_room():
+            plan = self._plan()
         if plan.is_empty:
             return None
         plan.dropped = self.rows.take_drops()
         self.counters.steps += 1
         self.counters.decode_rows += len(plan.decodes)
-        return planned
+        return plan
 
-    def _plan(self) -> Planned:
+    def _plan(self) -> StepPlan:
         plan = StepPlan(self.counters.steps, [], [], [], [], [])
         shares = self._step_shares(plan.step)
         drafting = self._plan_decodes(plan, () if shares is None else shares.sitting_out)
@@ -101,7 +82,7 @@ class Planner:
         if drafting:
             self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks), shares)
         self._close(plan, chunked)
-        return Planned(plan, StepWork.of(plan, self._context.decode_kv))
+        return plan
 
     def enter(self, sequence: SequenceState) -> None:
         """Puts a new sequence into the queue. A forked one keeps its blocks of the prompt while it waits."""
@@ -281,8 +262,8 @@ class Planner:
         if not plan.decodes or not budget:
             return budget
         context = self.running.prefilling[0].num_planned if self.running.prefilling else 0
-        decode_kv = self._context.decode_kv
-        return self._model.max_prefill(len(plan.decodes), decode_kv, context, self._target_itl_s, budget)
+        decode_kv, target_itl_s = self._context.decode_kv, self._context.config.target_itl_s
+        return self._model.max_prefill(len(plan.decodes), decode_kv, context, target_itl_s, budget)
 
     def _plan_chunks(self, plan: StepPlan, budget: int, shares: StepShares | None) -> list[SequenceState]:
         """Plans chunks of histories, in order; returns the sequences that got one."""
