@@ -112,16 +112,15 @@ def fused_moe(
 
     max_tiles = shape.max_tiles(num_tokens, tiles.block_m)
     inner_blocks = triton.cdiv(shape.intermediate_size, tiles.gate_up.block_n)
-    biases = [(bias,) if bias is not None else () for bias in (weights.gate_up_bias, weights.down_bias)]
     gate_up_variant(shape, tiles).launch(
-        (max_tiles * inner_blocks,), x, weights.gate_up, *biases[0], *routes.grouped, room.activations
+        (max_tiles * inner_blocks,), x, weights.gate_up, weights.gate_up_bias, *routes.grouped, room.activations
     )
     hidden_blocks = triton.cdiv(shape.hidden_size, tiles.down.block_n)
     down_variant(shape, tiles).launch(
         (max_tiles * hidden_blocks,),
         room.activations,
         weights.down,
-        *biases[1],
+        weights.down_bias,
         routes.weights,
         *routes.grouped,
         room.parts,

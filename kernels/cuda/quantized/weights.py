@@ -96,6 +96,11 @@ class WeightLayout:
         return self.narrows_inputs and self.group > 0
 
     @property
+    def scales_rows(self) -> bool:
+        """Whether whole sums are multiplied by scales of their rows."""
+        return not (self.codes is Codes.INT4 or self.codes.are_floats or self.group)
+
+    @property
     def row_size(self) -> int:
         """Elements in a row of codes."""
         if self.codes.are_floats:
