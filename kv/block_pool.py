@@ -175,8 +175,8 @@ class BlockPool:
         self._lapse(self._retention.pop_excess())
 
     def expire(self, now: float) -> None:
-        """Lets the blocks lapse that are retained until ``now`` or earlier. Must be called for every plan; costs nothing
-        when there are none."""
+        """Lets the blocks lapse that are retained until ``now`` or earlier. Must be called for every plan; costs
+        nothing when there are none."""
         self._now = now
         self._lapse(self._retention.pop_expired(now))
 

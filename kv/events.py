@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+_PART_BYTES = 8
+"""Tags and lengths of one part of a message."""
+
 
 class StoredBlock(NamedTuple):
     """A block that can be found."""
@@ -156,14 +159,6 @@ class KvEventReader:
                 num_bytes += _PART_BYTES + len(block_hash)
             else:
                 stored.append(block)
-                num_bytes += _block_bytes(block)
+                # An upper bound: a token takes up to 5 bytes.
+                num_bytes += _PART_BYTES + len(block_hash) + len(block.parent_hash) + 5 * len(block.token_ids)
         return removed, stored
-
-
-_PART_BYTES = 8
-"""Tags and lengths of one part of a message."""
-
-
-def _block_bytes(block: StoredBlock) -> int:
-    """Returns an upper bound of the block's size on the wire, with 5 bytes per token."""
-    return _PART_BYTES + len(block.block_hash) + len(block.parent_hash) + 5 * len(block.token_ids)

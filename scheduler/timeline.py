@@ -303,33 +303,25 @@ class Timeline:
             self._last.append(entry)
 
 
-class Timelines:
-    """The timelines of live requests, and of the last ``max_ended`` that ended."""
+class EndedTimelines:
+    """The timelines of the last ``max_kept`` requests that ended."""
 
-    def __init__(self, max_ended: int, clock: Callable[[], float]) -> None:
-        self._max_ended = max_ended
-        self._clock = clock
-        self._live: dict[str, Timeline] = {}
-        self._ended: dict[str, Timeline] = {}
+    def __init__(self, max_kept: int) -> None:
+        self._max_kept = max_kept
+        self._timelines: dict[str, Timeline] = {}
         """Oldest first."""
 
-    def open(self, request: Request) -> Timeline:
-        timeline = self._live[request.request_id] = Timeline(request, self._clock)
-        return timeline
-
-    def close(self, timeline: Timeline) -> None:
-        """Records that the request has ended."""
-        del self._live[timeline.request_id]
-        self._ended[timeline.request_id] = timeline
-        self._trim()
+    def add(self, timeline: Timeline) -> None:
+        """Adds the timeline of a request that has just ended."""
+        self._timelines[timeline.request_id] = timeline
+        self.resize(self._max_kept)
 
     def find(self, request_id: str) -> Timeline | None:
-        return self._live.get(request_id) or self._ended.get(request_id)
+        """Returns the timeline of a request, if it is still known."""
+        return self._timelines.get(request_id)
 
-    def resize(self, max_ended: int) -> None:
-        self._max_ended = max_ended
-        self._trim()
-
-    def _trim(self) -> None:
-        while len(self._ended) > self._max_ended:
-            del self._ended[next(iter(self._ended))]
+    def resize(self, max_kept: int) -> None:
+        """Changes how many are kept."""
+        self._max_kept = max_kept
+        while len(self._timelines) > max_kept:
+            del self._timelines[next(iter(self._timelines))]

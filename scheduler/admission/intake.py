@@ -65,9 +65,7 @@ class AdmissionDecision:
 class RequestIntake:
     """Validates a new request and decides whether to queue it. Reads the planner and the tenants; owns neither."""
 
-    def __init__(
-        self, context: PlanningContext, planner: Planner, predictor: LatencyPredictor
-    ) -> None:
+    def __init__(self, context: PlanningContext, planner: Planner, predictor: LatencyPredictor) -> None:
         self.admission = AdmissionControl(context)
         self.grammar_budget = GrammarBudget()
         self._context = context

@@ -31,7 +31,7 @@ from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import Change, Context, EngineFinishReason, Request, RequestAccepted
-from penstock.scheduler.timeline import Cause, Timeline, Timelines
+from penstock.scheduler.timeline import Cause, EndedTimelines, Timeline
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Scheduler:
         context = PlanningContext(self.kv, facts, config, clock)
         self.waiting, self.running, self.tenants = context.waiting, context.running, context.tenants
         self.counters, self._bisector, self._context = context.counters, context.bisector, context
-        self.timelines = Timelines(config.explain_requests, clock)
+        self._ended_timelines = EndedTimelines(config.explain_requests)
         model = StepTimeModel(facts.copy_us_per_block * 1e-6)
         for measured in facts.measured_steps:
             model.observe(StepWork.measured(measured), measured.computed_us * 1e-6)
@@ -84,7 +84,7 @@ class Scheduler:
         assert request.request_id not in self.requests, "request ids are unique among live requests"
         entry = self._intake.examine(request, self._num_arrived, is_first=not self.requests)
         texts = [request.make_text() for _ in range(request.n)]  # may raise, so it comes before any change
-        tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), self.timelines.open(request)
+        tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), Timeline(request, self._clock)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
         live.entered_at, live.work = self._clock(), entry.work
         self._intake.grammar_budget.count(request, 1)
@@ -137,7 +137,7 @@ class Scheduler:
         """Returns the timeline of a request that is alive or ended recently."""
         live = self.requests.get(request_id)
         if live is None:
-            return self.timelines.find(request_id)
+            return self._ended_timelines.find(request_id)
         self._emit_so_far(live)
         return live.timeline
 
@@ -213,7 +213,7 @@ class Scheduler:
         self.tenants.leave(live.tenant)
         self._intake.grammar_budget.count(request, -1)
         live.timeline.ended(reason.name)
-        self.timelines.close(live.timeline)
+        self._ended_timelines.add(live.timeline)
         context = live.context(reason, self.kv.block_size)
         if context is not None and request.retain_s > 0:
             self.kv.pool.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant)
@@ -303,7 +303,7 @@ class Scheduler:
         config.check_fits(self._context.facts, self._context.config)
         self._context.configure(config)
         self.tenants.reconfigure(config)
-        self.timelines.resize(config.explain_requests)
+        self._ended_timelines.resize(config.explain_requests)
         for live in self.requests.values():
             rank = self._intake.rank(live.request, live.number, 0, live.work)
             for sequence in live.sequences:

@@ -28,9 +28,7 @@ from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 class Planner:
     """Owns the rows and blocks, and assigns them."""
 
-    def __init__(
-        self, context: PlanningContext, model: StepTimeModel, is_late: Callable[[RequestState], bool]
-    ) -> None:
+    def __init__(self, context: PlanningContext, model: StepTimeModel, is_late: Callable[[RequestState], bool]) -> None:
         """``is_late`` returns whether a request that has not begun can no longer meet its deadline."""
         self.kv, self.waiting, self.running, self.rows = context.kv, context.waiting, context.running, context.rows
         self.counters = context.counters

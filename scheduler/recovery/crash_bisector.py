@@ -29,12 +29,6 @@ class _Record:
     num_alone: int = 0
     """The number of fatal steps with no other request."""
 
-    @property
-    def probation(self) -> int:
-        """The number of tokens to generate: twice as many each time, for a request that crashes the worker only
-        sometimes."""
-        return min(1 << self.num_cleared, MAX_PROBATION)
-
 
 class CrashBisector:
     """Decides which requests may run after a step has crashed the worker."""
@@ -64,7 +58,8 @@ class CrashBisector:
         Returns the convicted requests, and drops them."""
         for request_id, num_tokens in step.items():
             record = self._records.setdefault(request_id, _Record())
-            record.must_reach = num_tokens + record.probation
+            # Twice as many each time, for a request that crashes the worker only sometimes.
+            record.must_reach = num_tokens + min(1 << record.num_cleared, MAX_PROBATION)
         if len(step) == 1 and self._is_convicted(next(iter(step))):
             return list(step)
         self._passed.clear()

@@ -18,7 +18,6 @@ from penstock.scheduler.testing.fake_worker import (
     token_of_history,
 )
 
-
 _FACTS = WorkerFacts(
     num_blocks=1024,
     block_size=16,
