@@ -80,7 +80,7 @@ class LatencyPredictor:
         not wait for another whole step. 0 while too little is known."""
         if len(self._in_flight) != 1:
             return 0.0
-        step_s = self._model.least(self._in_flight[0]) or 0.0
+        step_s = self._model.predict(self._in_flight[0], drafts=0) or 0.0
         return max(0.0, self._answered_at + step_s - max(MIN_MARGIN_S, MARGIN * step_s) - self._clock())
 
     def began(self, live: RequestState, now: float) -> None:

@@ -178,24 +178,20 @@ class StepTimeModel:
         if surprise or len(self._chunked.new) + len(self._decoding.new) >= _FIT_EVERY:
             self._fit()
 
-    def predict(self, work: StepWork, steps: float = 1) -> float | None:
-        """Returns the seconds for this work in ``steps`` steps together; None while too little is known."""
-        return self._predict(work, steps, self._drafts_each * work.decodes)
-
-    def least(self, work: StepWork) -> float | None:
-        """Returns the seconds for a step with this work if nothing is drafted; None while too little is known."""
-        return self._predict(work, 1, 0)
-
-    def _predict(self, work: StepWork, steps: float, drafts: float) -> float | None:
+    def predict(self, work: StepWork, steps: float = 1, *, drafts: float | None = None) -> float | None:
+        """Returns the seconds for this work in ``steps`` steps together, with ``drafts``, or with as many as usual;
+        None while too little is known."""
         if self._num_steps < _MIN_STEPS:
             return None
+        if drafts is None:
+            drafts = self._drafts_each * work.decodes
         return self._pace * _dot(self._coefficients, _terms(work, steps, drafts)) + work.copied_blocks * self._copy_s
 
     def decode_costs(self, decodes: int, decode_kv: int, base_s: float) -> DecodeCosts:
         """Returns what each of these rows costs of a step that decodes them all and takes ``base_s`` without them; zero
         while too little is known. In a steady load the model cannot distinguish a step's constant cost from that of its
         rows. So the rows share whatever is beyond ``base_s``."""
-        whole_s = self.least(StepWork(0, 0, decodes, decode_kv))
+        whole_s = self.predict(StepWork(0, 0, decodes, decode_kv), drafts=0)
         if not decodes or whole_s is None:
             return DecodeCosts(0.0, 0.0, 0.0)
         rows_s = max(0.0, whole_s - base_s)

@@ -142,7 +142,6 @@ class Launches:
         triton.knobs.runtime.jit_post_compile_hook = self._on_compiled
 
     def note(self, variant: KernelVariant) -> None:
-        """Records a launch."""
         if not self._is_warm:
             self.warmed.add(variant)
         if variant not in self._known:

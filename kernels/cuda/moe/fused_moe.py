@@ -32,7 +32,6 @@ class ExpertsWeights:
     """(E, H)."""
 
     def check(self, shape: ExpertsShape) -> None:
-        """Asserts shapes and dtypes."""
         experts, hidden, inner = shape.mixture.num_experts, shape.hidden_size, shape.intermediate_size
         check(self.gate_up, (experts, 2 * inner, hidden), shape.dtype)
         check(self.down, (experts, hidden, inner), shape.dtype)
@@ -63,7 +62,6 @@ class ExpertsWorkspace:
         )
 
     def check(self, shape: ExpertsShape, num_tokens: int) -> None:
-        """Asserts shapes and capacity."""
         max_pairs = self.parts.shape[0]
         assert shape.num_pairs(num_tokens) <= max_pairs
         assert shape.max_tiles(num_tokens, shape.tiles(num_tokens).block_m) <= self.routes.tiles.shape[0]

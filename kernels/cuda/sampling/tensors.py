@@ -65,7 +65,6 @@ class SamplerShape:
 
     @property
     def slices(self) -> int:
-        """Slices in the vocabulary."""
         return -(-self.vocab_size // self.slice)
 
     @property
