@@ -97,9 +97,7 @@ class KvEventLog:
     def changed_since(self, sequence: int) -> Iterable[bytes]:
         """Returns the hashes that were stored or removed after ``sequence``, oldest change first; some may occur
         twice."""
-        recent = list(islice(reversed(self._recent), self.sequence - sequence))
-        recent.reverse()
-        return recent
+        return list(islice(reversed(self._recent), self.sequence - sequence))[::-1]
 
     @property
     def hashes(self) -> Iterable[bytes]:

@@ -17,7 +17,6 @@ from penstock.kv.events import KvEventLog
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import Counters, EngineState, EngineStats
 from penstock.scheduler.executor import Executor, ExecutorError
-from penstock.scheduler.loop.deadlines import DeadlineTimers
 from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import WorkerFacts
@@ -55,7 +54,7 @@ class Engine:
         self._facts: WorkerFacts | None = None
         self._scheduler: Scheduler | None = None
         self._callbacks: list[Callable[[EngineState], None]] = []
-        self._deadlines = DeadlineTimers(self._on_deadline)
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._pump_is_due = False
@@ -100,7 +99,7 @@ class Engine:
         # Before the request is added, because its sink may end it at once.
         self._idle.clear()
         if request.deadline is not None:
-            self._deadlines.set(request.request_id, request.deadline)
+            self._set_deadline(request.request_id, request.deadline)
         try:
             self._scheduler.add_request(request)
         except BaseException:
@@ -133,7 +132,7 @@ class Engine:
             if not self._scheduler.update_request(request_id, change):
                 return False
         if change.deadline is not None and request_id in self._scheduler.requests:
-            self._deadlines.set(request_id, change.deadline)
+            self._set_deadline(request_id, change.deadline)
         self._pump_soon()
         return True
 
@@ -183,6 +182,18 @@ class Engine:
     def busy_tenants(self) -> Iterator[TenantUse]:
         return iter(()) if self._scheduler is None else iter(self._scheduler.tenants)
 
+    def _set_deadline(self, request_id: str, deadline: float) -> None:
+        """Starts the request's timer, in place of an earlier one."""
+        self._drop_deadline(request_id)
+        # Both clocks are CLOCK_MONOTONIC, but a loop may round its own.
+        delay = max(0.0, deadline - time.monotonic())
+        self._deadlines[request_id] = asyncio.get_running_loop().call_later(delay, self._on_deadline, request_id)
+
+    def _drop_deadline(self, request_id: str) -> None:
+        timer = self._deadlines.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
     def _on_deadline(self, request_id: str) -> None:
         self.abort(request_id, EngineFinishReason.DEADLINE, "the request's deadline passed")
 
@@ -191,7 +202,7 @@ class Engine:
         self._forget(request.request_id)
 
     def _forget(self, request_id: str) -> None:
-        self._deadlines.drop(request_id)
+        self._drop_deadline(request_id)
         if self._scheduler is not None and not self._scheduler.requests:
             self._idle.set()
 

@@ -48,10 +48,7 @@ class Scheduler:
         on_finished: Callable[[Request], None] = lambda _: None,
     ) -> None:
         self.kv = KVCacheManager(
-            facts.num_blocks,
-            facts.block_size,
-            facts.num_host_blocks,
-            caches_prefixes=config.enable_prefix_caching,
+            facts.num_blocks, facts.block_size, facts.num_host_blocks, caches_prefixes=config.enable_prefix_caching
         )
         context = PlanningContext(self.kv, facts, config, clock)
         self.waiting, self.running, self.tenants = context.waiting, context.running, context.tenants

@@ -15,9 +15,6 @@ class PinnedPrefixes:
         self._on_taken = on_taken
         self._sequences: list[SequenceState] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._sequences)
-
     def add_sequence(self, sequence: SequenceState) -> None:
         """Adds a waiting, forked sequence, with the blocks that it shares with the first one."""
         if sequence.pinned:
