@@ -153,7 +153,7 @@ def test_after_the_worker_died_nothing_is_held_found_or_pending(kv):
     kv.reset()
     kv.pool.check([])
     assert (kv.usage, kv.pool.num_retained, kv.find_prefix(HASHES, 20)) == (0.0, 0, [])
-    assert not kv.is_pending(HASHES[0])
+    assert kv.leader(HASHES[0]) is None
     assert list(kv.events.hashes) == []
     assert kv.allocate([], 20) == table
 
