@@ -57,11 +57,14 @@ class KernelVariant:
     num_warps: int = 4
     num_stages: int = 2
 
-    def launch(self, grid: tuple[int, ...], *values: Tensor | int | float | None) -> None:
-        """Runs the kernel. ``values`` are the arguments in the order of ``arguments``; tensors must have the dtypes
-        given there."""
+    def launch(
+        self, grid: tuple[int, ...], *values: Tensor | int | float | None, **named: Tensor | int | float | None
+    ) -> None:
+        """Runs the kernel. The arguments are given in the order of ``arguments`` or by name; tensors must have the
+        dtypes given there."""
         # By name, since constants may come between them.
-        named = dict(zip(self.arguments, values, strict=True))
+        named = named or dict(zip(self.arguments, values, strict=True))
+        assert named.keys() == self.arguments.keys(), (list(named), list(self.arguments))
         for name, wanted in self.arguments.items():
             value = named[name]
             if isinstance(wanted, torch.dtype):
