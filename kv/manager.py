@@ -214,7 +214,7 @@ class KVCacheManager:
         sequences for which ``is_ahead`` is true."""
         num_coming = 0
         for block_hash in hashes[num_found : (num_tokens - 1) // self.block_size]:
-            leader = self._pending.get(block_hash) or self.wanted.owner(block_hash)
+            leader = self._pending.get(block_hash, self.wanted.owner(block_hash))
             if leader is None or not is_ahead(leader):
                 break
             num_coming += 1
