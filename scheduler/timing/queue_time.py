@@ -93,7 +93,7 @@ class QueueTimeModel:
         self._target_itl_s = target_itl_s
         self._lengths = OutputLengths()
         self._lateness: dict[tuple[int, bool], deque[float]] = {}
-        """By kind of request, the last ratios of the time that a request took to the predicted one."""
+        """The last ratios of a request's time to the predicted one, by kind of request."""
         self._mean_prompt_s: dict[bool, float] = {}
         self._bias = {True: 1.0, False: 1.0}
         """For prompts that are mostly cached, and for others."""
