@@ -145,7 +145,8 @@ def describe(variant: KernelVariant) -> str:
     """A line that identifies the variant. Leaves out dtypes among the constants, since they follow from the tensors'
     dtypes."""
     types = dict.fromkeys(TYPES[kind] for kind in variant.arguments.values() if isinstance(kind, torch.dtype))
-    constants = (f"{name}={value}" for name, value in variant.constants.items() if not isinstance(value, tl.dtype))
+    values = {**variant.absent, **variant.constants}.items()
+    constants = (f"{name}={value}" for name, value in values if not isinstance(value, tl.dtype))
     sizes = f"WARPS={variant.num_warps} STAGES={variant.num_stages}"
     return f"{variant.kernel.fn.__name__} {','.join(types)} {' '.join(constants)} {sizes}"
 

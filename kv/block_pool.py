@@ -28,9 +28,11 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._on_evicted = on_evicted
-        self._clear()
+        self._now = float("-inf")
+        self.reset()
 
-    def _clear(self) -> None:
+    def reset(self) -> None:
+        """Empties the pool, because the blocks' content is gone: no block is held, and no hash finds one."""
         self._refcounts = [0] * self.num_blocks
         self._hashes: list[bytes | None] = [None] * self.num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -42,7 +44,6 @@ class BlockPool:
         # Leases of retained blocks, and of held ones that will be retained when they are released.
         self._leases: dict[int, Lease] = {}
         self._num_leases = 0
-        self._now = float("-inf")
 
     @property
     def num_free(self) -> int:
@@ -60,7 +61,6 @@ class BlockPool:
         return self._retention.num_blocks
 
     def is_held(self, block: int) -> bool:
-        """Returns whether the block has a holder."""
         return self._refcounts[block] > 0
 
     def num_unshared(self, block_ids: Iterable[int]) -> int:
@@ -77,18 +77,14 @@ class BlockPool:
         """Returns the block with this hash, held or not. Does not modify the pool."""
         return self._by_hash.get(block_hash)
 
-    # Holders --------------------------------------------------------------------------------------------------------
-
     def take_blocks(self, num_blocks: int) -> list[int]:
         """Gives out blocks with a refcount of 1, in the order above, and drops the hashes of those that had one. The
         caller has checked ``num_free``."""
         assert 0 <= num_blocks <= self.num_free
         blanks = self._blanks
-        taken = []
-        for _ in range(num_blocks):
-            block = blanks.pop() if blanks else self._evict()
+        taken = [blanks.pop() if blanks else self._evict() for _ in range(num_blocks)]
+        for block in taken:
             self._refcounts[block] = 1
-            taken.append(block)
         return taken
 
     def _evict(self) -> int:
@@ -99,12 +95,15 @@ class BlockPool:
         else:
             block = self._retention.pop()
             del self._leases[block]
+        self._on_evicted(self._drop_hash(block), block)
+        return block
+
+    def _drop_hash(self, block: int) -> bytes:
         block_hash = self._hashes[block]
         assert block_hash is not None
         del self._by_hash[block_hash]
         self._hashes[block] = None
-        self._on_evicted(block_hash, block)
-        return block
+        return block_hash
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Adds a holder to each of these blocks, which are held or found by their hashes. A lease stays valid while its
@@ -124,32 +123,22 @@ class BlockPool:
             self._retention.remove(block, self._leases[block])
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Removes a holder from each of these blocks, which are a row's blocks in the order of its table.
-
-        They enter the cache last block first, so a sequence loses its tail before the blocks that others may share.
-        """
+        """Removes a holder from each of these blocks, which are a row's blocks in the order of its table. Those with a
+        hash enter the cache last block first, so a sequence loses its tail before the blocks that others may share."""
         refcounts = self._refcounts
         for block in reversed(block_ids):
             assert refcounts[block] > 0, f"block {block} is released more often than it was taken"
             refcounts[block] -= 1
             if not refcounts[block]:
+                lease = self._leases.get(block)
                 if self._hashes[block] is None:
                     self._blanks.append(block)
-                elif block in self._leases:
-                    self._release_leased(block)
-                else:
+                elif lease is not None and lease.until > self._now:
+                    self._retention.put(block, lease)
+                else:  # even after a lease: it was in use until now, so it counts as recent
+                    self._leases.pop(block, None)
                     self._cached[block] = None
         self._lapse(self._retention.pop_excess())
-
-    def _release_leased(self, block: int) -> None:
-        lease = self._leases[block]
-        if lease.until > self._now:
-            self._retention.put(block, lease)
-        else:  # was in use until now, so it counts as recent
-            del self._leases[block]
-            self._cached[block] = None
-
-    # Hashes ---------------------------------------------------------------------------------------------------------
 
     def publish(self, block: int, block_hash: bytes) -> bool:
         """Lets ``block_hash`` find this held block from now on; returns whether the hash is new. If another block has
@@ -163,7 +152,8 @@ class BlockPool:
 
     def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
         """Retains the blocks that these hashes of a sequence's beginning find: once they are not held, they are evicted
-        after all others until ``until``. If a block has a lease already, the later expiry counts.
+        after all others until ``until``, by ``time.monotonic()``. If a block has a lease already, the later expiry
+        counts.
 
         At most half of all blocks are retained for an ``owner``. Above that, the blocks with the nearest expiry lapse.
         """
@@ -185,7 +175,8 @@ class BlockPool:
         self._lapse(self._retention.pop_excess())
 
     def expire(self, now: float) -> None:
-        """Lets the blocks lapse that are retained until ``now`` or earlier. Costs nothing when there are none."""
+        """Lets the blocks lapse that are retained until ``now`` or earlier. Must be called for every plan; costs
+        nothing when there are none."""
         self._now = now
         self._lapse(self._retention.pop_expired(now))
 
@@ -198,22 +189,13 @@ class BlockPool:
         """Drops every cached block that is not held, retained ones included; returns their number."""
         flushed = [*self._lapsed, *self._cached, *(block for block in self._leases if not self._refcounts[block])]
         for block in flushed:
-            block_hash = self._hashes[block]
-            assert block_hash is not None
-            del self._by_hash[block_hash]
-            self._hashes[block] = None
+            self._drop_hash(block)
             self._leases.pop(block, None)
         self._lapsed.clear()
         self._cached.clear()
         self._retention.clear()
         self._blanks += flushed
         return len(flushed)
-
-    def reset(self) -> None:
-        """Empties the pool, because the blocks' content is gone: no block is held, and no hash finds one."""
-        now = self._now
-        self._clear()
-        self._now = now
 
     @property
     def hashes(self) -> KeysView[bytes]:
@@ -235,13 +217,7 @@ class BlockPool:
         assert len(blanks) == len(self._blanks), "a blank block is listed twice"
         assert len(retained) == self._retention.num_blocks, "a retained block has another lease, or none"
         for block, refcount in enumerate(self._refcounts):
-            states = (
-                (block in blanks)
-                + (block in self._lapsed)
-                + (block in self._cached)
-                + (block in retained)
-                + (refcount > 0)
-            )
+            states = sum(block in state for state in (blanks, self._lapsed, self._cached, retained)) + (refcount > 0)
             assert states == 1, f"block {block} is in {states} states"
             block_hash = self._hashes[block]
             if block_hash is None:

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+_PART_BYTES = 8
+"""Tags and lengths of one part of a message."""
+
 
 class StoredBlock(NamedTuple):
     """A block that can be found."""
@@ -50,23 +53,15 @@ class KvEventLog:
         self._contents: dict[bytes, bytes] = {}
         self._wakes: list[Callable[[], None]] = []
 
-    # Changes --------------------------------------------------------------------------------------------------------
-
     def stored(self, block_hash: bytes, parent_hash: bytes, token_ids: Sequence[int]) -> None:
         """Records that a block can be found from now on."""
         self._contents[block_hash] = parent_hash + self._pack.pack(*token_ids)
-        self._recent.append(block_hash)
-        self.sequence += 1
-        if self._wakes:
-            self._wake()
+        self._record(block_hash)
 
     def removed(self, block_hash: bytes) -> None:
         """Records that a block can no longer be found."""
         del self._contents[block_hash]
-        self._recent.append(block_hash)
-        self.sequence += 1
-        if self._wakes:
-            self._wake()
+        self._record(block_hash)
 
     def cleared(self, but: Iterable[bytes] = ()) -> None:
         """Records that no block can be found any more, except ``but``."""
@@ -75,12 +70,16 @@ class KvEventLog:
         self.sequence += 1
         self._wake()
 
+    def _record(self, block_hash: bytes) -> None:
+        self._recent.append(block_hash)
+        self.sequence += 1
+        if self._wakes:
+            self._wake()
+
     def _wake(self) -> None:
         wakes, self._wakes = self._wakes, []
         for wake in wakes:
             wake()
-
-    # Reading --------------------------------------------------------------------------------------------------------
 
     def wake_once(self, wake: Callable[[], None]) -> None:
         """Calls ``wake`` at the next change, during it: ``wake`` must not read the log or raise."""
@@ -98,17 +97,13 @@ class KvEventLog:
     def changed_since(self, sequence: int) -> Iterable[bytes]:
         """Returns the hashes that were stored or removed after ``sequence``, oldest change first; some may occur
         twice."""
-        recent = list(islice(reversed(self._recent), self.sequence - sequence))
-        recent.reverse()
-        return recent
+        return list(islice(reversed(self._recent), self.sequence - sequence))[::-1]
 
     @property
     def hashes(self) -> Iterable[bytes]:
-        """The hashes of all blocks that can be found."""
         return self._contents.keys()
 
     def find(self, block_hash: bytes) -> StoredBlock | None:
-        """Returns the block, if it can be found now."""
         content = self._contents.get(block_hash)
         if content is None:
             return None
@@ -144,7 +139,6 @@ class KvEventReader:
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether there is nothing left to report."""
         return self._reported == self._log.sequence
 
     def _take(self, hashes: Iterable[bytes]) -> None:
@@ -163,14 +157,6 @@ class KvEventReader:
                 num_bytes += _PART_BYTES + len(block_hash)
             else:
                 stored.append(block)
-                num_bytes += _block_bytes(block)
+                # An upper bound: a token takes up to 5 bytes.
+                num_bytes += _PART_BYTES + len(block_hash) + len(block.parent_hash) + 5 * len(block.token_ids)
         return removed, stored
-
-
-_PART_BYTES = 8
-"""Tags and lengths of one part of a message."""
-
-
-def _block_bytes(block: StoredBlock) -> int:
-    """Returns an upper bound of the block's size on the wire, with 5 bytes per token."""
-    return _PART_BYTES + len(block.block_hash) + len(block.parent_hash) + 5 * len(block.token_ids)

@@ -32,7 +32,6 @@ class HostTier:
 
     @property
     def hashes(self) -> Iterable[bytes]:
-        """All hashes that are found here."""
         return self._slots.keys() | self._restored.keys()
 
     def store(self, block_hash: bytes) -> int | None:

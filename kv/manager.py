@@ -6,7 +6,7 @@ decides. Evicted blocks go to the host tier and can still be found there; the ne
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol
+from itertools import takewhile
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.kv.block_pool import BlockPool
@@ -18,52 +18,15 @@ MIN_EVENTS_KEPT = 1 << 10
 """The minimum number of events kept, for small pools; each takes 80 bytes."""
 
 
-class Hashing(Protocol):
-    """Computes block hashes."""
-
-    def first(self, prompt_hashes: Sequence[bytes]) -> list[bytes]:
-        """Returns the hashes that a sequence starts with."""
-        ...
-
-    def extend(self, hashes: list[bytes], token_ids: Sequence[int], num_blocks: int, salt: bytes) -> None:
-        """Adds hashes until there are ``num_blocks``. All tokens of these blocks are known."""
-        ...
-
-
-class ChainedHashing:
-    """Hashing with the prefix cache on."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-
-    def first(self, prompt_hashes: Sequence[bytes]) -> list[bytes]:
-        """Returns a copy, which can be extended."""
-        return list(prompt_hashes)
-
-    def extend(self, hashes: list[bytes], token_ids: Sequence[int], num_blocks: int, salt: bytes) -> None:
-        """Hashes the blocks that are missing."""
-        if num_blocks > len(hashes):
-            tail = token_ids[len(hashes) * self._block_size : num_blocks * self._block_size]
-            hashes += hash_blocks(tail, self._block_size, salt, hashes[-1] if hashes else b"")
-
-
-class NoHashing:
-    """Hashing with the prefix cache off: no block has a hash, so none is published and none is found."""
-
-    def first(self, prompt_hashes: Sequence[bytes]) -> list[bytes]:
-        """Returns an empty list."""
-        return []
-
-    def extend(self, hashes: list[bytes], token_ids: Sequence[int], num_blocks: int, salt: bytes) -> None:
-        """Adds nothing."""
-
-
 class KVCacheManager:
     """Allocates the blocks of one pool, finds cached prefixes, and tracks which prefixes are being computed."""
 
-    def __init__(self, num_blocks: int, block_size: int, hashing: Hashing, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, caches_prefixes: bool = True
+    ) -> None:
+        """Without ``caches_prefixes`` no block has a hash, so none is published and none is found."""
         self.block_size = block_size
-        self.hashing = hashing
+        self._caches_prefixes = caches_prefixes
         # A reader that has missed more changes than there are blocks is better off with the whole content, and does not
         # fall behind again while it reads that, unless the cache changes faster than it reads.
         self.events = KvEventLog(block_size, max(num_blocks + num_host_blocks, MIN_EVENTS_KEPT))
@@ -85,10 +48,15 @@ class KVCacheManager:
         """The share of blocks that are held. Cached blocks that can be evicted do not count."""
         return 1.0 - self.pool.num_free / self.pool.num_blocks
 
-    @property
-    def num_retained(self) -> int:
-        """The number of blocks that are not held and that are evicted only when no other block is free."""
-        return self.pool.num_retained
+    def first_hashes(self, prompt_hashes: Sequence[bytes]) -> list[bytes]:
+        """Returns the hashes that a sequence starts with, in a list that can be extended."""
+        return list(prompt_hashes) if self._caches_prefixes else []
+
+    def extend_hashes(self, hashes: list[bytes], token_ids: Sequence[int], num_blocks: int, salt: bytes) -> None:
+        """Adds hashes until there are ``num_blocks``. All tokens of these blocks are known."""
+        if self._caches_prefixes and num_blocks > len(hashes):
+            tail = token_ids[len(hashes) * self.block_size : num_blocks * self.block_size]
+            hashes += hash_blocks(tail, self.block_size, salt, hashes[-1] if hashes else b"")
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks that hold the KV of this many tokens."""
@@ -111,11 +79,8 @@ class KVCacheManager:
     def find_evicted(self, hashes: Sequence[bytes], num_found: int, num_tokens: int) -> Sequence[bytes]:
         """Returns the hashes of the blocks that follow a prefix of ``num_found`` blocks, up to the first that the host
         tier lacks."""
-        end = num_found
-        last = min(len(hashes), (num_tokens - 1) // self.block_size)
-        while end < last and hashes[end] in self.host:
-            end += 1
-        return hashes[num_found:end]
+        candidates = hashes[num_found : (num_tokens - 1) // self.block_size]
+        return list(takewhile(self.host.__contains__, candidates))
 
     def allocate(
         self, prefix: Sequence[int], num_tokens: int, reserve: int = 0, restored: Sequence[bytes] = ()
@@ -152,20 +117,6 @@ class KVCacheManager:
         block_ids += new
         return new
 
-    def share(self, block_ids: Sequence[int]) -> None:
-        """Adds a holder to the full blocks at the beginning of a sequence's table. Each holder frees them."""
-        self.pool.share(block_ids)
-
-    def free(self, block_ids: Sequence[int]) -> None:
-        """Releases a table. Published blocks stay cached until they are evicted, the last ones first."""
-        self.pool.release(block_ids)
-
-    def num_unshared(self, block_ids: Sequence[int]) -> int:
-        """Returns how many blocks are free once the holder of this table releases it."""
-        return self.pool.num_unshared(block_ids)
-
-    # Between the tiers ----------------------------------------------------------------------------------------------
-
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Returns the copies of the next plan, which is now complete: evicted blocks to slots of the host tier, then
         slots to blocks. In each list, no block and no slot occurs twice."""
@@ -197,8 +148,6 @@ class KVCacheManager:
             whereabouts.update((block_hash, Whereabouts.EVICTED) for block_hash in away if block_hash in host)
         return whereabouts
 
-    # Published blocks -----------------------------------------------------------------------------------------------
-
     def publish(
         self, block_ids: Sequence[int], hashes: Sequence[bytes], start: int, stop: int, token_ids: Sequence[int]
     ) -> None:
@@ -213,16 +162,6 @@ class KVCacheManager:
                 parent = hashes[index - 1] if index else b""
                 self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size])
         self.wanted.refresh(hashes[start:stop])
-
-    def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
-        """Retains the blocks that these hashes of a sequence's beginning find: they are evicted after ordinary cache
-        until ``until``, by ``time.monotonic()``. Bounded for each ``owner``. Hashes that find nothing are ignored."""
-        self.pool.retain(hashes, until, owner)
-
-    def expire(self, now: float) -> None:
-        """Ends the retention of blocks that are retained until ``now`` or earlier. Must be called for every plan; costs
-        nothing when there is nothing to do."""
-        self.pool.expire(now)
 
     def flush(self) -> int:
         """Drops every cached block that is not held, retained ones and those of the host tier included; returns their
@@ -250,8 +189,6 @@ class KVCacheManager:
         self.host.check()
         assert set(self.events.hashes) == {*self.pool.hashes, *self.host.hashes}, "events differ from what can be found"
 
-    # Prefixes that are being computed -------------------------------------------------------------------------------
-
     def announce(self, leader: Hashable, hashes: Sequence[bytes]) -> None:
         """Records that ``leader`` will compute these blocks in the coming plans."""
         for block_hash in hashes:
@@ -270,31 +207,22 @@ class KVCacheManager:
         """Returns the sequence that is computing the block with this hash."""
         return self._pending.get(block_hash)
 
-    def is_pending(self, block_hash: bytes | None) -> bool:
-        """Returns whether a sequence is computing the block with this hash."""
-        return block_hash in self._pending
-
     def num_coming(
         self, hashes: Sequence[bytes], num_found: int, num_tokens: int, is_ahead: Callable[[Hashable], bool]
     ) -> int:
         """Returns how many blocks after a found prefix of ``num_found`` will be computed by running or waiting
         sequences for which ``is_ahead`` is true."""
-        end = last = min(len(hashes), (num_tokens - 1) // self.block_size)
-        for index in range(num_found, last):
-            leader = self._pending.get(hashes[index])
-            if leader is None:
-                leader = self.wanted.owner(hashes[index])
+        num_coming = 0
+        for block_hash in hashes[num_found : (num_tokens - 1) // self.block_size]:
+            leader = self._pending.get(block_hash, self.wanted.owner(block_hash))
             if leader is None or not is_ahead(leader):
-                end = index
                 break
-        return max(0, end - num_found)
+            num_coming += 1
+        return num_coming
 
     def last_pending(self, hashes: Sequence[bytes], num_cached: int, num_tokens: int) -> bytes | None:
         """Returns the last block that a sequence can share with one that is being computed, if its next block is one of
         these."""
-        last = None
-        for block_hash in hashes[num_cached : (num_tokens - 1) // self.block_size]:
-            if block_hash not in self._pending:
-                break
-            last = block_hash
-        return last
+        candidates = hashes[num_cached : (num_tokens - 1) // self.block_size]
+        pending = list(takewhile(self._pending.__contains__, candidates))
+        return pending[-1] if pending else None

@@ -5,13 +5,14 @@ block that was added first. Each owner's share is bounded.
 """
 
 from bisect import insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from operator import attrgetter
+
+_EXPIRY = attrgetter("expiry")
 
 
 class Lease:
     """Keeps a sequence's blocks for ``owner`` until ``until``, by ``time.monotonic()``."""
-
-    __slots__ = ("blocks", "expiry", "owner", "until")
 
     def __init__(self, until: float, owner: str, number: int) -> None:
         """Among leases that expire at the same time, the one with the lower ``number`` gives up its blocks first."""
@@ -23,10 +24,6 @@ class Lease:
         its deleted beginning each time."""
 
 
-def _expiry(lease: Lease) -> tuple[float, int]:
-    return lease.expiry
-
-
 class Retention:
     """The leases that keep blocks, and the number of blocks per owner."""
 
@@ -35,28 +32,24 @@ class Retention:
         # Leases with blocks, by expiry. There are few of them: one for each conversation that pauses.
         self._leases: list[Lease] = []
         self.num_blocks = 0
-        self._num_by_owner: dict[str, int] = {}
+        self._num_by_owner: Counter[str] = Counter()
         self._above_bound: set[str] = set()
 
     def put(self, block: int, lease: Lease) -> None:
-        """Adds the block to ``lease``."""
         if not lease.blocks:
-            insort(self._leases, lease, key=_expiry)
+            insort(self._leases, lease, key=_EXPIRY)
         lease.blocks[block] = None
         self.num_blocks += 1
-        owner = lease.owner
-        num_owned = self._num_by_owner[owner] = self._num_by_owner.get(owner, 0) + 1
-        if num_owned > self._max_blocks_per_owner:
-            self._above_bound.add(owner)
+        self._num_by_owner[lease.owner] += 1
+        if self._num_by_owner[lease.owner] > self._max_blocks_per_owner:
+            self._above_bound.add(lease.owner)
 
     def remove(self, block: int, lease: Lease) -> None:
-        """Removes the block from ``lease``."""
         del lease.blocks[block]
         self.num_blocks -= 1
-        owner = lease.owner
-        self._num_by_owner[owner] -= 1
-        if not self._num_by_owner[owner]:
-            del self._num_by_owner[owner]
+        self._num_by_owner[lease.owner] -= 1
+        if not self._num_by_owner[lease.owner]:
+            del self._num_by_owner[lease.owner]
         if not lease.blocks:
             self._leases.remove(lease)
 
@@ -79,7 +72,7 @@ class Retention:
         excess = []
         while self._above_bound:
             owner = self._above_bound.pop()
-            num_excess = self._num_by_owner.get(owner, 0) - self._max_blocks_per_owner
+            num_excess = self._num_by_owner[owner] - self._max_blocks_per_owner
             for lease in [lease for lease in self._leases if lease.owner == owner]:
                 for block in list(lease.blocks)[: max(0, num_excess)]:
                     self.remove(block, lease)
@@ -88,7 +81,6 @@ class Retention:
         return excess
 
     def clear(self) -> None:
-        """Removes every block."""
         for lease in self._leases:
             lease.blocks.clear()
         self._leases.clear()
@@ -99,11 +91,11 @@ class Retention:
     def check(self) -> None:
         """Asserts that the leases are consistent with each other, with the counts and with the bound."""
         assert all(lease.blocks for lease in self._leases), "a lease that keeps no block is listed"
-        assert self._leases == sorted(self._leases, key=_expiry), "leases are out of order"
-        counts: dict[str, int] = {}
+        assert self._leases == sorted(self._leases, key=_EXPIRY), "leases are out of order"
+        counts: Counter[str] = Counter()
         for lease in self._leases:
-            counts[lease.owner] = counts.get(lease.owner, 0) + len(lease.blocks)
+            counts[lease.owner] += len(lease.blocks)
         assert counts == self._num_by_owner, "the owners' counts differ from their leases"
-        assert sum(counts.values()) == self.num_blocks, "the count of retained blocks differs from the leases"
+        assert counts.total() == self.num_blocks, "the count of retained blocks differs from the leases"
         assert all(count <= self._max_blocks_per_owner for count in counts.values()), "an owner is above its bound"
         assert not self._above_bound

@@ -78,12 +78,7 @@ class SchedulerConfig:
     """The number of finished requests whose timelines are kept."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_queued_requests",
-            "max_queued_tokens",
-        ):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 1 <= self.max_plans_in_flight <= MAX_PLANS_IN_FLIGHT:
@@ -95,7 +90,6 @@ class SchedulerConfig:
             raise ValueError(f"target_itl_s is {self.target_itl_s}; it must be above 0 and at most {limit}")
 
     def tenant(self, name: str) -> TenantLimits:
-        """Returns the limits of a tenant."""
         return self.tenants.get(name, self.default_tenant)
 
     def check_fits(self, facts: WorkerFacts, running: "SchedulerConfig") -> None:

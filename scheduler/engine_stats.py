@@ -20,13 +20,15 @@ class EngineState(Enum):
     STOPPED = auto()
 
 
-@dataclass(slots=True)
+@dataclass
 class Counters:
     """Totals since the start."""
 
     steps: int = 0
     prefill_tokens: int = 0
     """Positions computed in chunks, including those of preempted rows."""
+    cached_tokens: int = 0
+    """Positions that the prefix cache saved."""
     decode_rows: int = 0
     """Decoding rows, summed over all steps."""
     preemptions: int = 0
@@ -37,30 +39,28 @@ class Counters:
     refused: int = 0
     """Requests that were not admitted."""
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    """Counts of drafts. Its ``steps`` counts each row's steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of the engine. Counts of tokens and steps are totals since the start."""
+@dataclass(kw_only=True)
+class EngineStats(Counters):
+    """A snapshot of the engine: its totals, and its current values."""
 
     state: EngineState
-    requests: int
-    """Requests that have not finished."""
-    running: int
-    """Running rows. A request of n sequences has up to n."""
-    waiting: int
-    """Sequences that wait for a row."""
-    kv_usage: float
-    """The share of blocks that rows hold, 0 to 1. Cached blocks that can be evicted do not count."""
-    cached_blocks: int
-    """Blocks that no row holds and that a prefix can still find."""
-    steps: int
-    prefill_tokens: int
-    cached_tokens: int
-    decode_rows: int
-    output_tokens: int
-    preemptions: int
     finished: int
+    """The total of requests that have finished."""
+    restarts: int
+    """The total of workers that were replaced."""
+    requests: int = 0
+    """Requests that have not finished."""
+    running: int = 0
+    """Running rows. A request of n sequences has up to n."""
+    waiting: int = 0
+    """Sequences that wait for a row."""
+    kv_usage: float = 0.0
+    """The share of blocks that rows hold, 0 to 1. Cached blocks that can be evicted do not count."""
+    cached_blocks: int = 0
+    """Blocks that no row holds and that a prefix can still find."""
     stalled: int = 0
     """Requests that are held back because their output is not read."""
     retained_blocks: int = 0
@@ -68,14 +68,8 @@ class EngineStats:
     host_blocks: int = 0
     """Evicted blocks in host memory, whether or not the device has them again."""
     restored_tokens: int = 0
-    """The part of the cached tokens whose KV was copied back from host memory."""
-    refused: int = 0
-    """Requests that were not admitted."""
-    restarts: int = 0
-    """Workers that were replaced."""
+    """The part of the cached tokens whose KV was copied back from host memory, since the start."""
     step_s: float = 0.0
     """The median time of the last steps."""
     predicted_ttft_s: float | None = None
     """The predicted time to the first token of a short request that arrives now; None while nothing is known."""
-    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
-    """Counts of drafts. ``steps`` counts each row's steps."""

@@ -29,22 +29,17 @@ class Executor(Protocol):
 
     async def start(self) -> WorkerFacts:
         """Loads the model. A restart gives the same facts. Raises ExecutorError."""
-        ...
 
     def submit(self, plan: StepPlan) -> None:
         """Sends a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
-        ...
 
     def results(self) -> AsyncIterator[StepResult]:
         """Yields results in the order of the plans until the worker is gone; then raises ExecutorError, after the last
         complete result. Ends without an error after ``stop``."""
-        ...
 
     def kill(self, why: str) -> None:
         """Ends at once a worker that no longer makes progress: ``results`` raises an ExecutorError with the message
         ``why`` that blames the step. Does nothing if no worker runs."""
-        ...
 
     async def stop(self) -> None:
         """Ends the worker and waits for it; safe to call twice, and at any time."""
-        ...

@@ -145,6 +145,17 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     top_token_ids: list[int]
     top: list[float]
 
+    def part(self, start: int, stop: int) -> "TokenLogprobs":
+        """Returns those of the tokens in [start, stop)."""
+        tops = slice(start * self.num_top, stop * self.num_top)
+        return TokenLogprobs(self.num_top, self.chosen[start:stop], self.top_token_ids[tops], self.top[tops])
+
+    def extend(self, other: "TokenLogprobs") -> None:
+        """Appends those of more tokens."""
+        self.chosen += other.chosen
+        self.top_token_ids += other.top_token_ids
+        self.top += other.top
+
 
 class RowFailure(Enum):
     """Why a row with a grammar cannot continue."""

@@ -4,7 +4,6 @@ A rank does not change while its request lives. Under ``fair``, the tenants' tur
 every step with what each tenant was served.
 """
 
-from collections.abc import Callable
 from enum import Enum
 
 from penstock.scheduler.request import Request
@@ -29,21 +28,13 @@ class Policy(Enum):
     """The tenant that was served least for its weight first; within a tenant, first come, first served."""
 
 
-def _slack(request: Request, predicted_s: float) -> float:
-    # All slacks shrink equally with time, so the latest time to begin gives the same order, and stays constant.
-    deadline = request.arrival + PATIENCE_S if request.deadline is None else request.deadline
-    return deadline - predicted_s
-
-
-_PRECEDENCE: dict[Policy, Callable[[Request, float], float]] = {
-    Policy.FCFS: lambda request, predicted_s: 0.0,
-    Policy.PRIORITY: lambda request, predicted_s: request.priority,
-    Policy.DEADLINE: _slack,
-    Policy.FAIR: lambda request, predicted_s: 0.0,
-}
-
-
 def rank_of(policy: Policy, request: Request, predicted_s: float, arrival_number: int, choice: int) -> Rank:
     """Returns the rank of one sequence of a request with arrival number ``arrival_number``, which would take
     ``predicted_s`` if it ran at once."""
-    return (_PRECEDENCE[policy](request, predicted_s), arrival_number, choice)
+    value = 0.0
+    if policy is Policy.PRIORITY:
+        value = request.priority
+    elif policy is Policy.DEADLINE:
+        # All slacks shrink equally with time, so the latest time to begin gives the same order, and stays constant.
+        value = (request.arrival + PATIENCE_S if request.deadline is None else request.deadline) - predicted_s
+    return (value, arrival_number, choice)

@@ -85,11 +85,9 @@ class TextState(Protocol):
 
     def feed(self, token_id: int) -> TextDelta:
         """Adds one output token that is not a stop token."""
-        ...
 
     def finish(self) -> TextDelta:
         """Releases all that is held, after the sequence ended for another reason than a stop string."""
-        ...
 
 
 class StopMatch(NamedTuple):
@@ -175,12 +173,10 @@ class SpeculationCounts:
 
     @property
     def drafted(self) -> int:
-        """The number of drafts."""
         return sum(self.drafted_at)
 
     @property
     def accepted(self) -> int:
-        """The number of accepted drafts."""
         return sum(self.accepted_at)
 
     def count_step(self, num_drafted: int, num_accepted: int) -> None:
@@ -190,10 +186,6 @@ class SpeculationCounts:
             counts += [0] * (number - len(counts))
             for index in range(number):
                 counts[index] += 1
-
-    def copy(self) -> "SpeculationCounts":
-        """Returns a copy."""
-        return SpeculationCounts(self.steps, self.drafted_at.copy(), self.accepted_at.copy())
 
 
 @dataclass(slots=True, frozen=True)
@@ -295,7 +287,6 @@ class Request:
         self.num_prompt_tokens = len(self.prompt_token_ids) + sum(len(prompt.token_ids) for prompt in self.more_prompts)
 
     def prompt(self, choice: int) -> Prompt:
-        """Returns the prompt of a sequence."""
         if choice and self.more_prompts:
             return self.more_prompts[choice - 1]
         return Prompt(self.prompt_token_ids, self.block_hashes)
@@ -307,7 +298,6 @@ class Request:
 
     @property
     def longest_prompt(self) -> int:
-        """The number of tokens of the longest prompt."""
         return max(len(self.prompt_token_ids), max((len(prompt.token_ids) for prompt in self.more_prompts), default=0))
 
     @property
@@ -318,7 +308,6 @@ class Request:
         return self.sampling.prompt_logprobs is None
 
     def changed(self, change: Change) -> "Request":
-        """Returns the request with its caller's changes."""
         return replace(
             self,
             priority=self.priority if change.priority is None else change.priority,

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from operator import attrgetter
 
 from penstock.scheduler.request import Change, Request
 
@@ -17,6 +18,7 @@ MIN_WAIT_S = 0.001
 """A shorter wait is not recorded: it is the ordinary time until the next plan."""
 INTERLUDE_S = 0.1
 """A wait shorter than this between two waits for the same thing is not recorded either."""
+_BEGINNING = attrgetter("at")
 
 
 class EntryKind(Enum):
@@ -65,38 +67,26 @@ class TimelineEntry:
     detail: str = ""
 
 
+@dataclass(slots=True, eq=False)
 class _Track:
     """The state of one sequence: what it waits for, or which stretch of steps it is in."""
 
-    __slots__ = (
-        "cause",
-        "cause_before",
-        "decoded",
-        "decodes_from",
-        "entry",
-        "num_accepted",
-        "num_drafted",
-        "num_output_tokens",
-        "wait_before",
-    )
-
-    def __init__(self) -> None:
-        self.cause: Cause | None = None
-        self.entry: TimelineEntry | None = None
-        """The current entry."""
-        self.cause_before: Cause | None = None
-        self.wait_before: TimelineEntry | None = None
-        """The wait until ``entry`` began, which may still continue."""
-        self.num_output_tokens = 0
-        """Tokens of the past stretches of decoding."""
-        self.decoded: TimelineEntry | None = None
-        """The last stretch of decoding."""
-        self.decodes_from: int | None = None
-        """The step with the last chunk of its history, until that step's result."""
-        self.num_drafted = 0
-        """Drafts in the last stretch of decoding."""
-        self.num_accepted = 0
-        """The number of these that were accepted."""
+    cause: Cause | None = None
+    entry: TimelineEntry | None = None
+    """The current entry."""
+    cause_before: Cause | None = None
+    wait_before: TimelineEntry | None = None
+    """The wait until ``entry`` began, which may still continue."""
+    num_output_tokens: int = 0
+    """Tokens of the past stretches of decoding."""
+    decoded: TimelineEntry | None = None
+    """The last stretch of decoding."""
+    decodes_from: int | None = None
+    """The step with the last chunk of its history, until that step's result."""
+    num_drafted: int = 0
+    """Drafts in the last stretch of decoding."""
+    num_accepted: int = 0
+    """The number of these that were accepted."""
 
     def add_drafts(self, entry: TimelineEntry) -> None:
         """Adds the counts of drafts to an entry of decoding."""
@@ -106,26 +96,6 @@ class _Track:
 
 class Timeline:
     """The timeline of one request. The scheduler calls every method in order of time."""
-
-    __slots__ = (
-        "_clock",
-        "_hold",
-        "_last",
-        "_num_entries",
-        "_start",
-        "_tracks",
-        "arrival",
-        "client_request_id",
-        "ended_at",
-        "ended_by",
-        "first_token_at",
-        "max_tokens",
-        "num_choices",
-        "predicted_ttft_s",
-        "prompt_tokens",
-        "request_id",
-        "tenant",
-    )
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
         self.request_id = request.request_id
@@ -149,8 +119,6 @@ class Timeline:
         """Created once ``_start`` has its half of ``MAX_ENTRIES``."""
         self._num_entries = 0
 
-    # Reading ------------------------------------------------------------------------------------------------------
-
     @property
     def num_omitted(self) -> int:
         """The number of dropped entries. They would follow entry ``MAX_ENTRIES // 2 - 1``."""
@@ -162,8 +130,8 @@ class Timeline:
         if self._hold is not None:
             pending.append(self._hold)
         if self._last is None:
-            return sorted(self._start + pending, key=_beginning)
-        return sorted(self._start, key=_beginning) + sorted([*self._last, *pending], key=_beginning)
+            return sorted(self._start + pending, key=_BEGINNING)
+        return sorted(self._start, key=_BEGINNING) + sorted([*self._last, *pending], key=_BEGINNING)
 
     def so_far(self, choice: int, step: int, num_output_tokens: int) -> None:
         """Updates the current entry before it is read: ``step`` is the first one without the sequence, which has
@@ -173,8 +141,6 @@ class Timeline:
             track.entry.last_step = step - 1
             track.entry.num_tokens = num_output_tokens - track.num_output_tokens
             track.add_drafts(track.entry)
-
-    # The queue ----------------------------------------------------------------------------------------------------
 
     def accepted(self, position: int, predicted_ttft_s: float | None) -> None:
         """Records that it entered the queue after ``position`` others, with the first token predicted in this time from
@@ -217,12 +183,9 @@ class Timeline:
             self._hold = self._open(EntryKind.HELD, 0, detail=Cause.UNREAD.value)
 
     def released(self) -> None:
-        """Records that it is no longer held back."""
         if self._hold is not None:
             self._close(self._hold, self._clock())
             self._hold = None
-
-    # Rows ---------------------------------------------------------------------------------------------------------
 
     def began(self, choice: int, step: int, num_cached_tokens: int) -> None:
         """Records that a sequence got a row, with this many tokens of its history from the prefix cache."""
@@ -258,10 +221,6 @@ class Timeline:
         track.num_drafted += num_drafted
         track.num_accepted += num_accepted
 
-    def first_token(self, at: float) -> None:
-        """Records its first output token."""
-        self.first_token_at = at
-
     def left(self, choice: int, step: int, num_output_tokens: int) -> None:
         """Records that it is in no step from this one on, for any reason, and has ``num_output_tokens`` in total."""
         track = self._tracks[choice]
@@ -285,10 +244,7 @@ class Timeline:
         """Records that the worker died before this step was planned, with everything computed for the request."""
         self._add_event(EntryKind.RESTARTED, 0, step, detail="the worker died: all is computed again")
 
-    # The request --------------------------------------------------------------------------------------------------
-
     def updated(self, change: Change) -> None:
-        """Records a change by its caller."""
         changes = []
         if change.priority is not None:
             changes.append(f"priority {change.priority}")
@@ -299,7 +255,6 @@ class Timeline:
         self._add_event(EntryKind.UPDATED, detail=", ".join(changes))
 
     def ended(self, reason: str) -> None:
-        """Records its end."""
         for track in self._tracks:
             self._continue_with(track, None)
         self._tracks = []  # frees those of a request with thousands of sequences
@@ -307,8 +262,6 @@ class Timeline:
         self.ended_by = reason
         self.ended_at = self._clock()
         self._add_event(EntryKind.ENDED, detail=reason)
-
-    # Entries ------------------------------------------------------------------------------------------------------
 
     def _continue_with(self, track: _Track, entry: TimelineEntry | None) -> None:
         """Ends the sequence's current entry, and continues with ``entry``."""
@@ -342,58 +295,33 @@ class Timeline:
 
     def _add(self, entry: TimelineEntry) -> None:
         self._num_entries += 1
-        if len(self._start) < MAX_ENTRIES // 2:
+        if self._num_entries <= MAX_ENTRIES // 2:
             self._start.append(entry)
-            return
-        if self._last is None:
-            self._last = deque(maxlen=MAX_ENTRIES // 2)
-        self._last.append(entry)
+        elif self._last is None:
+            self._last = deque([entry], maxlen=MAX_ENTRIES // 2)
+        else:
+            self._last.append(entry)
 
 
-class Timelines:
-    """The timelines of live requests, and of the last ``max_ended`` that ended."""
+class EndedTimelines:
+    """The timelines of the last ``max_kept`` requests that ended."""
 
-    def __init__(self, max_ended: int, clock: Callable[[], float]) -> None:
-        self._max_ended = max_ended
-        self._clock = clock
-        self._live: dict[str, Timeline] = {}
-        self._ended: dict[str, Timeline] = {}
+    def __init__(self, max_kept: int) -> None:
+        self._max_kept = max_kept
+        self._timelines: dict[str, Timeline] = {}
         """Oldest first."""
 
-    def open(self, request: Request) -> Timeline:
-        """Returns a new request's timeline."""
-        timeline = self._live[request.request_id] = Timeline(request, self._clock)
-        return timeline
-
-    def close(self, timeline: Timeline) -> None:
-        """Records that the request has ended."""
-        del self._live[timeline.request_id]
-        self._ended[timeline.request_id] = timeline
-        self._trim()
+    def add(self, timeline: Timeline) -> None:
+        """Adds the timeline of a request that has just ended."""
+        self._timelines[timeline.request_id] = timeline
+        self.resize(self._max_kept)
 
     def find(self, request_id: str) -> Timeline | None:
         """Returns the timeline of a request, if it is still known."""
-        return self._live.get(request_id) or self._ended.get(request_id)
+        return self._timelines.get(request_id)
 
-    def resize(self, max_ended: int) -> None:
-        """Changes how many ended timelines are kept."""
-        self._max_ended = max_ended
-        self._trim()
-
-    def _trim(self) -> None:
-        while len(self._ended) > self._max_ended:
-            del self._ended[next(iter(self._ended))]
-
-
-def lacked_blocks(needy: str, num_blocks: int) -> str:
-    """Returns why a row was preempted: ``needy``, another request or "it", needed this many more blocks to continue."""
-    return f"no block was free, and {needy} needed {num_blocks}"
-
-
-def made_room(request_id: str) -> str:
-    """Returns why a row was preempted: a request that comes before it by the policy found no room."""
-    return f"there was no room for {request_id}, which goes first"
-
-
-def _beginning(entry: TimelineEntry) -> float:
-    return entry.at
+    def resize(self, max_kept: int) -> None:
+        """Changes how many are kept."""
+        self._max_kept = max_kept
+        while len(self._timelines) > max_kept:
+            del self._timelines[next(iter(self._timelines))]

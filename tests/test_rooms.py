@@ -19,9 +19,8 @@ LONG_FUNCTIONS = {
     "kernels/cuda/attention/prefill.py": {"prefill_kernel"},
     "kernels/cuda/moe/routing.py": {"route_kernel"},
     "kernels/cuda/sampling/logits.py": {"process_logits"},
-    "scheduler/planning/sequence.py": {"__init__"},
 }
-"""Triton kernels, which have a line for each argument, and the constructor that documents a sequence's attributes."""
+"""Triton kernels, which have a line for each argument."""
 
 
 def sources() -> list[Path]:

@@ -253,30 +253,3 @@ def find_kernels(level: str | None = None, path: Path | None = None) -> Kernels 
     """The function table of an instruction set, by default the best one; None if this machine cannot run it."""
     found = load_library(path).penstock_kernels(level.encode() if level else None)
     return found.contents if found else None
-
-
-__all__ = [
-    "BUILD_IT",
-    "LANES",
-    "LEVELS",
-    "LIBRARY",
-    "QUERY_TILE",
-    "SPLIT",
-    "AttentionItem",
-    "AttentionRow",
-    "GemmActivation",
-    "GemmOutput",
-    "Inputs",
-    "Kernels",
-    "KvLayout",
-    "LibraryMissing",
-    "Matrix",
-    "OutputMode",
-    "PagedAttention",
-    "SampledToken",
-    "SamplingRow",
-    "StorageFormat",
-    "find_kernels",
-    "library_path",
-    "load_library",
-]  # fmt: skip

@@ -174,7 +174,6 @@ class Library:
         self._end()
 
     def program(self, model: DecoderModel) -> "Program":
-        """The object that runs the model's steps."""
         return Program(self._c, self._c.penstock_program(byref(model), self.num_threads, self._cores))
 
 
@@ -187,7 +186,6 @@ class Program:
         _with(self, library.penstock_program_end, handle)
 
     def run(self, step: Step, num_threads: int) -> None:
-        """Runs the step on ``num_threads`` of the threads."""
         self._c.penstock_step(self._handle, byref(step), num_threads)
 
     def start_step(self, step: Step, num_threads: int) -> None:

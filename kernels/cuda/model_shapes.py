@@ -88,7 +88,6 @@ class ModelShape:
 
     @property
     def max_pages(self) -> int:
-        """Pages per row."""
         return -(-self.max_positions // self.slots)
 
     @property

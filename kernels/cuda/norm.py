@@ -76,17 +76,18 @@ def add_rms_norm_variant(
 ) -> KernelVariant:
     """The variant of ``add_rms_norm`` with a ``delta_weight``, with a ``weight``, or with both."""
     block = triton.next_power_of_2(width)
-    arguments: dict[str, torch.dtype | str] = {"x": dtype, "delta": dtype}
-    constants: dict[str, object] = {"WIDTH": width, "EPS": eps, "BLOCK": block}
-    for wanted, names in (
-        (norms_sum, {"y": dtype, "weight": torch.float32}),
-        (norms_delta, {"delta_weight": torch.float32}),
-    ):
-        if wanted:
-            arguments |= names
-        else:
-            constants |= dict.fromkeys(names)
-    return KernelVariant(_add_rms_norm, arguments, constants, num_warps=num_warps(block))
+    return KernelVariant(
+        _add_rms_norm,
+        {
+            "x": dtype,
+            "delta": dtype,
+            "y": dtype if norms_sum else None,
+            "weight": torch.float32 if norms_sum else None,
+            "delta_weight": torch.float32 if norms_delta else None,
+        },
+        {"WIDTH": width, "EPS": eps, "BLOCK": block},
+        num_warps=num_warps(block),
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, y: Tensor) -> None:
@@ -121,10 +122,10 @@ def add_rms_norm(
     assert (weight is None) == (y is None)
     for matrix in (x, delta) if y is None else (x, delta, y):
         check(matrix, (tokens, width), x.dtype)
-    weights = [vector for vector in (weight, delta_weight) if vector is not None]
-    for vector in weights:
-        check(vector, (width,), torch.float32)
+    for vector in (weight, delta_weight):
+        if vector is not None:
+            check(vector, (width,), torch.float32)
     variant = add_rms_norm_variant(
         x.dtype, width, eps, norms_delta=delta_weight is not None, norms_sum=weight is not None
     )
-    variant.launch((tokens,), *(tensor for tensor in (x, delta, y, weight, delta_weight) if tensor is not None))
+    variant.launch((tokens,), x, delta, y, weight, delta_weight)

@@ -153,7 +153,9 @@ def rope_kv_variant(made: RopeKv) -> KernelVariant:
     assert made.rotary_dim % 2 == 0, made.rotary_dim
     block_dim = triton.next_power_of_2(made.head_dim)
     block_heads = min(max(BLOCK // block_dim, 1), triton.next_power_of_2(made.num_heads))
-    arguments: dict[str, torch.dtype | str] = {
+    norm_weights = None if made.norm_eps is None else torch.float32
+    kv_scales = torch.float32 if made.kv_dtype == torch.float8_e4m3fn else None
+    arguments = {
         "qkv": made.dtype,
         "cosines": torch.float32,
         "sines": torch.float32,
@@ -161,8 +163,10 @@ def rope_kv_variant(made: RopeKv) -> KernelVariant:
         "slots": torch.int64,
         "query": made.dtype,
         "pages": made.kv_dtype,
+        **dict.fromkeys(("query_weight", "key_weight"), norm_weights),
+        **dict.fromkeys(("key_scales", "value_scales"), kv_scales),
     }
-    constants: dict[str, object] = {
+    constants = {
         "EPS": made.norm_eps,
         "HEADS": made.num_heads,
         "KV_HEADS": made.num_kv_heads,
@@ -174,14 +178,6 @@ def rope_kv_variant(made: RopeKv) -> KernelVariant:
         "BLOCK_PAIRS": triton.next_power_of_2(made.rotary_dim // 2),
         "BLOCK_REST": triton.next_power_of_2(max(made.head_dim - made.rotary_dim, 1)),
     }
-    for wanted, names in (
-        (made.norm_eps is not None, ("query_weight", "key_weight")),
-        (made.kv_dtype == torch.float8_e4m3fn, ("key_scales", "value_scales")),
-    ):
-        if wanted:
-            arguments |= dict.fromkeys(names, torch.float32)
-        else:
-            constants |= dict.fromkeys(names)
     return KernelVariant(_rope_kv, arguments, constants, num_warps=num_warps(block_heads * block_dim))
 
 
@@ -230,12 +226,12 @@ def rope_kv(
     check(positions, (tokens,), torch.int32)
     check(slots, (tokens,), torch.int64)
     assert (scales is not None) == (pages.dtype == torch.float8_e4m3fn), pages.dtype
-    weights: tuple[Tensor, ...] = () if norm is None else norm[:2]
-    for weight in weights:
+    for weight in norm[:2] if norm is not None else ():
         check(weight, (head_dim,), torch.float32)
     for scale in scales or ():
         check(scale, (kv_heads,), torch.float32)
     variant = rope_kv_variant(made)
     block_heads = variant.constants["BLOCK_HEADS"]
     grid = (tokens, triton.cdiv(heads, block_heads) + triton.cdiv(kv_heads, block_heads))
-    variant.launch(grid, qkv, cosines, sines, positions, slots, query, pages, *weights, *(scales or ()))
+    weights = (None, None) if norm is None else norm[:2]
+    variant.launch(grid, qkv, cosines, sines, positions, slots, query, pages, *weights, *(scales or (None, None)))

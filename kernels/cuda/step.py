@@ -195,23 +195,8 @@ def prepare(rows: DeviceRows, step: StepTensors, slots: int, vocab_size: int) ->
     for tensor in (rows.lengths, rows.next_tokens):
         check(tensor, (num_rows,), torch.int32)
     variant = prepare_variant(sequences, max_pages, max_history, slots, vocab_size)
-    variant.launch(
-        (triton.cdiv(tokens, variant.constants["BLOCK_TOKENS"]),),
-        step.rows,
-        step.num_queries,
-        step.given,
-        rows.tables,
-        rows.lengths,
-        rows.next_tokens,
-        rows.histories,
-        step.token_ids,
-        step.positions,
-        step.slots,
-        step.query_starts,
-        step.contexts,
-        sequences,
-        tokens,
-    )
+    grid = (triton.cdiv(tokens, variant.constants["BLOCK_TOKENS"]),)
+    variant.launch(grid, **vars(step), **vars(rows), num_sequences=sequences, num_tokens=tokens)
 
 
 def commit(rows: DeviceRows, step: StepTensors, num_kept: Tensor, sampled: Tensor) -> None:

@@ -210,16 +210,9 @@ def _part_bytes(part: PromptLogprobsPart) -> int:
 def _bounded(parts: list[PromptLogprobsPart]) -> Iterator[PromptLogprobsPart]:
     """Splits parts so that each fits in a frame."""
     for part in parts:
-        whole, num_top = part.logprobs, part.logprobs.num_top
-        step = max(1, MAX_PARTS_BYTES // (TOKEN_BYTES * (1 + num_top)))
-        for begin in range(0, len(whole.chosen), step):
-            end = begin + step
-            logprobs = msgspec.structs.replace(
-                whole,
-                chosen=whole.chosen[begin:end],
-                top_token_ids=whole.top_token_ids[begin * num_top : end * num_top],
-                top=whole.top[begin * num_top : end * num_top],
-            )
+        step = max(1, MAX_PARTS_BYTES // (TOKEN_BYTES * (1 + part.logprobs.num_top)))
+        for begin in range(0, len(part.logprobs.chosen), step):
+            logprobs = part.logprobs.part(begin, begin + step)
             yield PromptLogprobsPart(part.row, part.epoch, part.start + begin, logprobs)
 
 

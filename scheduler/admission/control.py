@@ -2,9 +2,8 @@
 
 import math
 
-from penstock.scheduler.config import RETRY_AFTER_MS, SchedulerConfig
-from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.planning.queues import Queued
+from penstock.scheduler.config import RETRY_AFTER_MS
+from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.rate_limit import Rated, TenantRateLimit
 from penstock.scheduler.request import RefusalKind, Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
@@ -19,63 +18,40 @@ short."""
 class AdmissionControl:
     """Limits the queue and each tenant, and refuses at once requests that can never run or would be too late."""
 
-    def __init__(self, config: SchedulerConfig, facts: WorkerFacts) -> None:
-        self._config = config
-        self._facts = facts
+    def __init__(self, context: PlanningContext) -> None:
+        self._context = context
 
     def max_tokens(self, request: Request) -> int:
         """Returns the output tokens of a sequence: limited by the model's context, and by the tenant's cap if
         ``max_tokens`` is a default."""
-        max_tokens = min(request.max_tokens, self._facts.max_model_len - len(request.prompt_token_ids))
-        cap = self._config.tenant(request.tenant).max_tokens
+        max_tokens = min(request.max_tokens, self._context.facts.max_model_len - len(request.prompt_token_ids))
+        cap = self._context.config.tenant(request.tenant).max_tokens
         return min(max_tokens, cap) if cap is not None and request.max_tokens_is_default else max_tokens
 
-    def check(
-        self,
-        request: Request,
-        *,
-        queue: Queued,
-        own_queue: Queued,
-        queue_share: float,
-        num_pooled: int,
-        num_tenant_live: int,
-        rate_limit: TenantRateLimit,
-        prediction: Prediction | None,
-        alone_s: float | None,
-        now: float,
-    ) -> None:
-        """Raises Refused if the request may not enter the queue.
-
-        ``queue`` is the waiting work, and ``own_queue`` its tenant's part. Where tenants take turns, a tenant may fill
-        ``queue_share`` of the queue even if others have filled all of it; otherwise the share is 0. ``num_pooled``
-        prompts to embed wait, each of them a sequence. ``num_tenant_live`` requests of its tenant are alive, and
-        ``rate_limit`` is what remains of its tenant's rates. ``alone_s`` is the time that the request takes when it
-        runs alone. Without a prediction, no request is refused as too late.
-        """
-        num_prompt_tokens = request.num_prompt_tokens
+    def check(self, request: Request, prediction: Prediction | None, alone_s: float | None) -> None:
+        """Raises Refused if the request may not enter the queue. ``alone_s`` is the time that it takes when it runs
+        alone. Without a prediction, no request is refused as too late."""
+        max_model_len, now = self._context.facts.max_model_len, self._context.clock()
         if request.pooling is None:
-            assert 0 < num_prompt_tokens < self._facts.max_model_len, "the prompt's length is checked before admission"
+            assert 0 < request.num_prompt_tokens < max_model_len, "the prompt's length is checked before admission"
             assert request.max_tokens > 0
         else:
             assert request.n == request.num_prompts
             assert request.max_tokens == 0
-            assert request.longest_prompt <= self._facts.max_model_len, "lengths are checked before admission"
+            assert request.longest_prompt <= max_model_len, "lengths are checked before admission"
         if request.deadline is not None and request.deadline <= now:
             raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
         self.check_size(request)
-        self._check_tenant(request, num_tenant_live)
-        check_tokens(num_prompt_tokens, rate_limit, now)
-        if not self._has_room(own_queue, num_prompt_tokens, queue_share):
-            self._check_queue(queue, num_prompt_tokens)
-        if request.pooling is not None and num_pooled and num_pooled + request.num_prompts > MAX_QUEUED_POOLED:
-            raise Refused(RefusalKind.QUEUE_FULL, f"prompts to embed that wait: {num_pooled:,}", RETRY_AFTER_MS)
+        self._check_tenant(request)
+        check_rate(Rated.TOKEN, request.num_prompt_tokens, self._context.tenants.rate_limit(request.tenant), now)
+        self._check_queue(request)
         if request.deadline is not None and prediction is not None:
             _check_deadline(request.deadline - now, prediction, alone_s)
 
     def check_size(self, request: Request) -> None:
         """Raises Refused if the request can never be served: it exceeds its tenant's caps or the size of the KV
         cache."""
-        limits = self._config.tenant(request.tenant)
+        limits, facts = self._context.config.tenant(request.tenant), self._context.facts
         num_prompt_tokens, max_tokens = request.longest_prompt, self.max_tokens(request)
         if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
             raise Refused(
@@ -89,7 +65,6 @@ class AdmissionControl:
             )
         # The last output token is never computed: nothing follows it.
         num_slots = num_prompt_tokens + max(0, max_tokens - 1)
-        facts = self._facts
         if -(-num_slots // facts.block_size) > facts.num_blocks:
             raise Refused(
                 RefusalKind.TOO_LARGE,
@@ -97,25 +72,35 @@ class AdmissionControl:
                 f"{facts.num_blocks * facts.block_size}; shorten the prompt or lower max_tokens",
             )
 
-    def _has_room(self, queue: Queued, num_tokens: int, share: float) -> bool:
-        config = self._config
-        return (
-            queue.requests + 1 <= share * config.max_queued_requests
-            and queue.tokens + num_tokens <= share * config.max_queued_tokens
-        )
+    def _check_queue(self, request: Request) -> None:
+        config, waiting, num_tokens = self._context.config, self._context.waiting, request.num_prompt_tokens
+        if not self._is_within_share(request):
+            if waiting.queued.requests + 1 > config.max_queued_requests:
+                message = f"requests waiting already: {waiting.queued.requests}"
+                raise Refused(RefusalKind.QUEUE_FULL, message, RETRY_AFTER_MS)
+            if waiting.queued.tokens + num_tokens > config.max_queued_tokens:
+                raise Refused(
+                    RefusalKind.QUEUE_FULL,
+                    f"{waiting.queued.tokens} prompt tokens are waiting, and {num_tokens} more would exceed the limit",
+                    None if num_tokens > config.max_queued_tokens else RETRY_AFTER_MS,
+                )
+        num_pooled = waiting.num_pooled
+        if request.pooling is not None and num_pooled and num_pooled + request.num_prompts > MAX_QUEUED_POOLED:
+            raise Refused(RefusalKind.QUEUE_FULL, f"prompts to embed that wait: {num_pooled:,}", RETRY_AFTER_MS)
 
-    def _check_queue(self, queue: Queued, num_tokens: int) -> None:
-        if queue.requests + 1 > self._config.max_queued_requests:
-            raise Refused(RefusalKind.QUEUE_FULL, f"requests waiting already: {queue.requests}", RETRY_AFTER_MS)
-        if queue.tokens + num_tokens > self._config.max_queued_tokens:
-            raise Refused(
-                RefusalKind.QUEUE_FULL,
-                f"{queue.tokens} prompt tokens are waiting, and {num_tokens} more would exceed the limit",
-                None if num_tokens > self._config.max_queued_tokens else RETRY_AFTER_MS,
-            )
+    def _is_within_share(self, request: Request) -> bool:
+        """Returns whether the tenant's share of the queue has room. Where tenants take turns, a tenant may fill its
+        share even if others have filled all of the queue."""
+        config, waiting = self._context.config, self._context.waiting
+        if not waiting.by_turns:
+            return False
+        share = self._context.tenants.share_of(request.tenant)
+        requests, tokens = waiting.queued_of(request.tenant).plus(1, request.num_prompt_tokens)
+        return requests <= share * config.max_queued_requests and tokens <= share * config.max_queued_tokens
 
-    def _check_tenant(self, request: Request, num_live: int) -> None:
-        most = self._config.tenant(request.tenant).max_live_requests
+    def _check_tenant(self, request: Request) -> None:
+        most = self._context.config.tenant(request.tenant).max_live_requests
+        num_live = self._context.tenants.num_live(request.tenant)
         if most is not None and num_live >= most:
             raise Refused(
                 RefusalKind.TENANT_BUSY,
@@ -124,33 +109,20 @@ class AdmissionControl:
             )
 
 
-_TOO_FAST = {
-    Rated.REQUEST: "exceeds its rate of requests",
-    Rated.TOKENIZER_CALL: "exceeds its rate of tokenizer calls",
+_EXCEEDED = {
+    Rated.REQUEST: (RefusalKind.TENANT_RATE, "exceeds its rate of requests"),
+    Rated.TOKENIZER_CALL: (RefusalKind.TENANT_RATE, "exceeds its rate of tokenizer calls"),
+    Rated.TOKEN: (RefusalKind.TENANT_TOKENS, "has used its tokens of this minute"),
 }
 
 
-def check_rate(kind: Rated, rate_limit: TenantRateLimit, now: float) -> None:
-    """Raises Refused if the rate is used up, with the time after which one more request is allowed if none arrives
-    before it."""
-    wait_s = rate_limit.wait_s(kind, now)
+def check_rate(kind: Rated, amount: int, rate_limit: TenantRateLimit, now: float) -> None:
+    """Raises Refused if too little of the rate is left, with the time after which there is enough if nothing else is
+    used before."""
+    wait_s = rate_limit.wait_s(kind, amount, now)
     if wait_s > 0:
-        raise Refused(
-            RefusalKind.TENANT_RATE,
-            f"this tenant {_TOO_FAST[kind]}; try again in {wait_s:.3g} s",
-            _retry_after_ms(wait_s),
-        )
-
-
-def check_tokens(num_prompt_tokens: int, rate_limit: TenantRateLimit, now: float) -> None:
-    """Raises Refused if the tenant has too few tokens left, with the time after which it has enough if it uses none."""
-    wait_s = rate_limit.token_wait_s(num_prompt_tokens, now)
-    if wait_s > 0:
-        raise Refused(
-            RefusalKind.TENANT_TOKENS,
-            f"this tenant has used its tokens of this minute; try again in {wait_s:.3g} s",
-            _retry_after_ms(wait_s),
-        )
+        refusal, what = _EXCEEDED[kind]
+        raise Refused(refusal, f"this tenant {what}; try again in {wait_s:.3g} s", _retry_after_ms(wait_s))
 
 
 def _retry_after_ms(wait_s: float) -> int:

@@ -6,7 +6,7 @@ more, since the library follows forced text in advance.
 """
 
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from penstock.scheduler.config import RETRY_AFTER_MS
 from penstock.scheduler.request import RefusalKind, Refused, Request
@@ -19,13 +19,11 @@ _COMPILED, _ROW = 60, 14
 """Bytes per byte of a grammar's text: once for all rows of a tenant that use it, and for each of them."""
 
 
-class _Tenant(NamedTuple):
-    live: Counter[str]
+@dataclass(slots=True)
+class _Tenant:
+    live: Counter[str] = field(default_factory=Counter)
     """The number of live requests by grammar."""
-    num_bytes: int
-
-
-_NOTHING = _Tenant(Counter(), 0)
+    num_bytes: int = 0
 
 
 class GrammarBudget:
@@ -37,7 +35,7 @@ class GrammarBudget:
 
     def check(self, request: Request) -> None:
         """Raises Refused if the request's grammar needs more memory than its tenant may have."""
-        own = self._tenants.get(request.tenant, _NOTHING)
+        own = self._tenants.get(request.tenant, _Tenant())
         new = self._bytes(request, own.live)
         most = (MAX_BYTES - (self._total - own.num_bytes)) // 2
         if not new or own.num_bytes + new <= most:
@@ -48,28 +46,20 @@ class GrammarBudget:
             raise Refused(RefusalKind.TOO_LARGE, message)
         raise Refused(RefusalKind.QUEUE_FULL, f"large constraints in use; there is no room for {size}", RETRY_AFTER_MS)
 
-    def enter(self, request: Request) -> None:
-        """Counts a live request."""
-        self._change(request, 1)
-
-    def leave(self, request: Request) -> None:
-        """Counts a request no longer."""
-        self._change(request, -1)
-
-    def _change(self, request: Request, sign: int) -> None:
+    def count(self, request: Request, sign: int) -> None:
+        """Counts a live request, or with ``sign`` -1 one that has ended."""
         if len(request.grammar) <= SMALL_BYTES:
             return
-        own = self._tenants.get(request.tenant) or _Tenant(Counter(), 0)
+        own = self._tenants.setdefault(request.tenant, _Tenant())
         if sign < 0:
             own.live[request.grammar] -= 1
-            own = own._replace(live=+own.live)
         change = sign * self._bytes(request, own.live)
         if sign > 0:
             own.live[request.grammar] += 1
+        own.live = +own.live
+        own.num_bytes += change
         self._total += change
-        if own.live:
-            self._tenants[request.tenant] = own._replace(num_bytes=own.num_bytes + change)
-        else:
+        if not own.live:
             del self._tenants[request.tenant]
 
     def _bytes(self, request: Request, live: Counter[str]) -> int:

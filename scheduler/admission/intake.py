@@ -1,20 +1,17 @@
 """Evaluates a new request: how much of it is cached, its rank and position, its predicted times, and whether it may
 enter the queue. Counts refusals, and changes nothing else."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.admission.control import AdmissionControl, check_rate, check_tokens
+from penstock.scheduler.admission.control import AdmissionControl, check_rate
 from penstock.scheduler.admission.grammar_budget import GrammarBudget
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
-from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
-from penstock.scheduler.planning.tenants import TenantAccounting
 from penstock.scheduler.policy import Policy, Rank, rank_of
 from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
@@ -68,45 +65,30 @@ class AdmissionDecision:
 class RequestIntake:
     """Validates a new request and decides whether to queue it. Reads the planner and the tenants; owns neither."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        planner: Planner,
-        predictor: LatencyPredictor,
-        tenants: TenantAccounting,
-        facts: WorkerFacts,
-        config: SchedulerConfig,
-        clock: Callable[[], float],
-    ) -> None:
-        self._kv = kv
+    def __init__(self, context: PlanningContext, planner: Planner, predictor: LatencyPredictor) -> None:
+        self.admission = AdmissionControl(context)
+        self.grammar_budget = GrammarBudget()
+        self._context = context
+        self._kv = context.kv
         self._planner = planner
         self._predictor = predictor
-        self._tenants = tenants
-        self._facts = facts
-        self._clock = clock
-        self.grammar_budget = GrammarBudget()
-        self.configure(config)
-
-    def configure(self, config: SchedulerConfig) -> None:
-        """Sets the limits for new requests."""
-        self._policy = config.policy
-        self.admission = AdmissionControl(config, self._facts)
 
     def rank(self, request: Request, number: int, choice: int, work: QueuedWork) -> Rank:
         """Returns the rank of one sequence of the request with arrival number ``number``, which needs this much
         ``work``."""
-        predicted_s = self._predictor.service_s(request, work) or 0.0 if self._policy is Policy.DEADLINE else 0.0
-        return rank_of(self._policy, request, predicted_s, number, choice)
+        policy = self._context.config.policy
+        predicted_s = self._predictor.service_s(request, work) or 0.0 if policy is Policy.DEADLINE else 0.0
+        return rank_of(policy, request, predicted_s, number, choice)
 
     def check_rates(self, tenant: str, kind: Rated) -> None:
         """Raises Refused, before any work is done, if a tenant has used up its rate or, for a request, its tokens."""
-        rate_limit, now = self._tenants.rate_limit(tenant), self._clock()
+        rate_limit, now = self._context.tenants.rate_limit(tenant), self._context.clock()
         try:
-            check_rate(kind, rate_limit, now)
+            check_rate(kind, 1, rate_limit, now)
             if kind is Rated.REQUEST:
-                check_tokens(1, rate_limit, now)
+                check_rate(Rated.TOKEN, 1, rate_limit, now)
         except Refused:
-            self._planner.counters.refused += 1
+            self._context.counters.refused += 1
             raise
 
     def examine(self, request: Request, number: int, *, is_first: bool) -> AdmissionDecision:
@@ -115,7 +97,7 @@ class RequestIntake:
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
         rank = self.rank(request, number, 0, cached_work)
-        position = self._planner.waiting.num_ahead(request.tenant, rank)
+        position = self._context.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
         would_make_room = self._planner.would_make_room(request.tenant, rank)
         prediction = self._predictor.predict(request, work, rank, would_make_room)
@@ -124,19 +106,18 @@ class RequestIntake:
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
         return AdmissionDecision(rank, num_cached, work, position, prediction)
 
-    def _find(self, request: Request, index: int) -> "_Found":
-        """Returns what is cached of a prompt."""
+    def _find(self, request: Request, index: int) -> _Found:
         prompt = request.prompt(index)
         num_tokens = len(prompt.token_ids)
         if not request.reads_cache:
             return _Found(num_tokens)
-        hashes = self._kv.hashing.first(prompt.block_hashes)
+        hashes = self._kv.first_hashes(prompt.block_hashes)
         prefix = self._kv.find_prefix(hashes, num_tokens)
         restored = self._planner.restore_policy.find(hashes, len(prefix), num_tokens)
         num_held = sum(map(self._kv.pool.is_held, prefix))
         return _Found(num_tokens, len(prefix), num_held, len(restored))
 
-    def _work_left(self, request: Request, found: "list[_Found]", rank: Rank) -> QueuedWork:
+    def _work_left(self, request: Request, found: list[_Found], rank: Rank) -> QueuedWork:
         """Returns the work left once the requests ahead have computed the blocks that they share with it."""
 
         def is_ahead(other: Hashable) -> bool:
@@ -147,7 +128,7 @@ class RequestIntake:
         left: list[_Found] = []
         of_siblings: set[bytes] = set()
         for index, prompt in enumerate(found):
-            hashes = self._kv.hashing.first(request.prompt(index).block_hashes)
+            hashes = self._kv.first_hashes(request.prompt(index).block_hashes)
             num_at_hand = prompt.num_cached + prompt.num_evicted
             num_coming = self._kv.num_coming(hashes, num_at_hand, prompt.num_tokens, is_ahead)
             if len(found) > 1:
@@ -158,21 +139,9 @@ class RequestIntake:
         return _work(request, left, self._kv.block_size)
 
     def _admit(self, request: Request, cached_work: QueuedWork, prediction: Prediction | None) -> None:
-        waiting, tenants = self._planner.waiting, self._tenants
         try:
             self.grammar_budget.check(request)
-            self.admission.check(
-                request,
-                queue=waiting.queued,
-                own_queue=waiting.queued_of(request.tenant),
-                queue_share=tenants.share_of(request.tenant) if waiting.by_turns else 0.0,
-                num_pooled=waiting.num_pooled,
-                num_tenant_live=tenants.num_live(request.tenant),
-                rate_limit=tenants.rate_limit(request.tenant),
-                prediction=prediction,
-                alone_s=self._predictor.alone_s(request, cached_work),
-                now=self._clock(),
-            )
+            self.admission.check(request, prediction, self._predictor.alone_s(request, cached_work))
         except Refused:
-            self._planner.counters.refused += 1
+            self._context.counters.refused += 1
             raise

@@ -4,8 +4,7 @@ import math
 from collections import deque
 from statistics import median
 
-from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import StepResult
+from penstock.scheduler.plan import StepPlan, StepResult
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.sequence import RequestState
 from penstock.scheduler.policy import Rank
@@ -27,12 +26,7 @@ none."""
 class LatencyPredictor:
     """Predicts from the times that steps and requests have taken so far."""
 
-    def __init__(
-        self,
-        context: PlanningContext,
-        model: StepTimeModel,
-        config: SchedulerConfig,
-    ) -> None:
+    def __init__(self, context: PlanningContext, model: StepTimeModel) -> None:
         self._context = context
         self._model = model
         self._block_size = context.kv.block_size
@@ -40,24 +34,21 @@ class LatencyPredictor:
         self._in_flight: deque[StepWork] = deque()
         self._answered_at = self._clock()
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
-        self._queue_time = QueueTimeModel(model, context.budget, config.target_itl_s)
+        self._queue_time = QueueTimeModel(model, context.budget, context.config.target_itl_s)
         self._learned_at = self._prompts_at = self._clock()
         """The last times that a request tested the predictions, and that a step computed prompts."""
 
-    def configure(self, config: SchedulerConfig) -> None:
-        """Sets new limits. The planning context has them already."""
-        self._queue_time.configure(self._context.budget, config.target_itl_s)
+    def reconfigure(self) -> None:
+        """Applies the limits of the planning context."""
+        self._queue_time.configure(self._context.budget, self._context.config.target_itl_s)
 
-    # Steps ----------------------------------------------------------------------------------------------------------
-
-    def planned(self, work: StepWork) -> None:
-        """Records that a step with this work is in flight."""
+    def planned(self, plan: StepPlan) -> None:
+        """Records that this plan, the last one, is in flight."""
         if not self._in_flight:
             self._answered_at = self._clock()
-        self._in_flight.append(work)
+        self._in_flight.append(StepWork.of(plan, self._context.decode_kv))
 
     def answered(self, result: StepResult) -> None:
-        """Records the result of the oldest step."""
         work, seconds = self._in_flight.popleft(), result.computed_us * 1e-6
         drafted = [row for row in result.rows if row.num_drafted]
         num_drafted, num_tokens = sum(row.num_drafted for row in drafted), sum(len(row.token_ids) for row in drafted)
@@ -89,10 +80,8 @@ class LatencyPredictor:
         not wait for another whole step. 0 while too little is known."""
         if len(self._in_flight) != 1:
             return 0.0
-        step_s = self._model.least(self._in_flight[0]) or 0.0
+        step_s = self._model.predict(self._in_flight[0], drafts=0) or 0.0
         return max(0.0, self._answered_at + step_s - max(MIN_MARGIN_S, MARGIN * step_s) - self._clock())
-
-    # Requests -------------------------------------------------------------------------------------------------------
 
     def began(self, live: RequestState, now: float) -> None:
         """Records a request's first token."""
@@ -136,7 +125,7 @@ class LatencyPredictor:
     def needs_test(self) -> bool:
         """Whether wrong predictions would stay unnoticed: no prompt was computed recently, and none will be."""
         context = self._context
-        return self._is_untested and not context.waiting.num_requests and not context.running.prefilling
+        return self._is_untested and not context.waiting.queued.requests and not context.running.prefilling
 
     @property
     def _is_untested(self) -> bool:

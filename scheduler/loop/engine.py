@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 
 from penstock.kv.events import KvEventLog
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import Counters, EngineState, EngineStats
 from penstock.scheduler.executor import Executor, ExecutorError
-from penstock.scheduler.loop.deadlines import DeadlineTimers
 from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import WorkerFacts
@@ -49,12 +49,12 @@ class Engine:
         restart_delay_s: float = FIRST_DELAY_S,
     ) -> None:
         self.state = EngineState.STARTING
+        self.config = config or SchedulerConfig()
         self._executor = executor
-        self._config = config or SchedulerConfig()
         self._facts: WorkerFacts | None = None
         self._scheduler: Scheduler | None = None
         self._callbacks: list[Callable[[EngineState], None]] = []
-        self._deadlines = DeadlineTimers(self._on_deadline)
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._pump_is_due = False
@@ -85,13 +85,11 @@ class Engine:
         except Exception:
             self._set_state(EngineState.FAILED)
             raise
-        self._scheduler = Scheduler(self._facts, self._config, on_finished=self._on_finished)
+        self._scheduler = Scheduler(self._facts, self.config, on_finished=self._on_finished)
         self._task = asyncio.create_task(self._run(), name="penstock engine")
         self._watchdog.start()
         self._set_ready()
         return self._facts
-
-    # Requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Adds a request; its sink has ``Accepted`` when this returns. Raises Refused."""
@@ -101,7 +99,7 @@ class Engine:
         # Before the request is added, because its sink may end it at once.
         self._idle.clear()
         if request.deadline is not None:
-            self._deadlines.set(request.request_id, request.deadline)
+            self._set_deadline(request.request_id, request.deadline)
         try:
             self._scheduler.add_request(request)
         except BaseException:
@@ -133,8 +131,8 @@ class Engine:
         with self._failing_on_error():
             if not self._scheduler.update_request(request_id, change):
                 return False
-        if change.deadline is not None and self._scheduler.is_live(request_id):
-            self._deadlines.set(request_id, change.deadline)
+        if change.deadline is not None and request_id in self._scheduler.requests:
+            self._set_deadline(request_id, change.deadline)
         self._pump_soon()
         return True
 
@@ -152,18 +150,11 @@ class Engine:
         retry_ms = self._supervisor.retry_ms if self.state is EngineState.RECOVERING else None
         return Refused(RefusalKind.WORKER_DOWN, "the worker is not running", retry_ms)
 
-    # Operation ----------------------------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> SchedulerConfig:
-        """The current config."""
-        return self._config
-
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Applies ``config`` from the next plan on, without losing a request. Raises ValueError."""
         if self._scheduler is not None:
             self._scheduler.reconfigure(config)
-        self._config = config
+        self.config = config
         self._pump_soon()
 
     def flush_cache(self) -> int:
@@ -171,7 +162,6 @@ class Engine:
         return 0 if self._scheduler is None else self._scheduler.kv.flush()
 
     def explain(self, request_id: str) -> Timeline | None:
-        """Returns the timeline of a request that is alive or ended recently."""
         return None if self._scheduler is None else self._scheduler.explain(request_id)
 
     def scan(self, wanted: LiveRequestFilter, after: int = -1) -> LiveRequestScan:
@@ -187,12 +177,22 @@ class Engine:
         return self._scheduler.kv.events
 
     def busiest_tenants(self, limit: int) -> list[TenantUse]:
-        """Returns the tenants with the most live requests."""
         return [] if self._scheduler is None else self._scheduler.tenants.busiest(limit)
 
     def busy_tenants(self) -> Iterator[TenantUse]:
-        """Returns the tenants with live requests."""
         return iter(()) if self._scheduler is None else iter(self._scheduler.tenants)
+
+    def _set_deadline(self, request_id: str, deadline: float) -> None:
+        """Starts the request's timer, in place of an earlier one."""
+        self._drop_deadline(request_id)
+        # Both clocks are CLOCK_MONOTONIC, but a loop may round its own.
+        delay = max(0.0, deadline - time.monotonic())
+        self._deadlines[request_id] = asyncio.get_running_loop().call_later(delay, self._on_deadline, request_id)
+
+    def _drop_deadline(self, request_id: str) -> None:
+        timer = self._deadlines.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
 
     def _on_deadline(self, request_id: str) -> None:
         self.abort(request_id, EngineFinishReason.DEADLINE, "the request's deadline passed")
@@ -202,11 +202,9 @@ class Engine:
         self._forget(request.request_id)
 
     def _forget(self, request_id: str) -> None:
-        self._deadlines.drop(request_id)
-        if self._scheduler is not None and not self._scheduler.num_requests:
+        self._drop_deadline(request_id)
+        if self._scheduler is not None and not self._scheduler.requests:
             self._idle.set()
-
-    # Steps --------------------------------------------------------------------------------------------------------
 
     def _pump_soon(self) -> None:
         if not self._pump_is_due:
@@ -240,13 +238,9 @@ class Engine:
                 self._watchdog.submitted()
 
     async def _run(self) -> None:
-        try:
-            goes_on = True
-            while goes_on:
-                goes_on = await self._replace_worker(await self._apply_results())
-        except Exception:
-            logger.exception("the scheduler failed")
-            self._fail(EngineFinishReason.INTERNAL, "the scheduler failed")
+        with suppress(Exception), self._failing_on_error():
+            while await self._replace_worker(await self._apply_results()):
+                pass
 
     async def _apply_results(self) -> ExecutorError:
         """Applies results until the worker is gone; returns the error."""
@@ -254,7 +248,7 @@ class Engine:
         try:
             async for result in self._executor.results():
                 self._watchdog.answered()
-                self._supervisor.answered()
+                self._supervisor.restarts.answered()
                 self._scheduler.update(result)
                 self._pump()
                 await asyncio.sleep(0)  # lets tasks write to streams, even if more results are there already
@@ -288,8 +282,6 @@ class Engine:
         self._set_state(EngineState.FAILED)
         self._scheduler.abandon(reason, message)
 
-    # Worker failure -----------------------------------------------------------------------------------------------
-
     async def _replace_worker(self, error: ExecutorError) -> bool:
         """Starts another worker, for which all admitted requests wait; returns False if the engine cannot continue."""
         if self._scheduler is None or self.state in (EngineState.FAILED, EngineState.STOPPED):
@@ -299,19 +291,17 @@ class Engine:
         self._set_state(EngineState.RECOVERING)
         self._watchdog.restarted()
         self._scheduler.recover(blames_step)
-        logger.error("%s; requests that wait for another worker: %d", error, self._scheduler.num_requests)
+        logger.error("%s; requests that wait for another worker: %d", error, len(self._scheduler.requests))
         began = time.monotonic()
         failure = await self._supervisor.replace(error)
         if failure is not None:
             self._fail(EngineFinishReason.WORKER_DIED, str(failure))
             return False
         duration = time.monotonic() - began
-        logger.warning("another worker runs after %.1f s; %d requests go on", duration, self._scheduler.num_requests)
+        logger.warning("another worker runs after %.1f s; %d requests go on", duration, len(self._scheduler.requests))
         self._set_ready()
         self._pump()
         return True
-
-    # Shutdown -----------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Refuses new requests from now on. Admitted requests continue, even if the worker must be replaced first."""
@@ -330,7 +320,6 @@ class Engine:
         return True
 
     async def wait_idle(self) -> None:
-        """Waits until no request is alive."""
         await self._idle.wait()
 
     async def stop(self) -> None:
@@ -368,30 +357,24 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns a snapshot, cheap enough to take every second."""
-        if self._scheduler is None:
-            return EngineStats(self.state, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, refused=self._num_refused)
-        scheduler, counters = self._scheduler, self.counters
-        return EngineStats(
+        stats = EngineStats(
+            **vars(deepcopy(self.counters)),
             state=self.state,
-            requests=scheduler.num_requests,
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            kv_usage=scheduler.kv.usage,
-            cached_blocks=scheduler.kv.pool.num_cached,
-            steps=counters.steps,
-            prefill_tokens=counters.prefill_tokens,
-            cached_tokens=scheduler.num_cached_tokens,
-            decode_rows=counters.decode_rows,
-            output_tokens=counters.output_tokens,
-            preemptions=counters.preemptions,
             finished=self._num_finished,
-            stalled=scheduler.num_held,
-            retained_blocks=scheduler.kv.num_retained,
-            host_blocks=len(scheduler.kv.host),
-            restored_tokens=scheduler.kv.num_restored_tokens,
-            refused=self._num_refused + counters.refused,
-            restarts=self._supervisor.num_replaced,
-            step_s=scheduler.predictor.median_step_s,
-            predicted_ttft_s=scheduler.predictor.short_ttft_s,
-            speculation=counters.speculation.copy(),
+            restarts=self._supervisor.restarts.total,
         )
+        stats.refused += self._num_refused
+        scheduler = self._scheduler
+        if scheduler is not None:
+            stats.requests = len(scheduler.requests)
+            stats.running = len(scheduler.running)
+            stats.waiting = len(scheduler.waiting)
+            stats.kv_usage = scheduler.kv.usage
+            stats.cached_blocks = scheduler.kv.pool.num_cached
+            stats.stalled = scheduler.num_held
+            stats.retained_blocks = scheduler.kv.pool.num_retained
+            stats.host_blocks = len(scheduler.kv.host)
+            stats.restored_tokens = scheduler.kv.num_restored_tokens
+            stats.step_s = scheduler.predictor.median_step_s
+            stats.predicted_ttft_s = scheduler.predictor.short_ttft_s
+        return stats

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from penstock.scheduler.planning.sequence import RequestState, SequenceStatus
+from penstock.scheduler.request import Request
 
 MAX_EXAMINED = 256
 """The maximum number of requests and sequences that one read examines, which takes half a millisecond. The last request
@@ -36,19 +37,12 @@ class LiveRequest(NamedTuple):
 
     number: int
     """The arrival number."""
-    request_id: str
-    client_request_id: str
-    tenant: str
+    request: Request
     status: RequestStatus
-    arrival: float
-    """A time by ``time.monotonic()``."""
-    num_prompt_tokens: int
     num_output_tokens: int
     """Tokens of all its sequences."""
     max_tokens: int
-    """The limit of each sequence; 0 for a request to embed."""
-    num_choices: int
-    priority: int
+    """The limit of each sequence, with its tenant's cap; 0 for a request to embed."""
     num_preemptions: int
 
 
@@ -90,7 +84,6 @@ class LiveRequestScan:
 
     @property
     def is_done(self) -> bool:
-        """Whether all requests have been read."""
         return self._next >= len(self._snapshot)
 
     def read(self, max_requests: int) -> list[LiveRequest]:
@@ -106,7 +99,11 @@ class LiveRequestScan:
             num_examined += len(live.sequences)
             status = self._status(live)
             if not self._wanted.statuses or status in self._wanted.statuses:
-                found.append(_described(live, status))
+                num_output_tokens = live.progress if live.request.pooling is None else 0
+                max_tokens, num_preemptions = live.sequences[0].output.max_tokens, live.timings.preemptions
+                found.append(
+                    LiveRequest(live.number, live.request, status, num_output_tokens, max_tokens, num_preemptions)
+                )
         return found
 
     def _status(self, live: RequestState) -> RequestStatus:
@@ -117,21 +114,3 @@ class LiveRequestScan:
             # A pooled sequence only waits for the result of its last chunk.
             return RequestStatus.DECODING if live.request.pooling is None else RequestStatus.PREFILLING
         return RequestStatus.PREFILLING if SequenceStatus.PREFILLING in statuses else RequestStatus.WAITING
-
-
-def _described(live: RequestState, status: RequestStatus) -> LiveRequest:
-    request = live.request
-    return LiveRequest(
-        number=live.number,
-        request_id=request.request_id,
-        client_request_id=request.client_request_id,
-        tenant=request.tenant,
-        status=status,
-        arrival=request.arrival,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_output_tokens=live.progress if request.pooling is None else 0,
-        max_tokens=live.sequences[0].output.max_tokens,
-        num_choices=request.n,
-        priority=request.priority,
-        num_preemptions=live.timings.preemptions,
-    )

@@ -40,7 +40,6 @@ class OutputProcessor:
         self._block_size = planner.kv.block_size
 
     def apply(self, row: RowResult) -> None:
-        """Applies the result of one row of a step."""
         sequence = self._planner.rows.holder(row.row, row.epoch)
         max_tokens = sequence.in_flight.popleft()
         if sequence.state is SequenceStatus.ENDED:
@@ -65,7 +64,7 @@ class OutputProcessor:
                 assert row.num_computed <= most, f"row {row.row} is ahead of its plans"
             sequence.num_computed = row.num_computed
             if row.num_computed >= (sequence.num_published + 1) * self._block_size:
-                self._planner.publish_confirmed(sequence)
+                self._planner.publish(sequence, row.num_computed // self._block_size)
         if num_tokens:
             self._planner.counters.output_tokens += num_tokens
             sequence.live.tenant.num_new += num_tokens
@@ -99,7 +98,7 @@ class OutputProcessor:
         live = sequence.live
         if live.first_token_at is None:
             live.first_token_at = self._clock()
-            live.timeline.first_token(live.first_token_at)
+            live.timeline.first_token_at = live.first_token_at
             self._predictor.began(live, live.first_token_at)
         try:
             delta = sequence.output.take_tokens(token_ids, logprobs)

@@ -18,21 +18,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
+from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.admission.intake import RequestIntake
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine_stats import Counters
 from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
-from penstock.scheduler.planning.context import new_context
-from penstock.scheduler.planning.planner import Planned, Planner
+from penstock.scheduler.planning.context import PlanningContext
+from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import Change, Context, EngineFinishReason, Request, RequestAccepted
-from penstock.scheduler.timeline import Cause, Timeline, Timelines
+from penstock.scheduler.timeline import Cause, EndedTimelines, Timeline
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 logger = logging.getLogger(__name__)
@@ -48,58 +47,28 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         on_finished: Callable[[Request], None] = lambda _: None,
     ) -> None:
-        hashing = ChainedHashing(facts.block_size) if config.enable_prefix_caching else NoHashing()
-        self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing, facts.num_host_blocks)
-        context = new_context(self.kv, facts, config, clock)
-        self.tenants, self._bisector = context.tenants, context.bisector
-        self.timelines = Timelines(config.explain_requests, clock)
+        self.kv = KVCacheManager(
+            facts.num_blocks, facts.block_size, facts.num_host_blocks, caches_prefixes=config.enable_prefix_caching
+        )
+        context = PlanningContext(self.kv, facts, config, clock)
+        self.waiting, self.running, self.tenants = context.waiting, context.running, context.tenants
+        self.counters, self._bisector, self._context = context.counters, context.bisector, context
+        self._ended_timelines = EndedTimelines(config.explain_requests)
         model = StepTimeModel(facts.copy_us_per_block * 1e-6)
         for measured in facts.measured_steps:
             model.observe(StepWork.measured(measured), measured.computed_us * 1e-6)
-        self.predictor = LatencyPredictor(context, model, config)
-        self._planner = Planner(context, facts, config, model, self.predictor.is_late)
-        self._facts = facts
-        self._intake = RequestIntake(self.kv, self._planner, self.predictor, self.tenants, facts, config, clock)
+        self.predictor = LatencyPredictor(context, model)
+        self._planner = Planner(context, model, self.predictor.is_late)
+        self._intake = RequestIntake(context, self._planner, self.predictor)
         self._output_processor = OutputProcessor(self._planner, self.predictor, clock, self._finish)
-        self._config = config
         self._clock = clock
         self._on_finished = on_finished
-        self._requests: dict[str, RequestState] = {}
+        self.requests: dict[str, RequestState] = {}
+        """The requests that have not finished, in order of arrival."""
         self._num_arrived = 0
         self.num_held = 0
         """Requests that are held back because their output is not read."""
         self._in_flight: deque[StepPlan] = deque()
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that have not finished."""
-        return len(self._requests)
-
-    @property
-    def num_running(self) -> int:
-        """Running rows."""
-        return len(self._planner.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for a row."""
-        return len(self._planner.waiting)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Positions that the prefix cache saved, since the start."""
-        return self._planner.prefill_adder.num_cached_tokens
-
-    @property
-    def counters(self) -> Counters:
-        """Totals since the scheduler started."""
-        return self._planner.counters
-
-    def is_live(self, request_id: str) -> bool:
-        """Returns whether the request has not finished."""
-        return request_id in self._requests
-
-    # Requests in and out --------------------------------------------------------------------------------------------
 
     def charge(self, tenant: str, kind: Rated) -> None:
         """Counts a request or call against its tenant's rate, before any work is done for it and whatever its outcome.
@@ -109,15 +78,15 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Puts a request into the queue and notifies its sink. Raises Refused."""
-        assert request.request_id not in self._requests, "request ids are unique among live requests"
-        entry = self._intake.examine(request, self._num_arrived, is_first=not self._requests)
+        assert request.request_id not in self.requests, "request ids are unique among live requests"
+        entry = self._intake.examine(request, self._num_arrived, is_first=not self.requests)
         texts = [request.make_text() for _ in range(request.n)]  # may raise, so it comes before any change
-        tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), self.timelines.open(request)
+        tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), Timeline(request, self._clock)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
         live.entered_at, live.work = self._clock(), entry.work
-        self._intake.grammar_budget.enter(request)
+        self._intake.grammar_budget.count(request, 1)
         self._num_arrived += 1
-        self._requests[request.request_id] = live
+        self.requests[request.request_id] = live
         for index in range(request.num_prompts):
             self._planner.enter(self._new_sequence(live, index, (*entry.rank[:2], index), pinned=[]))
         ttft_s = None
@@ -130,7 +99,7 @@ class Scheduler:
     def update_request(self, request_id: str, change: Change) -> bool:
         """Changes a live request from the next plan on; returns False if it is not alive. Raises Refused, without
         changing anything."""
-        live = self._requests.get(request_id)
+        live = self.requests.get(request_id)
         if live is None:
             return False
         request = live.request.changed(change)
@@ -149,7 +118,7 @@ class Scheduler:
     def hold(self, request_id: str, held: bool) -> None:
         """Holds a request back, or releases it. While it is held, it is in no plan, and its rows are preempted before
         any other."""
-        live = self._requests.get(request_id)
+        live = self.requests.get(request_id)
         if live is None or live.held == held:
             return
         self._planner.hold(live, held)
@@ -163,15 +132,15 @@ class Scheduler:
 
     def explain(self, request_id: str) -> Timeline | None:
         """Returns the timeline of a request that is alive or ended recently."""
-        live = self._requests.get(request_id)
+        live = self.requests.get(request_id)
         if live is None:
-            return self.timelines.find(request_id)
+            return self._ended_timelines.find(request_id)
         self._emit_so_far(live)
         return live.timeline
 
     def scan(self, wanted: LiveRequestFilter, after: int) -> LiveRequestScan:
         """Returns a scan of the live requests that match and arrived after number ``after``; -1 for all."""
-        return LiveRequestScan(self._requests, self._bisector.may_run, wanted, after)
+        return LiveRequestScan(self.requests, self._bisector.may_run, wanted, after)
 
     def _emit_so_far(self, live: RequestState) -> None:
         for sequence in live.sequences:
@@ -179,7 +148,7 @@ class Scheduler:
 
     def abort(self, request_id: str, reason: EngineFinishReason, message: str = "") -> bool:
         """Ends a request early; returns False if it is not alive."""
-        live = self._requests.get(request_id)
+        live = self.requests.get(request_id)
         if live is None:
             return False
         self._finish(live, reason, message)
@@ -188,8 +157,8 @@ class Scheduler:
     def abandon(self, reason: EngineFinishReason, message: str) -> None:
         """Ends every request without touching rows and blocks, which may be in any state. The scheduler is not used
         afterwards."""
-        lives = list(self._requests.values())
-        self._requests.clear()
+        lives = list(self.requests.values())
+        self.requests.clear()
         self.num_held = 0
         for live in lives:
             request_id, context = live.request.request_id, None
@@ -205,14 +174,14 @@ class Scheduler:
 
     def _new_sequence(self, live: RequestState, index: int, rank: Rank, pinned: list[int]) -> SequenceState:
         request = live.request
-        hashes = self.kv.hashing.first(request.prompt(index).block_hashes)
+        hashes = self.kv.first_hashes(request.prompt(index).block_hashes)
         # All sequences have the first one's limit, even if the tenant's cap has changed since.
         max_tokens = (
             live.sequences[0].output.max_tokens if live.sequences else self._intake.admission.max_tokens(request)
         )
-        choice = SequenceState(live, index, rank, hashes, max_tokens, pinned)
-        live.sequences.append(choice)
-        return choice
+        sequence = SequenceState(live, index, rank, hashes, max_tokens, pinned)
+        live.sequences.append(sequence)
+        return sequence
 
     def _fork(self, live: RequestState) -> None:
         """Forks a request whose prompt is computed, or planned: its other sequences share the prompt's full blocks."""
@@ -231,7 +200,7 @@ class Scheduler:
         self._bisector.drop_request(live.request.request_id)
         self.predictor.ended(live, reason)
         context = self._close(live, reason)
-        del self._requests[live.request.request_id]
+        del self.requests[live.request.request_id]
         self.num_held -= live.held
         self._report_finished(live, reason, message, context)
 
@@ -239,12 +208,12 @@ class Scheduler:
         """Closes a request's accounts; returns the context for requests that continue it."""
         request = live.request
         self.tenants.leave(live.tenant)
-        self._intake.grammar_budget.leave(request)
+        self._intake.grammar_budget.count(request, -1)
         live.timeline.ended(reason.name)
-        self.timelines.close(live.timeline)
+        self._ended_timelines.add(live.timeline)
         context = live.context(reason, self.kv.block_size)
         if context is not None and request.retain_s > 0:
-            self.kv.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant)
+            self.kv.pool.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant)
         return context
 
     def _report_finished(
@@ -256,16 +225,15 @@ class Scheduler:
             live.sequences.clear()  # breaks a reference cycle, which would stay until the garbage collector runs
             self._on_finished(live.request)
 
-    # A step -----------------------------------------------------------------------------------------------------------
-
     def schedule(self) -> StepPlan | None:
         """Returns the next plan, which must be submitted at once; None if there is nothing to do, or too many plans are
         in flight."""
-        if len(self._in_flight) >= self._config.max_plans_in_flight:
+        if len(self._in_flight) >= self._context.config.max_plans_in_flight:
             return None
         while True:
-            planned = self._planner.plan()
-            plan = None if planned is None else self._submit(planned)
+            plan = self._planner.plan()
+            if plan is not None:
+                self._record_planned(plan)
             late = self._planner.prefill_adder.take_late()
             for live in late:
                 # It may have ended, because it may be found twice, or may have begun after all, once there was room.
@@ -275,15 +243,13 @@ class Scheduler:
             if plan is not None or not late:  # otherwise a later request may begin
                 return plan
 
-    def _submit(self, planned: Planned) -> StepPlan:
-        plan = planned.plan
+    def _record_planned(self, plan: StepPlan) -> None:
         self._in_flight.append(plan)
-        self.predictor.planned(planned.work)
+        self.predictor.planned(plan)
         for chunk in plan.chunks:
             live = self._planner.rows.current(chunk.row).live
             if not live.forked and chunk.end >= len(live.request.prompt_token_ids):
                 self._fork(live)
-        return plan
 
     def update(self, result: StepResult) -> None:
         """Applies the result of the oldest plan in flight."""
@@ -311,37 +277,36 @@ class Scheduler:
         ``blames_step``: a request in the oldest step without a result may be the cause.
         """
         fatal = self._progress(self._in_flight[0]) if blames_step and self._in_flight else {}
-        running = {sequence.live for sequence in self._planner.running}
+        running = {sequence.live for sequence in self.running}
         self._in_flight.clear()
         self.predictor.restart()
         self._planner.restart()
-        for live in self._requests.values():
+        for live in self.requests.values():
             live.expected_s = None
         for live in running:
             live.timings.restarts += 1
             live.timeline.restarted(self.counters.steps)
-        for sequence in self._planner.waiting:
+        for sequence in self.waiting:
             sequence.live.timeline.waits(sequence.index, Cause.WORKER)
         for request_id in self._bisector.crashed(fatal) if fatal else []:
             logger.error("request %s crashed the worker twice while it ran alone; it is refused", request_id)
             self.abort(request_id, EngineFinishReason.KILLED_WORKER)
-        for request_id in fatal.keys() - self._requests.keys():
+        for request_id in fatal.keys() - self.requests.keys():
             self._bisector.drop_request(request_id)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Applies ``config`` from the next plan on, except for settings that are fixed at the start; no request is
         lost. Raises ValueError, without changing anything."""
-        config.check_fits(self._facts, self._config)
-        self._config = config
-        self._intake.configure(config)
+        config.check_fits(self._context.facts, self._context.config)
+        self._context.configure(config)
         self.tenants.reconfigure(config)
-        self.timelines.resize(config.explain_requests)
-        for live in self._requests.values():
+        self._ended_timelines.resize(config.explain_requests)
+        for live in self.requests.values():
             rank = self._intake.rank(live.request, live.number, 0, live.work)
             for sequence in live.sequences:
                 sequence.rank = (rank[0], rank[1], sequence.index)
-        self._planner.configure(config)
-        self.predictor.configure(config)
+        self._planner.reconfigure()
+        self.predictor.reconfigure()
 
     def _progress(self, plan: StepPlan) -> dict[str, int]:
         """Returns the requests of a plan, and their progress."""
@@ -351,7 +316,7 @@ class Scheduler:
 
     def _apply_prompt_logprobs(self, part: PromptLogprobsPart) -> None:
         live = self._planner.rows.holder(part.row, part.epoch).live
-        if live.request.request_id not in self._requests:
+        if live.request.request_id not in self.requests:
             return
         new = live.new_prompt_logprobs(part)
         if new is not None:

@@ -1,54 +1,46 @@
-"""The state that the parts of planning share. They read and change it; only the planner sets the limits."""
+"""The state that the parts of planning share. They read and change it; only the scheduler sets the limits."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine_stats import Counters
 from penstock.scheduler.plan import WorkerFacts, num_row_numbers
 from penstock.scheduler.planning.queues import RunningQueue, WaitingQueue
 from penstock.scheduler.planning.rows import RowIdAllocator
-from penstock.scheduler.planning.sequence import SequenceState
 from penstock.scheduler.planning.tenants import TenantAccounting, TenantUse
 from penstock.scheduler.recovery.crash_bisector import CrashBisector
 
 
-@dataclass(slots=True)
 class PlanningContext:
-    """The blocks, queues and rows of one scheduler, and its limits."""
+    """The blocks, queues and rows of one scheduler, its limits and its totals."""
 
-    kv: KVCacheManager
-    waiting: WaitingQueue
-    running: RunningQueue
-    rows: RowIdAllocator[SequenceState]
-    tenants: TenantAccounting
-    bisector: CrashBisector
-    clock: Callable[[], float]
-    max_rows: int
-    """The maximum number of running rows."""
-    budget: int
-    """The maximum number of tokens in a step."""
-    decode_kv: int = 0
-    """Positions that the decoding rows of the last plan read."""
+    def __init__(
+        self, kv: KVCacheManager, facts: WorkerFacts, config: SchedulerConfig, clock: Callable[[], float]
+    ) -> None:
+        self.kv = kv
+        self.facts = facts
+        self.waiting = WaitingQueue(config.policy, kv.wanted, kv.block_size)
+        self.running = RunningQueue()
+        self.rows = RowIdAllocator(num_row_numbers(facts.max_num_seqs))
+        self.tenants = TenantAccounting(config, clock)
+        self.bisector = CrashBisector()
+        self.counters = Counters()
+        self.clock = clock
+        self.decode_kv = 0
+        """Positions that the decoding rows of the last plan read."""
+        self.configure(config)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Sets the limits."""
+        self.config = config
+        self.max_rows = config.max_rows(self.facts)
+        """The maximum number of running rows."""
+        self.budget = config.token_budget(self.facts)
+        """The maximum number of tokens in a step."""
+        assert 0 < self.max_rows <= self.budget, "every running row can decode in every step, so that none starves"
 
     def is_above_share(self, tenant: TenantUse) -> bool:
         """Returns whether a tenant's running rows hold more than its share of the blocks."""
         num_held = sum(len(sequence.block_ids) for sequence in self.running if sequence.live.tenant is tenant)
         return num_held > self.kv.pool.num_blocks * self.tenants.share(tenant)
-
-
-def new_context(
-    kv: KVCacheManager, facts: WorkerFacts, config: SchedulerConfig, clock: Callable[[], float]
-) -> PlanningContext:
-    """Returns a context with empty queues."""
-    return PlanningContext(
-        kv=kv,
-        waiting=WaitingQueue(config.policy, kv.wanted, kv.block_size),
-        running=RunningQueue(),
-        rows=RowIdAllocator(num_row_numbers(facts.max_num_seqs)),
-        tenants=TenantAccounting(config, clock),
-        bisector=CrashBisector(),
-        clock=clock,
-        max_rows=config.max_rows(facts),
-        budget=config.token_budget(facts),
-    )

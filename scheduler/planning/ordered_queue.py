@@ -40,7 +40,6 @@ class OrderedQueue:
         return self._parts[0][0]
 
     def insert(self, sequence: SequenceState) -> None:
-        """Inserts a sequence in order."""
         index = min(self._part_of(self._key(sequence)), len(self._parts) - 1)
         if index < 0:
             self._parts.append([])
@@ -56,7 +55,6 @@ class OrderedQueue:
             self._works[index : index + 1] = [total_work(sequence.work for sequence in half) for half in halves]
 
     def remove(self, sequence: SequenceState) -> None:
-        """Removes a sequence."""
         value = self._key(sequence)
         index = self._part_of(value)
         part = self._parts[index]
@@ -71,7 +69,6 @@ class OrderedQueue:
             self.work = self.work.minus(sequence.work) if self._parts else NO_WORK
 
     def change_work(self, sequence: SequenceState, change: QueuedWork) -> None:
-        """Adds a change to the work of a sequence in the queue."""
         self._add(self._part_of(self._key(sequence)), change)
 
     def num_before(self, value: Any) -> int:
@@ -82,7 +79,6 @@ class OrderedQueue:
         return sum(map(len, self._parts[:index])) + bisect_left(self._parts[index], value, key=self._key)
 
     def work_of_first(self, num_sequences: int) -> QueuedWork:
-        """Returns the work of the first ``num_sequences`` together."""
         if num_sequences >= self._num_sequences:
             return self.work
         work = NO_WORK

@@ -4,55 +4,13 @@ It does not know blocks or plans. A token is delivered at most once, in order, a
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch, TextDelta, TextState
 
 
-@dataclass(slots=True)
-class HeldLogprobs:
-    """Log-probabilities of the tokens that are held back, in flat arrays."""
-
-    num_top: int
-    chosen: list[float] = field(default_factory=list)
-    top_token_ids: list[int] = field(default_factory=list)
-    top: list[float] = field(default_factory=list)
-
-    def add_token(self, logprobs: TokenLogprobs, index: int) -> None:
-        """Adds entry ``index`` of a result."""
-        span = slice(index * self.num_top, (index + 1) * self.num_top)
-        self.chosen.append(logprobs.chosen[index])
-        self.top_token_ids += logprobs.top_token_ids[span]
-        self.top += logprobs.top[span]
-
-    def release(self, num_tokens: int) -> TokenLogprobs:
-        """Removes and returns the oldest ``num_tokens`` entries."""
-        num_entries = num_tokens * self.num_top
-        released = TokenLogprobs(
-            self.num_top, self.chosen[:num_tokens], self.top_token_ids[:num_entries], self.top[:num_entries]
-        )
-        del self.chosen[:num_tokens], self.top_token_ids[:num_entries], self.top[:num_entries]
-        return released
-
-
 class OutputBuffer:
     """Turns accepted tokens into the output that the caller sees."""
-
-    __slots__ = (
-        "_end_token_ids",
-        "_held",
-        "_held_logprobs",
-        "_lengths",
-        "_min_tokens",
-        "_num_in_end",
-        "_stop_token_ids",
-        "_text",
-        "end",
-        "index",
-        "max_tokens",
-        "num_tokens",
-    )
 
     def __init__(
         self,
@@ -78,7 +36,7 @@ class OutputBuffer:
         self._held: list[int] = []
         self._num_in_end = 0
         """The number of tokens that ended the sequence: a stop token, or those of a stop string."""
-        self._held_logprobs = None if num_top_logprobs is None else HeldLogprobs(num_top_logprobs)
+        self._held_logprobs = None if num_top_logprobs is None else TokenLogprobs(num_top_logprobs, [], [], [])
         self._lengths: list[int] = []
         """The number of characters of the text that begin in each of the oldest tokens of ``_held``, where known."""
 
@@ -91,16 +49,14 @@ class OutputBuffer:
         """Returns the output that a step's tokens release, or None. If one of them ends the sequence, sets ``end`` and
         ignores the rest."""
         assert self.end is None
-        num_released = 0
+        num_released = num_kept = 0
         text = ""
-        for index, token_id in enumerate(token_ids):
+        for token_id in token_ids:
             end = self._end_at(token_id) if token_id in self._stop_token_ids else None
             if end is None or end.stop_token_id is not None:
+                num_kept += 1
                 self.num_tokens += 1
                 self._held.append(token_id)
-                if self._held_logprobs is not None:
-                    assert logprobs is not None, "a result lacks the log-probabilities that its row needs"
-                    self._held_logprobs.add_token(logprobs, index)
             if end is not None:
                 released = self._end(end)
             else:
@@ -118,6 +74,9 @@ class OutputBuffer:
                 self.end = StopMatch(EngineFinishReason.STOP, stop=stop)
             if self.end is not None:
                 break
+        if self._held_logprobs is not None:
+            assert logprobs is not None, "a result lacks the log-probabilities that its row needs"
+            self._held_logprobs.extend(logprobs.part(0, num_kept))
         return self._release(num_released, text)
 
     def _end_at(self, token_id: int) -> StopMatch | None:
@@ -154,8 +113,10 @@ class OutputBuffer:
             shown, self._held = held, []
         else:
             shown, self._held = held[:num_released], held[num_released:]
-        if self._held_logprobs is None:
+        logprobs = self._held_logprobs
+        if logprobs is None:
             return SequenceDelta(self.index, shown, text, None, self.end)
+        self._held_logprobs = logprobs.part(num_released, len(logprobs.chosen))
         lengths, self._lengths = self._lengths[:num_released], self._lengths[num_released:]
         lengths += [0] * (num_released - len(lengths))
-        return SequenceDelta(self.index, shown, text, self._held_logprobs.release(num_released), self.end, lengths)
+        return SequenceDelta(self.index, shown, text, logprobs.part(0, num_released), self.end, lengths)

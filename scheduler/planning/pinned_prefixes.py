@@ -15,19 +15,16 @@ class PinnedPrefixes:
         self._on_taken = on_taken
         self._sequences: list[SequenceState] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._sequences)
-
     def add_sequence(self, sequence: SequenceState) -> None:
         """Adds a waiting, forked sequence, with the blocks that it shares with the first one."""
         if sequence.pinned:
-            self._kv.share(sequence.pinned)
+            self._kv.pool.share(sequence.pinned)
             self._sequences.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence that no longer waits. Does nothing if it keeps no blocks."""
         if sequence.pinned:
-            self._kv.free(sequence.pinned)
+            self._kv.pool.release(sequence.pinned)
             sequence.pinned = []
             self._sequences.remove(sequence)
 

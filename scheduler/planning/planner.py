@@ -11,11 +11,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Container
 from heapq import merge
-from typing import NamedTuple
 
-from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine_stats import Counters
-from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts
+from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
 from penstock.scheduler.planning.preemption import PreemptionPolicy
@@ -24,74 +21,55 @@ from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.planning.step_shares import StepShares
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.timeline import Cause, lacked_blocks, made_room
+from penstock.scheduler.timeline import Cause
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
-
-
-class Planned(NamedTuple):
-    """A plan, and its work."""
-
-    plan: StepPlan
-    work: StepWork
 
 
 class Planner:
     """Owns the rows and blocks, and assigns them."""
 
-    def __init__(
-        self,
-        context: PlanningContext,
-        facts: WorkerFacts,
-        config: SchedulerConfig,
-        model: StepTimeModel,
-        is_late: Callable[[RequestState], bool],
-    ) -> None:
+    def __init__(self, context: PlanningContext, model: StepTimeModel, is_late: Callable[[RequestState], bool]) -> None:
         """``is_late`` returns whether a request that has not begun can no longer meet its deadline."""
         self.kv, self.waiting, self.running, self.rows = context.kv, context.waiting, context.running, context.rows
-        self.counters = Counters()
+        self.counters = context.counters
         self._context = context
-        self._facts = facts
         self._model = model
-        self._base_s = min((step.computed_us * 1e-6 for step in facts.measured_steps if step.decodes), default=0.0)
+        measured_steps = context.facts.measured_steps
+        self._base_s = min((step.computed_us * 1e-6 for step in measured_steps if step.decodes), default=0.0)
         """About how long a step takes without any row: as long as the shortest one that was measured at the start."""
         self._pinned = PinnedPrefixes(self.kv, self.waiting.update_work)
-        self.restore_policy = HostTierRestorePolicy(self.kv, model, facts)
+        self.restore_policy = HostTierRestorePolicy(self.kv, model, context.facts)
         self.prefill_adder = PrefillAdder(context, self._pinned, self.restore_policy, is_late)
-        self.configure(config)
+        self._preemption = PreemptionPolicy(context.config.policy, context)
 
-    def configure(self, config: SchedulerConfig) -> None:
-        """Applies the limits and the policy of ``config`` from the next plan on. Ranks must be updated before."""
-        context = self._context
-        context.budget = config.token_budget(self._facts)
-        context.max_rows = config.max_rows(self._facts)
-        # Every running row can decode in every step, so that none starves.
-        assert 0 < context.max_rows <= context.budget
-        self._target_itl_s = config.target_itl_s
-        self._preemption = PreemptionPolicy(config.policy, context)
-        self.waiting.arrange(config.policy)
+    def reconfigure(self) -> None:
+        """Applies the limits and the policy of the planning context from the next plan on. Ranks must be updated
+        before."""
+        policy = self._context.config.policy
+        self._preemption = PreemptionPolicy(policy, self._context)
+        self.waiting.arrange(policy)
         self.running.arrange()
-        while len(self.running) > context.max_rows:
+        while len(self.running) > self._context.max_rows:
             self._preempt(max(self.running, key=lambda sequence: sequence.rank), "fewer rows may run")
 
-    def plan(self) -> Planned | None:
+    def plan(self) -> StepPlan | None:
         """Returns the next step, or None if there is nothing to compute. The caller must submit it: it counts as in
         flight."""
-        self.kv.expire(self._context.clock())
+        self.kv.pool.expire(self._context.clock())
         if self._context.bisector:
             self._isolate_suspects()
         self._make_room()
-        planned = self._plan()
-        while planned.plan.is_empty and self._make_room():
-            planned = self._plan()
-        plan = planned.plan
+        plan = self._plan()
+        while plan.is_empty and self._make_room():
+            plan = self._plan()
         if plan.is_empty:
             return None
         plan.dropped = self.rows.take_drops()
         self.counters.steps += 1
         self.counters.decode_rows += len(plan.decodes)
-        return planned
+        return plan
 
-    def _plan(self) -> Planned:
+    def _plan(self) -> StepPlan:
         plan = StepPlan(self.counters.steps, [], [], [], [], [])
         shares = self._step_shares(plan.step)
         drafting = self._plan_decodes(plan, () if shares is None else shares.sitting_out)
@@ -102,9 +80,7 @@ class Planner:
         if drafting:
             self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks), shares)
         self._close(plan, chunked)
-        return Planned(plan, StepWork.of(plan, self._context.decode_kv))
-
-    # Entering and leaving -------------------------------------------------------------------------------------------
+        return plan
 
     def enter(self, sequence: SequenceState) -> None:
         """Puts a new sequence into the queue. A forked one keeps its blocks of the prompt while it waits."""
@@ -171,14 +147,9 @@ class Planner:
 
     def _isolate_suspects(self) -> None:
         """Preempts every row that is not on trial, so that it holds no blocks that the rows on trial may need."""
-        for sequence in [sequence for sequence in self.running if not self.prefill_adder.may_run(sequence.live)]:
+        may_run = self._context.bisector.may_run
+        for sequence in [row for row in self.running if not may_run(row.live.request.request_id)]:
             self._preempt(sequence, "other requests run alone, to find out which one crashed the worker")
-
-    def publish_confirmed(self, sequence: SequenceState) -> None:
-        """Publishes the row's full blocks up to ``num_computed``, the position that results have confirmed."""
-        self._publish(sequence, sequence.num_computed // self.kv.block_size)
-
-    # Decoding rows --------------------------------------------------------------------------------------------------
 
     def _step_shares(self, step: int) -> StepShares | None:
         """Returns the tenants' shares of a step; None if tenants have none."""
@@ -259,7 +230,7 @@ class Planner:
             if victim in unplanned:
                 unplanned.remove(victim)
             needy = "it" if victim is sequence else sequence.live.request.request_id
-            self._preempt(victim, lacked_blocks(needy, num_blocks - len(sequence.block_ids)))
+            self._preempt(victim, f"no block was free, and {needy} needed {num_blocks - len(sequence.block_ids)}")
             if victim is sequence:
                 return False
         sequence.capacity = num_blocks * self.kv.block_size
@@ -279,11 +250,9 @@ class Planner:
         self._record_left(sequence)
         self.running.remove(sequence)
         self.kv.retract(sequence, sequence.hashes[sequence.num_published :])
-        self.kv.free(sequence.block_ids)
+        self.kv.pool.release(sequence.block_ids)
         self.rows.free_row(sequence.row)
         sequence.leave_row()
-
-    # Chunks of histories --------------------------------------------------------------------------------------------
 
     def _prefill_budget(self, plan: StepPlan, budget: int) -> int:
         """Returns the step's budget for chunks, limited so that decoding rows in the same step are not delayed too
@@ -291,8 +260,8 @@ class Planner:
         if not plan.decodes or not budget:
             return budget
         context = self.running.prefilling[0].num_planned if self.running.prefilling else 0
-        decode_kv = self._context.decode_kv
-        return self._model.max_prefill(len(plan.decodes), decode_kv, context, self._target_itl_s, budget)
+        decode_kv, target_itl_s = self._context.decode_kv, self._context.config.target_itl_s
+        return self._model.max_prefill(len(plan.decodes), decode_kv, context, target_itl_s, budget)
 
     def _plan_chunks(self, plan: StepPlan, budget: int, shares: StepShares | None) -> list[SequenceState]:
         """Plans chunks of histories, in order; returns the sequences that got one."""
@@ -309,7 +278,7 @@ class Planner:
             if sequence.state is SequenceStatus.WAITING:
                 if not self.prefill_adder.try_add(plan, sequence, this_round):
                     continue
-                self._context.tenants.began(tenant)
+                self._context.tenants.last = tenant
             most = budget if shares is None else self._tenant_budget(plan, shares, sequence, budget)
             budget -= self._plan_chunk(plan, sequence, most)
             chunked.append(sequence)
@@ -365,7 +334,7 @@ class Planner:
     def _close(self, plan: StepPlan, chunked: list[SequenceState]) -> None:
         """Completes the plan. Later plans may read the KV that its chunks compute, but the plan itself may not."""
         for sequence in chunked:
-            self._publish(sequence, sequence.num_planned // self.kv.block_size)
+            self.publish(sequence, sequence.num_planned // self.kv.block_size)
             if sequence.num_planned == sequence.prefill_end:
                 self.running.promote(sequence)
                 if not sequence.is_pooled:
@@ -373,9 +342,10 @@ class Planner:
         plan.copies_out, plan.copies_in = self.kv.take_copies()
         assert not plan.is_empty or not plan.copies_out + plan.copies_in, "an empty plan gives no blocks out"
 
-    def _publish(self, sequence: SequenceState, num_full: int) -> None:
+    def publish(self, sequence: SequenceState, num_full: int) -> None:
+        """Publishes the first ``num_full`` blocks of a row."""
         kv = self.kv
-        kv.hashing.extend(sequence.hashes, sequence.token_ids, num_full, sequence.live.request.hash_salt)
+        kv.extend_hashes(sequence.hashes, sequence.token_ids, num_full, sequence.live.request.hash_salt)
         start, sequence.num_published = sequence.num_published, num_full
         kv.publish(sequence.block_ids, sequence.hashes, start, num_full, sequence.token_ids)
         if sequence.state is SequenceStatus.PREFILLING:
@@ -395,6 +365,6 @@ class Planner:
             victim = self._preemption.victim_for_waiting(sequence, self.prefill_adder.num_missing_for(sequence))
             if victim is not None:
                 sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is only for this sequence
-                self._preempt(victim, made_room(sequence.live.request.request_id))
+                self._preempt(victim, f"there was no room for {sequence.live.request.request_id}, which goes first")
                 return True
         return False

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
+from penstock.scheduler.plan import AddedRow, StepPlan
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
@@ -48,8 +48,6 @@ class PrefillAdder:
         is_late: Callable[[RequestState], bool],
     ) -> None:
         """``is_late`` returns whether a request that has not begun can no longer meet its deadline."""
-        self.num_cached_tokens = 0
-        """Positions that the prefix cache saved, since the start."""
         self._context = context
         self._kv, self._waiting, self._running = context.kv, context.waiting, context.running
         self._pinned = pinned
@@ -139,10 +137,10 @@ class PrefillAdder:
         live = sequence.live
         if live.held:
             return True
-        if not self.may_run(live):
+        if not self._context.bisector.may_run(live.request.request_id):
             live.timeline.waits(sequence.index, Cause.SUSPECT)
             return True
-        if sequence.awaited_hash is not None and self._kv.is_pending(sequence.awaited_hash):
+        if sequence.awaited_hash is not None and self._kv.leader(sequence.awaited_hash) is not None:
             live.timeline.waits(sequence.index, Cause.PREFIX)
             return True
         if live.started_at is None and live.request.deadline is not None:
@@ -152,11 +150,6 @@ class PrefillAdder:
                 self._late.append(live)
                 return True
         return False
-
-    def may_run(self, live: RequestState) -> bool:
-        """Returns whether a request may be in a step now, given the requests on trial after a crash."""
-        bisector = self._context.bisector
-        return not bisector or bisector.may_run(live.request.request_id)
 
     def _has_row(self) -> bool:
         return len(self._running) < self._context.max_rows
@@ -174,9 +167,8 @@ class PrefillAdder:
             return [], ()
         kv = self._kv
         num_tokens = len(sequence.token_ids)
-        kv.hashing.extend(
-            sequence.hashes, sequence.token_ids, num_tokens // kv.block_size, sequence.live.request.hash_salt
-        )
+        salt = sequence.live.request.hash_salt
+        kv.extend_hashes(sequence.hashes, sequence.token_ids, num_tokens // kv.block_size, salt)
         prefix = kv.find_prefix(sequence.hashes, num_tokens)
         restored = self._restore_policy.find(sequence.hashes, len(prefix), num_tokens)
         num_found = len(prefix) + len(restored)
@@ -211,7 +203,10 @@ class PrefillAdder:
             live.started_at = self._context.clock()
         if sequence.is_new:
             live.usage.cached_tokens += num_cached
-        self.num_cached_tokens += num_cached
+        self._context.counters.cached_tokens += num_cached
+        sampling = sequence.sampling
+        if sampling.prompt_logprobs is not None and not live.wants_prompt_logprobs:
+            sampling = replace(sampling, prompt_logprobs=None)  # they were reported before
         row, epoch = self._context.rows.allocate_row(sequence)
         sequence.start_row(row, epoch, block_ids, num_cached_blocks, self._kv.block_size)
         live.timeline.began(sequence.index, plan.step, num_cached)
@@ -225,17 +220,10 @@ class PrefillAdder:
                 sequence.num_prompt_tokens,
                 num_cached,
                 block_ids.copy(),
-                _sampling_of_row(sequence, live),
+                sampling,
                 live.request.pooling,
                 live.request.max_drafts,
                 live.request.grammar,
                 live.request.tenant,
             )
         )
-
-
-def _sampling_of_row(sequence: SequenceState, live: RequestState) -> SamplingParams:
-    """Returns the sampling of a row, without log-probabilities of the prompt if they were reported before."""
-    if sequence.sampling.prompt_logprobs is not None and not live.wants_prompt_logprobs:
-        return replace(sequence.sampling, prompt_logprobs=None)
-    return sequence.sampling

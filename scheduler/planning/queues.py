@@ -8,6 +8,7 @@ import math
 from bisect import insort
 from collections.abc import Container, Iterator
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple, cast
 
 from penstock.kv.wanted import WantedBlocks
@@ -21,24 +22,18 @@ Order = tuple[float, Rank]
 """(the tenant's turn, or 0 where tenants take none; the rank)."""
 
 
-def _rank(sequence: SequenceState) -> Rank:
-    return sequence.rank
-
-
-def _due(sequence: SequenceState) -> tuple[float, Rank]:
-    assert sequence.due is not None
-    return sequence.due
+_RANK, _DUE = attrgetter("rank"), attrgetter("due")
 
 
 class Queued(NamedTuple):
     """The size of the queue: requests whose first prompt has not begun, and the tokens of all prompts that have not
     begun."""
 
-    requests: int
-    tokens: int
+    requests: int = 0
+    tokens: int = 0
 
-
-_NOTHING = Queued(0, 0)
+    def plus(self, requests: int, tokens: int) -> "Queued":
+        return Queued(self.requests + requests, self.tokens + tokens)
 
 
 class WaitingQueue:
@@ -47,10 +42,8 @@ class WaitingQueue:
     def __init__(self, policy: Policy, wanted: WantedBlocks, block_size: int) -> None:
         self.by_turns = False
         """Whether tenants take turns."""
-        self.num_requests = 0
-        """Requests whose first prompt has not begun."""
-        self.num_tokens = 0
-        """Tokens of all prompts that have not begun."""
+        self.queued = Queued()
+        """The queued requests and tokens of all tenants."""
         self.num_pooled = 0
         """Pooled sequences, which have a row only until their prompts are computed."""
         self._wanted = wanted
@@ -78,17 +71,10 @@ class WaitingQueue:
         """The number of lanes: one for each waiting tenant where tenants take turns, otherwise at most one."""
         return len(self._lanes)
 
-    @property
-    def queued(self) -> Queued:
-        """The queued requests and tokens of all tenants."""
-        return Queued(self.num_requests, self.num_tokens)
-
     def queued_of(self, tenant: str) -> Queued:
-        """Returns the queued requests and tokens of a tenant."""
-        return self._own.get(tenant, _NOTHING)
+        return self._own.get(tenant, Queued())
 
     def order(self, sequence: SequenceState) -> Order:
-        """Returns a sequence's current sort key."""
         return (sequence.live.tenant.turn if self.by_turns else 0.0, sequence.rank)
 
     def arrange(self, policy: Policy) -> None:
@@ -98,21 +84,19 @@ class WaitingQueue:
         by_lane: dict[str, list[SequenceState]] = {}
         for sequence in sequences:
             by_lane.setdefault(self._lane(sequence), []).append(sequence)
-        self._lanes = {name: OrderedQueue(_rank, lane) for name, lane in by_lane.items()}
+        self._lanes = {name: OrderedQueue(_RANK, lane) for name, lane in by_lane.items()}
         self._due = None
         if policy is Policy.DEADLINE:
             for sequence in sequences:
                 sequence.due = _due_of(sequence)
-            self._due = OrderedQueue(_due, [sequence for sequence in sequences if sequence.due])
+            self._due = OrderedQueue(_DUE, [sequence for sequence in sequences if sequence.due])
 
     def put(self, sequence: SequenceState) -> None:
-        """Adds a sequence."""
         self._want(sequence)
         name = self._lane(sequence)
-        lane = self._lanes.get(name)
-        if lane is None:
-            lane = self._lanes[name] = OrderedQueue(_rank)
-        lane.insert(sequence)
+        if name not in self._lanes:
+            self._lanes[name] = OrderedQueue(_RANK)
+        self._lanes[name].insert(sequence)
         if self._due is not None:
             sequence.due = _due_of(sequence)
             if sequence.due:
@@ -136,15 +120,13 @@ class WaitingQueue:
     def _want(self, sequence: SequenceState) -> None:
         """Finds out what the sequence lacks; ``_charge`` keeps it up to date."""
         sequence.num_wanted = sequence.num_missing = sequence.num_evicted = 0
-        num_shared = 0
+        sequence.num_shared = 0
         if sequence.reads_cache:
-            num_tokens = len(sequence.token_ids)
-            sequence.num_wanted = min(len(sequence.hashes), (num_tokens - 1) // self._block_size)
-            hashes = sequence.hashes[: sequence.num_wanted]
-            num_shared = self._wanted.add_owner(
+            hashes = sequence.hashes[: (len(sequence.token_ids) - 1) // self._block_size]
+            sequence.num_wanted = len(hashes)
+            sequence.num_shared = self._wanted.add_owner(
                 sequence, hashes, lambda other: cast(SequenceState, other).rank > sequence.rank
             )
-        sequence.num_shared = num_shared
         sequence.work = self._work(sequence)
         sequence.is_queued = True
 
@@ -177,28 +159,20 @@ class WaitingQueue:
         )
 
     def _count(self, sequence: SequenceState, sign: int) -> None:
-        new_tokens = sign * sequence.num_prompt_tokens if sequence.is_new else 0
+        tenant = sequence.live.tenant
         self._num_sequences += sign
-        sequence.live.tenant.num_waiting += sign
-        self.num_tokens += new_tokens
-        if sequence.is_new:
-            num_first = sign if sequence.index == 0 else 0
-            self.num_requests += num_first
-            self._count_own(sequence.live.tenant.name, num_first, new_tokens)
+        tenant.num_waiting += sign
         if sequence.is_pooled:
             self.num_pooled += sign
-
-    def _count_own(self, tenant: str, num_requests: int, num_tokens: int) -> None:
-        before = self.queued_of(tenant)
-        after = Queued(before.requests + num_requests, before.tokens + num_tokens)
-        if any(after):
-            self._own[tenant] = after
-        else:
-            self._own.pop(tenant, None)
+        if sequence.is_new:
+            change = (sign if sequence.index == 0 else 0, sign * sequence.num_prompt_tokens)
+            self.queued = self.queued.plus(*change)
+            self._own[tenant.name] = self.queued_of(tenant.name).plus(*change)
+            if not any(self._own[tenant.name]):
+                del self._own[tenant.name]
 
     @property
     def work(self) -> QueuedWork:
-        """The work of all waiting sequences."""
         return total_work([lane.work for lane in self._lanes.values()]).plus(self._unowned)
 
     def num_ahead(self, tenant: str, rank: Rank) -> int:
@@ -281,33 +255,28 @@ class RunningQueue:
         return chain(self.prefilling, self.decoding, self.held)
 
     def add_sequence(self, sequence: SequenceState) -> None:
-        """Adds a sequence whose row begins."""
-        insort(self.prefilling, sequence, key=_rank)
+        insort(self.prefilling, sequence, key=_RANK)
         sequence.live.tenant.num_rows += 1
 
     def promote(self, sequence: SequenceState) -> None:
         """Moves a sequence whose whole history is planned to the decoding ones."""
         self.prefilling.remove(sequence)
-        insort(self.decoding, sequence, key=_rank)
+        insort(self.decoding, sequence, key=_RANK)
         sequence.state = SequenceStatus.DECODING
 
     def remove(self, sequence: SequenceState) -> None:
-        """Removes a sequence."""
-        self._line(sequence).remove(sequence)
+        (self.held if sequence.live.held else self._moving(sequence)).remove(sequence)
         sequence.live.tenant.num_rows -= 1
 
     def hold(self, sequence: SequenceState, held: bool) -> None:
         """Takes a row out of the plans, or puts it back. The caller then sets its request's ``held``."""
         (self._moving(sequence) if held else self.held).remove(sequence)
-        insort(self.held if held else self._moving(sequence), sequence, key=_rank)
+        insort(self.held if held else self._moving(sequence), sequence, key=_RANK)
 
     def arrange(self) -> None:
         """Sorts again, after ranks have changed."""
         for line in (self.prefilling, self.decoding, self.held):
-            line.sort(key=_rank)
-
-    def _line(self, sequence: SequenceState) -> list[SequenceState]:
-        return self.held if sequence.live.held else self._moving(sequence)
+            line.sort(key=_RANK)
 
     def _moving(self, sequence: SequenceState) -> list[SequenceState]:
         return self.prefilling if sequence.state is SequenceStatus.PREFILLING else self.decoding

@@ -15,13 +15,15 @@ _S_PER_MINUTE = 60.0
 
 
 class Rated(Enum):
-    """What ``requests_per_second`` limits, each separately."""
+    """What a tenant's rates limit, each separately: the first two are limited by ``requests_per_second``."""
 
     REQUEST = auto()
     """A request to generate or to embed; counted when it arrives, so a refused request counts as well."""
     TOKENIZER_CALL = auto()
     """A call that turns text into tokens or tokens into text. A gateway may make one for a request, which must not
     count twice."""
+    TOKEN = auto()
+    """A token of a prompt or of an output."""
 
 
 class TokenBucket:
@@ -58,50 +60,33 @@ class TokenBucket:
 class TenantRateLimit:
     """A tenant's buckets, one for each limit that is set."""
 
-    __slots__ = ("_rates", "_tokens")
-
     def __init__(self, limits: TenantLimits, now: float) -> None:
-        self._rates: dict[Rated, TokenBucket | None] = dict.fromkeys(Rated)
-        self._tokens: TokenBucket | None = None
+        self._buckets: dict[Rated, TokenBucket] = {}
         self.reconfigure(limits, now)
 
     def reconfigure(self, limits: TenantLimits, now: float) -> None:
         """Applies new limits from now on."""
         rate, budget = limits.requests_per_second, limits.tokens_per_minute
-        burst = None if rate is None else max(MIN_BURST, rate)
-        self._rates = {kind: _sized(bucket, burst, rate, now) for kind, bucket in self._rates.items()}
-        self._tokens = _sized(self._tokens, budget, None if budget is None else budget / _S_PER_MINUTE, now)
+        sizes: dict[Rated, tuple[float, float]] = {}
+        if rate is not None:
+            sizes |= dict.fromkeys((Rated.REQUEST, Rated.TOKENIZER_CALL), (max(MIN_BURST, rate), rate))
+        if budget is not None:
+            sizes[Rated.TOKEN] = (budget, budget / _S_PER_MINUTE)
+        self._buckets = {kind: self._buckets.get(kind) or TokenBucket(*size, now) for kind, size in sizes.items()}
+        for kind, bucket in self._buckets.items():
+            bucket.resize(*sizes[kind], now)
 
-    def wait_s(self, kind: Rated, now: float) -> float:
-        """Returns the time until one more request or call is allowed."""
-        bucket = self._rates[kind]
-        return 0.0 if bucket is None else bucket.wait_s(1.0, now)
+    def wait_s(self, kind: Rated, amount: float, now: float) -> float:
+        """Returns the time until this much is available, or its bucket is full."""
+        bucket = self._buckets.get(kind)
+        return 0.0 if bucket is None else bucket.wait_s(amount, now)
 
-    def token_wait_s(self, num_tokens: int, now: float) -> float:
-        """Returns the time until this many tokens are available, or the bucket is full."""
-        return 0.0 if self._tokens is None else self._tokens.wait_s(num_tokens, now)
-
-    def take_from(self, kind: Rated, now: float) -> None:
-        """Takes one from a rate."""
-        bucket = self._rates[kind]
+    def take(self, kind: Rated, amount: float, now: float) -> None:
+        """Takes ``amount``, even if less is available."""
+        bucket = self._buckets.get(kind)
         if bucket is not None:
-            bucket.take_tokens(1.0, now)
-
-    def take_tokens(self, num_tokens: int, now: float) -> None:
-        """Takes used tokens."""
-        if self._tokens is not None:
-            self._tokens.take_tokens(num_tokens, now)
+            bucket.take_tokens(amount, now)
 
     def is_full(self, now: float) -> bool:
         """Returns whether a new object would be the same: all buckets are full."""
-        buckets = (*self._rates.values(), self._tokens)
-        return all(bucket is None or bucket.level(now) >= bucket.capacity for bucket in buckets)
-
-
-def _sized(bucket: TokenBucket | None, capacity: float | None, per_s: float | None, now: float) -> TokenBucket | None:
-    if capacity is None or per_s is None:
-        return None
-    if bucket is None:
-        return TokenBucket(capacity, per_s, now)
-    bucket.resize(capacity, per_s, now)
-    return bucket
+        return all(bucket.level(now) >= bucket.capacity for bucket in self._buckets.values())

@@ -5,26 +5,23 @@ So a result's (row, epoch) always identifies its sequence, however late it arriv
 used again while a plan with its last use is in flight.
 """
 
-from typing import Generic, TypeVar
-
-Holder = TypeVar("Holder")
+from penstock.scheduler.planning.sequence import SequenceState
 
 
-class RowIdAllocator(Generic[Holder]):
-    """Assigns row numbers to holders."""
+class RowIdAllocator:
+    """Assigns row numbers to sequences."""
 
     def __init__(self, num_rows: int) -> None:
-        self._holders: list[Holder | None] = [None] * num_rows
+        self._holders: list[SequenceState | None] = [None] * num_rows
         self._epochs = [0] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
         self._dropped: list[int] = []
 
     @property
     def num_free(self) -> int:
-        """The number of rows that can be allocated now."""
         return len(self._free)
 
-    def allocate_row(self, holder: Holder) -> tuple[int, int]:
+    def allocate_row(self, holder: SequenceState) -> tuple[int, int]:
         """Returns a free row number and the epoch of this use."""
         row = self._free.pop()
         self._holders[row] = holder
@@ -46,7 +43,7 @@ class RowIdAllocator(Generic[Holder]):
         them."""
         for row in rows:
             self._holders[row] = None
-            self._free.append(row)
+        self._free += rows
 
     def clear(self) -> None:
         """Frees all rows, because the worker is gone: no result will come."""
@@ -54,13 +51,12 @@ class RowIdAllocator(Generic[Holder]):
         self._free = list(range(len(self._holders) - 1, -1, -1))
         self._dropped = []
 
-    def current(self, row: int) -> Holder:
-        """Returns the row's current holder."""
+    def current(self, row: int) -> SequenceState:
         holder = self._holders[row]
         assert holder is not None
         return holder
 
-    def holder(self, row: int, epoch: int) -> Holder:
+    def holder(self, row: int, epoch: int) -> SequenceState:
         """Returns the holder to which a result refers; its row may have been dropped since."""
         holder = self._holders[row]
         assert holder is not None, f"a result names row {row}, which is not in use"

@@ -12,11 +12,12 @@ For a decoding sequence, every known position is planned. Only the worker knows 
 
 import hashlib
 from collections import deque
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
 import msgspec
 
-from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams, TokenLogprobs
+from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams
 from penstock.scheduler.planning.output_buffer import OutputBuffer
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.policy import Rank
@@ -51,28 +52,6 @@ class SequenceStatus(Enum):
 
 class RequestState:
     """A request from admission to its only ``RequestFinished``."""
-
-    __slots__ = (
-        "entered_at",
-        "expected_s",
-        "expected_ttft_s",
-        "first_token_at",
-        "forked",
-        "held",
-        "num_ended",
-        "num_prompt_logprobs",
-        "number",
-        "request",
-        "sequences",
-        "speculation",
-        "started_at",
-        "tenant",
-        "texts",
-        "timeline",
-        "timings",
-        "usage",
-        "work",
-    )
 
     def __init__(
         self, request: Request, number: int, texts: list[TextState], tenant: TenantUse, timeline: Timeline
@@ -127,23 +106,15 @@ class RequestState:
         start = self.num_prompt_logprobs
         num_known = start - part.start
         assert num_known >= 0, f"log-probabilities of the prompt are missing before position {part.start}"
-        logprobs = part.logprobs
-        if num_known >= len(logprobs.chosen):
+        new = part.logprobs.part(num_known, len(part.logprobs.chosen))
+        if not new.chosen:
             return None
-        num_entries = num_known * logprobs.num_top
-        new = TokenLogprobs(
-            logprobs.num_top,
-            logprobs.chosen[num_known:],
-            logprobs.top_token_ids[num_entries:],
-            logprobs.top[num_entries:],
-        )
         self.num_prompt_logprobs += len(new.chosen)
         return PromptLogprobsChunk(start, new)
 
     def finished(
         self, reason: EngineFinishReason, message: str, context: Context | None, now: float
     ) -> RequestFinished:
-        """Returns the request's last event."""
         arrival = self.request.arrival
         timings = self.timings
         timings.total_us = _microseconds(now - arrival)
@@ -165,126 +136,95 @@ class RequestState:
         return Context(token_ids, sequence.hashes[: len(token_ids) // block_size])
 
 
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """One of a request's n sequences."""
 
-    __slots__ = (
-        "awaited_hash",
-        "block_ids",
-        "capacity",
-        "complete_from",
-        "decode",
-        "due",
-        "epoch",
-        "hashes",
-        "in_flight",
-        "is_new",
-        "is_pooled",
-        "is_queued",
-        "length_bound",
-        "length_limit",
-        "live",
-        "max_drafts",
-        "num_computed",
-        "num_evicted",
-        "num_free_at_last_try",
-        "num_missing",
-        "num_overtaken",
-        "num_planned",
-        "num_prompt_tokens",
-        "num_published",
-        "num_shared",
-        "num_wanted",
-        "output",
-        "pinned",
-        "prefill_end",
-        "rank",
-        "row",
-        "sampling",
-        "state",
-        "token_ids",
-        "work",
-    )
+    live: RequestState
+    index: int
+    """0 to n-1."""
+    rank: Rank
+    hashes: list[bytes]
+    """Hashes of the history's full blocks, up to the last one needed so far; empty with the cache off."""
+    max_tokens: InitVar[int]
+    pinned: list[int]
+    """Blocks of the prompt that a forked sequence keeps until it runs."""
 
-    def __init__(
-        self, live: RequestState, index: int, rank: Rank, hashes: list[bytes], max_tokens: int, pinned: list[int]
-    ) -> None:
-        request = live.request
-        self.live = live
-        self.rank = rank
-        self.sampling = sampling_of_choice(request.sampling, index)
-        self.state = SequenceStatus.WAITING
-        self.token_ids = list(request.prompt(index).token_ids)
-        """Prompt and accepted output; only tokens that the worker confirmed."""
-        self.num_prompt_tokens = len(self.token_ids)
+    sampling: SamplingParams = field(init=False)
+    state: SequenceStatus = SequenceStatus.WAITING
+    token_ids: list[int] = field(init=False)
+    """Prompt and accepted output; only tokens that the worker confirmed."""
+    num_prompt_tokens: int = field(init=False)
+    is_pooled: bool = field(init=False)
+    """If true, it ends with the result that contains its vector, and has no output: its row never decodes."""
+    is_new: bool = field(init=False)
+    """If true, its prompt was never computed, neither for it nor for the sequence that it was forked from."""
+    output: OutputBuffer = field(init=False)
+    length_bound: int = field(init=False)
+    """The maximum length of the history after the results of all plans in flight."""
+    length_limit: int = field(init=False)
+    """The length at which output ends at the latest."""
+    in_flight: deque[int] = field(default_factory=deque)
+    """The maximum number of tokens that each plan in flight adds, for the plans that compute the sequence."""
+    max_drafts: int = field(init=False)
+    """The maximum number of drafts in a step."""
+
+    awaited_hash: bytes | None = None
+    """The hash of the block that another sequence is computing and that this one waits for."""
+    num_free_at_last_try: int = -1
+    """The number of free blocks when they were too few for this sequence; -1: never tried."""
+    num_overtaken: int = 0
+    """The number of later sequences that began since too few blocks were first free for this one."""
+
+    is_queued: bool = False
+    """Whether the queue counts its work."""
+    work: QueuedWork = NO_WORK
+    """The work until it decodes, while it waits."""
+    due: tuple[float, Rank] | None = None
+    """Its deadline and its rank, where the queue is ordered by deadlines."""
+    num_wanted: int = 0
+    """Blocks of its history that it shares with the cache or adds to it, while it waits."""
+    num_missing: int = 0
+    """The number of wanted blocks that it must compute, because no sequence ahead of it does."""
+    num_evicted: int = 0
+    """The number of wanted blocks that must be copied back from the host tier."""
+    num_shared: int = 0
+    """The number of wanted blocks that another waiting sequence needed when this one began to wait."""
+
+    row: int = -1
+    epoch: int = 0
+    decode: Decode = field(init=False)
+    """The plan's entry that continues the row by one token; the same object every time, to save time."""
+    block_ids: list[int] = field(default_factory=list)
+    capacity: int = 0
+    """The number of positions in ``block_ids``."""
+    num_computed: int = 0
+    num_planned: int = 0
+    num_published: int = 0
+    """The number of leading blocks that are published or came from the cache."""
+    prefill_end: int = 0
+    """The history's length when the row began; chunks end here."""
+    complete_from: int | None = None
+    """The first step without the row, because the steps before it bring all its tokens."""
+
+    def __post_init__(self, max_tokens: int) -> None:
+        request = self.live.request
+        self.sampling = sampling_of_choice(request.sampling, self.index)
+        self.token_ids = list(request.prompt(self.index).token_ids)
+        self.num_prompt_tokens = self.length_bound = len(self.token_ids)
+        self.length_limit = self.length_bound + max_tokens
         self.is_pooled = request.pooling is not None
-        """If true, it ends with the result that contains its vector, and has no output: its row never decodes."""
-        self.is_new = index == 0 or self.is_pooled
-        """If true, its prompt was never computed, neither for it nor for the sequence that it was forked from."""
+        self.is_new = self.index == 0 or self.is_pooled
+        self.max_drafts = request.max_drafts
         self.output = OutputBuffer(
-            index,
-            live.texts[index],
+            self.index,
+            self.live.texts[self.index],
             request.sampling.stop_token_ids,
             request.sampling.min_tokens,
             max_tokens,
             request.sampling.logprobs,
             request.grammar_end_ids,
         )
-        self.length_bound = len(self.token_ids)
-        """The maximum length of the history after the results of all plans in flight."""
-        self.length_limit = self.length_bound + max_tokens
-        """The length at which output ends at the latest."""
-        self.in_flight: deque[int] = deque()
-        """The maximum number of tokens that each plan in flight adds, for the plans that compute the sequence."""
-        self.max_drafts = request.max_drafts
-        """The maximum number of drafts in a step."""
-
-        self.hashes = hashes
-        """Hashes of the history's full blocks, up to the last one needed so far; empty with the cache off."""
-        self.awaited_hash: bytes | None = None
-        """The hash of the block that another sequence is computing and that this one waits for."""
-        self.num_free_at_last_try = -1
-        """The number of free blocks when they were too few for this sequence; -1: never tried."""
-        self.num_overtaken = 0
-        """The number of later sequences that began since too few blocks were first free for this one."""
-        self.pinned = pinned
-        """Blocks of the prompt that a forked sequence keeps until it runs."""
-
-        self.is_queued = False
-        """Whether the queue counts its work."""
-        self.work: QueuedWork = NO_WORK
-        """The work until it decodes, while it waits."""
-        self.due: tuple[float, Rank] | None = None
-        """Its deadline and its rank, where the queue is ordered by deadlines."""
-        self.num_wanted = 0
-        """Blocks of its history that it shares with the cache or adds to it, while it waits."""
-        self.num_missing = 0
-        """The number of wanted blocks that it must compute, because no sequence ahead of it does."""
-        self.num_evicted = 0
-        """The number of wanted blocks that must be copied back from the host tier."""
-        self.num_shared = 0
-        """The number of wanted blocks that another waiting sequence needed when this one began to wait."""
-
-        self.row = -1
-        self.epoch = 0
-        self.decode = Decode(-1, 1)
-        """The plan's entry that continues the row by one token; the same object every time, to save time."""
-        self.block_ids: list[int] = []
-        self.capacity = 0
-        """The number of positions in ``block_ids``."""
-        self.num_computed = 0
-        self.num_planned = 0
-        self.num_published = 0
-        """The number of leading blocks that are published or came from the cache."""
-        self.prefill_end = 0
-        """The history's length when the row began; chunks end here."""
-        self.complete_from: int | None = None
-        """The first step without the row, because the steps before it bring all its tokens."""
-
-    @property
-    def index(self) -> int:
-        """The number of the sequence, 0 to n-1."""
-        return self.output.index
 
     @property
     def reads_cache(self) -> bool:

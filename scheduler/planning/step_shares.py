@@ -60,12 +60,10 @@ class StepShares:
         return left_s
 
     def take(self, tenant: TenantUse, seconds: float) -> None:
-        """Records that the tenant takes ``seconds``."""
         left_s = self._left_s[tenant] = self.left_s(tenant) - seconds
         tenant.saved_s, tenant.saved_at = max(-MAX_SAVED_S, min(left_s, MAX_SAVED_S)), self._step
 
     def take_chunk(self, tenant: TenantUse, seconds: float) -> None:
-        """Records that a chunk of the tenant takes ``seconds``."""
         self._chunked.add(tenant)
         self.take(tenant, seconds)
 

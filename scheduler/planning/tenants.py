@@ -26,21 +26,6 @@ MAX_SAVED_TOKENS = 2048
 class TenantUse:
     """The state of one tenant."""
 
-    __slots__ = (
-        "last_in_share",
-        "limits",
-        "name",
-        "num_live",
-        "num_new",
-        "num_rows",
-        "num_waiting",
-        "rate_limit",
-        "saved_at",
-        "saved_s",
-        "served",
-        "turn",
-    )
-
     def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
         self.name = name
         self.limits = limits
@@ -64,7 +49,6 @@ class TenantUse:
         """The number of that step."""
 
     def charge(self, num_tokens: int) -> None:
-        """Charges served tokens."""
         self.served += num_tokens
         self.turn += num_tokens / self.limits.weight
 
@@ -72,7 +56,7 @@ class TenantUse:
         """Charges the tokens that were chosen for it recently."""
         if self.num_new:
             self.charge(self.num_new)
-            self.rate_limit.take_tokens(self.num_new, now)
+            self.rate_limit.take(Rated.TOKEN, self.num_new, now)
             self.num_new = 0
 
 
@@ -84,7 +68,7 @@ class TenantAccounting:
         self._clock = clock
         self._uses: dict[str, TenantUse] = {}
         self._busy: dict[str, TenantUse] = {}
-        self._last: TenantUse | None = None
+        self.last: TenantUse | None = None
         """The tenant that began last."""
         self._total_weight = 0.0
         """The sum of the busy tenants' weights."""
@@ -94,7 +78,6 @@ class TenantAccounting:
         return iter(self._busy.values())
 
     def num_live(self, name: str) -> int:
-        """Returns a tenant's requests that have not finished."""
         use = self._busy.get(name)
         return 0 if use is None else use.num_live
 
@@ -108,17 +91,16 @@ class TenantAccounting:
         if self._config.tenant(name).requests_per_second is None:
             return
         now = self._clock()
-        self._use(name, now).rate_limit.take_from(kind, now)
+        self._use(name, now).rate_limit.take(kind, 1, now)
         self._forget_some()
 
     def enter(self, name: str, num_prompt_tokens: int) -> TenantUse:
-        """Records a new request."""
         now = self._clock()
         use = self._use(name, now)
-        use.rate_limit.take_tokens(num_prompt_tokens, now)
+        use.rate_limit.take(Rated.TOKEN, num_prompt_tokens, now)
         if not use.num_waiting:
             turns = [other.turn for other in self._busy.values() if other.num_waiting]
-            last_turn = 0.0 if self._last is None else self._last.turn
+            last_turn = 0.0 if self.last is None else self.last.turn
             saved = MAX_SAVED_TOKENS / use.limits.weight
             use.turn = max(use.turn, min(turns, default=last_turn) - saved)
         if not use.num_live:
@@ -127,12 +109,7 @@ class TenantAccounting:
         use.num_live += 1
         return use
 
-    def began(self, use: TenantUse) -> None:
-        """Records that a sequence of the tenant got a row."""
-        self._last = use
-
     def leave(self, use: TenantUse) -> None:
-        """Records the end of a request."""
         use.num_live -= 1
         if use.num_live:
             return
@@ -165,7 +142,6 @@ class TenantAccounting:
         return self.share(use) if newcomer in self._busy else self.share(use) * (1 - self.share_of(newcomer))
 
     def num_rows(self, name: str) -> int:
-        """Returns a tenant's running rows."""
         use = self._busy.get(name)
         return 0 if use is None else use.num_rows
 
@@ -182,7 +158,6 @@ class TenantAccounting:
         self._total_weight = sum(use.limits.weight for use in self._busy.values())
 
     def busiest(self, limit: int) -> list[TenantUse]:
-        """Returns the tenants with the most live requests."""
         return heapq.nlargest(limit, self._busy.values(), key=lambda use: use.num_live)
 
     def _use(self, name: str, now: float) -> TenantUse:

@@ -29,12 +29,6 @@ class _Record:
     num_alone: int = 0
     """The number of fatal steps with no other request."""
 
-    @property
-    def probation(self) -> int:
-        """The number of tokens to generate: twice as many each time, for a request that crashes the worker only
-        sometimes."""
-        return min(1 << self.num_cleared, MAX_PROBATION)
-
 
 class CrashBisector:
     """Decides which requests may run after a step has crashed the worker."""
@@ -57,7 +51,6 @@ class CrashBisector:
         return bool(self._groups)
 
     def may_run(self, request_id: str) -> bool:
-        """Returns whether a request may be in the next step."""
         return not self._groups or request_id in self.on_trial
 
     def crashed(self, step: Mapping[str, int]) -> list[str]:
@@ -65,7 +58,8 @@ class CrashBisector:
         Returns the convicted requests, and drops them."""
         for request_id, num_tokens in step.items():
             record = self._records.setdefault(request_id, _Record())
-            record.must_reach = num_tokens + record.probation
+            # Twice as many each time, for a request that crashes the worker only sometimes.
+            record.must_reach = num_tokens + min(1 << record.num_cleared, MAX_PROBATION)
         if len(step) == 1 and self._is_convicted(next(iter(step))):
             return list(step)
         self._passed.clear()
@@ -117,7 +111,6 @@ class CrashBisector:
                 self._arrange([*self._groups, [request_id]])
 
     def drop_request(self, request_id: str) -> None:
-        """Drops a request that has ended."""
         self._held.discard(request_id)
         self._postponed.discard(request_id)
         if self._records.pop(request_id, None) is not None:

@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from enum import Enum, auto
+from collections.abc import Callable
+from enum import Enum
 
 FIRST_DELAY_S = 0.5
 LONG_LIFE_S = 60.0
@@ -11,22 +11,15 @@ LONG_LIFE_S = 60.0
 
 
 class WorkerFailure(Enum):
-    """Why a worker is gone that did no work, or never started."""
+    """Why a worker is gone that did no work, or never started. The value is the number of such failures, without a step
+    that has a result in between, after which no other worker is started."""
 
-    BY_ITSELF = auto()
-    IN_A_STEP = auto()
-    """In its first step. A request in it may be the cause, and will be found."""
-    KILLED = auto()
+    BY_ITSELF = 5
+    IN_A_STEP = 16
+    """In its first step. A request in it may be the cause, and will be found: one among a thousand takes fewer fatal
+    steps."""
+    KILLED = 32
     """Ended by something else."""
-
-
-MAX_IN_A_ROW: Mapping[WorkerFailure, int] = {
-    WorkerFailure.BY_ITSELF: 5,
-    WorkerFailure.IN_A_STEP: 16,
-    WorkerFailure.KILLED: 32,
-}
-"""Failures in a row without a step that has a result. Finding one fatal request among a thousand takes fewer fatal
-steps."""
 
 
 class RestartBudget:
@@ -43,7 +36,6 @@ class RestartBudget:
         self._failures: Counter[WorkerFailure] = Counter()
 
     def answered(self) -> None:
-        """Records that the worker has returned a result."""
         self._is_good = True
 
     def died(self, failure: WorkerFailure) -> None:
@@ -66,7 +58,7 @@ class RestartBudget:
     @property
     def is_hopeless(self) -> bool:
         """Whether another worker is expected to fail as well."""
-        return any(count >= MAX_IN_A_ROW[failure] for failure, count in self._failures.items())
+        return any(count >= failure.value for failure, count in self._failures.items())
 
     @property
     def delay_s(self) -> float:

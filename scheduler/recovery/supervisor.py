@@ -17,15 +17,10 @@ class WorkerSupervisor:
 
     def __init__(self, executor: Executor, first_delay_s: float) -> None:
         self._executor = executor
-        self._restarts = RestartBudget(first_delay_s)
+        self.restarts = RestartBudget(first_delay_s)
         self._load_s = 0.0
         """The time that the last worker took to start."""
         self._died_at = 0.0
-
-    @property
-    def num_replaced(self) -> int:
-        """Workers replaced since the start."""
-        return self._restarts.total
 
     @property
     def retry_ms(self) -> int:
@@ -40,28 +35,23 @@ class WorkerSupervisor:
         self._load_s = time.monotonic() - began
         return facts
 
-    def answered(self) -> None:
-        """Records that the worker has returned a result."""
-        self._restarts.answered()
-
     def died(self, error: ExecutorError, *, in_a_step: bool) -> None:
-        """Records that the worker is gone."""
         self._died_at = time.monotonic()
-        self._restarts.died(WorkerFailure.IN_A_STEP if in_a_step else _failure(error))
+        self.restarts.died(WorkerFailure.IN_A_STEP if in_a_step else _failure(error))
 
     async def replace(self, error: ExecutorError) -> ExecutorError | None:
         """Replaces a worker that died with ``error``; returns the last error if no worker can be started."""
-        while not self._restarts.is_hopeless:
+        while not self.restarts.is_hopeless:
             await self._executor.stop()
-            await asyncio.sleep(self._restarts.delay_s)
+            await asyncio.sleep(self.restarts.delay_s)
             try:
                 await self.start()
             except ExecutorError as failure:
                 logger.error("another worker did not start: %s", failure)
-                self._restarts.failed(_failure(failure))
+                self.restarts.failed(_failure(failure))
                 error = failure
                 continue
-            self._restarts.succeeded()
+            self.restarts.succeeded()
             return None
         return error
 

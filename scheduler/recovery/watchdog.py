@@ -32,7 +32,6 @@ class StepWatchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Watches until ``stop``."""
         self._timer = asyncio.get_running_loop().call_later(self._limit_s / TICKS, self._tick)
 
     def stop(self) -> None:
@@ -41,11 +40,9 @@ class StepWatchdog:
             self._timer.cancel()
 
     def submitted(self) -> None:
-        """Records a new step."""
         self.num_unanswered += 1
 
     def answered(self) -> None:
-        """Records the result of the oldest step."""
         self.num_unanswered -= 1
         self._num_ticks = 0
 

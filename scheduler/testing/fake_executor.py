@@ -4,6 +4,8 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+from msgspec.structs import replace
+
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT, ExecutorError
 from penstock.scheduler.plan import StepPlan, StepResult, WorkerFacts
 from penstock.scheduler.testing.fake_worker import (
@@ -16,13 +18,31 @@ from penstock.scheduler.testing.fake_worker import (
     token_of_history,
 )
 
+_FACTS = WorkerFacts(
+    num_blocks=1024,
+    block_size=16,
+    vocab_size=256,
+    max_model_len=4096,
+    max_num_seqs=256,
+    max_num_batched_tokens=2048,
+    architecture="fake",
+    backend="fake",
+    device="cpu",
+    dtype="float32",
+    kv_cache_dtype="float32",
+    weight_bytes=0,
+    kv_bytes=0,
+    hidden_size=8,
+)
+
 
 class FakeExecutor:
     """Returns the result of each plan only when the next plan has arrived, or when none comes. So two plans are in
     flight, unless steps take so long that the engine delays the next one.
 
     ``next_token`` chooses a row's next token; by default it is a function of the history. ``slots`` checks what the
-    plans do to the KV cache. ``seconds_per_step`` is the time of a step.
+    plans do to the KV cache. ``seconds_per_step`` is the time of a step. ``facts`` are the worker's, where they differ
+    from the default.
 
     Its worker dies through ``die``, and in each step with a row for which ``kills`` returns true. ``start`` after
     ``stop`` starts another one, once ``may_start`` is set.
@@ -30,38 +50,14 @@ class FakeExecutor:
 
     def __init__(
         self,
-        num_blocks: int = 1024,
-        vocab_size: int = 256,
-        delay_plans: int = 1,
-        next_token: NextToken | None = None,
         *,
-        block_size: int = 16,
-        max_model_len: int = 4096,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        hidden_size: int = 8,
-        num_host_blocks: int = 0,
+        next_token: NextToken | None = None,
         seconds_per_step: float = 0.0,
         slots: Callable[[], Slots] | None = None,
         kills: Callable[[FakeRow], bool] = lambda row: False,
+        **facts: int,
     ) -> None:
-        self.facts = WorkerFacts(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            architecture="fake",
-            backend="fake",
-            device="cpu",
-            dtype="float32",
-            kv_cache_dtype="float32",
-            weight_bytes=0,
-            kv_bytes=0,
-            hidden_size=hidden_size,
-            num_host_blocks=num_host_blocks,
-        )
+        self.facts = replace(_FACTS, **facts)
         self.plans: deque[StepPlan] = deque()
         """Plans without a result."""
         self.may_start = asyncio.Event()
@@ -69,11 +65,11 @@ class FakeExecutor:
         self.num_starts = 0
         self.fails_to_start: deque[ExecutorError] = deque()
         """One error for each of the next starts."""
-        self._next_token = next_token or token_of_history(vocab_size)
-        self._new_slots = slots or (lambda: CheckedSlots(num_blocks, block_size, num_host_blocks))
+        self._next_token = next_token or token_of_history(self.facts.vocab_size)
+        sizes = self.facts.num_blocks, self.facts.block_size, self.facts.num_host_blocks
+        self._new_slots = slots or (lambda: CheckedSlots(*sizes))
         self._kills = kills
         self._worker = self._new_worker()
-        self._delay_plans = delay_plans
         self._seconds_per_step = seconds_per_step
         self._changed = asyncio.Event()
         self._death: ExecutorError | None = None
@@ -96,7 +92,6 @@ class FakeExecutor:
         return FakeWorker(self.facts, self._next_token, self._new_slots(), self._kills)
 
     def submit(self, plan: StepPlan) -> None:
-        """Adds a plan."""
         if self._death is not None:
             raise self._death
         assert len(self.plans) < MAX_PLANS_IN_FLIGHT, "too many plans are in flight"
@@ -129,20 +124,17 @@ class FakeExecutor:
             await self._changed.wait()
         # A few iterations of the loop, in which the engine would have submitted the next plan if it had one.
         for _ in range(4):
-            if len(self.plans) > self._delay_plans:
+            if len(self.plans) > 1:
                 return
             await asyncio.sleep(0)
 
     def die(self, message: str = "the worker was killed", blames_step: bool = False) -> None:
-        """Simulates a crash of the worker: plans in flight are lost."""
         self._death = ExecutorError(message, blames_step)
         self._changed.set()
 
     def kill(self, why: str) -> None:
-        """Kills the worker."""
         self.die(why, blames_step=True)
 
     async def stop(self) -> None:
-        """Ends ``results``."""
         self._stopped = True
         self._changed.set()

@@ -7,7 +7,6 @@ writing to a block that another row holds, or using a row number twice raises ``
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from penstock.scheduler.plan import (
     AddedRow,
@@ -79,43 +78,35 @@ class FakeRow:
         return is_late
 
 
-class Slots(Protocol):
-    """Tracks the KV cache's content."""
+class Slots:
+    """The KV cache. This one tracks nothing, for benchmarks with long contexts."""
 
     def start_row(self, row: FakeRow) -> None:
         """Begins a row, whose first blocks are shared."""
-        ...
 
     def grow(self, row: FakeRow, block_ids: Sequence[int]) -> None:
         """Gives new blocks to a row."""
-        ...
 
     def end(self, row: FakeRow) -> None:
         """Releases a row's blocks."""
-        ...
 
     def read(self, row: FakeRow, stop: int) -> None:
         """Reads a row's positions below ``stop``."""
-        ...
 
     def write(self, row: FakeRow, start: int, stop: int) -> None:
         """Stores a row's KV of these positions."""
-        ...
 
     def spoil(self, row: FakeRow, start: int, stop: int) -> None:
         """Stores the KV of rejected tokens at these positions."""
-        ...
 
     def copy_out(self, block: int, slot: int) -> None:
         """Copies a block to the host tier."""
-        ...
 
     def copy_in(self, slot: int, block: int) -> None:
         """Copies a block back from the host tier."""
-        ...
 
 
-class CheckedSlots:
+class CheckedSlots(Slots):
     """Tracks each slot's KV: a chained hash of the history up to its position, or None for invalid content."""
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
@@ -134,15 +125,12 @@ class CheckedSlots:
             raise BrokenPlan(f"row {row.number} has nothing to compute")
         for block in row.block_ids[:num_shared]:
             self._num_holders[block] += 1
-        self._grant(row, row.block_ids[num_shared:])
+        self.grow(row, row.block_ids[num_shared:])
         self._tag(row)
         self.read(row, row.num_computed)
 
     def grow(self, row: FakeRow, block_ids: Sequence[int]) -> None:
-        """The blocks are new."""
-        self._grant(row, block_ids)
-
-    def _grant(self, row: FakeRow, block_ids: Sequence[int]) -> None:
+        """Checks that the blocks are free."""
         for block in block_ids:
             if self._num_holders[block]:
                 raise BrokenPlan(f"row {row.number} is given block {block}, which another row holds")
@@ -205,34 +193,6 @@ class CheckedSlots:
         for token_id in row.history[len(row.tags) :]:
             tag = hash((tag, token_id))
             row.tags.append(tag)
-
-
-class UncheckedSlots:
-    """Tracks nothing, for benchmarks with long contexts."""
-
-    def start_row(self, row: FakeRow) -> None:
-        """Ignored."""
-
-    def grow(self, row: FakeRow, block_ids: Sequence[int]) -> None:
-        """Ignored."""
-
-    def end(self, row: FakeRow) -> None:
-        """Ignored."""
-
-    def read(self, row: FakeRow, stop: int) -> None:
-        """Ignored."""
-
-    def write(self, row: FakeRow, start: int, stop: int) -> None:
-        """Ignored."""
-
-    def spoil(self, row: FakeRow, start: int, stop: int) -> None:
-        """Ignored."""
-
-    def copy_out(self, block: int, slot: int) -> None:
-        """Ignored."""
-
-    def copy_in(self, slot: int, block: int) -> None:
-        """Ignored."""
 
 
 class FakeWorker:

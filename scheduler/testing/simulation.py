@@ -25,7 +25,7 @@ from penstock.scheduler.request import (
     SequenceDelta,
     TextDelta,
 )
-from penstock.scheduler.testing.fake_worker import FakeWorker, Slots, UncheckedSlots
+from penstock.scheduler.testing.fake_worker import FakeWorker, Slots
 from penstock.scheduler.timing.step_time import StepWork
 
 StepSeconds = Callable[[StepWork], float]
@@ -69,7 +69,6 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float | None:
-        """The time from arrival to the first token."""
         return None if self.first_token_at is None else self.first_token_at - self.request.arrival
 
 
@@ -89,14 +88,13 @@ class Simulation:
         self.outcomes: list[Outcome] = []
         """The requests in the order of the calls of ``ask``."""
         self.scheduler = Scheduler(facts, config, clock=lambda: self.now)
-        self._worker = _TimedWorker(facts, step_s, slots or UncheckedSlots())
+        self._worker = _TimedWorker(facts, step_s, slots or Slots())
         self._plans: deque[StepPlan] = deque()
         self._result: StepResult | None = None
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
 
     def at(self, when: float, action: Callable[[], object]) -> None:
-        """Calls ``action`` at the given time."""
         heapq.heappush(self._events, (max(when, self.now), next(self._order), action))
 
     def ask(

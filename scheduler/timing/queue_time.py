@@ -92,7 +92,8 @@ class QueueTimeModel:
         self._budget = budget
         self._target_itl_s = target_itl_s
         self._lengths = OutputLengths()
-        self._lateness: dict[tuple[int, bool], _Lateness] = {}
+        self._lateness: dict[tuple[int, bool], deque[float]] = {}
+        """The last ratios of a request's time to the predicted one, by kind of request."""
         self._mean_prompt_s: dict[bool, float] = {}
         self._bias = {True: 1.0, False: 1.0}
         """For prompts that are mostly cached, and for others."""
@@ -100,7 +101,6 @@ class QueueTimeModel:
         self._num_outputs = 0
 
     def configure(self, budget: int, target_itl_s: float | None) -> None:
-        """Sets new limits for a step."""
         self._budget = budget
         self._target_itl_s = target_itl_s
 
@@ -133,8 +133,9 @@ class QueueTimeModel:
 
     def learn_total(self, own: QueuedWork, predicted_s: float, took_s: float) -> None:
         """Records the time from a request's admission to its last token, and what was predicted at admission."""
-        kind = self._lateness.setdefault(_kind(own, predicted_s), _Lateness())
-        kind.learn(took_s / max(predicted_s, _LEAST_S))
+        usual = deque([_USUAL_LATENESS] * _NUM_RATIOS, maxlen=_NUM_RATIOS)
+        ratios = self._lateness.setdefault(_kind(own, predicted_s), usual)
+        ratios.append(min(took_s / max(predicted_s, _LEAST_S), _MAX_LATENESS))
 
     def lateness(self, own: QueuedWork, predicted_s: float) -> float:
         """Returns the factor by which similar requests are late, in all but a few cases.
@@ -142,8 +143,8 @@ class QueueTimeModel:
         The first requests of a burst take much longer than predicted, because the requests that follow are unknown; the
         last ones do not. Requests after one with a cached prompt are likely to be cached too. So each request is
         compared only with those of about the same prediction and kind of prompt."""
-        known = self._lateness.get(_kind(own, predicted_s))
-        return _USUAL_LATENESS if known is None else known.factor
+        ratios = self._lateness.get(_kind(own, predicted_s))
+        return _USUAL_LATENESS if ratios is None else max(1.0, sorted(ratios)[-_NUM_LATER])
 
     def forget_lateness(self) -> None:
         """Discards what was learned about the times of whole requests."""
@@ -344,20 +345,6 @@ def _kind(own: QueuedWork, predicted_s: float) -> tuple[int, bool]:
 def _is_cached(own: QueuedWork) -> bool:
     """Returns whether most of the prompt is cached, or shared with requests ahead."""
     return own.tokens < _lengths(own) / 2
-
-
-class _Lateness:
-    """Measures how much later than predicted requests end."""
-
-    def __init__(self) -> None:
-        self._ratios: deque[float] = deque([_USUAL_LATENESS] * _NUM_RATIOS, maxlen=_NUM_RATIOS)
-        self.factor = _USUAL_LATENESS
-        """The factor that all but a few of them stay below."""
-
-    def learn(self, ratio: float) -> None:
-        """Records the ratio of a request's time to the predicted one."""
-        self._ratios.append(min(ratio, _MAX_LATENESS))
-        self.factor = max(1.0, sorted(self._ratios)[-_NUM_LATER])
 
 
 class _Prefill(NamedTuple):

@@ -32,15 +32,12 @@ class QueuedWork(NamedTuple):
 
     @property
     def length(self) -> float:
-        """The mean length of a history."""
         return (self.context + self.pooled_context) / max(1, self.chunks)
 
     def plus(self, other: "QueuedWork") -> "QueuedWork":
-        """Returns the sum of both."""
         return QueuedWork(*map(add, self, other))
 
     def minus(self, other: "QueuedWork") -> "QueuedWork":
-        """Returns the difference."""
         return QueuedWork(*[mine - its for mine, its in zip(self, other, strict=True)])
 
 

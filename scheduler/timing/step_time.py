@@ -109,18 +109,21 @@ class _Moments:
     def __init__(self) -> None:
         self.products = [[0.0] * len(_SCALES) for _ in _SCALES]
         self.sums = [0.0] * len(_SCALES)
+        self.new: list[tuple[Sequence[float], float]] = []
+        """The terms and the time of each step that is not added yet, weighted."""
 
-    def add_steps(self, steps: Sequence[tuple[Sequence[float], float]]) -> None:
-        """Adds ``steps``: the terms and the time of each, weighted."""
-        keep = math.exp(-len(steps) / _MEMORY)
+    def add_new(self) -> None:
+        """Adds the new steps."""
+        keep = math.exp(-len(self.new) / _MEMORY)
         self.sums = [keep * value for value in self.sums]
         self.products = [[keep * value for value in row] for row in self.products]
-        for terms, time in steps:
+        for terms, time in self.new:
             for index, term in enumerate(terms):
                 if term:
                     self.sums[index] += term * time
                     row = self.products[index]
                     self.products[index] = [value + term * other for value, other in zip(row, terms, strict=True)]
+        self.new.clear()
 
 
 class StepTimeModel:
@@ -136,8 +139,6 @@ class StepTimeModel:
         self._num_steps = 0
         # Separate, so that a long time of decoding does not erase the knowledge of chunks.
         self._decoding, self._chunked = _Moments(), _Moments()
-        self._new_decoding: list[tuple[Sequence[float], float]] = []
-        self._new_chunked: list[tuple[Sequence[float], float]] = []
         self._last: deque[tuple[Sequence[float], float]] = deque(maxlen=_PACED_BY)
         self._pace = 1.0
         # Means over the steps with decoding rows: predictions for the whole step, and for only these rows.
@@ -169,32 +170,28 @@ class StepTimeModel:
             self._decoding_s += (decoding - self._decoding_s) / _SLOWED_BY
             self._drafts_each += (num_drafted / work.decodes - self._drafts_each) / _DRAFTED_BY
             self.tokens_each += (1 + num_accepted / work.decodes - self.tokens_each) / _DRAFTED_BY
-        new = self._new_chunked if work.chunks else self._new_decoding
+        new = (self._chunked if work.chunks else self._decoding).new
         # Errors are relative to the prediction, for a mean without bias, which is limited to half or twice the time.
         about = min(max(predicted, seconds / 2), seconds * 2)
         new.append(([term / about for term in terms], seconds / about))
         self._num_steps += 1
-        if surprise or len(self._new_chunked) + len(self._new_decoding) >= _FIT_EVERY:
+        if surprise or len(self._chunked.new) + len(self._decoding.new) >= _FIT_EVERY:
             self._fit()
 
-    def predict(self, work: StepWork, steps: float = 1) -> float | None:
-        """Returns the seconds for this work in ``steps`` steps together; None while too little is known."""
-        return self._predict(work, steps, self._drafts_each * work.decodes)
-
-    def least(self, work: StepWork) -> float | None:
-        """Returns the seconds for a step with this work if nothing is drafted; None while too little is known."""
-        return self._predict(work, 1, 0)
-
-    def _predict(self, work: StepWork, steps: float, drafts: float) -> float | None:
+    def predict(self, work: StepWork, steps: float = 1, *, drafts: float | None = None) -> float | None:
+        """Returns the seconds for this work in ``steps`` steps together, with ``drafts``, or with as many as usual;
+        None while too little is known."""
         if self._num_steps < _MIN_STEPS:
             return None
+        if drafts is None:
+            drafts = self._drafts_each * work.decodes
         return self._pace * _dot(self._coefficients, _terms(work, steps, drafts)) + work.copied_blocks * self._copy_s
 
     def decode_costs(self, decodes: int, decode_kv: int, base_s: float) -> DecodeCosts:
         """Returns what each of these rows costs of a step that decodes them all and takes ``base_s`` without them; zero
         while too little is known. In a steady load the model cannot distinguish a step's constant cost from that of its
         rows. So the rows share whatever is beyond ``base_s``."""
-        whole_s = self.least(StepWork(0, 0, decodes, decode_kv))
+        whole_s = self.predict(StepWork(0, 0, decodes, decode_kv), drafts=0)
         if not decodes or whole_s is None:
             return DecodeCosts(0.0, 0.0, 0.0)
         rows_s = max(0.0, whole_s - base_s)
@@ -228,12 +225,8 @@ class StepTimeModel:
         return max(min(MIN_CHUNK, at_most), min(at_most, int(tokens)))
 
     def _fit(self) -> None:
-        if self._new_decoding:
-            self._decoding.add_steps(self._new_decoding)
-            self._new_decoding = []
-        if self._new_chunked:
-            self._chunked.add_steps(self._new_chunked)
-            self._new_chunked = []
+        self._decoding.add_new()
+        self._chunked.add_new()
         sums = [one + other for one, other in zip(self._decoding.sums, self._chunked.sums, strict=True)]
         products = [
             [one + other for one, other in zip(row, others, strict=True)]

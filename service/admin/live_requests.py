@@ -76,7 +76,7 @@ class LiveRequests:
         scan = self._engine.scan(wanted)
         while not scan.is_done:
             for live in scan.read(MAX_CANCELS):
-                self._cancel(live.request_id, response)
+                self._cancel(live.request.request_id, response)
             await asyncio.sleep(0)
 
     def _cancel(self, request_id: str, response: pb.CancelRequestsResponse) -> bool:
@@ -130,14 +130,15 @@ def _filter(wanted: pb.RequestFilter) -> LiveRequestFilter:
 
 
 def _fill(message: pb.LiveRequest, live: LiveRequest, now: float) -> None:
-    message.request_id = live.request_id
-    message.client_request_id = live.client_request_id
-    message.tenant = live.tenant
+    request = live.request
+    message.request_id = request.request_id
+    message.client_request_id = request.client_request_id
+    message.tenant = request.tenant
     message.state = _STATES[live.status]
-    message.age_ms = max(0, round((now - live.arrival) * 1000))
-    message.prompt_tokens = live.num_prompt_tokens
+    message.age_ms = max(0, round((now - request.arrival) * 1000))
+    message.prompt_tokens = request.num_prompt_tokens
     message.output_tokens = live.num_output_tokens
     message.max_tokens = live.max_tokens
-    message.num_choices = live.num_choices
-    message.priority = live.priority
+    message.num_choices = request.n
+    message.priority = request.priority
     message.preemptions = live.num_preemptions

@@ -72,7 +72,7 @@ def split(part: PromptLogprobsChunk) -> list[PromptLogprobsChunk]:
     if num_tokens <= most:
         return [part]
     return [
-        PromptLogprobsChunk(part.start + first, _entries(part.logprobs, first, first + most))
+        PromptLogprobsChunk(part.start + first, part.logprobs.part(first, first + most))
         for first in range(0, num_tokens, most)
     ]
 
@@ -90,7 +90,7 @@ def split_delta(delta: SequenceDelta, form: OutputForm) -> list[SequenceDelta]:
             delta.choice,
             delta.token_ids[first : first + most],
             "",
-            None if delta.logprobs is None else _entries(delta.logprobs, first, first + most),
+            None if delta.logprobs is None else delta.logprobs.part(first, first + most),
             text_lengths=None if delta.text_lengths is None else delta.text_lengths[first : first + most],
         )
         for first in range(0, max(len(delta.token_ids), 1), most)
@@ -104,10 +104,3 @@ def split_delta(delta: SequenceDelta, form: OutputForm) -> list[SequenceDelta]:
         ]
     parts[-1].end = delta.end
     return parts
-
-
-def _entries(logprobs: TokenLogprobs, first: int, end: int) -> TokenLogprobs:
-    """Returns the entries of the tokens in [first, end)."""
-    num_top = logprobs.num_top
-    top = slice(first * num_top, end * num_top)
-    return TokenLogprobs(num_top, logprobs.chosen[first:end], logprobs.top_token_ids[top], logprobs.top[top])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.kv.events import KvEventReader
-from penstock.kv.manager import ChainedHashing, KVCacheManager
+from penstock.kv.manager import KVCacheManager
 from penstock.service.admin.kv_events import MAX_MESSAGE_BYTES, message
 
 BLOCK_SIZE = 16
@@ -36,7 +36,7 @@ class Timed:
 def measure(timed: Timed, token_ids: list[int], hashes: list[bytes]) -> None:
     """A pool's life."""
     num_blocks = len(hashes)
-    kv = KVCacheManager(num_blocks, BLOCK_SIZE, ChainedHashing(BLOCK_SIZE))
+    kv = KVCacheManager(num_blocks, BLOCK_SIZE)
     table = kv.allocate([], len(token_ids))
     assert table is not None
 
@@ -51,17 +51,17 @@ def measure(timed: Timed, token_ids: list[int], hashes: list[bytes]) -> None:
 
     timed.run("published, as rows decode", publish)
     timed.run("told to a new subscriber", tell)
-    timed.run("released", lambda: kv.free(table))
+    timed.run("released", lambda: kv.pool.release(table))
     # Half of the pool is one owner's bound.
-    kv.retain(hashes[: num_blocks // 2], 1.0, "one")
-    timed.run("retained", lambda: kv.retain(hashes, 2.0, "other"))
-    timed.run("lapsed", lambda: kv.expire(3.0))
+    kv.pool.retain(hashes[: num_blocks // 2], 1.0, "one")
+    timed.run("retained", lambda: kv.pool.retain(hashes, 2.0, "other"))
+    timed.run("lapsed", lambda: kv.pool.expire(3.0))
     timed.run("evicted", lambda: kv.allocate([], len(token_ids)))
 
 
 def memory(token_ids: list[int], hashes: list[bytes]) -> tuple[float, float]:
     """Bytes a block that the events keep, and that a new subscriber takes until it has been told."""
-    kv = KVCacheManager(len(hashes), BLOCK_SIZE, ChainedHashing(BLOCK_SIZE))
+    kv = KVCacheManager(len(hashes), BLOCK_SIZE)
     tracemalloc.start()
     parent = b""
     for index, block_hash in enumerate(hashes):

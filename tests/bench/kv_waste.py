@@ -11,12 +11,12 @@ from cpu_bench import workloads
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.scheduler.testing.fake_worker import FakeRow, UncheckedSlots
+from penstock.scheduler.testing.fake_worker import FakeRow, Slots
 from penstock.scheduler.testing.simulation import Simulation
 from penstock.scheduler.timing.step_time import StepWork
 
 
-class HeldSlots(UncheckedSlots):
+class HeldSlots(Slots):
     """Counts, step by step, what rows hold."""
 
     def __init__(self, block_size: int) -> None:

@@ -27,7 +27,7 @@ from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.scheduler.testing.fake_worker import UncheckedSlots
+from penstock.scheduler.testing.fake_worker import Slots
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.text.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ async def serve_grpc() -> None:
         num_blocks=NUM_REQUESTS * 200,
         vocab_size=4096,
         next_token=lambda history, sampling: 1000 + len(history) % 26,
-        slots=UncheckedSlots,
+        slots=Slots,
         seconds_per_step=STEP_S,
     )
     scheduler = SchedulerConfig()

@@ -14,7 +14,7 @@ from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, StepPlan
 from penstock.scheduler.request import Event, Request, TextDelta
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.scheduler.testing.fake_worker import FakeWorker, UncheckedSlots
+from penstock.scheduler.testing.fake_worker import FakeWorker, Slots
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
@@ -51,9 +51,9 @@ class Running:
             max_model_len=context + num_steps + 1,
             max_num_seqs=num_requests,
             max_num_batched_tokens=65_536,
-            slots=UncheckedSlots,
+            slots=Slots,
         ).facts
-        self.worker = FakeWorker(facts, lambda history, sampling: len(history) & 0xFF, UncheckedSlots())
+        self.worker = FakeWorker(facts, lambda history, sampling: len(history) & 0xFF, Slots())
         config = SchedulerConfig(max_num_seqs=num_requests, max_num_batched_tokens=65_536, max_queued_tokens=1 << 40)
         self.scheduler = Scheduler(facts, config)
         self.plans: deque[StepPlan] = deque()
@@ -74,7 +74,7 @@ class Running:
                     hash_salt=salt,
                 )
             )
-        while self.scheduler.num_waiting or len(self.plans) < 2 or self.plans[0].chunks or self.plans[1].chunks:
+        while self.scheduler.waiting or len(self.plans) < 2 or self.plans[0].chunks or self.plans[1].chunks:
             self.step()
         self.seconds.clear()
 

@@ -29,7 +29,7 @@ from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import StepPlan, StepResult
 from penstock.scheduler.request import SequenceDelta
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.scheduler.testing.fake_worker import UncheckedSlots
+from penstock.scheduler.testing.fake_worker import Slots
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.rpc import generation
@@ -52,7 +52,7 @@ class PacedExecutor(FakeExecutor):
             num_blocks=NUM_REQUESTS * 300,
             vocab_size=258,
             next_token=lambda history, sampling: ord("a") + len(history) % 26,
-            slots=UncheckedSlots,
+            slots=Slots,
         )
         self.own_cpu_s = 0.0
         run = self._worker.run

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from penstock.kv.block_hash import tenant_salt
-from penstock.kv.manager import ChainedHashing, KVCacheManager
+from penstock.kv.manager import KVCacheManager
 
 BLOCK_SIZE = 4
 SALTS = [tenant_salt("model", tenant) for tenant in ("one", "other")]
@@ -27,7 +27,7 @@ class RandomCache:
     """Rows that begin, grow and end as they do in the scheduler, and what happens to the cache besides."""
 
     def __init__(self, seed: int, num_blocks: int = 40, num_host_blocks: int = 0) -> None:
-        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE, ChainedHashing(BLOCK_SIZE), num_host_blocks)
+        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE, num_host_blocks)
         # What lies where, by hash, if all copies are made.
         self._blocks: list[bytes | None] = [None] * num_blocks
         self._slots: list[bytes | None] = [None] * num_host_blocks
@@ -69,7 +69,7 @@ class RandomCache:
         family = rng.randrange(3)
         token_ids = [family + position if position < shared else rng.randrange(100) for position in range(length)]
         hashes: list[bytes] = []
-        kv.hashing.extend(hashes, token_ids, length // BLOCK_SIZE, salt)
+        kv.extend_hashes(hashes, token_ids, length // BLOCK_SIZE, salt)
         prefix = kv.find_prefix(hashes, length)
         restored = kv.find_evicted(hashes, len(prefix), length) if rng.random() < 0.8 else []
         block_ids = kv.allocate(prefix, length, restored=restored)
@@ -92,7 +92,7 @@ class RandomCache:
         if self._rows:
             row = self._rng.choice(self._rows)
             stop = self._rng.randint(row.num_published, len(row.token_ids) // BLOCK_SIZE)
-            self.kv.hashing.extend(row.hashes, row.token_ids, stop, row.salt)
+            self.kv.extend_hashes(row.hashes, row.token_ids, stop, row.salt)
             for index in range(row.num_published, stop):
                 parent = row.hashes[index - 1] if index else b""
                 tokens = row.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
@@ -114,11 +114,11 @@ class RandomCache:
         if self._rows:
             row = self._rows.pop(self._rng.randrange(len(self._rows)))
             if self._rng.random() < 0.5:
-                self.kv.retain(row.hashes, self._now + self._rng.random() * 30, str(SALTS.index(row.salt)))
-            self.kv.free(row.block_ids)
+                self.kv.pool.retain(row.hashes, self._now + self._rng.random() * 30, str(SALTS.index(row.salt)))
+            self.kv.pool.release(row.block_ids)
 
     def _expire(self) -> None:
-        self.kv.expire(self._now)
+        self.kv.pool.expire(self._now)
 
     def _flush(self) -> None:
         self._copy()

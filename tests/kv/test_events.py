@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.kv.events import KvChanges, KvEventLog, KvEventReader
-from penstock.kv.manager import MIN_EVENTS_KEPT, KVCacheManager, NoHashing
+from penstock.kv.manager import MIN_EVENTS_KEPT, KVCacheManager
 
 ENDLESS = 1 << 30
 HASHES = [bytes([number]) * 32 for number in range(6)]
@@ -174,12 +174,12 @@ def test_a_reader_is_woken_once(log):
 
 
 def test_nothing_is_reported_without_a_prefix_cache():
-    kv = KVCacheManager(8, 4, NoHashing())
+    kv = KVCacheManager(8, 4, caches_prefixes=False)
     before = kv.events.sequence
     table = kv.allocate([], 16) or []
     kv.publish(table, [], 0, 4, range(16))
-    kv.retain([], until=10.0, owner="tenant")
-    kv.free(table)
+    kv.pool.retain([], until=10.0, owner="tenant")
+    kv.pool.release(table)
     assert kv.events.sequence == before
     assert list(kv.events.hashes) == []
 

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.kv.host_tier import HostTier
-from penstock.kv.manager import ChainedHashing, KVCacheManager
+from penstock.kv.manager import KVCacheManager
 
 BLOCK_SIZE = 4
 TOKENS = list(range(100, 132))
@@ -17,7 +17,7 @@ OTHER_HASHES = hash_blocks(OTHERS, BLOCK_SIZE, SALT)
 @pytest.fixture
 def kv():
     """8 blocks on the device, 6 slots."""
-    return KVCacheManager(8, BLOCK_SIZE, ChainedHashing(BLOCK_SIZE), num_host_blocks=6)
+    return KVCacheManager(8, BLOCK_SIZE, num_host_blocks=6)
 
 
 def compute(kv, token_ids, hashes):
@@ -25,7 +25,7 @@ def compute(kv, token_ids, hashes):
     table = kv.allocate([], len(token_ids))
     kv.take_copies()
     kv.publish(table, hashes, 0, len(hashes), token_ids)
-    kv.free(table)
+    kv.pool.release(table)
     return table
 
 
@@ -79,7 +79,7 @@ def test_an_evicted_prefix_is_copied_out_and_back(kv):
     assert kv.find_evicted(HASHES, 0, 16) == HASHES[:3], "the last token is computed"
     assert kv.find_evicted(HASHES, 2, 32) == HASHES[2:4]
     assert kv.find_evicted(OTHER_HASHES, 0, 32) == []
-    kv.free(other)
+    kv.pool.release(other)
     again = kv.allocate([], 20, restored=HASHES[:4])
     assert kv.take_copies() == ([], [(3 - index, again[index]) for index in range(4)])
     assert kv.find_prefix(HASHES, 32) == again[:4]
@@ -99,15 +99,15 @@ def test_nothing_is_restored_where_there_is_no_room(kv):
 
 def test_a_block_evicted_again_is_copied_again_only_if_its_slot_was_needed(kv):
     compute(kv, TOKENS[:16], HASHES[:4])
-    kv.free(kv.allocate([], 32))
+    kv.pool.release(kv.allocate([], 32))
     kv.take_copies()
-    kv.free(kv.allocate([], 16, restored=HASHES[:3]))
+    kv.pool.release(kv.allocate([], 16, restored=HASHES[:3]))
     kv.take_copies()
     other = kv.allocate([], 32)
     assert kv.take_copies() == ([], []), "the slots still have it"
     kv.publish(other, OTHER_HASHES, 0, 8, OTHERS)
-    kv.free(other)
-    kv.free(kv.allocate([], 16, restored=HASHES[:3]))
+    kv.pool.release(other)
+    kv.pool.release(kv.allocate([], 16, restored=HASHES[:3]))
     copies_out, copies_in = kv.take_copies()
     assert (len(copies_out), len(copies_in)) == (3, 3), "one block of the other sequence for each that came back"
     assert not {slot for _, slot in copies_out} & {slot for slot, _ in copies_in}
@@ -127,8 +127,8 @@ def test_more_than_there_are_slots_for_lose_the_oldest(kv):
 def test_only_blocks_in_neither_tier_are_reported_as_removed(kv):
     compute(kv, TOKENS[:16], HASHES[:4])
     sequence = kv.events.sequence
-    kv.free(kv.allocate([], 32))
-    kv.free(kv.allocate([], 20, restored=HASHES[:4]))
+    kv.pool.release(kv.allocate([], 32))
+    kv.pool.release(kv.allocate([], 20, restored=HASHES[:4]))
     kv.take_copies()
     compute(kv, TOKENS[:16], HASHES[:4])  # somebody did not look for it, such as one that wants prompt_logprobs
     assert kv.events.sequence == sequence
@@ -146,7 +146,7 @@ def test_a_flush_and_a_restart_empty_the_tier(kv):
     assert kv.find_evicted(HASHES, 0, 32) == []
     kv.check([held])
     kv.publish(held, HASHES, 0, 7, TOKENS[:28])
-    kv.free(held)
+    kv.pool.release(held)
     kv.allocate([], 32)
     kv.reset()
     assert kv.take_copies() == ([], [])

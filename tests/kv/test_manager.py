@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
-from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
+from penstock.kv.manager import KVCacheManager
 
 TOKENS = list(range(100, 120))
 SALT = tenant_salt("model", "tenant")
@@ -12,7 +12,7 @@ HASHES = hash_blocks(TOKENS, 4, SALT)
 
 @pytest.fixture
 def kv():
-    return KVCacheManager(8, 4, ChainedHashing(4))
+    return KVCacheManager(8, 4)
 
 
 def computed(kv, hashes, num_tokens):
@@ -48,7 +48,7 @@ def test_allocation_shares_the_prefix_and_adds_new_blocks(kv):
 
 
 def test_allocation_that_does_not_fit_changes_nothing(kv):
-    kv.free(computed(kv, HASHES, 12))
+    kv.pool.release(computed(kv, HASHES, 12))
     prefix = kv.find_prefix(HASHES, 20)
     assert kv.allocate(prefix, 36) is None
     assert kv.allocate(prefix, 32, reserve=1) is None
@@ -68,17 +68,17 @@ def test_a_table_grows_or_stays(kv):
 
 
 def test_hashes_are_extended_from_the_prompts(kv):
-    hashes = kv.hashing.first(HASHES[:2])
-    kv.hashing.extend(hashes, TOKENS, 5, SALT)
+    hashes = kv.first_hashes(HASHES[:2])
+    kv.extend_hashes(hashes, TOKENS, 5, SALT)
     assert hashes == HASHES
-    kv.hashing.extend(hashes, TOKENS, 3, SALT)
+    kv.extend_hashes(hashes, TOKENS, 3, SALT)
     assert hashes == HASHES
 
 
 def test_off_is_an_empty_map():
-    kv = KVCacheManager(8, 4, NoHashing())
-    hashes = kv.hashing.first(HASHES)
-    kv.hashing.extend(hashes, TOKENS, 5, SALT)
+    kv = KVCacheManager(8, 4, caches_prefixes=False)
+    hashes = kv.first_hashes(HASHES)
+    kv.extend_hashes(hashes, TOKENS, 5, SALT)
     assert hashes == []
     computed(kv, hashes, 20)
     assert kv.find_prefix(hashes, 20) == []
@@ -94,42 +94,42 @@ def test_a_prefix_being_computed_is_awaited_until_it_is_retracted(kv):
     assert kv.last_pending(HASHES, 0, 4) is None
     kv.retract(late, HASHES)
     assert kv.last_pending(HASHES, 2, 21) == HASHES[3]
-    assert not kv.is_pending(HASHES[4])
+    assert kv.leader(HASHES[4]) is None
     kv.retract(leader, HASHES)
     assert kv.last_pending(HASHES, 0, 21) is None
 
 
 def test_retained_context_is_found_again_when_other_traffic_has_filled_the_pool_twice_over(kv):
-    kv.free(computed(kv, HASHES, 13))
-    kv.retain(HASHES[:3], until=60.0, owner="tenant")
-    assert kv.num_retained == 3
+    kv.pool.release(computed(kv, HASHES, 13))
+    kv.pool.retain(HASHES[:3], until=60.0, owner="tenant")
+    assert kv.pool.num_retained == 3
     for number in range(16):
         other = list(range(1000 * number, 1000 * number + 4))
         table = kv.allocate([], 4)
         kv.publish(table, hash_blocks(other, 4, SALT), 0, 1, other)
-        kv.free(table)
-    kv.expire(59.0)
+        kv.pool.release(table)
+    kv.pool.expire(59.0)
     assert len(kv.find_prefix(HASHES, 20)) == 3
-    kv.expire(60.0)
-    assert kv.num_retained == 0
+    kv.pool.expire(60.0)
+    assert kv.pool.num_retained == 0
     assert len(kv.find_prefix(HASHES, 20)) == 3
     kv.allocate([], 12)
     assert kv.find_prefix(HASHES, 20) == []
 
 
 def test_retained_blocks_are_free_for_other_requests(kv):
-    kv.free(computed(kv, HASHES, 12))
-    kv.retain(HASHES[:3], until=60.0, owner="tenant")
+    kv.pool.release(computed(kv, HASHES, 12))
+    kv.pool.retain(HASHES[:3], until=60.0, owner="tenant")
     assert kv.usage == 0.0
     table = kv.allocate([], 8)
     assert len(kv.grow(table, 8)) == 6
-    assert kv.num_retained == 0
+    assert kv.pool.num_retained == 0
 
 
 def test_what_is_not_cached_cannot_be_retained(kv):
-    kv.retain(HASHES, until=60.0, owner="tenant")
-    kv.free(computed(kv, HASHES, 20))
-    assert kv.num_retained == 0
+    kv.pool.retain(HASHES, until=60.0, owner="tenant")
+    kv.pool.release(computed(kv, HASHES, 20))
+    assert kv.pool.num_retained == 0
     kv.pool.check([])
 
 
@@ -138,8 +138,8 @@ def test_events_report_a_block_exactly_while_it_can_be_found(kv):
     table, copy = computed(kv, HASHES, 8), computed(kv, HASHES, 8)
     assert kv.events.sequence == start + 2, "what could be found already is no news"
     assert kv.events.find(HASHES[1]) == (HASHES[1], HASHES[0], tuple(TOKENS[4:8]))
-    kv.free(copy)
-    kv.free(table)
+    kv.pool.release(copy)
+    kv.pool.release(table)
     assert kv.events.sequence == start + 2
     kv.allocate([], 7 * 4)
     assert kv.events.sequence == start + 3
@@ -148,12 +148,12 @@ def test_events_report_a_block_exactly_while_it_can_be_found(kv):
 
 def test_after_the_worker_died_nothing_is_held_found_or_pending(kv):
     table = computed(kv, HASHES, 20)
-    kv.retain(HASHES, until=60.0, owner="tenant")
+    kv.pool.retain(HASHES, until=60.0, owner="tenant")
     kv.announce(object(), HASHES)
     kv.reset()
     kv.pool.check([])
-    assert (kv.usage, kv.num_retained, kv.find_prefix(HASHES, 20)) == (0.0, 0, [])
-    assert not kv.is_pending(HASHES[0])
+    assert (kv.usage, kv.pool.num_retained, kv.find_prefix(HASHES, 20)) == (0.0, 0, [])
+    assert kv.leader(HASHES[0]) is None
     assert list(kv.events.hashes) == []
     assert kv.allocate([], 20) == table
 
@@ -162,8 +162,8 @@ def test_what_is_held_is_not_flushed(kv):
     table = computed(kv, HASHES, 12)
     rest = kv.allocate(table, 20)
     kv.publish(rest, HASHES, 3, 5, TOKENS)
-    kv.free(rest)
-    assert kv.num_unshared(table) == 3
+    kv.pool.release(rest)
+    assert kv.pool.num_unshared(table) == 3
     assert kv.flush() == 2
     assert kv.find_prefix(HASHES, 21) == table
     assert list(kv.events.hashes) == HASHES[:3]

@@ -157,7 +157,7 @@ class World:
         max_tokens = 1 + random_number % 16 if random_number % 2 else None
         priority = random_number % 3 - 1
         deadline = self.now + random_number % 80 if random_number % 7 == 0 else None
-        choices = [sequence for sequence in self.scheduler._requests[name].sequences if sequence.output.end is None]
+        choices = [sequence for sequence in self.scheduler.requests[name].sequences if sequence.output.end is None]
         if max_tokens is not None:
             limits = {index: max_tokens for index in range(received.request.n) if index not in received.ends}
             # Those that have more already keep them.
@@ -193,7 +193,7 @@ class World:
         """Makes a plan; False if there is none to be made."""
         self.now += 1.0
         for name in self.alive():
-            deadline = self.scheduler._requests[name].request.deadline
+            deadline = self.scheduler.requests[name].request.deadline
             if deadline is not None and deadline <= self.now:
                 self.scheduler.abort(name, EngineFinishReason.DEADLINE)
         plan = self.scheduler.schedule()
@@ -252,7 +252,7 @@ class World:
         """The worker dies; what was in flight is lost, and everything ends. A new one starts."""
         self.scheduler.abandon(EngineFinishReason.WORKER_DIED, "killed")
         assert not self.alive()
-        assert not self.scheduler.num_requests
+        assert not self.scheduler.requests
         self._new_worker()
         self.scheduler = Scheduler(self.facts, self.config, clock=lambda: self.now)
 
@@ -268,11 +268,11 @@ class World:
         lanes = [list(lane) for lane in planner.waiting._lanes.values()]
         for line in (*lanes, rows.prefilling, rows.decoding, rows.held):
             assert [sequence.rank for sequence in line] == sorted(sequence.rank for sequence in line)
-        live = {id(sequence) for received in self.scheduler._requests.values() for sequence in received.sequences}
+        live = {id(sequence) for received in self.scheduler.requests.values() for sequence in received.sequences}
         assert {id(sequence) for sequence in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
         new = [sequence for sequence in waiting if sequence.is_new]
-        assert planner.waiting.num_requests == sum(sequence.index == 0 for sequence in new)
-        assert planner.waiting.num_tokens == sum(sequence.num_prompt_tokens for sequence in new)
+        assert planner.waiting.queued.requests == sum(sequence.index == 0 for sequence in new)
+        assert planner.waiting.queued.tokens == sum(sequence.num_prompt_tokens for sequence in new)
         assert planner.waiting.num_pooled == sum(sequence.is_pooled for sequence in waiting)
         self.check_work(planner.waiting)
         assert set(map(id, self.scheduler.kv._pending.values())) <= set(map(id, planner.running.prefilling))
@@ -288,11 +288,11 @@ class World:
         for use in self.scheduler.tenants:
             assert use.num_rows == sum(sequence.live.tenant is use for sequence in running)
             assert use.num_waiting == sum(sequence.live.tenant is use for sequence in waiting)
-            assert use.num_live == sum(live.tenant is use for live in self.scheduler._requests.values()) > 0
+            assert use.num_live == sum(live.tenant is use for live in self.scheduler.requests.values()) > 0
             own = [(sequence.index == 0, sequence.num_prompt_tokens) for sequence in new if sequence.live.tenant is use]
             assert planner.waiting.queued_of(use.name) == (sum(n for n, _ in own), sum(n for _, n in own))
         assert {id(sequence) for sequence in running if sequence.live.held} == set(map(id, planner.running.held))
-        assert self.scheduler.num_held == sum(live.held for live in self.scheduler._requests.values())
+        assert self.scheduler.num_held == sum(live.held for live in self.scheduler.requests.values())
 
     def check_work(self, queue: WaitingQueue) -> None:
         """What each waiting choice lacks is what the cache does not have now, and it is counted once."""

@@ -92,7 +92,6 @@ class RaggedRows:
     """(B,) int32: the number of each sequence's tokens in pages, including this step's."""
 
     def __post_init__(self) -> None:
-        """Asserts shapes and dtypes."""
         (num_sequences,) = self.rows.shape
         assert self.query_starts.shape == (num_sequences + 1,)
         assert self.contexts.shape == (num_sequences,)
@@ -103,7 +102,6 @@ class RaggedRows:
 
     @property
     def num_sequences(self) -> int:
-        """The number of sequences, B."""
         return int(self.rows.shape[0])
 
 
@@ -120,7 +118,6 @@ class PagedKV:
     """(H,) fp32: one score per head that takes part in the softmax and has no value; -inf where there is none."""
 
     def check(self, shape: AttentionShape) -> None:
-        """Asserts shapes and dtypes."""
         heads = shape.num_kv_heads
         assert self.pages.shape[1:] == (2, heads, PAGE_SLOTS, shape.head_dim), self.pages.shape
         assert self.pages.dtype == shape.kv_dtype

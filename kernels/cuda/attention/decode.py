@@ -50,7 +50,6 @@ class DecodeWorkspace:
         return cls(num_programs, mixed, torch.empty(rows, dtype=torch.float32, device=device))
 
     def check(self, shape: DecodeShape) -> None:
-        """Asserts shapes."""
         rows = (2 * self.num_programs, shape.tiles.block_m)
         assert self.mixed.shape == (*rows, shape.attention.head_dim)
         assert self.weights.shape == rows

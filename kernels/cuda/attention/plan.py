@@ -64,7 +64,6 @@ class DecodeShape:
     is bitwise the same in every step."""
 
     def __post_init__(self) -> None:
-        """Asserts that the number is supported."""
         assert 0 <= self.max_queries <= MAX_DECODED
 
     @property
@@ -74,7 +73,6 @@ class DecodeShape:
 
     @property
     def tiles(self) -> DecodeTiles:
-        """The sizes for this shape."""
         return decode_tiles(self.attention, self.max_rows)
 
     def constants(self) -> dict[str, object]:
@@ -101,12 +99,10 @@ class WorkStarts:
 
     @classmethod
     def allocate(cls, num_sequences: int, device: torch.device) -> "WorkStarts":
-        """Allocates the tensors for B sequences."""
         units, tiles = torch.empty((2, num_sequences + 1), dtype=torch.int32, device=device)
         return cls(units, tiles.clone())
 
     def check(self, num_sequences: int) -> None:
-        """Asserts shapes."""
         assert self.units.shape == self.tiles.shape == (num_sequences + 1,)
 
 

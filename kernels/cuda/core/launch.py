@@ -50,64 +50,66 @@ class KernelVariant:
 
     kernel: Any
     """A function under ``triton.jit``, whose numbers are in ``do_not_specialize``."""
-    arguments: Mapping[str, torch.dtype | str]
-    """The types of the arguments that vary from call to call, in the order of ``launch``: a tensor's dtype, or Triton's
-    name for the type of a number."""
+    arguments: Mapping[str, torch.dtype | str | None]
+    """The types of the arguments that vary from call to call, in the order of ``launch``: a tensor's dtype, Triton's
+    name for the type of a number, or None for a tensor that this variant does not have."""
     constants: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 2
 
-    def launch(self, grid: tuple[int, ...], *values: Tensor | int | float | None) -> None:
-        """Runs the kernel. ``values`` are the arguments in the order of ``arguments``; tensors must have the dtypes
-        given there."""
-        assert len(values) == len(self.arguments), (len(values), list(self.arguments))
-        for (name, wanted), value in zip(self.arguments.items(), values, strict=True):
+    def launch(
+        self, grid: tuple[int, ...], *values: Tensor | int | float | None, **named: Tensor | int | float | None
+    ) -> None:
+        """Runs the kernel. The arguments are given in the order of ``arguments`` or by name; tensors must have the
+        dtypes given there."""
+        # By name, since constants may come between them.
+        named = named or dict(zip(self.arguments, values, strict=True))
+        assert named.keys() == self.arguments.keys(), (list(named), list(self.arguments))
+        for name, wanted in self.arguments.items():
+            value = named[name]
             if isinstance(wanted, torch.dtype):
                 assert isinstance(value, Tensor), name
                 assert value.dtype == wanted, (name, value.dtype, wanted)
                 assert value.data_ptr() % ALIGNMENT == 0, name
+            assert (value is None) == (wanted is None), name
         launches.note(self)
-        # By name, since constants may come between them.
-        named = dict(zip(self.arguments, values, strict=True))
         self.kernel[grid](**named, **self._settings)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
         """The constants and options on this machine's GPU."""
         capability = 0 if interpreted() else triton.runtime.driver.active.get_current_target().arch
-        return {**self._constants(capability), **self._options(capability)}
+        constants, options = self._for_capability(capability)
+        return constants | options
 
-    def _constants(self, capability: int) -> dict[str, object]:
-        return (
-            {**self.constants, "PDL": capability >= PDL_CAPABILITY} if self._may_start_early else dict(self.constants)
-        )
-
-    def _options(self, capability: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self._may_start_early and capability >= PDL_CAPABILITY:
-            options["launch_pdl"] = True
-        return options
+    def _for_capability(self, capability: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the constants, and Triton's options."""
+        constants, options = dict(self.constants), {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if "PDL" in self.kernel.arg_names:  # the kernel waits for the one before it: see ``await_inputs``
+            constants["PDL"] = capability >= PDL_CAPABILITY
+            if capability >= PDL_CAPABILITY:
+                options["launch_pdl"] = True
+        return constants, options
 
     @property
-    def _may_start_early(self) -> bool:
-        """Whether the kernel waits for the one before it: see ``await_inputs``."""
-        return "PDL" in self.kernel.arg_names
+    def absent(self) -> dict[str, None]:
+        """The arguments that this variant does not have."""
+        return {name: None for name, kind in self.arguments.items() if kind is None}
 
     def compile(self, capability: int) -> CompiledKernel:
         """Compiles for a compute capability, such as 90 for Hopper, without a GPU. Does not work under
         TRITON_INTERPRET."""
-        signature = {
-            name: f"*{TYPES[kind]}" if isinstance(kind, torch.dtype) else kind for name, kind in self.arguments.items()
-        }
-        pointers = [name for name, kind in self.arguments.items() if isinstance(kind, torch.dtype)]
-        constants = self._constants(capability)
+        pointers = {name: f"*{TYPES[kind]}" for name, kind in self.arguments.items() if isinstance(kind, torch.dtype)}
+        numbers = {name: kind for name, kind in self.arguments.items() if isinstance(kind, str)}
+        constants, options = self._for_capability(capability)
+        constants |= self.absent
         source = ASTSource(
             self.kernel,
-            signature={**signature, **dict.fromkeys(constants, "constexpr")},
+            signature={**pointers, **numbers, **dict.fromkeys(constants, "constexpr")},
             constexprs=constants,
             attrs={(self.kernel.arg_names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in pointers},
         )
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self._options(capability))
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def interpreted() -> bool:
@@ -143,7 +145,6 @@ class Launches:
         triton.knobs.runtime.jit_post_compile_hook = self._on_compiled
 
     def note(self, variant: KernelVariant) -> None:
-        """Records a launch."""
         if not self._is_warm:
             self.warmed.add(variant)
         if variant not in self._known:

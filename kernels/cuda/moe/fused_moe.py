@@ -32,7 +32,6 @@ class ExpertsWeights:
     """(E, H)."""
 
     def check(self, shape: ExpertsShape) -> None:
-        """Asserts shapes and dtypes."""
         experts, hidden, inner = shape.mixture.num_experts, shape.hidden_size, shape.intermediate_size
         check(self.gate_up, (experts, 2 * inner, hidden), shape.dtype)
         check(self.down, (experts, hidden, inner), shape.dtype)
@@ -63,7 +62,6 @@ class ExpertsWorkspace:
         )
 
     def check(self, shape: ExpertsShape, num_tokens: int) -> None:
-        """Asserts shapes and capacity."""
         max_pairs = self.parts.shape[0]
         assert shape.num_pairs(num_tokens) <= max_pairs
         assert shape.max_tiles(num_tokens, shape.tiles(num_tokens).block_m) <= self.routes.tiles.shape[0]
@@ -112,16 +110,15 @@ def fused_moe(
 
     max_tiles = shape.max_tiles(num_tokens, tiles.block_m)
     inner_blocks = triton.cdiv(shape.intermediate_size, tiles.gate_up.block_n)
-    biases = [(bias,) if bias is not None else () for bias in (weights.gate_up_bias, weights.down_bias)]
     gate_up_variant(shape, tiles).launch(
-        (max_tiles * inner_blocks,), x, weights.gate_up, *biases[0], *routes.grouped, room.activations
+        (max_tiles * inner_blocks,), x, weights.gate_up, weights.gate_up_bias, *routes.grouped, room.activations
     )
     hidden_blocks = triton.cdiv(shape.hidden_size, tiles.down.block_n)
     down_variant(shape, tiles).launch(
         (max_tiles * hidden_blocks,),
         room.activations,
         weights.down,
-        *biases[1],
+        weights.down_bias,
         routes.weights,
         *routes.grouped,
         room.parts,

@@ -188,22 +188,27 @@ def _product_variant(
 ) -> KernelVariant:
     """The variant of one of the two products; ``names`` are the tensors that are neither matrices nor part of
     ``GROUPED``."""
-    arguments: dict[str, torch.dtype | str] = dict.fromkeys(("x", "weight"), shape.dtype)
-    constants = {"HIDDEN": shape.hidden_size, "INNER": shape.intermediate_size, **constants}
-    if shape.mixture.biased:
-        arguments["bias"] = shape.dtype
-    else:
-        constants["bias"] = None
-    arguments |= dict.fromkeys(names, torch.float32)
-    arguments |= dict.fromkeys(GROUPED, torch.int32)
-    arguments["out"] = shape.dtype
-    constants |= {
-        "PRODUCT": product_dtype(shape.dtype),
-        "BLOCK_M": block_m,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_K": tiles.block_k * 2 // shape.dtype.itemsize,
-    }
-    return KernelVariant(kernel, arguments, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    return KernelVariant(
+        kernel,
+        {
+            **dict.fromkeys(("x", "weight"), shape.dtype),
+            "bias": shape.dtype if shape.mixture.biased else None,
+            **dict.fromkeys(names, torch.float32),
+            **dict.fromkeys(GROUPED, torch.int32),
+            "out": shape.dtype,
+        },
+        {
+            "HIDDEN": shape.hidden_size,
+            "INNER": shape.intermediate_size,
+            **constants,
+            "PRODUCT": product_dtype(shape.dtype),
+            "BLOCK_M": block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k * 2 // shape.dtype.itemsize,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
 
 
 @cache

@@ -277,15 +277,12 @@ def route(mixture: Mixture, block_m: int, logits: Tensor, query_starts: Tensor, 
     num_blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
     route_variant(mixture, logits.dtype).launch(
         (num_blocks,),
-        logits,
-        query_starts,
-        routes.ids,
-        routes.weights,
-        routes.counts,
-        *routes.grouped,
-        num_tokens,
-        num_sequences,
-        block_m,
+        logits=logits,
+        query_starts=query_starts,
+        **vars(routes),
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        block_m=block_m,
     )
     if num_blocks > 1:
         variant = group_variant(mixture.num_experts, mixture.per_token)

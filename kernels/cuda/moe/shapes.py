@@ -62,7 +62,6 @@ class ExpertsShape:
     so all steps then use ``MIDDLE``."""
 
     def __post_init__(self) -> None:
-        """Asserts that the kernels support the shape."""
         assert 1 <= self.mixture.per_token <= self.mixture.num_experts
         assert self.dtype in (torch.float32, torch.bfloat16, torch.float16)
         assert self.logits_dtype in (torch.float32, self.dtype)
@@ -95,11 +94,9 @@ class ExpertsShape:
         return (DECODE, MIDDLE) if self.dtype == torch.float32 else (DECODE, MIDDLE, PREFILL)
 
     def num_pairs(self, num_tokens: int) -> int:
-        """The number of pairs of ``num_tokens`` tokens."""
         return num_tokens * self.mixture.per_token
 
     def tiles(self, num_tokens: int) -> ExpertsTiles:
-        """The tiles for a step of ``num_tokens`` tokens."""
         average = self.num_pairs(num_tokens) / self.mixture.num_experts
         *smaller, largest = self.all_tiles
         return next((tiles for tiles in smaller if average <= tiles.max_pairs), largest)

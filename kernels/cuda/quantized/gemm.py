@@ -81,72 +81,56 @@ class GemmWorkspace:
         return self.inputs[: tokens * columns * dtype.itemsize].view(dtype).view(tokens, columns)
 
 
-def _finish(layout: WeightLayout, is_biased: bool) -> tuple[dict[str, torch.dtype | str], dict[str, object]]:
-    """The arguments for the factors of a sum and the bias: the types of those that exist, and None for the others."""
-    wanted = {"input_scales": layout.narrows_inputs and not layout.narrows_groups, "bias": is_biased}
-    there: dict[str, torch.dtype | str] = {name: torch.float32 for name, is_there in wanted.items() if is_there}
-    return there, {name: None for name, is_there in wanted.items() if not is_there}
-
-
 @cache
 def gemm_variant(layout: WeightLayout, dtype: torch.dtype, tiles: GemmTiles, is_biased: bool) -> KernelVariant:
-    """The variant of the kernel that multiplies."""
-    is_int4 = layout.codes is Codes.INT4
-    finish, absent = _finish(layout, is_biased)
-    if tiles.parts > 1:  # another kernel finishes the sums
-        finish, absent = {}, dict.fromkeys(("input_scales", "bias"))
-    if layout.narrows_groups:  # the sum of each group needs its scales
-        finish = {"input_scales": torch.float32, **finish}
-        absent.pop("input_scales")
-    arguments: dict[str, torch.dtype | str] = {
-        "x": layout.codes.value if layout.narrows_inputs else dtype,
-        "codes": layout.codes.value,
-        **({} if layout.codes.are_floats else {"scales": torch.float32}),
-        **({"zeros": torch.uint8} if is_int4 else {}),
-        **finish,
-        "out": torch.float32 if tiles.parts > 1 else dtype,
-        "num_tokens": "i32",
-    }
-    constants: dict[str, object] = {
-        **({"scales": None} if layout.codes.are_floats else {}),
-        **({} if is_int4 else {"zeros": None}),
-        **absent,
-        "ROWS": layout.rows,
-        "COLUMNS": layout.columns,
-        "ROW_SIZE": layout.row_size,
-        "GROUP": layout.group,
-        "PARTS": tiles.parts,
-        "PRODUCT": None if layout.narrows_inputs else product_dtype(dtype),
-        "SUM": tl.int32 if layout.narrows_inputs and layout.codes is Codes.INT8 else tl.float32,
-        "BLOCK_T": tiles.block_t,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_K": layout.block,
-    }
-    return KernelVariant(gemm_kernel, arguments, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    """The variant of the kernel that multiplies. If there are several parts, ``reduce_variant`` finishes their sums."""
+    finishes = tiles.parts == 1
+    # The sum of each group needs its scales.
+    has_input_scales = layout.narrows_groups or (layout.narrows_inputs and finishes)
+    return KernelVariant(
+        gemm_kernel,
+        {
+            "x": layout.codes.value if layout.narrows_inputs else dtype,
+            "codes": layout.codes.value,
+            "scales": None if layout.codes.are_floats else torch.float32,
+            "zeros": torch.uint8 if layout.codes is Codes.INT4 else None,
+            "input_scales": torch.float32 if has_input_scales else None,
+            "bias": torch.float32 if is_biased and finishes else None,
+            "out": dtype if finishes else torch.float32,
+            "num_tokens": "i32",
+        },
+        {
+            "ROWS": layout.rows,
+            "COLUMNS": layout.columns,
+            "ROW_SIZE": layout.row_size,
+            "GROUP": layout.group,
+            "PARTS": tiles.parts,
+            "PRODUCT": None if layout.narrows_inputs else product_dtype(dtype),
+            "SUM": tl.int32 if layout.narrows_inputs and layout.codes is Codes.INT8 else tl.float32,
+            "BLOCK_T": tiles.block_t,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": layout.block,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
 
 
 @cache
 def reduce_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> KernelVariant:
     """The variant of the kernel that adds up the parts."""
-    has_scales = not (layout.codes is Codes.INT4 or layout.codes.are_floats or layout.group)
-    finish, absent = _finish(layout, is_biased)
     block = min(triton.next_power_of_2(layout.rows), BLOCK_JOINED)
     return KernelVariant(
         reduce_kernel,
         {
             "partials": torch.float32,
-            **({"scales": torch.float32} if has_scales else {}),
-            **finish,
+            "scales": torch.float32 if layout.scales_rows else None,
+            "input_scales": torch.float32 if layout.narrows_inputs and not layout.narrows_groups else None,
+            "bias": torch.float32 if is_biased else None,
             "out": dtype,
             "num_tokens": "i32",
         },
-        {
-            **({} if has_scales else {"scales": None}),
-            **absent,
-            "ROWS": layout.rows,
-            "PARTS": num_parts(layout),
-            "BLOCK": block,
-        },
+        {"ROWS": layout.rows, "PARTS": num_parts(layout), "BLOCK": block},
         num_warps=num_warps(block),
     )
 
@@ -208,19 +192,16 @@ def _multiply(
 ) -> None:
     """Multiplies as many tokens as there is room for their partial sums."""
     layout, tokens, is_biased = weight.layout, x.shape[0], bias is not None
-    finish = [tensor for tensor in (input_scales, bias) if tensor is not None]
     grid = (triton.cdiv(tokens, tiles.block_t) * triton.cdiv(layout.rows, tiles.block_n), tiles.parts)
     variant = gemm_variant(layout, out.dtype, tiles, is_biased)
-    operands = [tensor for tensor in (x, weight.codes, weight.scales, weight.zeros) if tensor is not None]
-    if layout.narrows_groups:
-        operands.append(finish.pop(0))
+    operands = (x, weight.codes, weight.scales, weight.zeros)
     if tiles.parts == 1:
-        variant.launch(grid, *operands, *finish, out, tokens)
+        variant.launch(grid, *operands, input_scales, bias, out, tokens)
         return
     assert room.partials.numel() >= tiles.parts * tokens * layout.rows
-    variant.launch(grid, *operands, room.partials, tokens)
+    group_scales, token_scales = (input_scales, None) if layout.narrows_groups else (None, input_scales)
+    variant.launch(grid, *operands, group_scales, None, room.partials, tokens)
     joined = reduce_variant(layout, out.dtype, is_biased)
-    has_scales = weight.scales is not None and weight.zeros is None and not layout.group
-    scales = [weight.scales] if has_scales else []
+    row_scales = weight.scales if layout.scales_rows else None
     blocks = triton.cdiv(layout.rows, joined.constants["BLOCK"])
-    joined.launch((tokens, blocks), room.partials, *scales, *finish, out, tokens)
+    joined.launch((tokens, blocks), room.partials, row_scales, token_scales, bias, out, tokens)

@@ -82,18 +82,21 @@ class WeightLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in a row."""
         return -(-self.columns // self.block)
 
     @property
     def num_groups(self) -> int:
-        """Groups in a row."""
         return -(-self.columns // self.group) if self.group else 1
 
     @property
     def narrows_groups(self) -> bool:
         """Whether inputs have a scale for each group."""
         return self.narrows_inputs and self.group > 0
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether whole sums are multiplied by scales of their rows."""
+        return not (self.codes is Codes.INT4 or self.codes.are_floats or self.group)
 
     @property
     def row_size(self) -> int:
@@ -125,7 +128,6 @@ class QuantizedWeight:
     """(K,) int32: column c of the codes belongs to input ``order[c]``; None: the orders are equal."""
 
     def __post_init__(self) -> None:
-        """Asserts shapes and dtypes."""
         layout = self.layout
         check(self.codes, (layout.rows, layout.row_size), layout.codes.value)
         assert (self.scales is None) == layout.codes.are_floats

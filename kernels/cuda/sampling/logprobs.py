@@ -1,6 +1,5 @@
 """Log-probabilities of the chosen token and of the likeliest ones, from the model's unmodified logits."""
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -20,18 +19,16 @@ TAKEN = tl.constexpr(-(1 << 31))
 """Marks an entry that is taken: less than every value of ``order_of``."""
 
 
-@dataclass(frozen=True)
-class LogprobsWorkspace:
-    """The kernels' intermediate results, for N sampled positions."""
-
-    bests: Tensor
-    """(N, slices) float32: the largest logit; NaN counts as infinite."""
-    sums: Tensor
-    """(N, slices) float32: the sum of e^(x - best)."""
-    orders: Tensor
-    """(N, slices, 20) int32: the largest logits, mapped to integers of the same order."""
-    ids: Tensor
-    """(N, slices, 20) int32: their tokens."""
+WORKSPACE: dict[str, tuple[torch.dtype, *tuple[int, ...]]] = {
+    # The largest logit; NaN counts as infinite.
+    "bests": (torch.float32,),
+    # The sum of e^(x - best).
+    "sums": (torch.float32,),
+    # The largest logits, mapped to integers of the same order, and their tokens.
+    "orders": (torch.int32, MAX_TOP),
+    "ids": (torch.int32, MAX_TOP),
+}
+"""The kernels' intermediate results, by name: their types, and their sizes per sampled position and slice."""
 
 
 @triton.jit
@@ -136,10 +133,7 @@ ARGUMENTS = {
     "num_lines": torch.int32,
     "num_top": torch.int32,
     "token_ids": torch.int32,
-    "bests": torch.float32,
-    "sums": torch.float32,
-    "orders": torch.int32,
-    "ids": torch.int32,
+    **{name: kind for name, (kind, *_) in WORKSPACE.items()},
     "chosen": torch.float32,
     "top_ids": torch.int32,
     "top": torch.float32,
@@ -151,7 +145,7 @@ ARGUMENTS = {
 def logprobs_variants(shape: SamplerShape) -> tuple[KernelVariant, KernelVariant]:
     """The variants of the two kernels: one ranks the tokens of each slice, the other those of all slices."""
     constants = {"VOCAB": shape.vocab_size, "STRIDE": shape.stride, "SLICE": shape.slice, "MAX_TOP": MAX_TOP}
-    partial = {name: ARGUMENTS[name] for name in ("num_lines", "num_top", "bests", "sums", "orders", "ids")}
+    partial = {name: ARGUMENTS[name] for name in ("num_lines", "num_top", *WORKSPACE)}
     logits = {"logits": shape.dtype}
     return (
         KernelVariant(_rank, logits | partial, constants, num_warps=shape.num_warps),
@@ -159,15 +153,12 @@ def logprobs_variants(shape: SamplerShape) -> tuple[KernelVariant, KernelVariant
     )
 
 
-def make_logprobs_workspace(shape: SamplerShape, num_lines: int, device: torch.device) -> LogprobsWorkspace:
-    """Allocates room for ``num_lines`` sampled positions."""
-
-    def empty(dtype: torch.dtype, *sizes: int) -> Tensor:
-        return torch.empty(num_lines, shape.slices, *sizes, dtype=dtype, device=device)
-
-    return LogprobsWorkspace(
-        empty(torch.float32), empty(torch.float32), empty(torch.int32, MAX_TOP), empty(torch.int32, MAX_TOP)
-    )
+def make_logprobs_workspace(shape: SamplerShape, num_lines: int, device: torch.device) -> dict[str, Tensor]:
+    """Allocates a ``WORKSPACE`` for ``num_lines`` sampled positions."""
+    return {
+        name: torch.empty(num_lines, shape.slices, *sizes, dtype=kind, device=device)
+        for name, (kind, *sizes) in WORKSPACE.items()
+    }
 
 
 def logprobs(
@@ -176,13 +167,13 @@ def logprobs(
     num_lines: Tensor,
     num_top: Tensor,
     token_ids: Tensor,
-    room: LogprobsWorkspace,
+    room: dict[str, Tensor],
     chosen: Tensor,
     top_ids: Tensor,
     top: Tensor,
 ) -> None:
     """Computes x - ln sum e^x over the first V entries of each row of ``logits`` (N, stride). Only the first
-    ``num_lines`` (1,) int32 rows are used.
+    ``num_lines`` (1,) int32 rows are used. ``room`` is a ``WORKSPACE``.
 
     ``num_top`` (N,) int32 is negative for a sampled position that needs no log-probabilities. For the others,
     ``chosen`` (N,) float32 receives the log-probability of the position's token in ``token_ids`` (N,) int32, and
@@ -194,14 +185,12 @@ def logprobs(
     check(num_lines, (1,), torch.int32)
     for tensor in (num_top, token_ids):
         check(tensor, (lines,), torch.int32)
-    check(room.bests, (lines, shape.slices), torch.float32)
-    check(room.sums, (lines, shape.slices), torch.float32)
-    check(room.orders, (lines, shape.slices, MAX_TOP), torch.int32)
-    check(room.ids, (lines, shape.slices, MAX_TOP), torch.int32)
+    for name, (kind, *sizes) in WORKSPACE.items():
+        check(room[name], (lines, shape.slices, *sizes), kind)
     check(chosen, (lines,), torch.float32)
     check(top_ids, (lines, MAX_TOP), torch.int32)
     check(top, (lines, MAX_TOP), torch.float32)
-    partial = (room.bests, room.sums, room.orders, room.ids)
+    partial = [room[name] for name in WORKSPACE]
     rank, gather = logprobs_variants(shape)
     rank.launch((lines, shape.slices), logits, num_lines, num_top, *partial)
     gather.launch((lines,), logits, num_lines, num_top, token_ids, *partial, chosen, top_ids, top)

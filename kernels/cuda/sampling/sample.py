@@ -33,7 +33,6 @@ from penstock.kernels.cuda.sampling.tensors import (
     Lines,
     SamplerRows,
     SamplerShape,
-    SamplerWorkspace,
     sizes_of,
 )
 from penstock.kernels.cuda.sampling.token_masks import forbid
@@ -60,7 +59,7 @@ GIVEN = {
     "word_tokens": torch.int32,
     "token_ids": torch.int32,
 }
-"""The types of the kernels' arguments, except logits and the fields of ``SamplerWorkspace``."""
+"""The types of the kernels' arguments, except logits and the ``WORKSPACE``."""
 
 
 def sampling_variants(shape: SamplerShape) -> list[KernelVariant]:
@@ -90,9 +89,9 @@ def _variant(kernel: Any, shape: SamplerShape) -> KernelVariant:
 
 
 def sample(
-    shape: SamplerShape, logits: Tensor, rows: SamplerRows, lines: Lines, room: SamplerWorkspace, token_ids: Tensor
+    shape: SamplerShape, logits: Tensor, rows: SamplerRows, lines: Lines, room: dict[str, Tensor], token_ids: Tensor
 ) -> None:
-    """Writes the token of each sampled position to ``token_ids`` (N,) int32.
+    """Writes the token of each sampled position to ``token_ids`` (N,) int32. ``room`` is a ``WORKSPACE``.
 
     ``logits`` is (N, stride), of which the first V entries of a row are used. They are not modified. If a position's
     best logit is not finite, which means that the model is broken, it gets the lowest token that its mask allows, or 0.
@@ -101,10 +100,9 @@ def sample(
     check(logits, (num_lines, shape.stride), shape.dtype)
     _check(shape, rows, lines)
     for name, (kind, *sizes) in WORKSPACE.items():
-        check(getattr(room, name), (num_lines, *sizes_of(shape, sizes)), kind)
+        check(room[name], (num_lines, *sizes_of(shape, sizes)), kind)
     check(token_ids, (num_lines,), torch.int32)
-    values = {"logits": logits, **vars(rows), **vars(lines), **vars(room)}
-    values["token_ids"] = token_ids
+    values = {"logits": logits, **vars(rows), **vars(lines), **room, "token_ids": token_ids}
     for kernel in KERNELS:
         variant = _variant(kernel, shape)
         grid = (num_lines,) if kernel in OF_LINES else (num_lines, shape.slices)

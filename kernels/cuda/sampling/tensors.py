@@ -65,7 +65,6 @@ class SamplerShape:
 
     @property
     def slices(self) -> int:
-        """Slices in the vocabulary."""
         return -(-self.vocab_size // self.slice)
 
     @property
@@ -120,37 +119,6 @@ class Lines:
     """(M, ceil(V / 32)) int32: bit i of word w is token 32 w + i."""
 
 
-@dataclass(frozen=True)
-class SamplerWorkspace:
-    """The kernels' intermediate results, for N sampled positions. Nothing is kept between steps."""
-
-    scores: Tensor
-    """(N, V) float32: logits with penalties and biases, minus infinity where masked."""
-    forbidden: Tensor
-    """(N, ceil(V / 32)) int32: the mask of tokens that must not come next. Valid if ``num_forbidden`` is not 0."""
-    num_forbidden: Tensor
-    """(N,) int32."""
-    best: Tensor
-    """(N, 2, slices) float32: the best logit of a slice that is not forbidden, and the best of all; NaN counts as
-    infinite."""
-    best_ids: Tensor
-    """(N, 2, slices) int32: their tokens; ties go to the lowest id."""
-    masses: Tensor
-    """(N, slices) int64."""
-    binned: Tensor
-    """(N, bins) int64."""
-    listed: Tensor
-    """(N, listed) int64: keys."""
-    num_listed: Tensor
-    """(N,) int32: the number of keys; more than ``listed`` has room for if some are missing."""
-    thresholds: Tensor
-    """(N,) int64: the smallest key that filters keep."""
-    drawn: Tensor
-    """(N, slices) float64: the best sum of score and noise."""
-    drawn_ids: Tensor
-    """(N, slices) int32."""
-
-
 def number_line(
     temperature: float, top_p: float, min_p: float, repetition: float, presence: float, frequency: float
 ) -> list[float]:
@@ -181,21 +149,28 @@ def integer_line(
 
 
 WORKSPACE: dict[str, tuple[torch.dtype, *tuple[int | str, ...]]] = {
+    # Logits with penalties and biases, minus infinity where masked.
     "scores": (torch.float32, "vocab_size"),
+    # The mask of tokens that must not come next, and their number. The mask is valid if that is not 0.
     "forbidden": (torch.int32, "mask_words"),
     "num_forbidden": (torch.int32,),
+    # The best logit of a slice that is not forbidden, and the best of all; NaN counts as infinite.
     "best": (torch.float32, 2, "slices"),
+    # Their tokens; ties go to the lowest id.
     "best_ids": (torch.int32, 2, "slices"),
     "masses": (torch.int64, "slices"),
     "binned": (torch.int64, "bins"),
+    # Keys, and their number: more than there is room for if some are missing.
     "listed": (torch.int64, "listed"),
     "num_listed": (torch.int32,),
+    # The smallest key that filters keep.
     "thresholds": (torch.int64,),
+    # The best sum of score and noise.
     "drawn": (torch.float64, "slices"),
     "drawn_ids": (torch.int32, "slices"),
 }
-"""Types of the fields of ``SamplerWorkspace``, and their sizes per sampled position. A size is a number or the name of
-an attribute of ``SamplerShape``."""
+"""The kernels' intermediate results, by name: their types, and their sizes per sampled position. A size is a number or
+the name of an attribute of ``SamplerShape``. Nothing is kept between steps."""
 
 
 def sizes_of(shape: SamplerShape, sizes: Sequence[int | str]) -> tuple[int, ...]:
@@ -203,11 +178,9 @@ def sizes_of(shape: SamplerShape, sizes: Sequence[int | str]) -> tuple[int, ...]
     return tuple(size if isinstance(size, int) else getattr(shape, size) for size in sizes)
 
 
-def make_workspace(shape: SamplerShape, num_lines: int, device: torch.device) -> SamplerWorkspace:
-    """Allocates room for ``num_lines`` sampled positions."""
-    return SamplerWorkspace(
-        **{
-            name: torch.empty(num_lines, *sizes_of(shape, sizes), dtype=kind, device=device)
-            for name, (kind, *sizes) in WORKSPACE.items()
-        }
-    )
+def make_workspace(shape: SamplerShape, num_lines: int, device: torch.device) -> dict[str, Tensor]:
+    """Allocates a ``WORKSPACE`` for ``num_lines`` sampled positions."""
+    return {
+        name: torch.empty(num_lines, *sizes_of(shape, sizes), dtype=kind, device=device)
+        for name, (kind, *sizes) in WORKSPACE.items()
+    }

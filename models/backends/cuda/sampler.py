@@ -1,18 +1,14 @@
 """Samples the tokens of a step's lines of logits on the device, and computes their log-probabilities."""
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.accept_drafts import accept
-from penstock.kernels.cuda.sampling.logprobs import LogprobsWorkspace, logprobs, make_logprobs_workspace
+from penstock.kernels.cuda.sampling.logprobs import logprobs, make_logprobs_workspace
 from penstock.kernels.cuda.sampling.sample import sample
-from penstock.kernels.cuda.sampling.tensors import SamplerShape, SamplerWorkspace, make_workspace
+from penstock.kernels.cuda.sampling.tensors import SamplerShape, make_workspace
 from penstock.models.backends.cuda.rows import CudaRows
 from penstock.models.backends.cuda.step_io import Size, StepInputs, StepOutputs
-
-Room = TypeVar("Room", SamplerWorkspace, LogprobsWorkspace)
 
 
 class CudaSampler:
@@ -57,6 +53,6 @@ class CudaSampler:
         return accepted
 
 
-def _first(room: Room, sampled: int) -> Room:
+def _first(room: dict[str, Tensor], sampled: int) -> dict[str, Tensor]:
     """Returns the part of a room for the first ``sampled`` lines."""
-    return type(room)(**{name: tensor[:sampled] for name, tensor in vars(room).items()})
+    return {name: tensor[:sampled] for name, tensor in room.items()}

@@ -64,7 +64,5 @@ def _joined(logprobs: Tensor, targets: Tensor, num_top: int) -> TokenLogprobs:
     """Joins the log-probabilities of all positions into one object."""
     joined = TokenLogprobs(min(num_top, logprobs.shape[1]), [], [], [])
     for part in split_logprobs(logprobs, targets, [num_top] * len(targets)):
-        joined.chosen += part.chosen
-        joined.top_token_ids += part.top_token_ids
-        joined.top += part.top
+        joined.extend(part)
     return joined

@@ -14,7 +14,7 @@ def compute(shape, logits, num_top, token_ids):
     padded = torch.full((lines + 1, shape.stride), math.nan, dtype=shape.dtype, device=device)
     padded[:lines, : shape.vocab_size] = logits
     room = make_logprobs_workspace(shape, lines + 1, device)
-    for part in vars(room).values():
+    for part in room.values():
         part.view(torch.uint8).fill_(0xA7)
     chosen = torch.full((lines + 1,), 7.0, device=device)
     top_ids = torch.full((lines + 1, MAX_TOP), -7, dtype=torch.int32, device=device)

@@ -129,7 +129,7 @@ class Batch:
         padded[: len(self.rows), : self.shape.vocab_size] = logits
         token_ids = tensor([-5] * num_sampled, torch.int32)
         self.room = make_workspace(self.shape, num_sampled, DEVICE)
-        for part in vars(self.room).values():
+        for part in self.room.values():
             part.view(torch.uint8).fill_(0xA7)
         sample(self.shape, padded, self.device_rows(), self.lines(), self.room, token_ids)
         assert token_ids[len(self.rows) :].tolist() == [-5] * self._spare
@@ -249,7 +249,7 @@ def test_sets_that_filters_leave():
         rows = [make_row(SamplingParams(**sampling)) for sampling, _ in cases]
         batch = Batch(make_shape(40, slice=size_of_slice, bins=16, listed=listed), rows)
         batch.sample(logits.expand(len(rows), -1))
-        thresholds = batch.room.thresholds.tolist()
+        thresholds = batch.room["thresholds"].tolist()
         for (sampling, size), threshold in zip(cases, thresholds, strict=True):
             score = (logits - logits.max()).numpy().view(np.int32).astype(np.int64) & 0x7FFFFFFF
             keys = ((0x7FFFFFFF - score) << 20) | (0xFFFFF - np.arange(40))
@@ -310,9 +310,9 @@ def test_a_token_depends_only_on_its_own_line():
     tokens = together.sample(logits)
     for index, batch in enumerate(alone):
         assert batch.sample(logits[index : index + 1]) == [tokens[index]]
-        assert batch.room.thresholds[0] == together.room.thresholds[index]
+        assert batch.room["thresholds"][0] == together.room["thresholds"][index]
         if rows[index].sampling.temperature > 0:
-            assert torch.equal(batch.room.drawn[0], together.room.drawn[index])
+            assert torch.equal(batch.room["drawn"][0], together.room["drawn"][index])
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])

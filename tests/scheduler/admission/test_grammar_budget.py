@@ -25,7 +25,7 @@ def num_entered(budget, request, most=10_000):
             budget.check(request)
         except Refused:
             return number
-        budget.enter(request)
+        budget.count(request, 1)
     return most
 
 
@@ -43,7 +43,7 @@ def test_a_grammar_is_compiled_once_for_all_rows_of_a_tenant():
             distinct.check(request)
         except Refused:
             break
-        distinct.enter(request)
+        distinct.count(request, 1)
     assert 60 <= number <= 120
     assert num_same > 4 * number
 
@@ -63,10 +63,10 @@ def test_what_has_ended_takes_nothing():
     assert refusal(budget, request).kind is RefusalKind.QUEUE_FULL
     assert refusal(budget, request).retry_after_ms is not None
     for _ in range(num_entered_first):
-        budget.leave(request)
+        budget.count(request, -1)
     assert num_entered(budget, request) == num_entered_first
     for _ in range(num_entered_first):
-        budget.leave(request)
+        budget.count(request, -1)
     assert (budget._total, budget._tenants) == (0, {})
 
 

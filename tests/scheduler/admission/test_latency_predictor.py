@@ -10,7 +10,7 @@ from penstock.scheduler.timing.queued_work import sequence_work
 
 
 def knows_no_lateness(world):
-    return all(kind.factor < 1.5 for kind in world.scheduler.predictor._queue_time._lateness.values())
+    return all(sorted(ratios)[-4] < 1.5 for ratios in world.scheduler.predictor._queue_time._lateness.values())
 
 
 def test_what_is_cached_is_not_counted_when_a_request_might_be_late(world_type, new_request):
@@ -23,7 +23,7 @@ def test_what_is_cached_is_not_counted_when_a_request_might_be_late(world_type, 
     world.add(new_request("other", make_prompt(8, first=5), max_tokens=30))
     world.step()
     turn = world.add(new_request("turn", [*shared, 1], max_tokens=1, deadline=math.inf))
-    request = world.scheduler._requests["turn"].request
+    request = world.scheduler.requests["turn"].request
     request.deadline = world.now + 2.5
     request.arrival = world.now - 20.0  # as if it had come long ago, when there was time for all of it
     world.drain()

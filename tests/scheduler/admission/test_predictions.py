@@ -206,7 +206,7 @@ def queue():
     for outcome in [*first, *first]:
         simulation.ask(simulation.now + 0.01, 1, 2, history=outcome.request.prompt_token_ids[:-1])
     simulation.run(simulation.now + 0.02)
-    assert simulation.scheduler.num_waiting == 8
+    assert len(simulation.scheduler.waiting) == 8
     return simulation
 
 

@@ -130,7 +130,7 @@ class Load:
     def point_of(self, name):
         if self.engine.state is EngineState.RECOVERING:
             return "recovering"
-        live = self.engine._scheduler._requests[name]
+        live = self.engine._scheduler.requests[name]
         if live.held:
             return "held"
         states = {sequence.state for sequence in live.sequences}

@@ -85,9 +85,9 @@ def test_it_waits_as_one_request_with_all_its_tokens(world_type, embed, new_requ
     world = world_type(64, SchedulerConfig(max_num_seqs=2, max_queued_requests=2))
     world.add(embed("vectors", [[1] * 10] * 8))
     waiting = world.scheduler._planner.waiting
-    assert (waiting.num_requests, waiting.num_tokens) == (1, 80)
+    assert waiting.queued == (1, 80)
     world.schedule()  # two of them begin
-    assert (waiting.num_requests, waiting.num_tokens) == (0, 60)
+    assert waiting.queued == (0, 60)
     assert world.add(new_request("a", [1] * 5)) is not None
     assert world.add(new_request("b", [1] * 5)) is not None
     assert world.add(new_request("c", [1] * 5)) is None

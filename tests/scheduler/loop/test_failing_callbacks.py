@@ -1,5 +1,7 @@
 """A request whose text state or sink fails ends and no other does; a sink may change or abort its own request."""
 
+from operator import attrgetter
+
 import pytest
 from known_requests import make_config, make_prompt
 
@@ -75,13 +77,13 @@ def test_a_text_that_cannot_be_cut_ends_only_its_request(world_type, new_request
     world.drain()
 
 
-@pytest.mark.parametrize("part", ["kv.retain", "tenants.leave", "predictor.ended"])
+@pytest.mark.parametrize("part", ["kv.pool.retain", "tenants.leave", "predictor.ended"])
 def test_any_failure_at_a_requests_end_still_reaches_its_caller(world, new_request, monkeypatch, part):
     received = world.add(new_request("one", make_prompt(8), max_tokens=3, retain_s=5.0))
     world.next_plan()
     world.answer()
-    owner, name = part.split(".")
-    monkeypatch.setattr(getattr(world.scheduler, owner), name, broken_text)
+    owner, name = part.rsplit(".", 1)
+    monkeypatch.setattr(attrgetter(owner)(world.scheduler), name, broken_text)
     with pytest.raises((ValueError, TypeError)):
         world.scheduler.abort("one", EngineFinishReason.CANCELLED)
     world.scheduler.abandon(EngineFinishReason.INTERNAL, "the scheduler failed")

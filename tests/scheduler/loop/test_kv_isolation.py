@@ -72,7 +72,7 @@ def free_a_block_too_early(patch):
 
     def begin_and_free(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
         begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
-        prefill_adder._kv.free(sequence.block_ids[-1:])
+        prefill_adder._kv.pool.release(sequence.block_ids[-1:])
 
     patch.setattr(PrefillAdder, "_begin", begin_and_free)
 

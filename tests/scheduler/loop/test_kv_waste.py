@@ -49,7 +49,7 @@ def test_few_slots_are_taken_and_hold_nothing(step_tokens, most):
         scheduler.add_request(request)
     plans: deque[StepPlan] = deque()
     taken = behind_the_end = empty = 0
-    while scheduler.num_requests:
+    while scheduler.requests:
         while (plan := scheduler.schedule()) is not None:
             plans.append(plan)
         result = worker.run(plans.popleft())

@@ -8,7 +8,7 @@ import pytest
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop import live_requests
-from penstock.scheduler.loop.live_requests import LiveRequestFilter, RequestStatus
+from penstock.scheduler.loop.live_requests import LiveRequest, LiveRequestFilter, RequestStatus
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.request import Change, EngineFinishReason, Prompt
 
@@ -44,7 +44,7 @@ def listed(world, wanted=ALL, after=-1, at_once=100):
 
 
 def statuses(world):
-    return {live.request_id: live.status.name for live in listed(world)}
+    return {live.request.request_id: live.status.name for live in listed(world)}
 
 
 def test_every_fact_of_a_request(world, new_request):
@@ -57,23 +57,12 @@ def test_every_fact_of_a_request(world, new_request):
     received = world.received["r"]
     num_output_tokens = sum(map(len, received.token_ids.values()))
     assert num_output_tokens > 2
-    assert live._asdict() == {
-        "number": 0,
-        "request_id": "r",
-        "client_request_id": "mine",
-        "tenant": "acme",
-        "status": RequestStatus.DECODING,
-        "arrival": 5.0,
-        "num_prompt_tokens": 9,
-        "num_output_tokens": num_output_tokens,
-        "max_tokens": 6,
-        "num_choices": 2,
-        "priority": -3,
-        "num_preemptions": 0,
-    }
+    assert live == LiveRequest(
+        0, request, RequestStatus.DECODING, num_output_tokens=num_output_tokens, max_tokens=6, num_preemptions=0
+    )
     world.scheduler.update_request("r", Change(max_tokens=9, priority=4))
     [live] = listed(world)
-    assert (live.max_tokens, live.priority) == (9, 4)
+    assert (live.max_tokens, live.request.priority) == (9, 4)
 
 
 def test_the_status_follows_a_request(world, new_request):
@@ -112,7 +101,8 @@ def test_a_request_to_embed_has_no_output_and_never_decodes(world, embed):
     while world.alive():
         [live] = listed(world)
         seen.append(live.status)
-        assert (live.num_output_tokens, live.max_tokens, live.num_choices, live.num_prompt_tokens) == (0, 0, 3, 36)
+        assert (live.num_output_tokens, live.max_tokens) == (0, 0)
+        assert (live.request.n, live.request.num_prompt_tokens) == (3, 36)
         world.schedule()
         seen.append(listed(world)[0].status)
         world.answer()
@@ -136,8 +126,8 @@ def test_the_order_is_that_of_arrival_whatever_the_policy_and_updates(world, new
     world.scheduler.update_request("0", Change(priority=-100))
     world.scheduler.abort("3", EngineFinishReason.CANCELLED)
     world.step()
-    assert [live.request_id for live in listed(world)] == list("0124567")
-    assert [live.request_id for live in listed(world, after=4)] == list("567")
+    assert [live.request.request_id for live in listed(world)] == list("0124567")
+    assert [live.request.request_id for live in listed(world, after=4)] == list("567")
     assert listed(world, after=7) == []
 
 
@@ -148,9 +138,9 @@ def test_a_filter_selects_by_tenant_age_and_status(world, new_request):
     world.step()
 
     def names(**wanted):
-        return "".join(live.request_id for live in listed(world, LiveRequestFilter(**wanted)))
+        return "".join(live.request.request_id for live in listed(world, LiveRequestFilter(**wanted)))
 
-    running = {live.request_id for live in listed(world) if live.status is not RequestStatus.WAITING}
+    running = {live.request.request_id for live in listed(world) if live.status is not RequestStatus.WAITING}
     assert 0 < len(running) < 8
     waiting = "".join(name for name in "01234567" if name not in running)
     assert names(tenant="a") == "1357"
@@ -171,8 +161,8 @@ def test_a_scan_reads_those_that_live_throughout_once(world_type, new_request, s
     scan, found = world.scheduler.scan(ALL, -1), []
     while not scan.is_done:
         new = scan.read(rng.randint(1, 5))
-        assert {live.request_id for live in new} <= set(world.alive())
-        found += [live.request_id for live in new]
+        assert {live.request.request_id for live in new} <= set(world.alive())
+        found += [live.request.request_id for live in new]
         world.step()
         world.cancel(rng.randrange(1000))
         world.add_random(rng.randrange(1000))
@@ -187,8 +177,8 @@ def test_an_id_that_is_used_again_is_another_request(world, new_request):
     scan = world.scheduler.scan(ALL, -1)
     world.scheduler.abort("a", EngineFinishReason.CANCELLED)
     world.add(new_request("a", prompt(6)))
-    assert [(live.request_id, live.num_prompt_tokens) for live in scan.read(9)] == [("b", 5)]
-    assert [live.request_id for live in listed(world)] == ["b", "a"]
+    assert [(live.request.request_id, live.request.num_prompt_tokens) for live in scan.read(9)] == [("b", 5)]
+    assert [live.request.request_id for live in listed(world)] == ["b", "a"]
 
 
 def test_one_read_examines_few_requests(world_type, new_request, embed, monkeypatch):

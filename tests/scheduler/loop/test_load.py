@@ -210,4 +210,4 @@ def test_what_is_changed_live_under_load_loses_no_request(new_simulation):
         simulation.at(0.5 * number, lambda config=config: simulation.scheduler.reconfigure(config))
     simulation.run()
     assert all(outcome.is_good and outcome.num_tokens == outcome.request.max_tokens for outcome in outcomes)
-    assert simulation.scheduler.num_requests == 0
+    assert not simulation.scheduler.requests

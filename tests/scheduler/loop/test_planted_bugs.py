@@ -9,6 +9,7 @@ from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.planning.output_buffer import OutputBuffer
+from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.preemption import PreemptionPolicy
 from penstock.scheduler.planning.prefill_adder import PrefillAdder
@@ -23,13 +24,13 @@ def leaked_block(patch):
 
 
 def double_free(patch):
-    free = KVCacheManager.free
+    release = BlockPool.release
 
-    def free_twice(kv, block_ids):
-        free(kv, block_ids)
-        free(kv, block_ids[-1:])
+    def release_twice(pool, block_ids):
+        release(pool, block_ids)
+        release(pool, block_ids[-1:])
 
-    patch.setattr(KVCacheManager, "free", free_twice)
+    patch.setattr(BlockPool, "release", release_twice)
 
 
 def shared_block_not_counted(patch):
@@ -76,7 +77,7 @@ def published_one_slot_early(patch):
         sequence = planner.rows.holder(row.row, row.epoch)
         num_full = (sequence.num_computed + 1) // planner.kv.block_size
         if sequence.row == row.row and num_full > sequence.num_published:
-            planner._publish(sequence, num_full)
+            planner.publish(sequence, num_full)
 
     patch.setattr(OutputProcessor, "apply", apply_and_publish)
 
@@ -164,7 +165,11 @@ def leader_that_never_retracts(patch):
 
 
 def fork_without_its_own_references(patch):
-    patch.setattr(KVCacheManager, "share", lambda kv, block_ids: None)
+    def add_without_sharing(pinned, sequence):
+        if sequence.pinned:
+            pinned._sequences.append(sequence)
+
+    patch.setattr(PinnedPrefixes, "add_sequence", add_without_sharing)
 
 
 def prompt_logprobs_repeated_after_preemption(patch):

@@ -196,7 +196,7 @@ def test_a_grammar_that_cannot_be_followed_ends_only_its_request(new_world, new_
             row.token_ids, row.num_drafted = [], 0
         return result
 
-    sequence = world.scheduler._requests["failing"].sequences[1]
+    sequence = world.scheduler.requests["failing"].sequences[1]
     failed = sequence.row
     world.worker.run = run_and_fail
     world.scheduler.update(world.worker.run(world.plans.popleft()))
@@ -261,9 +261,9 @@ def test_a_step_is_predicted_with_the_drafts_that_there_were_lately():
 def test_the_least_that_a_step_takes_has_no_drafts():
     """By it the next plan is sent: if the worker drafts nothing this time, it must not wait."""
     work = StepWork(0, 0, 4, 400)
-    assert taught(num_drafted=16).least(work) == pytest.approx(_STEP_S, rel=0.1)
+    assert taught(num_drafted=16).predict(work, drafts=0) == pytest.approx(_STEP_S, rel=0.1)
     without = taught(num_drafted=0)
-    assert without.least(work) == without.predict(work)
+    assert without.predict(work, drafts=0) == without.predict(work)
 
 
 def test_what_a_row_gains_in_a_step():

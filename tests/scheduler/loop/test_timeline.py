@@ -3,6 +3,7 @@
 import re
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Change, Request
-from penstock.scheduler.timeline import MAX_ENTRIES, Cause, EntryKind, Timeline, TimelineEntry, Timelines, lacked_blocks
+from penstock.scheduler.timeline import MAX_ENTRIES, Cause, EndedTimelines, EntryKind, Timeline, TimelineEntry
 
 
 class Clock:
@@ -31,8 +32,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def register(clock: Clock) -> Timelines:
-    return Timelines(2, clock)
+def start(clock: Clock) -> Callable[[Request], Timeline]:
+    return lambda request: Timeline(request, clock)
 
 
 def request(name: str = "R", **fields: Any) -> Request:
@@ -48,14 +49,14 @@ def lasting(timeline: Timeline, kind: EntryKind) -> list[TimelineEntry]:
     return [entry for entry in timeline.entries() if entry.kind is kind]
 
 
-def test_an_ordinary_request(register: Timelines, clock: Clock) -> None:
-    timeline = register.open(request(tenant="acme", client_request_id="mine", arrival=0.5))
+def test_an_ordinary_request(start: Callable[[Request], Timeline], clock: Clock) -> None:
+    timeline = start(request(tenant="acme", client_request_id="mine", arrival=0.5))
     timeline.accepted(2, 0.25)
     timeline.began(0, 7, 32)
     timeline.prefilled(0, 7, 40)
     timeline.prefilled(0, 8, 28)
     timeline.decodes(0, 8)
-    timeline.first_token(9.5)
+    timeline.first_token_at = 9.5
     timeline.left(0, 58, 50)
     timeline.ended("LENGTH")
     assert told(timeline) == [
@@ -78,8 +79,8 @@ def test_an_ordinary_request(register: Timelines, clock: Clock) -> None:
     assert (timeline.max_tokens, timeline.num_choices, timeline.arrival) == (50, 1, 0.5)
 
 
-def test_a_wait_is_noted_once_for_each_cause(register: Timelines) -> None:
-    timeline = register.open(request())
+def test_a_wait_is_noted_once_for_each_cause(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request())
     timeline.accepted(0, None)
     for free in (12, 13, 14):
         timeline.waits(0, Cause.BLOCKS, free, 40)
@@ -96,18 +97,18 @@ def test_a_wait_is_noted_once_for_each_cause(register: Timelines) -> None:
     assert waits[2].until is None
 
 
-def test_a_wait_of_ordinary_length_is_not_recorded(register: Timelines, clock: Clock) -> None:
+def test_a_wait_of_ordinary_length_is_not_recorded(start: Callable[[Request], Timeline], clock: Clock) -> None:
     clock.tick = 0.0
-    timeline = register.open(request())
+    timeline = start(request())
     timeline.accepted(0, None)
     clock.now += 0.0009
     timeline.began(0, 0, 0)
     assert not lasting(timeline, EntryKind.WAITED)
 
 
-def test_a_short_interlude_is_not_recorded(register: Timelines, clock: Clock) -> None:
+def test_a_short_interlude_is_not_recorded(start: Callable[[Request], Timeline], clock: Clock) -> None:
     clock.tick = 0.0
-    timeline = register.open(request())
+    timeline = start(request())
     timeline.accepted(1, None)
     for _ in range(1000):
         for cause, seconds in ((Cause.BLOCKS, 0.2), (Cause.BUDGET, 0.05)):
@@ -126,8 +127,8 @@ def test_a_short_interlude_is_not_recorded(register: Timelines, clock: Clock) ->
     assert waits[1].detail == "its turn: the step's 64 tokens go to others"
 
 
-def test_chunks_are_one_entry_if_alike_and_in_a_row(register: Timelines) -> None:
-    timeline = register.open(request())
+def test_chunks_are_one_entry_if_alike_and_in_a_row(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request())
     for step, num_tokens in ((3, 512), (4, 512), (5, 512), (6, 100), (7, 512), (9, 512)):
         timeline.prefilled(0, step, num_tokens)
     assert [(first, last, tokens) for _, _, first, last, tokens in told(timeline)] == [
@@ -138,14 +139,14 @@ def test_chunks_are_one_entry_if_alike_and_in_a_row(register: Timelines) -> None
     ]
 
 
-def test_preempted_and_begun_again(register: Timelines) -> None:
-    timeline = register.open(request())
+def test_preempted_and_begun_again(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request())
     timeline.accepted(0, None)
     timeline.began(0, 0, 0)
     timeline.prefilled(0, 0, 100)
     timeline.decodes(0, 0)
     timeline.left(0, 21, 20)
-    timeline.preempted(0, 21, lacked_blocks("OTHER", 3))
+    timeline.preempted(0, 21, "no block was free, and OTHER needed 3")
     timeline.waits(0, Cause.BLOCKS, 1, 8)
     timeline.began(0, 30, 64)
     timeline.prefilled(0, 30, 57)  # the token that was in flight included
@@ -166,8 +167,8 @@ def test_preempted_and_begun_again(register: Timelines) -> None:
     assert (preempted.first_step, preempted.detail) == (21, "no block was free, and OTHER needed 3")
 
 
-def test_a_chunk_lasts_until_its_answer(register: Timelines) -> None:
-    timeline = register.open(request())
+def test_a_chunk_lasts_until_its_answer(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request())
     timeline.prefilled(0, 4, 100)
     timeline.will_decode(0, 4)
     assert [entry.until for entry in timeline.entries()] == [None]
@@ -176,9 +177,9 @@ def test_a_chunk_lasts_until_its_answer(register: Timelines) -> None:
     assert prefilled.until == decoded.at > prefilled.at
 
 
-def test_a_row_that_left_before_its_last_chunk_was_answered(register: Timelines) -> None:
+def test_a_row_that_left_before_its_last_chunk_was_answered(start: Callable[[Request], Timeline]) -> None:
     """It was in the next steps all the same."""
-    timeline = register.open(request())
+    timeline = start(request())
     timeline.prefilled(0, 4, 100)
     timeline.will_decode(0, 4)
     timeline.left(0, 6, 0)
@@ -186,8 +187,8 @@ def test_a_row_that_left_before_its_last_chunk_was_answered(register: Timelines)
     assert told(timeline)[:2] == [(EntryKind.PREFILLED, 0, 4, 4, 100), (EntryKind.DECODED, 0, 4, 5, 0)]
 
 
-def test_tokens_that_came_after_the_row_had_left(register: Timelines) -> None:
-    timeline = register.open(request())
+def test_tokens_that_came_after_the_row_had_left(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request())
     timeline.decodes(0, 0)
     timeline.left(0, 49, 48)
     timeline.preempted(0, 49, "for a test")
@@ -196,8 +197,8 @@ def test_tokens_that_came_after_the_row_had_left(register: Timelines) -> None:
     assert [entry.num_tokens for entry in lasting(timeline, EntryKind.DECODED)] == [50]
 
 
-def test_restarted(register: Timelines) -> None:
-    timeline = register.open(request(n=2))
+def test_restarted(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request(n=2))
     timeline.began(0, 0, 0)
     timeline.decodes(0, 1)
     timeline.left(0, 9, 9)
@@ -209,8 +210,8 @@ def test_restarted(register: Timelines) -> None:
     assert lasting(timeline, EntryKind.RESTARTED)[0].last_step == 9
 
 
-def test_held_and_released(register: Timelines) -> None:
-    timeline = register.open(request())
+def test_held_and_released(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request())
     timeline.accepted(3, None)
     timeline.held()
     timeline.held()
@@ -226,17 +227,17 @@ def test_held_and_released(register: Timelines) -> None:
     assert [entry.until is None for entry in timeline.entries()[1:]] == [False, False, True]
 
 
-def test_what_a_caller_changed(register: Timelines, clock: Clock) -> None:
+def test_what_a_caller_changed(start: Callable[[Request], Timeline], clock: Clock) -> None:
     clock.tick = 0.0
-    timeline = register.open(request())
+    timeline = start(request())
     timeline.updated(Change(priority=-3, deadline=2.5, max_tokens=20))
     timeline.updated(Change(max_tokens=7))
     told = [entry.detail for entry in lasting(timeline, EntryKind.UPDATED)]
     assert told == ["priority -3, deadline in 2.5 s, at most 20 tokens", "at most 7 tokens"]
 
 
-def test_choices_are_distinguished(register: Timelines) -> None:
-    timeline = register.open(request(n=3))
+def test_choices_are_distinguished(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request(n=3))
     timeline.began(0, 0, 0)
     timeline.prefilled(0, 0, 100)
     for choice in (1, 2):
@@ -256,8 +257,8 @@ def test_choices_are_distinguished(register: Timelines) -> None:
     ]
 
 
-def test_ongoing_decoding_is_reported_up_to_now(register: Timelines) -> None:
-    timeline = register.open(request())
+def test_ongoing_decoding_is_reported_up_to_now(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request())
     timeline.decodes(0, 5)
     timeline.so_far(0, 25, 20)
     assert told(timeline) == [(EntryKind.DECODED, 0, 5, 24, 20)]
@@ -265,8 +266,8 @@ def test_ongoing_decoding_is_reported_up_to_now(register: Timelines) -> None:
     assert told(timeline) == [(EntryKind.DECODED, 0, 5, 54, 50)]
 
 
-def test_the_middle_of_a_long_timeline_is_left_out(register: Timelines) -> None:
-    timeline = register.open(request())
+def test_the_middle_of_a_long_timeline_is_left_out(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request())
     for number in range(10_000):
         timeline.updated(Change(priority=number))
     assert len(timeline.entries()) == MAX_ENTRIES
@@ -275,21 +276,16 @@ def test_the_middle_of_a_long_timeline_is_left_out(register: Timelines) -> None:
     assert numbers == [*range(MAX_ENTRIES // 2), *range(10_000 - MAX_ENTRIES // 2, 10_000)]
 
 
-def test_the_last_ones_that_ended_are_kept(register: Timelines) -> None:
-    names = ["a", "b", "c", "d"]
-    for name in names:
-        register.open(request(name))
-    assert all(register.find(name) for name in names)
+def test_the_last_ones_that_ended_are_kept(start: Callable[[Request], Timeline]) -> None:
+    ended = EndedTimelines(2)
     for name in ("c", "a", "b"):
-        timeline = register.find(name)
-        assert timeline is not None
-        register.close(timeline)
-    assert [name for name in names if register.find(name)] == ["a", "b", "d"]
-    register.resize(1)
-    assert [name for name in names if register.find(name)] == ["b", "d"]
-    register.resize(0)
-    assert [name for name in names if register.find(name)] == ["d"]
-    assert register.find("never") is None
+        ended.add(start(request(name)))
+    assert [name for name in "abc" if ended.find(name)] == ["a", "b"]
+    ended.resize(1)
+    assert [name for name in "abc" if ended.find(name)] == ["b"]
+    ended.resize(0)
+    assert not any(ended.find(name) for name in "abc")
+    assert ended.find("never") is None
 
 
 def test_every_cause_is_in_the_documentation() -> None:
@@ -299,12 +295,12 @@ def test_every_cause_is_in_the_documentation() -> None:
         assert re.search(f"`{example}`", documentation), cause
 
 
-def test_an_ordinary_timeline_is_small(register: Timelines) -> None:
+def test_an_ordinary_timeline_is_small(start: Callable[[Request], Timeline]) -> None:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         for number in range(100):
-            timeline = register.open(request(str(number)))
+            timeline = start(request(str(number)))
             timeline.accepted(number, 0.5)
             timeline.began(0, number, 16)
             timeline.prefilled(0, number, 84)
@@ -318,13 +314,14 @@ def test_an_ordinary_timeline_is_small(register: Timelines) -> None:
     assert per_request < 3000
 
 
-def test_no_token_and_no_request_is_kept(register: Timelines) -> None:
+def test_no_token_and_no_request_is_kept(start: Callable[[Request], Timeline]) -> None:
     """Nor what a request refers to: prompt, hashes, sink."""
     asked = request()
-    timeline = register.open(asked)
+    timeline = start(asked)
     timeline.accepted(0, None)
     before = sys.getrefcount(asked), sys.getrefcount(asked.prompt_token_ids), sys.getrefcount(asked.sink)
-    register.close(timeline)
+    ended = EndedTimelines(1)
+    ended.add(timeline)
     del timeline
-    register.resize(0)
+    ended.resize(0)
     assert (sys.getrefcount(asked), sys.getrefcount(asked.prompt_token_ids), sys.getrefcount(asked.sink)) == before

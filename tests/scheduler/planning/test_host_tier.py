@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.kv.manager import ChainedHashing, KVCacheManager
+from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan, WorkerFacts
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
@@ -60,7 +60,7 @@ def test_an_evicted_prefix_is_copied_back_before_its_row_is_computed(world, new_
     assert again.token_ids == first.token_ids
     assert again.accepted.cached_tokens == again.finished.usage.cached_tokens == 32
     assert world.scheduler.kv.num_restored_tokens == 32
-    assert world.scheduler.num_cached_tokens == 32
+    assert world.scheduler.counters.cached_tokens == 32
 
 
 def test_what_the_device_still_has_is_shared_and_the_rest_copied(world, new_request):
@@ -164,7 +164,7 @@ def test_it_pays_as_far_as_the_whole_of_it_is_sooner_copied():
     for end in range(64, 6400, 64):
         for work in (StepWork(64, 64 * (end - 32), 0, 0, 1, end), StepWork(0, 0, 1, end)):
             model.observe(work, cpu_step_s(work))
-    kv = KVCacheManager(1, 16, ChainedHashing(16), num_host_blocks=1000)
+    kv = KVCacheManager(1, 16, num_host_blocks=1000)
     hashes = [number.to_bytes(4, "little") for number in range(512)]
     for block_hash in hashes:
         kv.host.store(block_hash)

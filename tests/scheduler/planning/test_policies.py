@@ -38,7 +38,7 @@ def test_a_request_that_does_not_fit_is_passed_no_more_often_than_allowed(world_
     world.add(new_request("first", make_prompt(24), max_tokens=20))
     world.step()
     world.add(new_request("large", make_prompt(36, first=1), max_tokens=8))
-    sequence = world.scheduler._requests["large"].sequences[0]
+    sequence = world.scheduler.requests["large"].sequences[0]
     world.step()
     sequence.num_overtaken = MAX_OVERTAKEN  # as if so many had passed
     world.add(new_request("small", make_prompt(2), max_tokens=2))
@@ -58,8 +58,8 @@ def test_preemption_takes_what_has_the_least_to_compute_again(world_type, new_re
     world.add(new_request("long", make_prompt(22, first=2), max_tokens=14))
     while not world.scheduler.counters.preemptions:
         world.step()
-    assert world.scheduler._requests["short"].timings.preemptions == 1
-    assert world.scheduler._requests["long"].timings.preemptions == 0
+    assert world.scheduler.requests["short"].timings.preemptions == 1
+    assert world.scheduler.requests["long"].timings.preemptions == 0
     world.drain()
 
 
@@ -73,7 +73,7 @@ def test_blocks_that_others_hold_are_nothing_to_compute_again(world_type, new_re
     world.add(new_request("sharing", [*shared, 3, 1], max_tokens=16))
     while not world.scheduler.counters.preemptions:
         world.step()
-    assert world.scheduler._requests["sharing"].timings.preemptions == 1
+    assert world.scheduler.requests["sharing"].timings.preemptions == 1
     world.drain()
 
 
@@ -86,7 +86,7 @@ def test_a_higher_priority_takes_a_row(world_type, new_request):
     assert world.step() == []
     world.add(new_request("high", make_prompt(8, first=3), max_tokens=20, priority=0))
     assert world.step() == ["high"]
-    assert world.scheduler._requests["low"].timings.preemptions == 1
+    assert world.scheduler.requests["low"].timings.preemptions == 1
     world.drain()
 
 
@@ -109,7 +109,7 @@ def test_a_higher_priority_takes_only_the_blocks_that_it_cannot_share(world_type
     world.step()
     world.add(new_request("high", [*shared, 1, 2, 3, 4], priority=0, max_tokens=1))
     assert [*world.step(), *world.step()] == ["high"]
-    assert world.scheduler._requests["low"].timings.preemptions == 1
+    assert world.scheduler.requests["low"].timings.preemptions == 1
     world.drain()
 
 
@@ -152,7 +152,7 @@ def test_nobody_gives_way_to_what_waits_for_a_prefix(world_type, new_request):
     world.add(new_request("leader", shared, priority=0))
     world.step()
     world.add(new_request("urgent", [*shared, 1], priority=0))
-    while world.scheduler._requests["urgent"].started_at is None:
+    while world.scheduler.requests["urgent"].started_at is None:
         world.step()
     assert world.scheduler.counters.preemptions == 2, "before anybody knew of the prefix, and when it was computed"
     world.drain()
@@ -275,7 +275,7 @@ def test_a_held_request_gives_way_to_a_waiting_one(world_type, new_request):
     assert world.step() == ["waiting"]
     while world.received["waiting"].finished is None:
         world.step()
-    assert world.scheduler._requests["held"].timings.preemptions == 1
+    assert world.scheduler.requests["held"].timings.preemptions == 1
     world.scheduler.hold("held", False)
     world.drain()
 
@@ -346,7 +346,7 @@ def test_limits_and_policy_change_while_requests_run(world_type, new_request, ma
         world.config = replace(world.config, policy=policy, max_num_seqs=max_num_seqs, target_itl_s=0.05)
         world.scheduler.reconfigure(world.config)
         world.step()
-        assert world.scheduler.num_running <= max_num_seqs
+        assert len(world.scheduler.running) <= max_num_seqs
     world.drain()
     assert {one.finished.reason for one in world.received.values()} == {EngineFinishReason.LENGTH}
 

@@ -43,8 +43,8 @@ class TestBucket:
         rate_limit, now, taken = TenantRateLimit(TenantLimits(requests_per_second=rate), 0.0), 0.0, []
         for gap in gaps:
             now += gap
-            if not rate_limit.wait_s(Rated.REQUEST, now):
-                rate_limit.take_from(Rated.REQUEST, now)
+            if not rate_limit.wait_s(Rated.REQUEST, 1, now):
+                rate_limit.take(Rated.REQUEST, 1, now)
                 taken.append(now)
         for first in range(0, len(taken), 7):
             for last in range(first, len(taken)):
@@ -63,7 +63,7 @@ def refusal(world, request):
     return refused.value
 
 
-@pytest.mark.parametrize("kind", Rated)
+@pytest.mark.parametrize("kind", [Rated.REQUEST, Rated.TOKENIZER_CALL])
 def test_requests_come_no_faster_than_they_may(world, kind):
     world = world(a=TenantLimits(requests_per_second=2))
     scheduler = world.scheduler
@@ -119,7 +119,7 @@ def test_prompts_and_outputs_are_taken_from_the_budget(world, new_request):
     world.drain()
     used = received.finished.usage.prompt_tokens + received.finished.usage.output_tokens
     rate_limit = world.scheduler.tenants.rate_limit("a")
-    assert rate_limit.token_wait_s(60, world.now) == pytest.approx(used - world.now)  # a second brings one
+    assert rate_limit.wait_s(Rated.TOKEN, 60, world.now) == pytest.approx(used - world.now)  # a second brings one
 
 
 def test_a_prompt_waits_until_it_fits_and_a_longer_one_until_all_is_there(world, new_request):
@@ -155,7 +155,7 @@ def test_nobody_gets_a_new_budget_by_hiding_behind_other_tenants():
     tenants.leave(tenants.enter("spent", 500))
     for number in range(3 * MAX_REMEMBERED):
         tenants.leave(tenants.enter(f"{number}", 0))
-    assert tenants.rate_limit("spent").token_wait_s(1, 0.0) > 0
+    assert tenants.rate_limit("spent").wait_s(Rated.TOKEN, 1, 0.0) > 0
 
 
 @pytest.mark.parametrize(

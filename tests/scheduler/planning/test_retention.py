@@ -124,7 +124,7 @@ def test_each_turn_of_a_conversation_keeps_it(engine):
         assert computed <= 20 + 16
     engine.now += 60.0
     engine.run("last", prompt_of("last", 10))
-    assert engine.scheduler.kv.num_retained == 0
+    assert engine.scheduler.kv.pool.num_retained == 0
 
 
 def test_branches_of_a_conversation_share_what_is_kept(engine):
@@ -161,7 +161,7 @@ def test_nobody_who_runs_is_preempted_while_there_are_retained_blocks(engine):
         engine.run(
             f"kept {number}", prompt_of(f"kept {number}", 130), max_tokens=1, tenant=f"t{number}", retain_s=1000.0
         )
-    assert engine.scheduler.kv.num_retained == 32
+    assert engine.scheduler.kv.pool.num_retained == 32
     # Together they come to need every block there is, and never more.
     running = [
         engine.add(f"running {number}", prompt_of(f"running {number}", 10), max_tokens=16 * BLOCK_SIZE - 10)
@@ -174,7 +174,7 @@ def test_nobody_who_runs_is_preempted_while_there_are_retained_blocks(engine):
         engine.add(f"more {number}", prompt_of(f"more {number}", 10), max_tokens=30 * BLOCK_SIZE) for number in range(4)
     ]
     while engine.scheduler.counters.preemptions == 0:
-        num_retained = engine.scheduler.kv.num_retained
+        num_retained = engine.scheduler.kv.pool.num_retained
         engine.step()
     assert num_retained == 0
     engine.finish(*running)
@@ -183,7 +183,7 @@ def test_nobody_who_runs_is_preempted_while_there_are_retained_blocks(engine):
 def test_one_tenant_cannot_keep_more_than_half_of_the_pool(engine):
     for number in range(6):
         engine.run(f"{number}", prompt_of(f"greedy {number}", 130), max_tokens=1, tenant="greedy", retain_s=60.0)
-    assert engine.scheduler.kv.num_retained == NUM_BLOCKS // 2
+    assert engine.scheduler.kv.pool.num_retained == NUM_BLOCKS // 2
     other = engine.run("other", prompt_of("other", 130), max_tokens=1, tenant="other", retain_s=5.0)[2].token_ids
     engine.run("large", prompt_of("large", 20 * BLOCK_SIZE), max_tokens=1)
     assert all(engine.is_cached(other, "other"))
@@ -205,14 +205,14 @@ def test_what_the_worker_took_along_is_computed_again(engine):
     engine.scheduler.recover(blames_step=False)
     facts = FakeExecutor(num_blocks=NUM_BLOCKS, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE).facts
     engine.worker = FakeWorker(facts, token_of_history(VOCAB_SIZE), CheckedSlots(NUM_BLOCKS, BLOCK_SIZE))
-    assert engine.scheduler.kv.num_retained == 0
+    assert engine.scheduler.kv.pool.num_retained == 0
     assert engine.run("second", [*context.token_ids, 1, 2, 3], max_tokens=3)[1] == 313
 
 
 def test_without_a_prefix_cache_nothing_is_kept(new_engine):
     engine = new_engine(enable_prefix_caching=False)
     _, _, context = engine.run("first", prompt_of("first", 300), max_tokens=10, retain_s=60.0)
-    assert engine.scheduler.kv.num_retained == 0
+    assert engine.scheduler.kv.pool.num_retained == 0
     assert engine.run("second", [*context.token_ids, 1, 2, 3], max_tokens=3)[1] == 313
 
 

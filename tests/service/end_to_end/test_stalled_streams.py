@@ -17,7 +17,7 @@ import pytest
 from waiting import until
 
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.scheduler.testing.fake_worker import UncheckedSlots
+from penstock.scheduler.testing.fake_worker import Slots
 from penstock.service.streaming import buffer_budget, outbox
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -92,7 +92,7 @@ def fast_service(seconds_per_step: float) -> FakeExecutor:
         vocab_size=258,
         next_token=lambda history, sampling: ord("a") + len(history) % 26,
         seconds_per_step=seconds_per_step,
-        slots=UncheckedSlots,
+        slots=Slots,
     )
 
 
