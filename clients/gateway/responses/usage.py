@@ -27,7 +27,7 @@ class UsageTracker:
             "system_fingerprint": f"penstock-{caller.model.version}",
         }
         self._so_far, self._finished = Usage(), Usage()
-        """What has arrived so far, and the final numbers of the requests that have finished."""
+        """The tokens that have arrived so far, and the final numbers of the requests that have finished."""
 
     def set_request_id(self, request_id: str) -> None:
         """Sets the id, once the service has accepted the request."""

@@ -149,8 +149,6 @@ class ChatWriter:
         self._echoed = content_text(body.messages[-1].content, "messages") if body.echo else ""
         self.num_kept_bytes = len(self._echoed) + ID_BYTES * len(prompt_token_ids or ())
         self._usage_tracker = UsageTracker(body, caller, "chat.completion.chunk", "chatcmpl-")
-        self._shows_ids = bool(body.return_token_ids)
-        self._shows_logprobs = bool(body.logprobs)
         self._num_reasoning_tokens = 0
 
     def begin_response(self, request_id: str) -> list[Json]:
@@ -160,7 +158,7 @@ class ChatWriter:
             self._usage_tracker.chunk([self._choice(index, {"role": "assistant", "content": self._echoed})])
             for index in range(self._body.num_choices)
         ]
-        if self._shows_ids:
+        if self._body.return_token_ids:
             chunks[0]["prompt_token_ids"] = list(self._prompt_token_ids or ())
         if self._body.prompt_logprobs is not None:
             chunks[0]["prompt_logprobs"] = [None]
@@ -187,17 +185,15 @@ class ChatWriter:
     async def _prompt_part(self, part: PromptLogprobs) -> Json:
         assert self._prompt_token_ids is not None, "prompt_logprobs has the prompt rendered first"
         ids = self._prompt_token_ids[part.start : part.start + len(part.logprobs.chosen)]
-        names = TokenNames(
-            await self._caller.describe(named_ids(ids, part.logprobs)),
-            as_ids=bool(self._body.return_tokens_as_token_ids),
-        )
+        known = await self._caller.describe(named_ids(ids, part.logprobs))
+        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
         return self._usage_tracker.chunk([]) | {"prompt_logprobs": prompt_entries(ids, part.logprobs, names)}
 
     def _part(self, part: Part) -> Json:
         choice = self._choice(part.choice, _delta(part.piece))
-        if self._shows_logprobs:
+        if self._body.logprobs:
             choice["logprobs"] = {"content": part.logprobs}
-        if self._shows_ids:
+        if self._body.return_token_ids:
             choice["token_ids"] = part.token_ids
         choice["finish_reason"] = part.finish_reason
         if part.finish_reason is not None:

@@ -162,7 +162,6 @@ class CompletionWriter:
         self._caller = caller
         self._usage_tracker = UsageTracker(body, caller, "text_completion", "cmpl-")
         self._eos = frozenset(caller.model.eos_token_ids)
-        self._shows_ids = bool(body.return_token_ids)
         self._scores_alone = body.max_tokens == 0
         n = body.num_choices
         self._choices = [[ChoiceLists(at * n + i) for i in range(n)] for at in range(len(prompts))]
@@ -212,7 +211,7 @@ class CompletionWriter:
         return await self._caller.describe(ids) if wanted else {}
 
     def _show_prompts(self, names: TokenNames) -> list[Json]:
-        if not (self._body.echo or self._shows_ids or self._names_prompts):
+        if not (self._body.echo or self._body.return_token_ids or self._names_prompts):
             return []
         chunks = []
         for prompt, choices in zip(self._prompts, self._choices, strict=True):
@@ -221,7 +220,7 @@ class CompletionWriter:
                 if self._body.echo:
                     shown["text"] = prompt.text
                     choice.after(prompt.text or "")
-                if self._shows_ids:
+                if self._body.return_token_ids:
                     shown |= {"prompt_token_ids": list(prompt.token_ids or ()), "token_ids": []}
                 if self._echoes_logprobs and prompt.token_ids:
                     shown["logprobs"] = choice.add_prompt(prompt, 0, None, names)
@@ -255,7 +254,7 @@ class CompletionWriter:
         shown["text"] = with_stop(delta, self._body, names)
         if delta.logprobs is not None:
             shown["logprobs"] = choice.add_tokens(delta, delta.logprobs, shown["text"], names)
-        if self._shows_ids:
+        if self._body.return_token_ids:
             shown["token_ids"] = delta.token_ids
         return [self._usage_tracker.chunk([shown])]
 

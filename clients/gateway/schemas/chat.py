@@ -89,8 +89,11 @@ class ResponseFormat(Lenient):
     type: str = Field(description="text, json_object or json_schema.")
     json_schema: JsonSchema | None = None
     """The schema that the answer must match, with or without `strict`."""
-    object_schema: dict[str, Any] | None = Field(None, alias="schema")
-    """With json_object: a JSON schema that the answer must match. An extension from llama.cpp."""
+    object_schema: dict[str, Any] | None = Field(
+        None,
+        alias="schema",
+        description="With json_object: a JSON schema that the answer must match. An extension from llama.cpp.",
+    )
 
 
 class ChatRequest(GenerationBody):

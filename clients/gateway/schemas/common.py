@@ -201,9 +201,11 @@ class SamplingBody(QueuedBody):
     guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
     guided_choice: FewTexts | None = Field(None, description="The older name of structured_outputs.choice.")
     guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
-    constrained_decoding_start: Literal["after_reasoning", "first_token"] | None = None
-    """Where a constraint on the output starts to apply: after the model's reasoning, which is unconstrained, or from
-    the first token, so that there is no reasoning. Default: after_reasoning."""
+    constrained_decoding_start: Literal["after_reasoning", "first_token"] | None = Field(
+        None,
+        description="Where a constraint on the output starts to apply: after the model's reasoning, which is "
+        "unconstrained, or from the first token, so that there is no reasoning. Default: after_reasoning.",
+    )
 
 
 class GenerationBody(SamplingBody):
