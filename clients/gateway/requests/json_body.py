@@ -101,6 +101,7 @@ async def _scanned(
     while True:
         with turns.portion():
             until = time.perf_counter() + PORTION_S
+            begin = _scan_piece(scan, body, begin, end, seeks_number)
             while begin < end and time.perf_counter() < until:
                 begin = _scan_piece(scan, body, begin, end, seeks_number)
         yield scan
