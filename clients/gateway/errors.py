@@ -4,7 +4,9 @@ Messages come from the service, which writes them for callers, or from this pack
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import grpc
@@ -51,13 +53,7 @@ _TYPES: Mapping[int, str] = {
 }
 _NAMES = {"UNAUTHENTICATED": "invalid_api_key", "CONTEXT_LENGTH": "context_length_exceeded"}
 """OpenAI's codes for the service's reasons, where OpenAI has one."""
-_TOO_SLOW = "READER_TOO_SLOW"
-"""The reason if the service ended a stream that this gateway was too busy to read: not an error of its callers."""
-_DOWN = "the gateway cannot reach the service, which may be starting, restarting or stopped; try again"
-_BROKEN = "the connection to the service broke before the response was complete; try again"
-_NO_PATH = "no such path; OpenAI's API is under /v1, and /docs lists all paths"
 _GRPC_KEY, _HTTP_KEY = "the metadata 'authorization: Bearer <key>'", "the header 'Authorization: Bearer KEY'"
-"""How messages describe where to put the key, for clients of gRPC and of HTTP."""
 RETRY_S = 1.0
 """The retry delay for requests that this gateway refused, or that the service refused without a hint."""
 
@@ -77,29 +73,19 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+@dataclass(eq=False)
 class GatewayError(Exception):
     """An error for the caller; ``message`` is sent unchanged."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: float | None = None,
-        may_retry: bool | None = None,
-        request_id: str = "",
-    ) -> None:
-        """``may_retry``: whether the same request may succeed later; None: depends on the HTTP code."""
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
-        self.may_retry = may_retry
-        self.request_id = request_id
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+    may_retry: bool | None = None
+    """Whether the same request may succeed later; None: depends on the HTTP code."""
+    request_id: str = ""
 
     @property
     def type(self) -> str:
@@ -107,7 +93,7 @@ class GatewayError(Exception):
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def with_param(self, renamed: Callable[[str], str]) -> "GatewayError":
-        """Returns the same error with the caller's name of the field."""
+        """Returns this error with the caller's name of the field."""
         if self.param is not None and (name := renamed(self.param)) != self.param:
             self.message = name + self.message.removeprefix(self.param)
             self.param = name
@@ -115,11 +101,9 @@ class GatewayError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Returns the error in OpenAI's format."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """The headers that the error adds to the response."""
         headers = {}
         if self.retry_after_s is not None:
             # The standard has seconds; OpenAI's clients look for milliseconds first.
@@ -136,7 +120,6 @@ class GatewayError(Exception):
         return headers
 
     def response(self) -> Response:
-        """Returns the HTTP response."""
         return Response(msgspec.json.encode(self.body()), self.status, self.headers(), "application/json")
 
 
@@ -145,11 +128,17 @@ def invalid(param: str, problem: str, *, code: str | None = None) -> GatewayErro
     return GatewayError(400, f"{param}: {problem}", param=param, code=code)
 
 
+def try_again(status: int, message: str, code: str, retry_after_s: float = RETRY_S) -> GatewayError:
+    """Returns the error of a request that may succeed later."""
+    return GatewayError(status, message, code=code, retry_after_s=retry_after_s, may_retry=True)
+
+
 def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_name) -> GatewayError:
     """Converts a failure of the service or the connection. ``renamed`` converts the contract's path of a field to the
     caller's."""
     if isinstance(failure, Unreachable):
-        return GatewayError(503, _DOWN, code="service_unavailable", retry_after_s=RETRY_S, may_retry=True)
+        down = "the gateway cannot reach the service, which may be starting, restarting or stopped; try again"
+        return try_again(503, down, "service_unavailable")
     status = _HTTP_CODES.get(failure.code, 500)
     message, param = failure.message, None
     if failure.violations:
@@ -159,11 +148,12 @@ def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_
     if status == 401:
         message = message.replace(_GRPC_KEY, _HTTP_KEY)
     code = _NAMES.get(failure.reason, failure.reason.lower()) or None
-    is_slow = failure.reason == _TOO_SLOW
+    is_slow = failure.reason == "READER_TOO_SLOW"  # of this gateway, not of its callers
     is_final = failure.is_final and not is_slow
     is_broken = is_slow or (not failure.reason and (isinstance(failure, StreamBroken) or status >= 500))
     if is_broken:
-        message, code = _BROKEN, "service_unavailable"  # gRPC's message is only for logs
+        message = "the connection to the service broke before the response was complete; try again"
+        code = "service_unavailable"  # gRPC's message is only for logs
         status = status if status in (501, 504) else 503
     retry_after = failure.retry_after
     if status == 503 and retry_after is None and not is_final:
@@ -180,6 +170,15 @@ def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_
         may_retry=may_retry,
         request_id=failure.request_id,
     )
+
+
+@contextmanager
+def renaming(renamed: Callable[[str], str]) -> Iterator[None]:
+    """Converts failures of the service in its block. ``renamed``: see ``from_failure``."""
+    try:
+        yield
+    except RequestFailed as failure:
+        raise from_failure(failure, renamed) from None
 
 
 def as_gateway_error(error: Exception, renamed: Callable[[str], str] = caller_name) -> GatewayError:
@@ -221,8 +220,9 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         if request.method == "OPTIONS" and path == "*":  # the server as a whole
             return options_response(["GET", "HEAD", "OPTIONS", "POST"])
         if error.status_code != 405:
-            words = _NO_PATH if error.status_code == 404 else str(error.detail)
-            return GatewayError(error.status_code, words).response()
+            no_path = "no such path; OpenAI's API is under /v1, and /docs lists all paths"
+            message = no_path if error.status_code == 404 else str(error.detail)
+            return GatewayError(error.status_code, message).response()
         methods = allowed_methods(routes, path)
         if request.method == "OPTIONS":
             return options_response(methods)
@@ -239,9 +239,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 def from_validation(errors: Sequence[Any]) -> GatewayError:
     """Returns the first error of a body. In a union, the error of the member that matched furthest counts."""
-    first = max(errors, key=_depth) if errors else None
-    if first is None:
-        return GatewayError(400, "the request is not valid")
+    first = max(errors, key=_depth)
     param = _path(first["loc"])
     problem = str(first["msg"]).removeprefix("Value error, ")
     return invalid(param, problem) if param else GatewayError(400, problem)

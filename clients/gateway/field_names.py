@@ -15,7 +15,6 @@ CHAT_NAMES: Names = (
     (r"token_ids(\.ids)?(\[\d+\])?", "messages"),
     (r"output\.logprobs", "top_logprobs"),
 )
-"""The names of a rendered chat's fields."""
 _COMMON: Names = ((r"(sampling|output|chat)\.", ""),)
 
 

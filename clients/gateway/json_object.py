@@ -1,6 +1,5 @@
-"""The type of JSON objects."""
+"""The type of the JSON objects of responses."""
 
 from typing import Any
 
 Json = dict[str, Any]
-"""A JSON object of a response."""

@@ -32,9 +32,7 @@ class GatewaySettings:
     """The address at which other machines can reach the gateway, for the warning if they need no key; empty: no
     warning."""
     tool_call_parser: str = AUTO
-    """A format of tool calls, or AUTO or NONE."""
     reasoning_parser: str = AUTO
-    """A format of reasoning, or AUTO or NONE."""
     max_body_bytes: int = 16 << 20
     """The limit on the body of a request. A prompt of 4 MiB, the service's limit, may be larger in JSON."""
     max_bodies_bytes: int = 128 << 20

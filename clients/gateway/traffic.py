@@ -16,7 +16,6 @@ HELD_UNTIL_END = "penstock.held"
 """The key in a request's scope. Its value, an ``ExitStack``, is closed when the request has ended in any way."""
 GONE = 499
 """nginx's status for a caller that disconnected; only for metrics and logs."""
-_NO_ROUTE = "other"
 _BOUNDS_S = tuple(0.01 * 2**i for i in range(17))
 """Bucket bounds, from 10 ms (probes) to 655 s (long answers)."""
 
@@ -37,7 +36,6 @@ class GatewayMetrics:
         # They would add half as many series again, and the service's metrics do not have them either.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
-        """The registry of all metrics."""
         self._connections: Sized = ()
         self._max_connections: float = float("inf")
         self._requests = Counter(
@@ -70,7 +68,6 @@ class GatewayMetrics:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are too many connections."""
         return len(self._connections) > self._max_connections
 
     @contextmanager
@@ -82,6 +79,6 @@ class GatewayMetrics:
                 yield record
             finally:
                 # The route's template, so that callers cannot create new series; a request refused early has no route.
-                route = getattr(scope.get("route"), "path", _NO_ROUTE)
+                route = getattr(scope.get("route"), "path", "other")
                 self._requests.labels(route, str(record.status)).inc()
                 self._durations.labels(route).observe(time.monotonic() - began)

@@ -44,7 +44,11 @@ def create_app(settings: StatusPageSettings) -> Starlette:
     )
     app.state.gateway_metrics = GatewayMetrics()
     app.add_middleware(
-        OuterMiddleware, settings=settings, gateway_metrics=app.state.gateway_metrics, open_paths=frozenset(_FILES)
+        OuterMiddleware,
+        max_body_bytes=settings.max_body_bytes,
+        allowed_hosts=settings.allowed_hosts,
+        gateway_metrics=app.state.gateway_metrics,
+        open_paths=frozenset(_FILES),
     )
     app.add_middleware(BrowserHeaders)  # outermost, so that errors have the headers too
     return app

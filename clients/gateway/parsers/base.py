@@ -1,6 +1,7 @@
-"""The results of parsing a part of an answer's text."""
+"""The interface of parsers, and the results of parsing a part of an answer's text."""
 
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 Spans = tuple[tuple[int, int], ...]
 """The begin and end of each run of characters, in order."""
@@ -41,7 +42,6 @@ class ParsedDelta:
     """The position of the content in the model's text."""
 
     def __bool__(self) -> bool:
-        """Whether there is any output."""
         return bool(self.content or self.reasoning or self.calls)
 
     def __add__(self, more: "ParsedDelta") -> "ParsedDelta":
@@ -52,3 +52,13 @@ class ParsedDelta:
         return ParsedDelta(
             self.content + more.content, self.reasoning + more.reasoning, tuple(calls), self.spans + more.spans
         )
+
+
+class AnswerParser(Protocol):
+    """Parses one choice. The concatenated output does not depend on how the text is divided into parts."""
+
+    def feed(self, text: str) -> ParsedDelta:
+        """Parses more text; holds back a possible beginning of a marker."""
+
+    def end(self) -> ParsedDelta:
+        """Ends the answer; returns the text that was held back."""

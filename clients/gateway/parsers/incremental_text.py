@@ -18,7 +18,7 @@ _FLAT = re.compile(r"[-+.,:\s0-9Eaeflnrstu]*")
 """JSON outside strings and brackets. No marker of a call begins with it: an attempt at a call ends at the next marker,
 unless that is in a string. So at most two attempts read the same text, and the time is linear in its length."""
 _SCALAR = re.compile(r"[-+.\w]*")
-_CLOSERS = {"{": "}", "[": "]"}
+_CLOSERS = {"{": "}", "[": "]", '"': '"'}
 
 
 class IncrementalText:
@@ -26,9 +26,7 @@ class IncrementalText:
 
     def __init__(self) -> None:
         self.at = 0
-        """The reader's position in the whole text."""
         self.ended = False
-        """Whether the text is complete."""
         self._text = ""
         self._base = 0
         """The position of ``_text`` in the whole text."""
@@ -59,13 +57,11 @@ class IncrementalText:
         self.end_keep()
 
     def end_keep(self) -> None:
-        """Ends ``keep``."""
         self._kept_from = None
         self._kept.clear()
 
     @property
     def num_unread(self) -> int:
-        """The number of unread characters."""
         return len(self._text) - self._index
 
     def find(self, marker: str) -> int:
@@ -94,11 +90,8 @@ class IncrementalText:
 
     def after_space(self) -> Reading[str]:
         """Reads white space; returns the next character like ``char``."""
-        while True:
-            self._pass(_SPACE)
-            if self._has_more or self.ended:
-                return (yield from self.char())
-            yield
+        yield from self.match(_SPACE)
+        return (yield from self.char())
 
     def starts_with(self, marker: str) -> Reading[bool]:
         """Returns whether ``marker`` is next, and reads it if so."""
@@ -143,53 +136,45 @@ class IncrementalText:
         ends before its last bracket, its brackets do not match, or it is not JSON; ``take`` has then received the part
         so far."""
         closers: list[str] = []
-        in_string = False
+        return (yield from self._pass_on(lambda: self._pass_nested(closers), take))
+
+    def to_quote(self, quote: str, take: Callable[[str], None]) -> Reading[bool]:
+        """Reads the rest of a string, and the quote that ends it, and passes it to ``take`` as it arrives; False if
+        there is no such quote."""
+        return (yield from self._pass_on(lambda: self._pass_string(quote) or None, take))
+
+    def _pass_on(self, read: Callable[[], bool | None], take: Callable[[str], None]) -> Reading[bool]:
+        """Passes what ``read`` reads of the available text to ``take``, until it returns whether that is valid; False
+        at the end of the text."""
         while True:
             start = self.at
-            in_string, whole = self._pass_nested(closers, in_string)
+            is_valid = read()
             if self.at > start:
                 take(self._since(start))
-            if whole is not None:
-                return whole
-            if self.ended:
-                return False
+            if is_valid is not None or self.ended:
+                return bool(is_valid)
             yield
 
-    def _pass_nested(self, closers: list[str], in_string: bool) -> tuple[bool, bool | None]:
-        """Reads to the end of the available text: returns whether that is inside a string, and whether the value is
-        complete (True), invalid (False) or neither (None)."""
+    def _pass_nested(self, closers: list[str]) -> bool | None:
+        """Reads to the end of the available text: returns whether the value is valid, None if it is incomplete.
+        ``closers`` end the open brackets and the current string."""
         while self._has_more:
-            if in_string:
+            if closers and closers[-1] == '"':
                 if not self._pass_string('"'):
                     break
-                in_string = False
+                closers.pop()
             self._pass(_FLAT)
             if not self._has_more:
                 break
             char = self._text[self._index]
             if char in _CLOSERS:
                 closers.append(_CLOSERS[char])
-            elif char == '"':
-                in_string = True
             elif not closers or closers.pop() != char:
-                return False, False
+                return False
             self.at += 1
             if not closers:
-                return False, True
-        return in_string, None
-
-    def to_quote(self, quote: str, take: Callable[[str], None]) -> Reading[bool]:
-        """Reads the rest of a string, and the quote that ends it, and passes it to ``take`` as it arrives; False if
-        there is no such quote."""
-        while True:
-            start = self.at
-            found = self._pass_string(quote)
-            take(self._since(start))
-            if found:
                 return True
-            if self.ended:
-                return False
-            yield
+        return None
 
     def _pass_string(self, quote: str) -> bool:
         """Reads to the end of the current string, if available. A backslash stays unread until the character after it

@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from penstock.clients.gateway.parsers.base import ParsedDelta
+from penstock.clients.gateway.parsers.base import AnswerParser, ParsedDelta
 from penstock.clients.gateway.parsers.incremental_text import HeldSpace, num_held
-
-if TYPE_CHECKING:
-    from penstock.clients.gateway.parsers.registry import AnswerParser
 
 
 class ReasoningFormat(NamedTuple):
@@ -34,7 +31,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 class ReasoningParser:
     """Splits off the reasoning; another parser reads the rest. White space next to the markers is dropped."""
 
-    def __init__(self, form: ReasoningFormat, answer: "AnswerParser", in_reasoning: bool) -> None:
+    def __init__(self, form: ReasoningFormat, answer: AnswerParser, in_reasoning: bool) -> None:
         """``in_reasoning``: the prompt has the opening marker already."""
         self._form = form
         self._answer = answer
@@ -51,7 +48,6 @@ class ReasoningParser:
         """The position of the other parser's text in this one's."""
 
     def feed(self, text: str) -> ParsedDelta:
-        """See AnswerParser."""
         self._num_read += len(text)
         text, self._held = self._held + text, ""
         if self._may_open:
@@ -61,7 +57,6 @@ class ReasoningParser:
         return self._reasoning_piece(text) if self._in_reasoning else self._answer_piece(text)
 
     def end(self) -> ParsedDelta:
-        """See AnswerParser."""
         held, self._held = self._held_space.take_text() + self._held, ""
         if self._in_reasoning:
             return ParsedDelta(reasoning=held)

@@ -5,26 +5,11 @@ HTTP and the service.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
-from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta
+from penstock.clients.gateway.parsers.base import AnswerParser
 from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS, ReasoningParser
 from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
 from penstock.clients.gateway.parsers.tool_parser import ContentParser
-
-__all__ = ["AnswerParser", "ParsedDelta", "ToolCallDelta", "make_parser", "shows_special_tokens"]
-
-
-class AnswerParser(Protocol):
-    """Parses one choice. The concatenated output does not depend on how the text is divided into parts."""
-
-    def feed(self, text: str) -> ParsedDelta:
-        """Parses more text; holds back a possible beginning of a marker."""
-        ...
-
-    def end(self) -> ParsedDelta:
-        """Ends the answer; returns the text that was held back."""
-        ...
 
 
 def make_parser(

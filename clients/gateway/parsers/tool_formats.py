@@ -106,10 +106,6 @@ class _PythonicParser(ToolCallParser):
         return True
 
 
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
 def _mistral_id() -> str:
     """Returns an id that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
@@ -119,12 +115,10 @@ def _mistral_id() -> str:
 class ToolFormat:
     """A format of calls."""
 
-    parser: Callable[[frozenset[str], bool, Callable[[], str]], ToolCallParser]
-    """Constructs the parser from ToolCallParser's arguments."""
+    parser: type[ToolCallParser]
     has_special_markers: bool = False
     """Whether its markers are special tokens, which are in the text only on request."""
-    new_id: Callable[[], str] = _call_id
-    """Makes an id for a call."""
+    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {

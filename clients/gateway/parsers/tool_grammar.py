@@ -42,7 +42,7 @@ def call_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, 
     """Returns a grammar of only calls; with ``one``, of a single call. Reasoning may precede them if the model's
     answers have it, and must if the prompt has opened it. Raises CannotBeHeld."""
     lark = _Lark(shape)
-    writing = _WRITINGS[tool_format](shape.shown_call)
+    writing = _writing(tool_format, shape)
     more = "" if one or writing.between is None else f" ({writing.between} marked)*"
     lark.add_rules(f"start: {lark.before}marked{more}", f"marked: {lark.marker(writing.marker)} group")
     return lark.with_calls(writing, tools, one=one)
@@ -52,7 +52,7 @@ def text_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, 
     """Returns a grammar of any text in which calls follow their marker and are of these tools; with ``one``, at most
     one. The format is one of MARKED_FORMATS. Raises CannotBeHeld."""
     lark = _Lark(shape)
-    writing = _WRITINGS[tool_format](shape.shown_call)
+    writing = _writing(tool_format, shape)
     lark.add_rules(f"start: {lark.before}marked{'?' if one else '*'} text")
     lark.add_rules("marked: before_call group", "text: /(?s:.*)/")
     if writing.marker in shape.special_tokens:
@@ -92,7 +92,6 @@ class _Lark:
             self._add_thought(shape.reasoning)
 
     def add_rules(self, *rules: str) -> None:
-        """Adds rules or terminals."""
         self._rules += rules
 
     def marker(self, text: str) -> str:
@@ -149,16 +148,15 @@ def _named_call(has_id: bool, has_args: bool) -> Callable[[_Lark, str, CallableT
     return write
 
 
-def _mistral(shown: str) -> _Writing:
-    named = _NAMED_CALL.search(shown)
+def _writing(tool_format: str, shape: AnswerShape) -> _Writing:
+    if tool_format != "mistral":
+        return _WRITINGS[tool_format]
+    named = re.search(r"\[TOOL_CALLS\]\s*probe_tool[^{]*", shape.shown_call)
     if named is None:
         return _Writing(
             _object("arguments"), "[TOOL_CALLS]", opens='/ ?/ "["', next_call=quoted(", "), closes=quoted("]")
         )
     return _Writing(_named_call("[CALL_ID]" in named[0], "[ARGS]" in named[0]), "[TOOL_CALLS]", between="")
-
-
-_NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*probe_tool[^{]*")
 
 
 def _python_call(lark: _Lark, rule: str, tool: CallableTool) -> str:
@@ -213,17 +211,13 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_HERMES = _Writing(
-    _object("arguments"), "<tool_call>", opens=quoted("\n"), closes=quoted("\n</tool_call>"), between=quoted("\n")
-)
-_LLAMA3_JSON = _Writing(_object("parameters"), between=quoted("; "))
-_PYTHONIC = _Writing(_python_call, opens=quoted("["), next_call=quoted(", "), closes=quoted("]"))
-_WRITINGS: Mapping[str, Callable[[str], _Writing]] = {
-    "hermes": lambda shown: _HERMES,
-    "llama3_json": lambda shown: _LLAMA3_JSON,
-    "mistral": _mistral,
-    "pythonic": lambda shown: _PYTHONIC,
+_WRITINGS = {
+    "hermes": _Writing(
+        _object("arguments"), "<tool_call>", opens=quoted("\n"), closes=quoted("\n</tool_call>"), between=quoted("\n")
+    ),
+    "llama3_json": _Writing(_object("parameters"), between=quoted("; ")),
+    "pythonic": _Writing(_python_call, opens=quoted("["), next_call=quoted(", "), closes=quoted("]")),
 }
-"""The syntax of each format, given a call that the template rendered."""
+"""The syntax of each format except Mistral's."""
 MARKED_FORMATS = frozenset({"hermes", "mistral"})
 """Formats whose calls may be anywhere in an answer, since a marker distinguishes them from text."""

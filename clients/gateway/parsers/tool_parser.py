@@ -16,12 +16,10 @@ class ContentParser:
         self._num_read = 0
 
     def feed(self, text: str) -> ParsedDelta:
-        """See AnswerParser."""
         begin, self._num_read = self._num_read, self._num_read + len(text)
         return ParsedDelta(text, spans=((begin, self._num_read),))
 
     def end(self) -> ParsedDelta:
-        """See AnswerParser."""
         return ParsedDelta()
 
 
@@ -41,7 +39,6 @@ class ToolCallParser:
         self._source = IncrementalText()
         self._content: list[str] = []
         self._spans: list[tuple[int, int]] = []
-        """The spans of the content in the text."""
         self._calls: list[ToolCallDelta] = []
         self._num_calls = 0
         self._content_length = 0
@@ -51,13 +48,11 @@ class ToolCallParser:
         self._reading = self._read()
 
     def feed(self, text: str) -> ParsedDelta:
-        """See AnswerParser."""
         self._source.append_text(text)
         next(self._reading, None)
         return self._take()
 
     def end(self) -> ParsedDelta:
-        """See AnswerParser."""
         self._source.ended = True
         next(self._reading, None)
         self._add_rest(self._source.num_unread)
@@ -201,7 +196,7 @@ class ToolCallParser:
 
     def _pass_value(self, first: str) -> Reading[bool]:
         if first in ("{", "["):
-            return (yield from self._source.nested(_drop))
+            return (yield from self._source.nested(lambda text: None))
         if first == '"':
             return (yield from self._source.string()) is not None
         return bool((yield from self._source.scalar()))
@@ -237,7 +232,3 @@ class _ObjectCall:
         if self.name and not self.has_arguments:
             self.append_text("{}")
         return bool(self.name)
-
-
-def _drop(text: str) -> None:
-    """Discards text."""

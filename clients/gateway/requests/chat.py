@@ -1,22 +1,26 @@
 """Converts a chat request's body to the contract's ``Start``."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.errors import invalid, renaming
 from penstock.clients.gateway.field_names import CHAT_NAMES, Names
 from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
-from penstock.clients.gateway.requests.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
-from penstock.clients.gateway.requests.start import check_model, new_start
-from penstock.clients.gateway.schemas.chat import ChatRequest, ChatRequestMessage, ChatTextPart, MessageToolCall
+from penstock.clients.gateway.requests.sampling import (
+    check_model,
+    check_stream_fields,
+    fill_output,
+    fill_sampling,
+    new_start,
+    sampling_names,
+)
+from penstock.clients.gateway.schemas.chat import ChatRequest, ChatRequestMessage, ChatTextPart
+from penstock.clients.gateway.schemas.common import TEXT_PARTS
 from penstock.clients.gateway.settings import NONE
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
-
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""The types of text parts; the second and third are those of the Responses API."""
-_ASSISTANT, _REFUSAL = "assistant", "refusal"
+from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
 
 def check_chat(body: ChatRequest, caller: UpstreamCaller) -> None:
@@ -67,6 +71,13 @@ def build_chat(body: ChatRequest) -> pb.Chat:
     return chat
 
 
+async def rendered_ids(body: ChatRequest, caller: UpstreamCaller, renamed: Callable[[str], str]) -> Sequence[int]:
+    """Returns the tokens of a conversation's prompt. ``renamed``: see ``from_failure``. Raises GatewayError."""
+    with renaming(renamed):
+        request = RenderChatRequest(chat=build_chat(body))
+        return (await caller.call(caller.stubs.tokenizer.RenderChat, request)).token_ids
+
+
 def uses_tools(body: ChatRequest) -> bool:
     """Whether the model may call tools."""
     return bool(body.tools) and body.tool_choice != "none"
@@ -75,12 +86,9 @@ def uses_tools(body: ChatRequest) -> bool:
 def template_variables(body: ChatRequest) -> str:
     """Returns the template's variables for the contract; empty if there are none."""
     variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    if body.verbosity is not None:
-        variables.setdefault("verbosity", body.verbosity)
-    if body.documents is not None:
-        variables.setdefault("documents", body.documents)
+    for name in ("reasoning_effort", "verbosity", "documents"):
+        if (value := getattr(body, name)) is not None:
+            variables.setdefault(name, value)
     return json.dumps(variables) if variables else ""
 
 
@@ -89,9 +97,8 @@ def max_tokens_name(body: ChatRequest) -> str:
     return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
 
 
-def chat_names(body: ChatRequest, tool_places: Sequence[str] | None = None) -> Names:
-    """The caller's names for the contract's fields. ``tool_places`` has those of the functions, if some were left
-    out."""
+def chat_names(body: ChatRequest, tool_places: Sequence[str]) -> Names:
+    """The caller's names for the contract's fields. ``tool_places`` has the paths of the functions."""
     return (
         *constraint_names(body, tool_places),
         (r"sampling\.max_tokens", max_tokens_name(body)),
@@ -104,26 +111,18 @@ def _add_message(chat: pb.Chat, message: ChatRequestMessage, where: str) -> None
     if message.function_call is not None:
         problem = "is not supported; send the call in tool_calls instead"
         raise invalid(f"{where}.function_call", problem, code="unsupported_parameter")
-    added = chat.messages.add(role=message.role)
-    if message.content is not None:
-        added.content = _content(message, where)
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    if reasoning is not None:
-        added.reasoning_content = reasoning
-    if message.name is not None:
-        added.name = message.name
-    if message.tool_call_id is not None:
-        added.tool_call_id = message.tool_call_id
-    for call in message.tool_calls or ():
-        added.tool_calls.append(_call(call))
-
-
-def _call(call: MessageToolCall) -> pb.ToolCall:
-    return pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-
-
-def _content(message: ChatRequestMessage, where: str) -> str:
-    return content_text(message.content, where, may_refuse=message.role == _ASSISTANT)
+    content = message.content
+    chat.messages.add(
+        role=message.role,
+        content=None if content is None else content_text(content, where, may_refuse=message.role == "assistant"),
+        reasoning_content=message.reasoning if message.reasoning_content is None else message.reasoning_content,
+        name=message.name,
+        tool_call_id=message.tool_call_id,
+        tool_calls=[
+            pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in message.tool_calls or ()
+        ],
+    )
 
 
 def content_text(content: str | list[ChatTextPart] | None, where: str, *, may_refuse: bool = True) -> str:
@@ -133,8 +132,8 @@ def content_text(content: str | list[ChatTextPart] | None, where: str, *, may_re
         return content or ""
     texts: list[str] = []
     for at, part in enumerate(content):
-        text = part.refusal if may_refuse and part.type == _REFUSAL else part.text
-        if text is None or part.type not in _TEXT_PARTS | {_REFUSAL}:
+        text = part.refusal if may_refuse and part.type == "refusal" else part.text
+        if text is None or part.type not in TEXT_PARTS | {"refusal"}:
             raise invalid(f"{where}.content[{at}]", "must be text: other content is not supported")
         texts.append(text)
     return "\n".join(texts)

@@ -8,11 +8,11 @@ from typing import Any
 from penstock.clients.constraints import STARTS, is_gbnf
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
+from penstock.clients.gateway.requests.tool_choice import forces_call, named_function
 from penstock.clients.gateway.schemas.chat import ChatRequest, ResponseFormat
 from penstock.clients.gateway.schemas.common import GenerationBody, StructuredOutputs
-from penstock.v1 import constraint_pb2, generation_pb2 as pb
-
-_KINDS = "json, regex, choice, grammar or json_object"
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.constraint_pb2 import AnyJson, Choices, Constraint
 
 
 def fill_constraint(start: pb.Start, body: GenerationBody) -> None:
@@ -27,21 +27,15 @@ def fill_constraint(start: pb.Start, body: GenerationBody) -> None:
             start.constraint.start = STARTS[body.constrained_decoding_start]
 
 
-def _named(body: GenerationBody) -> list[tuple[str, constraint_pb2.Constraint]]:
+def _named(body: GenerationBody) -> list[tuple[str, Constraint]]:
     """Returns the constraints of a body with the fields that have them."""
     found = []
     if body.structured_outputs is not None:
         found.append(("structured_outputs", _structured(body.structured_outputs)))
-    if body.guided_json is not None:
-        found.append(("guided_json", _schema("guided_json", body.guided_json)))
-    if body.guided_regex is not None:
-        found.append(("guided_regex", constraint_pb2.Constraint(regex=body.guided_regex)))
-    if body.guided_choice is not None:
-        found.append(
-            ("guided_choice", constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=body.guided_choice)))
-        )
-    if body.guided_grammar is not None:
-        found.append(("guided_grammar", _grammar(body.guided_grammar)))
+    for kind in ("json", "regex", "choice", "grammar"):
+        field = f"guided_{kind}"
+        if (value := getattr(body, field)) is not None:
+            found.append((field, _constraint(kind, value, field)))
     if isinstance(body, ChatRequest) and body.response_format is not None:
         wanted = _response_format(body.response_format)
         if wanted is not None:
@@ -49,53 +43,51 @@ def _named(body: GenerationBody) -> list[tuple[str, constraint_pb2.Constraint]]:
     return found
 
 
-def _structured(given: StructuredOutputs) -> constraint_pb2.Constraint:
-    options: Mapping[str, Any] = given.model_dump(exclude_none=True)
+def _structured(given: StructuredOutputs) -> Constraint:
+    options = given.model_dump(exclude_none=True, by_alias=True)
     if options.get("json_object") is False:
-        options = {name: value for name, value in options.items() if name != "json_object"}
+        del options["json_object"]
     if len(options) != 1:
-        raise invalid("structured_outputs", f"must have one of {_KINDS}")
-    [(name, value)] = options.items()
-    match name:
-        case "json_schema":
-            return _schema("structured_outputs.json", value)
+        raise invalid("structured_outputs", "must have one of json, regex, choice, grammar or json_object")
+    [(kind, value)] = options.items()
+    return _constraint(kind, value, f"structured_outputs.{kind}")
+
+
+def _constraint(kind: str, value: Any, field: str) -> Constraint:
+    """Converts one of vLLM's kinds of constraints."""
+    match kind:
+        case "json":
+            return _schema(field, value)
         case "regex":
-            return constraint_pb2.Constraint(regex=value)
+            return Constraint(regex=value)
         case "choice":
-            return constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=value))
+            return Constraint(choices=Choices(values=value))
         case "grammar":
-            return _grammar(value)
-    return constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())
+            return Constraint(gbnf=value) if is_gbnf(value) else Constraint(lark=value)
+    return Constraint(any_json=AnyJson())
 
 
-def _response_format(given: ResponseFormat) -> constraint_pb2.Constraint | None:
+def _response_format(given: ResponseFormat) -> Constraint | None:
     match given.type:
         case "text":
             return None
         case "json_object":
-            if given.object_schema is not None:
-                return _schema("response_format.schema", given.object_schema)
-            return constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())
+            field, schema = "response_format.schema", given.object_schema
         case "json_schema":
             if given.json_schema is None:
                 raise invalid("response_format.json_schema", "is required: an object with name and schema")
-            schema = given.json_schema.json_schema
-            if schema is None:
-                return constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())
-            return _schema("response_format.json_schema.schema", schema)
-    raise invalid("response_format.type", "must be text, json_object or json_schema")
+            field, schema = "response_format.json_schema.schema", given.json_schema.json_schema
+        case _:
+            raise invalid("response_format.type", "must be text, json_object or json_schema")
+    return Constraint(any_json=AnyJson()) if schema is None else _schema(field, schema)
 
 
-def _schema(field: str, schema: str | Mapping[str, Any]) -> constraint_pb2.Constraint:
+def _schema(field: str, schema: str | Mapping[str, Any]) -> Constraint:
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        return constraint_pb2.Constraint(json_schema=text)
+        return Constraint(json_schema=text)
     except (ValueError, RecursionError):
         raise invalid(field, "is not a JSON schema") from None
-
-
-def _grammar(text: str) -> constraint_pb2.Constraint:
-    return constraint_pb2.Constraint(gbnf=text) if is_gbnf(text) else constraint_pb2.Constraint(lark=text)
 
 
 def constraint_field(body: GenerationBody) -> str | None:
@@ -106,49 +98,36 @@ def constraint_field(body: GenerationBody) -> str | None:
 def is_constrained(body: ChatRequest) -> bool:
     """Whether a field, a forced call or a strict tool constrains the answer. Raises GatewayError."""
     is_strict = body.tool_choice != "none" and any(tool.function.strict for tool in body.tools or ())
-    return is_strict or body.tool_choice not in (None, "auto", "none") or constraint_field(body) is not None
+    return is_strict or forces_call(body) or constraint_field(body) is not None
 
 
-def constraint_names(body: GenerationBody, tool_places: Sequence[str] | None = None) -> Names:
+def constraint_names(body: GenerationBody, tool_places: Sequence[str] = ()) -> Names:
     """The caller's names for the contract's constraint. ``tool_places`` has the paths of a chat's functions."""
-    choice = body.tool_choice if isinstance(body, ChatRequest) else None
     field = constraint_field(body)
     if field == "structured_outputs":
         return _STRUCTURED_NAMES
-    if choice not in (None, "auto", "none"):
-        return ((_CONSTRAINT, _tools_name(body, tool_places)),)
-    if isinstance(body, ChatRequest) and body.response_format is not None and field == "response_format":
-        return _OBJECT_NAMES if body.response_format.type == "json_object" else _FORMAT_NAMES
-    return ((_CONSTRAINT, field or _tools_name(body, tool_places)),)
-
-
-def _tools_name(body: GenerationBody, places: Sequence[str] | None) -> str:
-    """The name of the schema that constrains calls. If there are several, the invalid one is not known."""
     if not isinstance(body, ChatRequest):
-        return "tools"
-    choice = body.tool_choice
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    is_any = choice not in (None, "auto", "none") and name is None
+        return ((_CONSTRAINT, field or "tools"),)
+    if field is None or forces_call(body):
+        return ((_CONSTRAINT, _tools_name(body, tool_places)),)
+    if body.response_format is not None and field == "response_format":
+        schema = "schema" if body.response_format.type == "json_object" else "json_schema.schema"
+        return ((r"constraint\.json_schema", f"response_format.{schema}"), (_CONSTRAINT, "response_format"))
+    return ((_CONSTRAINT, field),)
+
+
+def _tools_name(body: ChatRequest, places: Sequence[str]) -> str:
+    """The name of the schema that constrains calls. If there are several, the invalid one is not known."""
+    name, is_forced = named_function(body.tool_choice), forces_call(body)
     held = [
-        at
-        for at, tool in enumerate(body.tools or ())
-        if is_any or (tool.function.name == name if name is not None else tool.function.strict)
+        place
+        for place, tool in zip(places, body.tools or (), strict=True)
+        if (name in (None, tool.function.name) if is_forced else tool.function.strict)
     ]
-    if len(held) != 1:
-        return "tools"
-    return f"{places[held[0]] if places is not None else f'tools[{held[0]}].function'}.parameters"
+    return f"{held[0]}.parameters" if len(held) == 1 else "tools"
 
 
 _CONSTRAINT = r"constraint(\.choices\.values|\.\w+)?"
-_FORMAT_NAMES: Names = (
-    (r"constraint\.json_schema", "response_format.json_schema.schema"),
-    (_CONSTRAINT, "response_format"),
-)
-_OBJECT_NAMES: Names = (
-    (r"constraint\.json_schema", "response_format.schema"),
-    (_CONSTRAINT, "response_format"),
-)
 _STRUCTURED_NAMES: Names = (
     (r"constraint\.choices(\.values)?", "structured_outputs.choice"),
     (r"constraint\.json_schema", "structured_outputs.json"),

@@ -11,7 +11,6 @@ _OPENING = re.compile(rf'\s*\{{\s*"{_KEY}"\s*:\s*"')
 _MAX_OPENING_CHARS = 256
 """If the text has not begun after this many characters, the arguments are read at the end of the call."""
 _CHARACTERS = re.compile(r'(?:[^"\\]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
-"""The complete characters of a JSON string."""
 _MAX_CHARACTER = len(r"\ud83d\ude00")
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 
@@ -46,7 +45,6 @@ class CustomInput:
         self._num_unopened = 0
         self._unread = ""
         self._is_open = False
-        """Whether the text has begun."""
         self._is_over = False
 
     def append_arguments(self, arguments: str) -> str:

@@ -11,6 +11,7 @@ from penstock.clients.gateway.parsers.tool_grammar import (
 from penstock.clients.gateway.requests.chat import uses_tools
 from penstock.clients.gateway.requests.constraints import constraint_field
 from penstock.clients.gateway.requests.formats import answer_shape, formats_of
+from penstock.clients.gateway.requests.tool_choice import forces_call, named_function
 from penstock.clients.gateway.schemas.chat import ChatRequest, FunctionDefinition
 from penstock.clients.gateway.settings import AUTO
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
@@ -22,13 +23,12 @@ async def fill_calls(start: pb.Start, body: ChatRequest, caller: UpstreamCaller)
     """Constrains the answer to calls if ``tool_choice`` requires one; ``response_format`` applies only to text, which
     such an answer does not have. Otherwise constrains the calls of strict tools to their schemas, if a marker
     distinguishes calls from text. Raises GatewayError, and RequestFailed."""
-    name = forced_tool(body)
+    name = _forced_tool(body)
     given = [each.function for each in body.tools or ()]
     if name is not None:
-        if constraint_field(body) not in (None, "response_format"):
-            raise invalid(
-                "tool_choice", f"cannot force a call together with {constraint_field(body)}: send one of them"
-            )
+        field = constraint_field(body)
+        if field not in (None, "response_format"):
+            raise invalid("tool_choice", f"cannot force a call together with {field}: send one of them")
         tools = [_held(tool) for tool in given if name in ("", tool.name)]
         if not tools:
             raise invalid("tool_choice", "names a function that is not among the tools")
@@ -54,19 +54,17 @@ def _held(tool: FunctionDefinition) -> CallableTool:
     return CallableTool(tool.name, tool.parameters)
 
 
-def forced_tool(body: ChatRequest) -> str | None:
+def _forced_tool(body: ChatRequest) -> str | None:
     """Returns the name of the function that must be called; empty: any; None: no call is required. Raises
     GatewayError."""
-    choice = body.tool_choice
-    if choice in (None, "auto", "none"):
+    if not forces_call(body):
         return None
     if not body.tools:
         raise invalid("tool_choice", "needs tools, of which one is called")
-    if choice == "required":
+    if body.tool_choice == "required":
         return ""
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
+    name = named_function(body.tool_choice)
+    if not name:
         raise invalid(
             "tool_choice",
             'must be "auto", "none", "required", a function, {"type", "function": {"name"}}, or allowed_tools, '

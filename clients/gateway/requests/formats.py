@@ -7,14 +7,16 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 
 import grpc
 
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.parsers.base import AnswerParser
 from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
-from penstock.clients.gateway.parsers.registry import AnswerParser, make_parser, shows_special_tokens
+from penstock.clients.gateway.parsers.registry import make_parser, shows_special_tokens
 from penstock.clients.gateway.parsers.tool_grammar import AnswerShape
 from penstock.clients.gateway.requests.chat import content_text, template_variables, uses_tools
 from penstock.clients.gateway.requests.constraints import is_constrained
@@ -65,17 +67,14 @@ async def parser_maker(body: ChatRequest, caller: UpstreamCaller) -> tuple[Calla
             "tools",
             "the format of this model's calls is unknown; the gateway's operator can set it with --tool-call-parser",
         )
-    names = frozenset(each.function.name for each in body.tools or ())
-
-    def make() -> AnswerParser:
-        return make_parser(
-            tool,
-            formats.reasoning,
-            tool_names=names,
-            in_reasoning=formats.in_reasoning,
-            parallel_calls=body.parallel_tool_calls is not False,
-        )
-
+    make = partial(
+        make_parser,
+        tool,
+        formats.reasoning,
+        tool_names=frozenset(each.function.name for each in body.tools or ()),
+        in_reasoning=formats.in_reasoning,
+        parallel_calls=body.parallel_tool_calls is not False,
+    )
     return make, shows_special_tokens(tool, formats.reasoning)
 
 
@@ -117,7 +116,6 @@ async def _tool_format(caller: UpstreamCaller) -> str:
 
 
 async def _shown_call(caller: UpstreamCaller) -> RenderChatResponse:
-    """Renders a conversation with a call."""
     messages = [
         pb.ChatMessage(role="user", content="question"),
         pb.ChatMessage(role="assistant", tool_calls=[_CALL]),

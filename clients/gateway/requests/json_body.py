@@ -121,11 +121,11 @@ def _scan_piece(scan: JsonScan, body: Body, begin: int, end: int, seeks_number: 
     return until
 
 
-async def _path_at(body: Body, turns: ParseTurns, position: int) -> str | None:
-    """Returns the path of the field that holds a position."""
+async def _path_at(body: Body, turns: ParseTurns, position: int) -> str:
+    """Returns the path of the field that holds a position; empty if it is in none."""
     async for scan in _scanned(body, turns, position):  # noqa: B007 - the last one counts
         pass
-    return scan.path() or None
+    return scan.path()
 
 
 def _too_many(numbers: Mapping[str, int], bound: str) -> GatewayError:
@@ -142,30 +142,31 @@ async def _too_deep(body: Body, turns: ParseTurns) -> GatewayError:
 
 
 def _nested(field: str) -> GatewayError:
-    message = f"{field or 'the body'}: nested too deeply; at most {MAX_DEPTH} lists and objects inside each other"
-    return GatewayError(400, message, param=field or None, code="nested_too_deeply")
+    problem = f"nested too deeply; at most {MAX_DEPTH} lists and objects inside each other"
+    return _invalid(field, problem, "nested_too_deeply")
+
+
+def _invalid(field: str, problem: str, code: str) -> GatewayError:
+    """Returns the error of a field, or of the whole body if ``field`` is empty."""
+    return GatewayError(400, f"{field or 'the body'}: {problem}", param=field or None, code=code)
 
 
 async def _not_utf8(body: Body, turns: ParseTurns) -> GatewayError:
     try:
         body.decode()
     except UnicodeDecodeError as error:
-        param, where = await _path_at(body, turns, error.start), f"byte {error.start:,}"
+        field, where = await _path_at(body, turns, error.start), f"byte {error.start:,}"
     else:
-        param, where = None, "a byte"
-    message = f"{param or 'the body'}: {where} of the body is not UTF-8; encode the JSON as UTF-8"
-    return GatewayError(400, message, param=param, code="invalid_unicode")
+        field, where = "", "a byte"
+    return _invalid(field, f"{where} of the body is not UTF-8; encode the JSON as UTF-8", "invalid_unicode")
 
 
 async def _large_number(body: Body, turns: ParseTurns) -> GatewayError:
-    path: str | None = None
     async for scan in _scanned(body, turns, seeks_number=True):
-        if (path := scan.large_number) is not None:
+        if scan.large_number is not None:
             break
-    message = (
-        f"{path or 'the body'}: the number is too large: it may have at most 4,300 digits and must be less than 1.8e308"
-    )
-    return GatewayError(400, message, param=path or None, code="invalid_number")
+    problem = "the number is too large: it may have at most 4,300 digits and must be less than 1.8e308"
+    return _invalid(scan.large_number or "", problem, "invalid_number")
 
 
 async def _malformed(body: Body, turns: ParseTurns, problem: str) -> GatewayError:
@@ -178,13 +179,9 @@ async def _malformed(body: Body, turns: ParseTurns, problem: str) -> GatewayErro
             return await _half_a_pair(body, turns, lone)
     literal = _NOT_JSON.match(body, position)
     if literal is not None:
-        param, name = await _path_at(body, turns, position), literal[0].decode()
-        message = f"{param or 'the body'}: {name} is not JSON; send a number or null"
-        return GatewayError(400, message, param=param, code="invalid_json")
-    if found:
-        what = problem[: found.start()].removeprefix("JSON is malformed: ")
-    else:
-        what = "the text ends too early"
+        field = await _path_at(body, turns, position)
+        return _invalid(field, f"{literal[0].decode()} is not JSON; send a number or null", "invalid_json")
+    what = problem[: found.start()].removeprefix("JSON is malformed: ") if found else "the text ends too early"
     message = f"the body is not valid JSON: {what}, at {_line_and_column(body, position)}"
     return GatewayError(400, message, code="invalid_json")
 
@@ -201,12 +198,9 @@ async def _lone_surrogate(body: Body, turns: ParseTurns) -> int | None:
 
 
 async def _half_a_pair(body: Body, turns: ParseTurns, position: int) -> GatewayError:
-    param = await _path_at(body, turns, position)
-    escape = body[position : position + 6].decode()
-    message = (
-        f"{param or 'the body'}: {escape} is half of a surrogate pair, which is not text; send both halves or neither"
-    )
-    return GatewayError(400, message, param=param, code="invalid_unicode")
+    field, escape = await _path_at(body, turns, position), body[position : position + 6].decode()
+    problem = f"{escape} is half of a surrogate pair, which is not text; send both halves or neither"
+    return _invalid(field, problem, "invalid_unicode")
 
 
 def _line_and_column(body: Body, position: int) -> str:

@@ -4,6 +4,7 @@ Strings are skipped by the C code of ``bytes``. Each list and object costs a mic
 is limited. The text need not be valid: the parser checks that later.
 """
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -122,20 +123,13 @@ class JsonScan:
 
     def _read_between(self, text: bytes) -> None:
         """Reads the text between strings and brackets: colons, commas and numbers."""
-        start = self._large_number_in(text) if self._seeks_number and self.large_number is None else -1
-        if start < 0:
-            self._advance(text)
-        else:
-            self._advance(text[:start])
-            self.large_number = self.path()
-            self._advance(text[start:])
-
-    def _large_number_in(self, text: bytes) -> int:
-        if _MAYBE_LARGE.search(text):
-            for match in _NUMBER.finditer(text):
-                if _is_too_large(match[0]):
-                    return match.start()
-        return -1
+        if self._seeks_number and self.large_number is None and _MAYBE_LARGE.search(text):
+            start = next((match.start() for match in _NUMBER.finditer(text) if _is_too_large(match[0])), None)
+            if start is not None:
+                self._advance(text[:start])
+                self.large_number = self.path()
+                text = text[start:]
+        self._advance(text)
 
     def _advance(self, text: bytes) -> None:
         num_commas = text.count(b",")
@@ -159,7 +153,7 @@ def _is_too_large(number: bytes) -> bool:
     digits = number.lstrip(b"-")
     if digits.isdigit():
         return len(digits) > _MAX_INT_DIGITS
-    return float(number) in (float("inf"), float("-inf"))
+    return math.isinf(float(number))
 
 
 def _shown(name: bytes) -> str:

@@ -1,14 +1,15 @@
 """Reads the prompts of a completion, with their text and tokens if the answer contains them."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.clients.errors import RequestFailed
-from penstock.clients.gateway.errors import from_failure, invalid
+from penstock.clients.gateway.errors import invalid, renaming
 from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.requests.truncation import fill_prompt_truncation, truncated
+from penstock.clients.gateway.schemas.common import is_single
 from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import generation_pb2 as pb
@@ -51,29 +52,20 @@ async def read_prompts(body: CompletionRequest, caller: UpstreamCaller) -> list[
         body.echo or body.return_token_ids or body.prompt_logprobs is not None or body.add_special_tokens is False
     )
     checks_room = body.max_tokens is None and body.truncate_prompt_tokens is None
-    is_alone, context = has_one_prompt(body), caller.model.max_model_len
-    completed = await asyncio.gather(
-        *(
-            _complete(prompt, body, caller, prompt_names(is_alone, at))
-            if needs_ids or (checks_room and _may_lack_room(prompt, context))
-            else _as_it_is(prompt)
-            for at, prompt in enumerate(prompts)
-        )
-    )
-    if not needs_ids:  # the error of a prompt that is too long refers to what was sent
-        completed = [
-            given if len(prompt.token_ids or ()) >= context else prompt
-            for given, prompt in zip(prompts, completed, strict=True)
-        ]
+    is_alone, context = is_single(body.prompt), caller.model.max_model_len
+
+    async def complete(at: int, prompt: ParsedPrompt) -> ParsedPrompt:
+        if not needs_ids and not (checks_room and _may_lack_room(prompt, context)):
+            return prompt
+        found = await _complete(prompt, body, caller, prompt_names(is_alone, at))
+        is_too_long = len(found.token_ids or ()) >= context
+        return prompt if is_too_long and not needs_ids else found  # the service's error refers to what was sent
+
+    completed = await asyncio.gather(*itertools.starmap(complete, enumerate(prompts)))
     if checks_room:
         for at, prompt in enumerate(completed):
             _check_room(prompt, context, _prompt_name(is_alone, at))
     return completed
-
-
-def has_one_prompt(body: CompletionRequest) -> bool:
-    """Whether a request has a single prompt, not a list of prompts."""
-    return isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
 
 
 def prompt_names(is_alone: bool, index: int) -> Names:
@@ -84,10 +76,6 @@ def prompt_names(is_alone: bool, index: int) -> Names:
 
 def _prompt_name(is_alone: bool, index: int) -> str:
     return "prompt" if is_alone else f"prompt[{index}]"
-
-
-async def _as_it_is(prompt: ParsedPrompt) -> ParsedPrompt:
-    return prompt
 
 
 def _may_lack_room(prompt: ParsedPrompt, context: int) -> bool:
@@ -123,7 +111,7 @@ async def _complete(
     tokenizer = caller.stubs.tokenizer
     shows_places = bool(body.echo) and body.logprobs is not None
     shows_special_tokens = body.skip_special_tokens is False
-    try:
+    with renaming(partial(caller_name, names=names)):
         if prompt.token_ids is None:
             assert prompt.text is not None
             adds = body.add_special_tokens is not False
@@ -143,5 +131,3 @@ async def _complete(
         )
         response = await caller.call(tokenizer.Detokenize, request)
         return ParsedPrompt(response.text, token_ids, response.text_offsets)
-    except RequestFailed as failure:
-        raise from_failure(failure, partial(caller_name, names=names)) from None

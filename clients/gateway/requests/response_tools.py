@@ -8,8 +8,8 @@ from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.requests.custom_tools import custom_function
 from penstock.clients.gateway.requests.tool_choice import ALLOWED_MODES
 from penstock.clients.gateway.schemas.chat import FunctionDefinition as ChatFunction, Tool
+from penstock.clients.gateway.schemas.common import MAX_TOOLS
 from penstock.clients.gateway.schemas.response_tools import (
-    MAX_TOOLS,
     AnyTool,
     CustomTool,
     FunctionTool,
@@ -66,25 +66,22 @@ def response_tools(given: Sequence[tuple[str, AnyTool]], choice: Choice) -> Resp
         if isinstance(tool, HostedTool):
             found.hosted.add(tool.type)
             continue
-        caller = CallerTool(tool.name, namespace, isinstance(tool, CustomTool))
         name = full_name(tool.name, namespace)
         found.functions.append(Tool(type="function", function=_function(tool, name)))
         found.places.append(place)
-        found.callers.setdefault(name, caller)
+        found.callers.setdefault(name, CallerTool(tool.name, namespace, isinstance(tool, CustomTool)))
     found.choice = _choice(choice, found)
     return found
 
 
-def _flat(
-    given: Sequence[tuple[str, AnyTool]],
-) -> Iterator[tuple[str, FunctionTool | CustomTool | HostedTool, str | None]]:
+def _flat(given: Sequence[tuple[str, AnyTool]]) -> Iterator[tuple[str, _SingleTool, str | None]]:
     for place, tool in given:
         if isinstance(tool, NamespaceTool):
             for at, member in enumerate(tool.tools):
                 assert isinstance(member, FunctionTool | CustomTool), "other members are refused by the schema"
                 yield f"{place}.tools[{at}]", member, tool.name
         else:
-            assert isinstance(tool, FunctionTool | CustomTool | HostedTool), "unknown tools are refused by the schema"
+            assert isinstance(tool, _SingleTool), "unknown tools are refused by the schema"
             yield place, tool, None
 
 
@@ -133,7 +130,11 @@ def _allowed(given: Any, tools: ResponseTools, where: str) -> list[str]:
 def _chosen(choice: Any, tools: ResponseTools, where: str) -> str:
     """Returns the model's name of a chosen tool. Raises GatewayError."""
     if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
-        raise invalid(f"{where}.type" if isinstance(choice, dict) else where, _FORMS)
+        raise invalid(
+            f"{where}.type" if isinstance(choice, dict) else where,
+            'must be "auto", "none", "required", a function or custom tool, {type, name}, or allowed_tools, {type, '
+            "mode, tools}",
+        )
     name, namespace = choice.get("name"), choice.get("namespace")
     if not isinstance(name, str) or not name:
         raise invalid(f"{where}.name", "must be the name of one of the tools")
@@ -144,11 +145,6 @@ def _chosen(choice: Any, tools: ResponseTools, where: str) -> str:
     if len(same) == 1:
         return same[0]
     raise _not_found(where, same)
-
-
-_FORMS = (
-    'must be "auto", "none", "required", a function or custom tool, {type, name}, or allowed_tools, {type, mode, tools}'
-)
 
 
 def _not_found(where: str, same: Sequence[str]) -> GatewayError:

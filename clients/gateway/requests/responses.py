@@ -33,8 +33,6 @@ from penstock.clients.gateway.schemas.responses import (
     TextPart,
 )
 
-_INSTRUCTING = ("system", "developer")
-
 
 @dataclass(slots=True)
 class _ItemPlace:
@@ -53,7 +51,6 @@ class _Conversation:
 
     messages: list[ChatRequestMessage] = field(default_factory=list)
     places: list[_ItemPlace] = field(default_factory=list)
-    """The positions of the messages."""
     tools: list[tuple[str, AnyTool]] = field(default_factory=list)
     """The tools among the items, with their paths."""
     _instructions: list[str] = field(default_factory=list)
@@ -69,7 +66,7 @@ class _Conversation:
     def add_message(self, role: str, content: str | None, item: str, text: str, call_id: str | None = None) -> None:
         """Adds a message; for ``item`` and ``text`` see ``_ItemPlace``. Instructions at the beginning become one
         message: many chat templates refuse a second one, and Codex sends several."""
-        if content is not None and role in _INSTRUCTING and len(self.messages) == bool(self._instructions):
+        if content is not None and role in ("system", "developer") and len(self.messages) == bool(self._instructions):
             self._instructions.append(content)
             if len(self._instructions) > 1:
                 return

@@ -1,12 +1,18 @@
-"""Converts the fields of a request's body to the contract's ``Sampling`` and ``Output``. The service checks the
-limits."""
+"""Converts the options of a request's body to the contract's ``Start``, ``Sampling`` and ``Output``. The service checks
+the limits."""
 
 import re
+from collections.abc import Mapping
 
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
+from penstock.clients.gateway.requests.truncation import fill_truncation
 from penstock.clients.gateway.schemas.common import GenerationBody
-from penstock.clients.gateway.schemas.unsupported import shown
+from penstock.clients.gateway.schemas.unsupported import model_not_found, shown
+from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.tracing import traceparent
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
+from penstock.clients.requests import timeout_ms
 from penstock.v1 import generation_pb2 as pb
 
 _SAME_NAME = (
@@ -18,21 +24,39 @@ _SAME_NAME = (
     "frequency_penalty",
     "min_tokens",
     "ignore_eos",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
 )
-_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 _MAX_ID_BYTES = 128
 _MAX_TOKENS = 2**32 - 1
 """The contract's limit, more than any context."""
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
+def new_start(body: GenerationBody, headers: Mapping[str, str], settings: GatewaySettings) -> pb.Start:
+    """Returns a request without its prompt: deadline, priority, and the caller's id."""
+    timeout_s = settings.request_timeout_s
+    start = pb.Start(
+        timeout_ms=None if timeout_s is None else timeout_ms(timeout_s),
+        priority=body.priority,
+        max_draft_tokens=body.max_draft_tokens,
+        traceparent=traceparent(),
+        client_request_id=client_request_id(body.request_id, headers.get("x-request-id")),
+    )
+    fill_truncation(start, body)
+    return start
+
+
+def check_model(name: str | None, caller: UpstreamCaller) -> None:
+    """Raises GatewayError for a model that is not served."""
+    if name is not None and name != caller.model.name:
+        raise model_not_found(name, caller.model.name)
+
+
 def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int | None) -> None:
     """Fills the sampling options. Raises GatewayError."""
-    for name in _SAME_NAME:
-        if (value := getattr(body, name)) is not None:
-            setattr(sampling, name, value)
-    for name in _LISTS:
-        getattr(sampling, name).extend(getattr(body, name) or ())
+    sampling.MergeFrom(pb.Sampling(**{name: getattr(body, name) for name in _SAME_NAME}))
     if body.top_k is not None:
         sampling.top_k = max(0, body.top_k)
     if body.seed is not None:

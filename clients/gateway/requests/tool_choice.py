@@ -1,4 +1,4 @@
-"""Reduces a chat's tools to those that a ``tool_choice`` of ``allowed_tools`` names."""
+"""Reads a chat's ``tool_choice``, and reduces the tools to those that ``allowed_tools`` names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,21 @@ from typing import Any
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
 from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.clients.gateway.schemas.common import MAX_TOOLS
 
 ALLOWED_MODES = ("auto", "required")
-_MAX_TOOLS = 128
-"""The limit of tools in a request."""
+
+
+def forces_call(body: ChatRequest) -> bool:
+    """Whether the answer must be a call."""
+    return body.tool_choice not in (None, "auto", "none")
+
+
+def named_function(choice: Any) -> str | None:
+    """Returns the name in ``{"type": "function", "function": {"name": ...}}``; None for anything else."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +71,8 @@ def _read(allowed: dict[str, Any], where: str) -> tuple[str, list[str]]:
     mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ALLOWED_MODES:
         raise invalid(f"{where}.mode", 'must be "auto" or "required"')
-    if not isinstance(tools, list) or len(tools) > _MAX_TOOLS:
-        raise invalid(f"{where}.tools", f"must be a list of at most {_MAX_TOOLS} tools")
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise invalid(f"{where}.tools", f"must be a list of at most {MAX_TOOLS} tools")
     return mode, [_name(tool, f"{where}.tools[{at}]") for at, tool in enumerate(tools)]
 
 

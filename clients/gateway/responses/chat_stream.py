@@ -10,14 +10,19 @@ from dataclasses import dataclass, field, replace
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import ChoiceEnd, Delta
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.parsers.registry import AnswerParser, ParsedDelta
+from penstock.clients.gateway.parsers.base import AnswerParser, ParsedDelta
+from penstock.clients.gateway.requests.chat import build_chat_start
+from penstock.clients.gateway.requests.forced_calls import fill_calls
+from penstock.clients.gateway.requests.formats import parser_maker
 from penstock.clients.gateway.responses.chat_places import ContentTokens, PlacedEntry
-from penstock.clients.gateway.responses.logprobs import TokenNames, chat_entries, named_ids
-from penstock.clients.gateway.responses.stop_text import finish_reason, stop_reason, stop_token, with_stop
-from penstock.clients.gateway.schemas.common import GenerationBody, without_texts
+from penstock.clients.gateway.responses.logprobs import TokenNames, chat_entries
+from penstock.clients.gateway.responses.stop_text import described_ids, finish_reason, stop_reason, with_stop
+from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.clients.gateway.schemas.common import without_texts
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
-from penstock.v1.tokenizer_pb2 import TokenDescription, TokenizeRequest
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.tokenizer_pb2 import TokenizeRequest
 
 
 @dataclass(slots=True)
@@ -34,6 +39,20 @@ class Part:
     finish_reason: str | None = None
     """Only in a choice's last part."""
     stop_reason: int | str | None = None
+
+
+async def start_chat(
+    body: ChatRequest, headers: Mapping[str, str], caller: UpstreamCaller, *, with_reasoning: bool = True
+) -> tuple[pb.Start, "ChatReader"]:
+    """Returns the request to the service, and the reader of its answer. ``with_reasoning``: whether reasoning is shown.
+    Raises GatewayError and RequestFailed."""
+    new_parser, shows_special_tokens = await parser_maker(body, caller)
+    start = build_chat_start(body, headers, caller)
+    await fill_calls(start, body, caller)
+    if shows_special_tokens:
+        start.output.include_special_tokens = True
+    specials = start.output.include_special_tokens
+    return start, ChatReader(body, caller, new_parser, specials=specials, with_reasoning=with_reasoning)
 
 
 class _ChatChoice:
@@ -56,15 +75,14 @@ class ChatReader:
 
     def __init__(
         self,
-        body: GenerationBody,
+        body: ChatRequest,
         caller: UpstreamCaller,
         new_parser: Callable[[], AnswerParser],
         *,
         specials: bool,
-        with_reasoning: bool = True,
+        with_reasoning: bool,
     ) -> None:
-        """``new_parser`` makes one for each choice; ``specials``: whether special tokens are in the text;
-        ``with_reasoning``: whether reasoning is shown."""
+        """``new_parser`` makes one for each choice; ``specials``: whether special tokens are in the text."""
         self._body = without_texts(body)
         self._caller = caller
         self._eos = frozenset(caller.model.eos_token_ids)
@@ -74,7 +92,9 @@ class ChatReader:
     async def read(self, arrivals: Sequence[Arrival]) -> list[Part]:
         """Returns the parts that events add to the answer. Raises RequestFailed."""
         deltas = [event for _, event in arrivals if isinstance(event, Delta)]
-        names = TokenNames(await self._describe(deltas), as_ids=bool(self._body.return_tokens_as_token_ids))
+        ids = set[int]().union(*(described_ids(delta, self._body) for delta in deltas))
+        known = await self._caller.describe(ids) if ids else {}
+        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
         parts = (self._read(delta, names) for delta in deltas)
         return [part for part in parts if part is not None]
 
@@ -91,14 +111,6 @@ class ChatReader:
         except RequestFailed:
             return 0  # the answer is valid without this figure
 
-    async def _describe(self, deltas: Sequence[Delta]) -> Mapping[int, TokenDescription]:
-        ids: set[int] = set()
-        for delta in deltas:
-            ids |= stop_token(delta, self._body)
-            if delta.logprobs is not None:
-                ids |= named_ids(delta.token_ids, delta.logprobs)
-        return await self._caller.describe(ids) if ids else {}
-
     def _read(self, delta: Delta, names: TokenNames) -> Part | None:
         choice = self._choices[delta.choice]
         choice.token_ids += delta.token_ids
@@ -112,7 +124,8 @@ class ChatReader:
             piece += choice.parser.end()
         if piece.reasoning:
             choice.reasoning.append(piece.reasoning)
-        piece = self._shown(piece)
+        if not self._with_reasoning:
+            piece = replace(piece, reasoning="")
         choice.has_calls = choice.has_calls or bool(piece.calls)
         choice.has_half_call = choice.has_half_call or any(call.breaks_off for call in piece.calls)
         if not piece and delta.end is None:
@@ -120,15 +133,12 @@ class ChatReader:
         part = Part(delta.choice, piece, choice.logprobs, choice.content.take_entries(piece.spans), choice.token_ids)
         choice.logprobs, choice.token_ids = [], []
         if delta.end is not None:
-            part.finish_reason = self._finish_reason(choice, delta.end)
+            part.finish_reason = _finish_reason(choice, delta.end)
             part.stop_reason = stop_reason(delta.end, self._eos)
         return part
 
-    def _shown(self, piece: ParsedDelta) -> ParsedDelta:
-        return piece if self._with_reasoning else replace(piece, reasoning="")
 
-    @staticmethod
-    def _finish_reason(choice: _ChatChoice, end: ChoiceEnd) -> str | None:
-        reason = finish_reason(end)
-        # This makes callers run the calls, so every call must be complete.
-        return "tool_calls" if reason == "stop" and choice.has_calls and not choice.has_half_call else reason
+def _finish_reason(choice: _ChatChoice, end: ChoiceEnd) -> str | None:
+    reason = finish_reason(end)
+    # This makes callers run the calls, so every call must be complete.
+    return "tool_calls" if reason == "stop" and choice.has_calls and not choice.has_half_call else reason

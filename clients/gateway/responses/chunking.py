@@ -26,8 +26,9 @@ def portions(arrivals: Sequence[Arrival]) -> Iterator[Sequence[Arrival]]:
     num_entries = 0
     for index, event in arrivals:
         for part in _cut(event) if isinstance(event, PromptLogprobs) else (event,):
-            size = _num_entries(part.logprobs) if isinstance(part, PromptLogprobs | Delta) else 0
-            size += len(part.text) // _CHARS_PER_ENTRY if isinstance(part, Delta) else 0
+            size = len(part.text) // _CHARS_PER_ENTRY if isinstance(part, Delta) else 0
+            if isinstance(part, PromptLogprobs | Delta) and part.logprobs is not None:
+                size += len(part.logprobs.chosen) + len(part.logprobs.top)
             if portion and num_entries + size > _MAX_ENTRIES:
                 yield portion
                 portion, num_entries = [], 0
@@ -47,10 +48,6 @@ async def encoded(answer: dict[str, Any]) -> bytes:
             await asyncio.sleep(0)
             num_bytes = 0
     return b"".join(parts)
-
-
-def _num_entries(logprobs: Logprobs | None) -> int:
-    return 0 if logprobs is None else len(logprobs.chosen) + len(logprobs.top)
 
 
 def _cut(event: PromptLogprobs) -> Iterator[PromptLogprobs]:

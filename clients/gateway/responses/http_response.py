@@ -16,15 +16,16 @@ from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.responses.chunking import encoded, portions
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Abandoned, Arrival, UpstreamRequest
 from penstock.clients.host.error_frames import release_frames
+from penstock.v1 import generation_pb2 as pb
 
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx passes each part on immediately
 )
-_DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b"\n\n"
 """An empty event, which dispatches nothing. Not a comment: programs that strip lines join a comment to the next
 event."""
@@ -38,11 +39,9 @@ class Whole(Protocol):
 
     def add_chunk(self, chunk: Json) -> None:
         """Adds the next chunk and takes ownership of it."""
-        ...
 
     def result(self) -> Json:
         """Returns the answer."""
-        ...
 
 
 class AnswerWriter(Protocol):
@@ -53,23 +52,18 @@ class AnswerWriter(Protocol):
 
     def begin_response(self, request_id: str) -> list[Json]:
         """Returns the chunks before any output, once the service has accepted the request."""
-        ...
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
         """Returns the chunks of new events. Raises RequestFailed."""
-        ...
 
     def end(self) -> list[Json]:
         """Returns the chunks after the last event of a successful request."""
-        ...
 
     def failed(self, error: GatewayError) -> list[Json]:
         """Returns the chunks that replace ``end`` if a streamed answer fails."""
-        ...
 
     def whole(self) -> Whole:
         """Returns the combiner for an answer that is not streamed."""
-        ...
 
 
 class StreamingOrWholeResponse(Response):
@@ -78,33 +72,32 @@ class StreamingOrWholeResponse(Response):
 
     def __init__(
         self,
-        upstream_request: UpstreamRequest,
+        caller: UpstreamCaller,
+        starts: Sequence[pb.Start],
         writer: AnswerWriter,
         *,
         stream: bool,
-        keepalive_s: float,
         caller_name: Callable[[int, str], str],
-        ends_with_done: bool = True,
+        last: bytes = b"data: [DONE]\n\n",
     ) -> None:
-        """``caller_name``: returns the caller's name of a field of one of the upstream requests. A chunk with a key
-        ``type`` is sent as an event of that name, as in the Responses API."""
+        """``caller_name``: returns the caller's name of a field of one of the upstream requests. ``last`` ends a
+        stream. A chunk with a key ``type`` is sent as an event of that name, as in the Responses API."""
         super().__init__()
-        self._upstream_request = upstream_request
+        self._caller = caller
+        self._upstream_request = UpstreamRequest(caller, starts)
         self._writer = writer
         self._stream = stream
-        self._keepalive_s = keepalive_s
         self._caller_name = caller_name
-        self._ends_with_done = ends_with_done
+        self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the response. A disconnected caller's request is cancelled."""
         watcher = asyncio.create_task(until_gone(receive), name="penstock-gateway-watch")
         watcher.add_done_callback(lambda _: self._upstream_request.abandon())
         has_begun = False
         try:
             self._upstream_request.send_requests()
             await self._upstream_request.accepted()
-            self._upstream_request.keep_of_body(self._writer.num_kept_bytes)
+            self._caller.keep_of_body(self._writer.num_kept_bytes)
             if self._stream:
                 has_begun = True
                 await self._send_stream(send)
@@ -116,8 +109,7 @@ class StreamingOrWholeResponse(Response):
             release_frames(failure)  # the upstream request keeps it
             error = as_gateway_error(failure, partial(self._caller_name, self._upstream_request.failed_index))
             if has_begun:
-                last = _events(self._writer.failed(error)) + (_DONE if self._ends_with_done else b"")
-                await _send_part(send, last, more=False)
+                await _send_part(send, _events(self._writer.failed(error)) + self._last, more=False)
             else:
                 await error.response()(scope, receive, send)
         finally:
@@ -127,18 +119,16 @@ class StreamingOrWholeResponse(Response):
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         upstream_request, writer, whole = self._upstream_request, self._writer, self._writer.whole()
         chunks = writer.begin_response(upstream_request.request_id)
-        num_portions = 0
-        for portion in portions(await upstream_request.collect()):
-            if num_portions:
+        for num_before, portion in enumerate(portions(await upstream_request.collect())):
+            if num_before:
                 await asyncio.sleep(0)
-            num_portions += 1
             for chunk in chunks + await writer.add_arrivals(portion):
                 whole.add_chunk(chunk)
             chunks = []
         for chunk in writer.end():
             whole.add_chunk(chunk)
         answer = whole.result()
-        body = _encode(answer) if num_portions == 1 else await encoded(answer)
+        body = await encoded(answer) if num_before else _encode(answer)
         headers = {"x-request-id": upstream_request.request_id}
         await Response(body, 200, headers, "application/json")(scope, receive, send)
 
@@ -159,10 +149,9 @@ class StreamingOrWholeResponse(Response):
                     ticks.postpone()
                     await _send_part(send, data or _KEEP_ALIVE)
 
-        with _Ticks(self._keepalive_s, upstream_request.nudge) as ticks:
+        with _Ticks(self._caller.settings.keepalive_s, upstream_request.nudge) as ticks:
             await upstream_request.pass_on(pass_on)
-        last = pending + _events(writer.end()) + (_DONE if self._ends_with_done else b"")
-        await _send_part(send, last, more=False)
+        await _send_part(send, pending + _events(writer.end()) + self._last, more=False)
 
 
 class _Ticks:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from penstock.clients.events import Logprobs
+from penstock.clients.events import Delta, Logprobs
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.prompts import ParsedPrompt
 from penstock.v1.tokenizer_pb2 import TokenDescription
@@ -78,10 +78,11 @@ def chat_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames
     ]
 
 
-class CompletionEntries:
+class ChoiceLists:
     """Builds the parallel lists of a completion's choice; tracks the offset of the next token in the text."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
+        self.index = index
         self._offset = 0
         self._text_length = 0
 
@@ -104,18 +105,16 @@ class CompletionEntries:
         """Advances the offset by a text that precedes the output."""
         self._offset = self._text_length = len(text)
 
-    def add_tokens(
-        self, token_ids: Sequence[int], logprobs: Logprobs, text: str, names: TokenNames, *, is_last: bool
-    ) -> Json:
-        """Returns the lists of more tokens and their text. The last tokens may be a stop that is not in the text: their
-        offset is its end."""
+    def add_tokens(self, delta: Delta, logprobs: Logprobs, text: str, names: TokenNames) -> Json:
+        """Returns the lists of a delta's tokens. The last tokens may be a stop that is not in the text: their offset is
+        its end."""
         base, self._text_length = self._text_length, self._text_length + len(text)
         offsets = list(accumulate(logprobs.text_lengths, initial=self._offset))
         shown = [text[begin - base : end - base] for begin, end in pairwise(offsets)]
         self._offset = offsets.pop()
-        if is_last:
+        if delta.end is not None:
             offsets = [min(offset, self._text_length) for offset in offsets]
-        return _lists(offsets, shown, token_ids, logprobs, names)
+        return _lists(offsets, shown, delta.token_ids, logprobs, names)
 
 
 def _lists(
@@ -147,11 +146,9 @@ def prompt_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNam
     """Returns entries in vLLM's format: by token id, with the rank if known."""
     entries = []
     for token_id, chosen, top in _by_token(token_ids, logprobs):
-        entry: Json = {}
-        for rank, (each, logprob) in enumerate(top, start=1):
-            entry[str(each)] = _prompt_entry(each, logprob, rank, names)
-        if str(token_id) not in entry:
-            entry[str(token_id)] = _prompt_entry(token_id, chosen, None, names)
+        ranked = enumerate(top, start=1)
+        entry = {str(each): _prompt_entry(each, logprob, rank, names) for rank, (each, logprob) in ranked}
+        entry.setdefault(str(token_id), _prompt_entry(token_id, chosen, None, names))
         entries.append(entry)
     return entries
 

@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import ClassVar
 
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta
@@ -154,9 +155,12 @@ class ResponseEvents:
 class _Item:
     """An item of output under construction; its kinds differ in names."""
 
+    kind: str
     prefix: str
     event: str
     """The name of its events, before ``.delta`` and ``.done``."""
+    constant: ClassVar[Json] = {}
+    """Its fields that are always the same."""
     has_part = True
     """Whether its text is in a content part."""
 
@@ -184,15 +188,15 @@ class _Item:
 
     def as_json(self, status: str) -> Json:
         """Returns the item; while it is in progress, only the events have its content."""
-        raise NotImplementedError
-
-    def _content(self, status: str) -> list[Json]:
-        return [] if status == "in_progress" else [self.part()]
+        content = [] if status == "in_progress" else [self.part()]
+        return {"type": self.kind, "id": self.id, **self.constant, "status": status, "content": content}
 
 
 class _Message(_Item):
+    kind = "message"
     prefix = "msg"
     event = "response.output_text"
+    constant: ClassVar[Json] = {"role": "assistant"}
 
     def __init__(self, item_id: str) -> None:
         super().__init__(item_id)
@@ -204,29 +208,22 @@ class _Message(_Item):
     def whole(self) -> Json:
         return {"text": self.text, "logprobs": list(self.logprobs)}
 
-    def as_json(self, status: str) -> Json:
-        content = self._content(status)
-        return {"type": "message", "id": self.id, "role": "assistant", "status": status, "content": content}
-
 
 class _Reasoning(_Item):
+    kind = "reasoning"
     prefix = "rs"
     event = "response.reasoning_text"
+    constant: ClassVar[Json] = {"summary": []}
 
     def part(self) -> Json:
         return {"type": "reasoning_text", "text": self.text}
 
-    def as_json(self, status: str) -> Json:
-        content = self._content(status)
-        return {"type": "reasoning", "id": self.id, "summary": [], "status": status, "content": content}
-
 
 class _Call(_Item):
+    kind = "function_call"
     prefix = "fc"
     event = "response.function_call_arguments"
-    kind = "function_call"
     key = "arguments"
-    """The key of the item's text."""
     has_part = False
 
     def __init__(self, item_id: str, call_id: str, tool: CallerTool) -> None:
@@ -249,9 +246,9 @@ class _Call(_Item):
 
 
 class _CustomCall(_Call):
+    kind = "custom_tool_call"
     prefix = "ctc"
     event = "response.custom_tool_call_input"
-    kind = "custom_tool_call"
     key = "input"
 
     def __init__(self, item_id: str, call_id: str, tool: CallerTool) -> None:

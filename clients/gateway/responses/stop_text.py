@@ -1,7 +1,7 @@
 """The end of a choice: its reason in OpenAI's terms, and the stop's text for callers that want it in the output."""
 
 from penstock.clients.events import ChoiceEnd, Delta, FinishReason
-from penstock.clients.gateway.responses.logprobs import TokenNames
+from penstock.clients.gateway.responses.logprobs import TokenNames, named_ids
 from penstock.clients.gateway.schemas.common import GenerationBody
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -20,11 +20,12 @@ def stop_reason(end: ChoiceEnd, eos_token_ids: frozenset[int]) -> int | str | No
     return end.stop
 
 
-def stop_token(delta: Delta, body: GenerationBody) -> set[int]:
-    """Returns the token whose text ``with_stop`` needs."""
-    if not body.include_stop_str_in_output or delta.end is None or delta.end.stop_token_id is None:
-        return set()
-    return {delta.end.stop_token_id}
+def described_ids(delta: Delta, body: GenerationBody) -> set[int]:
+    """Returns the tokens of a delta that the answer names, and the one whose text ``with_stop`` needs."""
+    ids = set() if delta.logprobs is None else named_ids(delta.token_ids, delta.logprobs)
+    if body.include_stop_str_in_output and delta.end is not None and delta.end.stop_token_id is not None:
+        ids.add(delta.end.stop_token_id)
+    return ids
 
 
 def with_stop(delta: Delta, body: GenerationBody, names: TokenNames) -> str:

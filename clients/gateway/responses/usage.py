@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-from penstock.clients.events import Accepted, Delta, Event, Finished
+from penstock.clients.events import Accepted, Delta, Event, Finished, Usage
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.schemas.common import GenerationBody
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
@@ -25,31 +26,30 @@ class UsageTracker:
             "model": caller.model.name,
             "system_fingerprint": f"penstock-{caller.model.version}",
         }
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._output_tokens = 0
-        self._finished: list[Finished] = []
+        self._so_far, self._finished = Usage(), Usage()
+        """The tokens that have arrived so far, and the final numbers of the requests that have finished."""
 
     def set_request_id(self, request_id: str) -> None:
         """Sets the id, once the service has accepted the request."""
         self._common["id"] = self._id_prefix + request_id
 
     def count(self, event: Event) -> None:
-        """Counts the tokens of an event."""
         match event:
             case Accepted():
-                self._prompt_tokens += event.prompt_tokens
-                self._cached_tokens += event.cached_tokens
+                self._so_far.prompt_tokens += event.prompt_tokens
+                self._so_far.cached_tokens += event.cached_tokens
             case Delta():
-                self._output_tokens += len(event.token_ids)
+                self._so_far.output_tokens += len(event.token_ids)
             case Finished():
-                self._finished.append(event)
+                self._finished.prompt_tokens += event.usage.prompt_tokens
+                self._finished.cached_tokens += event.usage.cached_tokens
+                self._finished.output_tokens += event.usage.output_tokens
 
     def chunk(self, choices: Sequence[Json]) -> Json:
         """Returns a chunk with these choices."""
         chunk = {**self._common, "choices": choices}
         if self._in_each_chunk:
-            chunk["usage"] = _usage(self._prompt_tokens, self._cached_tokens, self._output_tokens)
+            chunk["usage"] = _usage(self._so_far)
         elif self._in_last_chunk:
             chunk["usage"] = None
         return chunk
@@ -59,18 +59,16 @@ class UsageTracker:
         ``reasoning_tokens``: their number in the output; None if it does not apply."""
         if self._is_streamed and not self._in_last_chunk:
             return []
-        of = [finished.usage for finished in self._finished]
-        output_tokens = 0 if without_output else sum(usage.output_tokens for usage in of)
-        usage = _usage(sum(each.prompt_tokens for each in of), sum(each.cached_tokens for each in of), output_tokens)
+        usage = _usage(replace(self._finished, output_tokens=0) if without_output else self._finished)
         if reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         return [{**self._common, "choices": [], "usage": usage}]
 
 
-def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Json:
+def _usage(usage: Usage) -> Json:
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }

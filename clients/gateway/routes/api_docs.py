@@ -1,8 +1,6 @@
 """``/docs``: Swagger UI for the API's description. Its files come from the package fastapi-offline; nothing is loaded
 from another server."""
 
-import base64
-import hashlib
 from collections.abc import AsyncIterator
 from functools import partial
 from importlib.metadata import Distribution
@@ -12,7 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-_PACKAGE = "fastapi-offline"
+from penstock.clients.gateway.routes.chat_page import FILE_HEADERS, page_headers, source_hash
+
 _FILES = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript"}
 """The package's files that are served, and their content types."""
 _CHUNK_BYTES = 64 << 10
@@ -44,7 +43,7 @@ _PAGE = """\
 _POLICY = "; ".join(
     (
         "default-src 'none'",
-        f"script-src 'self' 'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}'",
+        f"script-src 'self' {source_hash(_SCRIPT)}",
         "style-src 'self'",
         "img-src 'self' data:",
         "connect-src 'self'",
@@ -53,12 +52,6 @@ _POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-_HEADERS = {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
-_PAGE_HEADERS = _HEADERS | {
-    "Content-Security-Policy": _POLICY,
-    "Cache-Control": "no-cache",  # browsers see a new version of the gateway immediately
-    "Cross-Origin-Opener-Policy": "same-origin",
-}
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is a kernel?"}], "max_tokens": 64},
     "/v1/completions": {"prompt": "The kernel is", "max_tokens": 64},
@@ -73,7 +66,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 
 def make_router() -> APIRouter:
     """Makes the routes of the page and its files. Raises ModuleNotFoundError if the package is not installed."""
-    package = Distribution.from_name(_PACKAGE)
+    package = Distribution.from_name("fastapi-offline")
     filled = partial(_PAGE.format, version=package.version, script=_SCRIPT)
     page, page_below_slash = filled(root=""), filled(root="../")
     router = APIRouter(include_in_schema=False)
@@ -81,7 +74,7 @@ def make_router() -> APIRouter:
     @router.get("/docs")
     async def docs(request: Request) -> HTMLResponse:
         has_slash = request.scope.get("raw_path", b"").endswith(b"/")
-        return HTMLResponse(page_below_slash if has_slash else page, headers=_PAGE_HEADERS)
+        return HTMLResponse(page_below_slash if has_slash else page, headers=page_headers(_POLICY))
 
     for name, media_type in _FILES.items():
         content = Path(str(package.locate_file(f"fastapi_offline/static/{name}"))).read_bytes()
@@ -99,10 +92,10 @@ async def _file(content: bytes, media_type: str) -> StreamingResponse:
     return StreamingResponse(
         chunks(),
         media_type=media_type,
-        headers=_HEADERS
-        | {
+        headers={
             "Cache-Control": "public, max-age=31536000, immutable",  # the page's address of it has its version
             "Content-Length": str(len(content)),
+            **FILE_HEADERS,
         },
     )
 

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from penstock.clients.errors import InvalidOption
-from penstock.clients.gateway.errors import RETRY_S, ErrorBody, GatewayError
+from penstock.clients.gateway.errors import ErrorBody, GatewayError, try_again
 from penstock.clients.gateway.requests.json_body import parse_json
 from penstock.clients.gateway.schemas.common import Body
 from penstock.clients.gateway.schemas.unknown_fields import without_unknown_fields
@@ -158,7 +158,8 @@ async def _receive_body(request: Request, caller: UpstreamCaller) -> bytearray:
                 whole += part
     except TimeoutError:
         if counted.evict is None:
-            raise _evicted() from None
+            text = "the memory for bodies ran out, and this one was the slowest to arrive; try again, or send it faster"
+            raise try_again(408, text, "body_too_slow") from None
         raise GatewayError(408, f"the body did not arrive within {timeout_s:g} s; send less, or faster") from None
     except NoRoomForBody as error:
         raise _no_room(error, budget) from None
@@ -174,14 +175,8 @@ def _end_soon(limit: asyncio.Timeout) -> None:
         limit.reschedule(0.0)
 
 
-def _evicted() -> GatewayError:
-    message = "the memory for bodies ran out, and this one was the slowest to arrive; try again, or send it faster"
-    return GatewayError(408, message, code="body_too_slow", retry_after_s=RETRY_S, may_retry=True)
-
-
 def _no_room(error: NoRoomForBody, budget: BodyBudget) -> GatewayError:
     if error.is_tenants:
         message = f"the bodies of one tenant may take at most {budget.max_tenant_bytes:,} bytes; send fewer at once"
-        return GatewayError(429, message, code="bodies_full", retry_after_s=RETRY_S, may_retry=True)
-    message = f"all bodies together may take at most {budget.max_bytes:,} bytes; try again"
-    return GatewayError(503, message, code="gateway_full", retry_after_s=RETRY_S, may_retry=True)
+        return try_again(429, message, "bodies_full")
+    return try_again(503, f"all bodies together may take at most {budget.max_bytes:,} bytes; try again", "gateway_full")

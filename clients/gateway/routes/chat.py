@@ -7,25 +7,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Finished, PromptLogprobs
-from penstock.clients.gateway.errors import GatewayError, from_failure
-from penstock.clients.gateway.field_names import Names, caller_name
+from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.parsers.registry import ParsedDelta, ToolCallDelta
-from penstock.clients.gateway.requests.chat import (
-    build_chat,
-    build_chat_start,
-    chat_names,
-    check_chat,
-    content_text,
-)
-from penstock.clients.gateway.requests.forced_calls import fill_calls
-from penstock.clients.gateway.requests.formats import parser_maker
+from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta
+from penstock.clients.gateway.requests.chat import chat_names, check_chat, content_text, rendered_ids
 from penstock.clients.gateway.requests.prompts import ID_BYTES
 from penstock.clients.gateway.requests.tool_choice import with_allowed_tools
 from penstock.clients.gateway.requests.truncation import truncated
-from penstock.clients.gateway.responses.chat_stream import ChatReader, Part
+from penstock.clients.gateway.responses.chat_stream import ChatReader, Part, start_chat
 from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.logprobs import TokenNames, named_ids, prompt_entries
 from penstock.clients.gateway.responses.usage import UsageTracker
@@ -33,8 +24,7 @@ from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, Call
 from penstock.clients.gateway.schemas.chat import ChatCompletion, ChatRequest
 from penstock.clients.gateway.schemas.common import without_texts
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.clients.gateway.upstream.upstream_request import Arrival, UpstreamRequest
-from penstock.v1.tokenizer_pb2 import RenderChatRequest
+from penstock.clients.gateway.upstream.upstream_request import Arrival
 
 _OK: dict[int | str, dict[str, Any]] = {
     200: {
@@ -61,39 +51,93 @@ def make_router() -> APIRouter:
         allowed = with_allowed_tools(body)
         body = allowed.chat
         names = (*allowed.names, *chat_names(body, allowed.places))
-        new_parser, shows_special_tokens = await parser_maker(body, caller)
-        start = build_chat_start(body, request.headers, caller)
-        await fill_calls(start, body, caller)
-        if shows_special_tokens:
-            start.output.include_special_tokens = True
+        with_reasoning = body.include_reasoning is not False
+        start, reader = await start_chat(body, request.headers, caller, with_reasoning=with_reasoning)
         prompt_token_ids: Sequence[int] | None = None
         if body.return_token_ids or body.prompt_logprobs is not None:
-            prompt_token_ids = truncated(await _token_ids(body, caller, names), body, caller)
+            rendered = await rendered_ids(body, caller, partial(caller_name, names=names))
+            prompt_token_ids = truncated(rendered, body, caller)
             start.token_ids.ids.extend(prompt_token_ids)  # not the chat: the answer refers to these tokens
-        specials = start.output.include_special_tokens
-        with_reasoning = body.include_reasoning is not False
-        reader = ChatReader(body, caller, new_parser, specials=specials, with_reasoning=with_reasoning)
         return StreamingOrWholeResponse(
-            UpstreamRequest(caller, [start]),
+            caller,
+            [start],
             ChatWriter(body, caller, reader, prompt_token_ids),
             stream=bool(body.stream),
-            keepalive_s=caller.settings.keepalive_s,
             caller_name=lambda _, field: caller_name(field, names),
         )
 
     return router
 
 
-async def _token_ids(body: ChatRequest, caller: UpstreamCaller, names: Names) -> Sequence[int]:
-    request = RenderChatRequest(chat=build_chat(body))
-    try:
-        return (await caller.call(caller.stubs.tokenizer.RenderChat, request)).token_ids
-    except RequestFailed as failure:
-        raise from_failure(failure, partial(caller_name, names=names)) from None
+class _WholeChoice:
+    """Combines the chunks of one choice."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, tuple[Json, list[str]]] = {}
+        """The first part of each call, and the parts of its arguments."""
+        self._logprobs: list[Json] | None = None
+        self._token_ids: list[int] | None = None
+        self._end: Json = {}
+
+    def add_part(self, part: Json) -> None:
+        delta = part["delta"]
+        self._content.append(delta.get("content", ""))
+        self._reasoning.append(delta.get("reasoning_content", ""))
+        for piece in delta.get("tool_calls", ()):
+            self._calls.setdefault(piece["index"], (piece, []))[1].append(piece["function"]["arguments"])
+        if part["logprobs"] is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs += part["logprobs"]["content"]
+        if "token_ids" in part:
+            self._token_ids = self._token_ids or []
+            self._token_ids += part["token_ids"]
+        if part["finish_reason"] is not None:
+            self._end = {"finish_reason": part["finish_reason"], "stop_reason": part["stop_reason"]}
+
+    def result(self, index: int) -> Json:
+        content = "".join(self._content)
+        calls = [
+            {"id": first["id"], "type": "function", "function": first["function"] | {"arguments": "".join(arguments)}}
+            for _, (first, arguments) in sorted(self._calls.items())
+        ]
+        message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        if reasoning := "".join(self._reasoning):
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
+        choice = {"index": index, "message": message, "logprobs": logprobs, **self._end}
+        return choice if self._token_ids is None else choice | {"token_ids": self._token_ids}
+
+
+class WholeChat:
+    """Combines chunks into one answer."""
+
+    def __init__(self) -> None:
+        self._answer: Json = {}
+        self._of_prompt: Json = {}
+        self._choices: dict[int, _WholeChoice] = {}
+
+    def add_chunk(self, chunk: Json) -> None:
+        self._answer = chunk
+        for name in ("prompt_token_ids", "prompt_logprobs"):
+            if name in chunk:
+                self._of_prompt.setdefault(name, []).extend(chunk.pop(name))
+        for part in chunk["choices"]:
+            self._choices.setdefault(part["index"], _WholeChoice()).add_part(part)
+
+    def result(self) -> Json:
+        """Returns the answer; the last chunk has all fields outside the choices."""
+        choices = [choice.result(index) for index, choice in sorted(self._choices.items())]
+        return {**self._answer, "object": "chat.completion", "choices": choices, **self._of_prompt}
 
 
 class ChatWriter:
     """Writes the chunks of a chat's answer."""
+
+    whole = WholeChat
 
     def __init__(
         self, body: ChatRequest, caller: UpstreamCaller, reader: ChatReader, prompt_token_ids: Sequence[int] | None
@@ -105,8 +149,6 @@ class ChatWriter:
         self._echoed = content_text(body.messages[-1].content, "messages") if body.echo else ""
         self.num_kept_bytes = len(self._echoed) + ID_BYTES * len(prompt_token_ids or ())
         self._usage_tracker = UsageTracker(body, caller, "chat.completion.chunk", "chatcmpl-")
-        self._shows_ids = bool(body.return_token_ids)
-        self._shows_logprobs = bool(body.logprobs)
         self._num_reasoning_tokens = 0
 
     def begin_response(self, request_id: str) -> list[Json]:
@@ -116,14 +158,13 @@ class ChatWriter:
             self._usage_tracker.chunk([self._choice(index, {"role": "assistant", "content": self._echoed})])
             for index in range(self._body.num_choices)
         ]
-        if self._shows_ids:
+        if self._body.return_token_ids:
             chunks[0]["prompt_token_ids"] = list(self._prompt_token_ids or ())
         if self._body.prompt_logprobs is not None:
             chunks[0]["prompt_logprobs"] = [None]
         return chunks
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
-        """Returns the chunks of new events."""
         chunks: list[Json] = []
         for _, event in arrivals:
             self._usage_tracker.count(event)
@@ -135,31 +176,24 @@ class ChatWriter:
         return chunks
 
     def end(self) -> list[Json]:
-        """Returns the chunk with the usage."""
         return self._usage_tracker.last_chunk(reasoning_tokens=self._num_reasoning_tokens)
 
     def failed(self, error: GatewayError) -> list[Json]:
         """Returns the error in the form that OpenAI's clients understand."""
         return [error.body()]
 
-    def whole(self) -> "WholeChat":
-        """Returns the combiner for a whole answer."""
-        return WholeChat()
-
     async def _prompt_part(self, part: PromptLogprobs) -> Json:
         assert self._prompt_token_ids is not None, "prompt_logprobs has the prompt rendered first"
         ids = self._prompt_token_ids[part.start : part.start + len(part.logprobs.chosen)]
-        names = TokenNames(
-            await self._caller.describe(named_ids(ids, part.logprobs)),
-            as_ids=bool(self._body.return_tokens_as_token_ids),
-        )
+        known = await self._caller.describe(named_ids(ids, part.logprobs))
+        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
         return self._usage_tracker.chunk([]) | {"prompt_logprobs": prompt_entries(ids, part.logprobs, names)}
 
     def _part(self, part: Part) -> Json:
         choice = self._choice(part.choice, _delta(part.piece))
-        if self._shows_logprobs:
+        if self._body.logprobs:
             choice["logprobs"] = {"content": part.logprobs}
-        if self._shows_ids:
+        if self._body.return_token_ids:
             choice["token_ids"] = part.token_ids
         choice["finish_reason"] = part.finish_reason
         if part.finish_reason is not None:
@@ -187,78 +221,3 @@ def _call(piece: ToolCallDelta) -> Json:
         call |= {"id": piece.id, "type": "function"}
         call["function"] = {"name": piece.name, "arguments": piece.arguments}
     return call
-
-
-class _WholeChoice:
-    """Combines the chunks of one choice."""
-
-    def __init__(self) -> None:
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: dict[int, Json] = {}
-        self._arguments: dict[int, list[str]] = {}
-        """The parts of each call's arguments."""
-        self._logprobs: list[Json] | None = None
-        self._token_ids: list[int] | None = None
-        self._end: Json = {}
-
-    def add_part(self, part: Json) -> None:
-        delta = part["delta"]
-        self._content.append(delta.get("content", ""))
-        self._reasoning.append(delta.get("reasoning_content", ""))
-        for piece in delta.get("tool_calls", ()):
-            self._add_call(piece)
-        if part["logprobs"] is not None:
-            self._logprobs = self._logprobs or []
-            self._logprobs += part["logprobs"]["content"]
-        if "token_ids" in part:
-            self._token_ids = self._token_ids or []
-            self._token_ids += part["token_ids"]
-        if part["finish_reason"] is not None:
-            self._end = {"finish_reason": part["finish_reason"], "stop_reason": part["stop_reason"]}
-
-    def result(self, index: int) -> Json:
-        content = "".join(self._content)
-        calls = [self._call(at) for at in sorted(self._calls)]
-        message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-        if reasoning := "".join(self._reasoning):
-            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        if calls:
-            message["tool_calls"] = calls
-        logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
-        choice = {"index": index, "message": message, "logprobs": logprobs, **self._end}
-        return choice if self._token_ids is None else choice | {"token_ids": self._token_ids}
-
-    def _add_call(self, piece: Json) -> None:
-        index = piece["index"]
-        if index not in self._calls:
-            self._calls[index] = {"id": piece["id"], "type": "function", "function": dict(piece["function"])}
-        self._arguments.setdefault(index, []).append(piece["function"]["arguments"])
-
-    def _call(self, index: int) -> Json:
-        call = self._calls[index]
-        call["function"]["arguments"] = "".join(self._arguments[index])
-        return call
-
-
-class WholeChat:
-    """Combines chunks into one answer."""
-
-    def __init__(self) -> None:
-        self._answer: Json = {}
-        self._of_prompt: Json = {}
-        self._choices: dict[int, _WholeChoice] = {}
-
-    def add_chunk(self, chunk: Json) -> None:
-        """Adds the next chunk."""
-        self._answer = chunk
-        for name in ("prompt_token_ids", "prompt_logprobs"):
-            if name in chunk:
-                self._of_prompt.setdefault(name, []).extend(chunk.pop(name))
-        for part in chunk["choices"]:
-            self._choices.setdefault(part["index"], _WholeChoice()).add_part(part)
-
-    def result(self) -> Json:
-        """Returns the answer; the last chunk has all fields outside the choices."""
-        choices = [choice.result(index) for index, choice in sorted(self._choices.items())]
-        return {**self._answer, "object": "chat.completion", "choices": choices, **self._of_prompt}

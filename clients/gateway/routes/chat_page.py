@@ -8,12 +8,14 @@ from importlib.resources import files
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
+FILE_HEADERS = {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 _INLINE = {kind: re.compile(rf"<{kind}>(.*?)</{kind}>", re.DOTALL) for kind in ("script", "style")}
 
 
 def make_router() -> APIRouter:
     """Makes the route of the page at ``/``."""
-    html, headers = _page()
+    html = files("penstock.clients.gateway").joinpath("page.html").read_text(encoding="utf-8")
+    headers = page_headers(content_security_policy(html))
     router = APIRouter()
 
     @router.get("/", include_in_schema=False)
@@ -23,22 +25,20 @@ def make_router() -> APIRouter:
     return router
 
 
-def _page() -> tuple[str, dict[str, str]]:
-    """Returns the file and its headers."""
-    html = files("penstock.clients.gateway").joinpath("page.html").read_text(encoding="utf-8")
-    return html, {
-        "Content-Security-Policy": content_security_policy(html),
+def page_headers(policy: str) -> dict[str, str]:
+    """Returns the headers of a page with this policy."""
+    return {
+        "Content-Security-Policy": policy,
         "Cache-Control": "no-cache",  # browsers see a new version of the gateway immediately
         "Cross-Origin-Opener-Policy": "same-origin",
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
+        **FILE_HEADERS,
     }
 
 
 def content_security_policy(html: str) -> str:
     """Returns the page's policy: only its own scripts and styles, and requests only to its server. Text never becomes
     markup: `trusted-types` makes browsers that support it refuse innerHTML and similar properties."""
-    own = {kind: " ".join(map(_hash, pattern.findall(html))) for kind, pattern in _INLINE.items()}
+    own = {kind: " ".join(map(source_hash, pattern.findall(html))) for kind, pattern in _INLINE.items()}
     return "; ".join(
         (
             "default-src 'none'",
@@ -55,6 +55,6 @@ def content_security_policy(html: str) -> str:
     )
 
 
-def _hash(inline: str) -> str:
+def source_hash(inline: str) -> str:
     """Returns an inline element's source expression (Content Security Policy level 3, section 6.7.3)."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"

@@ -11,24 +11,30 @@ from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
-from penstock.clients.gateway.requests.prompts import ParsedPrompt, has_one_prompt, prompt_names, read_prompts
-from penstock.clients.gateway.requests.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
-from penstock.clients.gateway.requests.start import check_model, new_start
+from penstock.clients.gateway.requests.prompts import ParsedPrompt, prompt_names, read_prompts
+from penstock.clients.gateway.requests.sampling import (
+    check_model,
+    check_stream_fields,
+    fill_output,
+    fill_sampling,
+    new_start,
+    sampling_names,
+)
 from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.logprobs import (
-    CompletionEntries,
+    ChoiceLists,
     TokenNames,
     cut,
     named_ids,
     prompt_entries,
 )
-from penstock.clients.gateway.responses.stop_text import finish_reason, stop_reason, stop_token, with_stop
+from penstock.clients.gateway.responses.stop_text import described_ids, finish_reason, stop_reason, with_stop
 from penstock.clients.gateway.responses.usage import UsageTracker
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
-from penstock.clients.gateway.schemas.common import without_texts
+from penstock.clients.gateway.schemas.common import is_single, without_texts
 from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest, CompletionResponse
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.clients.gateway.upstream.upstream_request import Arrival, UpstreamRequest
+from penstock.clients.gateway.upstream.upstream_request import Arrival
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.tokenizer_pb2 import TokenDescription
 
@@ -54,13 +60,8 @@ def make_router() -> APIRouter:
         check_model(body.model, caller)
         prompts = await read_prompts(body, caller)
         starts = _starts(prompts, body, request.headers, caller)
-        return StreamingOrWholeResponse(
-            UpstreamRequest(caller, starts),
-            CompletionWriter(body, prompts, caller),
-            stream=bool(body.stream),
-            keepalive_s=caller.settings.keepalive_s,
-            caller_name=_namer(body),
-        )
+        writer = CompletionWriter(body, prompts, caller)
+        return StreamingOrWholeResponse(caller, starts, writer, stream=bool(body.stream), caller_name=_namer(body))
 
     return router
 
@@ -68,7 +69,7 @@ def make_router() -> APIRouter:
 def _namer(body: CompletionRequest) -> Callable[[int, str], str]:
     """Returns a function that names the fields of a caller's request. It lives as long as the answer, so it does not
     hold the request."""
-    is_alone, others = has_one_prompt(body), (*constraint_names(body), *sampling_names(body))
+    is_alone, others = is_single(body.prompt), (*constraint_names(body), *sampling_names(body))
     return lambda index, field: caller_name(field, (*prompt_names(is_alone, index), *others))
 
 
@@ -112,138 +113,6 @@ def _start(
     return start
 
 
-class _CompletionChoice:
-    """The state of one choice."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.entries = CompletionEntries()
-
-
-class CompletionWriter:
-    """Writes the chunks of a completion's answer."""
-
-    def __init__(self, body: CompletionRequest, prompts: Sequence[ParsedPrompt], caller: UpstreamCaller) -> None:
-        self._body = without_texts(body)
-        shows_prompts = body.echo or body.return_token_ids or body.prompt_logprobs is not None
-        self._prompts = prompts if shows_prompts else [ParsedPrompt()] * len(prompts)
-        self.num_kept_bytes = sum(each.num_bytes for each in self._prompts)
-        self._caller = caller
-        self._usage_tracker = UsageTracker(body, caller, "text_completion", "cmpl-")
-        self._eos = frozenset(caller.model.eos_token_ids)
-        self._shows_ids = bool(body.return_token_ids)
-        self._scores_alone = body.max_tokens == 0
-        n = body.num_choices
-        self._choices = [[_CompletionChoice(at * n + i) for i in range(n)] for at in range(len(prompts))]
-        self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
-        self._names_prompts = body.prompt_logprobs is not None or self._echoes_logprobs
-        self._names_tokens = self._names_prompts or body.logprobs is not None or bool(body.include_stop_str_in_output)
-        self._begun = False
-
-    def begin_response(self, request_id: str) -> list[Json]:
-        """Returns no chunks."""
-        self._usage_tracker.set_request_id(request_id)
-        return []
-
-    async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
-        """Returns chunks of the prompts, if they are shown, and of new events."""
-        known = await self._describe(arrivals) if self._names_tokens else {}
-        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
-        chunks: list[Json] = []
-        if not self._begun:
-            self._begun = True
-            chunks = self._show_prompts(names)
-        for at, event in arrivals:
-            self._usage_tracker.count(event)
-            if isinstance(event, Delta):
-                chunks += self._delta(self._choices[at][event.choice], event, names)
-            elif isinstance(event, PromptLogprobs):
-                chunks += self._prompt_part(at, event, names)
-        return chunks
-
-    def end(self) -> list[Json]:
-        """Returns the chunk with the usage."""
-        return self._usage_tracker.last_chunk(without_output=self._scores_alone)
-
-    def failed(self, error: GatewayError) -> list[Json]:
-        """Returns the error in the form that OpenAI's clients understand."""
-        return [error.body()]
-
-    def whole(self) -> "WholeCompletion":
-        """Returns the combiner for a whole answer."""
-        return WholeCompletion()
-
-    async def _describe(self, arrivals: Sequence[Arrival]) -> Mapping[int, TokenDescription]:
-        """Describes the tokens that the answer names, if any."""
-        ids: set[int] = set()
-        if not self._begun and self._names_prompts:
-            ids.update(*(prompt.token_ids or () for prompt in self._prompts))
-        for _, event in arrivals:
-            if isinstance(event, Delta):
-                ids |= stop_token(event, self._body)
-                if event.logprobs is not None:
-                    ids |= named_ids(event.token_ids, event.logprobs)
-            elif isinstance(event, PromptLogprobs):
-                ids |= named_ids((), event.logprobs)
-        wanted = ids or self._names_prompts  # those of the prompts are known from the first call
-        return await self._caller.describe(ids) if wanted else {}
-
-    def _show_prompts(self, names: TokenNames) -> list[Json]:
-        if not (self._body.echo or self._shows_ids or self._names_prompts):
-            return []
-        chunks = []
-        for prompt, choices in zip(self._prompts, self._choices, strict=True):
-            for choice in choices:
-                shown = self._empty(choice)
-                if self._body.echo:
-                    shown["text"] = prompt.text
-                    choice.entries.after(prompt.text or "")
-                if self._shows_ids:
-                    shown |= {"prompt_token_ids": list(prompt.token_ids or ()), "token_ids": []}
-                if self._echoes_logprobs and prompt.token_ids:
-                    shown["logprobs"] = choice.entries.add_prompt(prompt, 0, None, names)
-                if self._body.prompt_logprobs is not None:
-                    shown["prompt_logprobs"] = [None]
-                chunks.append(self._usage_tracker.chunk([shown]))
-        return chunks
-
-    def _prompt_part(self, at: int, part: PromptLogprobs, names: TokenNames) -> list[Json]:
-        token_ids = self._prompts[at].token_ids
-        assert token_ids is not None, "read_prompts returns the ids of prompts whose log-probabilities are requested"
-        ids = token_ids[part.start : part.start + len(part.logprobs.chosen)]
-        chunks = []
-        for choice in self._choices[at]:
-            shown = self._empty(choice)
-            if self._echoes_logprobs:
-                logprobs = cut(part.logprobs, self._body.logprobs or 0)
-                shown["logprobs"] = choice.entries.add_prompt(self._prompts[at], part.start, logprobs, names)
-            if self._body.prompt_logprobs is not None:
-                shown["prompt_logprobs"] = prompt_entries(ids, cut(part.logprobs, self._body.prompt_logprobs), names)
-            chunks.append(self._usage_tracker.chunk([shown]))
-        return chunks
-
-    def _delta(self, choice: _CompletionChoice, delta: Delta, names: TokenNames) -> list[Json]:
-        shown = self._empty(choice)
-        if delta.end is not None:
-            shown["finish_reason"] = finish_reason(delta.end)
-            shown["stop_reason"] = stop_reason(delta.end, self._eos)
-        if self._scores_alone:
-            return [self._usage_tracker.chunk([shown | {"finish_reason": "length"}])] if delta.end is not None else []
-        shown["text"] = with_stop(delta, self._body, names)
-        if delta.logprobs is not None:
-            is_last = delta.end is not None
-            shown["logprobs"] = choice.entries.add_tokens(
-                delta.token_ids, delta.logprobs, shown["text"], names, is_last=is_last
-            )
-        if self._shows_ids:
-            shown["token_ids"] = delta.token_ids
-        return [self._usage_tracker.chunk([shown])]
-
-    @staticmethod
-    def _empty(choice: _CompletionChoice) -> Json:
-        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
-
-
 class WholeCompletion:
     """Combines chunks into one answer."""
 
@@ -253,7 +122,6 @@ class WholeCompletion:
         self._texts: dict[int, list[str]] = {}
 
     def add_chunk(self, chunk: Json) -> None:
-        """Adds the next chunk."""
         self._answer = chunk
         for part in chunk["choices"]:
             index = part["index"]
@@ -279,3 +147,117 @@ def _fold(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
             _fold(before, value)
         elif value is not None or name not in whole:
             whole[name] = value
+
+
+class CompletionWriter:
+    """Writes the chunks of a completion's answer."""
+
+    whole = WholeCompletion
+
+    def __init__(self, body: CompletionRequest, prompts: Sequence[ParsedPrompt], caller: UpstreamCaller) -> None:
+        self._body = without_texts(body)
+        shows_prompts = body.echo or body.return_token_ids or body.prompt_logprobs is not None
+        self._prompts = prompts if shows_prompts else [ParsedPrompt()] * len(prompts)
+        self.num_kept_bytes = sum(each.num_bytes for each in self._prompts)
+        self._caller = caller
+        self._usage_tracker = UsageTracker(body, caller, "text_completion", "cmpl-")
+        self._eos = frozenset(caller.model.eos_token_ids)
+        self._scores_alone = body.max_tokens == 0
+        n = body.num_choices
+        self._choices = [[ChoiceLists(at * n + i) for i in range(n)] for at in range(len(prompts))]
+        self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
+        self._names_prompts = body.prompt_logprobs is not None or self._echoes_logprobs
+        self._names_tokens = self._names_prompts or body.logprobs is not None or bool(body.include_stop_str_in_output)
+        self._begun = False
+
+    def begin_response(self, request_id: str) -> list[Json]:
+        self._usage_tracker.set_request_id(request_id)
+        return []
+
+    async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
+        """Returns chunks of the prompts, if they are shown, and of new events."""
+        known = await self._describe(arrivals) if self._names_tokens else {}
+        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
+        chunks: list[Json] = []
+        if not self._begun:
+            self._begun = True
+            chunks = self._show_prompts(names)
+        for at, event in arrivals:
+            self._usage_tracker.count(event)
+            if isinstance(event, Delta):
+                chunks += self._delta(self._choices[at][event.choice], event, names)
+            elif isinstance(event, PromptLogprobs):
+                chunks += self._prompt_part(at, event, names)
+        return chunks
+
+    def end(self) -> list[Json]:
+        return self._usage_tracker.last_chunk(without_output=self._scores_alone)
+
+    def failed(self, error: GatewayError) -> list[Json]:
+        """Returns the error in the form that OpenAI's clients understand."""
+        return [error.body()]
+
+    async def _describe(self, arrivals: Sequence[Arrival]) -> Mapping[int, TokenDescription]:
+        """Describes the tokens that the answer names, if any."""
+        ids: set[int] = set()
+        if not self._begun and self._names_prompts:
+            ids.update(*(prompt.token_ids or () for prompt in self._prompts))
+        for _, event in arrivals:
+            if isinstance(event, Delta):
+                ids |= described_ids(event, self._body)
+            elif isinstance(event, PromptLogprobs):
+                ids |= named_ids((), event.logprobs)
+        wanted = ids or self._names_prompts  # those of the prompts are known from the first call
+        return await self._caller.describe(ids) if wanted else {}
+
+    def _show_prompts(self, names: TokenNames) -> list[Json]:
+        if not (self._body.echo or self._body.return_token_ids or self._names_prompts):
+            return []
+        chunks = []
+        for prompt, choices in zip(self._prompts, self._choices, strict=True):
+            for choice in choices:
+                shown = self._empty(choice)
+                if self._body.echo:
+                    shown["text"] = prompt.text
+                    choice.after(prompt.text or "")
+                if self._body.return_token_ids:
+                    shown |= {"prompt_token_ids": list(prompt.token_ids or ()), "token_ids": []}
+                if self._echoes_logprobs and prompt.token_ids:
+                    shown["logprobs"] = choice.add_prompt(prompt, 0, None, names)
+                if self._body.prompt_logprobs is not None:
+                    shown["prompt_logprobs"] = [None]
+                chunks.append(self._usage_tracker.chunk([shown]))
+        return chunks
+
+    def _prompt_part(self, at: int, part: PromptLogprobs, names: TokenNames) -> list[Json]:
+        token_ids = self._prompts[at].token_ids
+        assert token_ids is not None, "read_prompts returns the ids of prompts whose log-probabilities are requested"
+        ids = token_ids[part.start : part.start + len(part.logprobs.chosen)]
+        chunks = []
+        for choice in self._choices[at]:
+            shown = self._empty(choice)
+            if self._echoes_logprobs:
+                logprobs = cut(part.logprobs, self._body.logprobs or 0)
+                shown["logprobs"] = choice.add_prompt(self._prompts[at], part.start, logprobs, names)
+            if self._body.prompt_logprobs is not None:
+                shown["prompt_logprobs"] = prompt_entries(ids, cut(part.logprobs, self._body.prompt_logprobs), names)
+            chunks.append(self._usage_tracker.chunk([shown]))
+        return chunks
+
+    def _delta(self, choice: ChoiceLists, delta: Delta, names: TokenNames) -> list[Json]:
+        shown = self._empty(choice)
+        if delta.end is not None:
+            shown["finish_reason"] = finish_reason(delta.end)
+            shown["stop_reason"] = stop_reason(delta.end, self._eos)
+        if self._scores_alone:
+            return [self._usage_tracker.chunk([shown | {"finish_reason": "length"}])] if delta.end is not None else []
+        shown["text"] = with_stop(delta, self._body, names)
+        if delta.logprobs is not None:
+            shown["logprobs"] = choice.add_tokens(delta, delta.logprobs, shown["text"], names)
+        if self._body.return_token_ids:
+            shown["token_ids"] = delta.token_ids
+        return [self._usage_tracker.chunk([shown])]
+
+    @staticmethod
+    def _empty(choice: ChoiceLists) -> Json:
+        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}

@@ -2,26 +2,25 @@
 
 import asyncio
 import base64
-import re
 import struct
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.clients.errors import RequestFailed
-from penstock.clients.gateway.errors import GatewayError, from_failure
+from penstock.clients.gateway.errors import GatewayError, renaming
+from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.requests.sampling import client_request_id
-from penstock.clients.gateway.requests.start import check_model
+from penstock.clients.gateway.requests.sampling import check_model, client_request_id
 from penstock.clients.gateway.requests.truncation import fill_truncation
 from penstock.clients.gateway.responses.chunking import encoded
 from penstock.clients.gateway.responses.http_response import until_gone
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.schemas.common import is_single
 from penstock.clients.gateway.schemas.embeddings import EmbeddingResponse, EmbeddingsRequest
 from penstock.clients.gateway.tracing import traceparent
 from penstock.clients.gateway.traffic import GONE
@@ -29,10 +28,6 @@ from penstock.v1 import embedding_pb2 as pb
 from penstock.v1.generation_pb2 import TokenIds
 
 T = TypeVar("T")
-_RENAMED = {"inputs": "input", "client_request_id": "request_id"}
-"""The callers' names for the contract's fields."""
-_ONE_INPUT = re.compile(r"inputs(\[\d+\])(?:\.[a-z_.]+)?")
-"""The path of an input in the contract; the rest is a position in its ids."""
 _VECTORS_AT_ONCE = 16
 """How many vectors are encoded before other tasks run: one or two milliseconds of work."""
 
@@ -46,11 +41,9 @@ def make_router() -> APIRouter:
         """Returns a vector for each text."""
         check_model(body.model, caller)
         message = embed_request(body, request.headers, caller.tenant)
-        try:
+        with renaming(partial(caller_name, names=_names(body))):
             embed = caller.call(caller.stubs.embedding.Embed, message, is_short=False)
             response = await while_connected(request, embed)
-        except RequestFailed as failure:
-            raise from_failure(failure, partial(caller_field, body)) from None
         answer = await answer_of(response, caller.model.name, body.encoding_format == "base64")
         headers = {"x-request-id": response.request_id}
         return Response(await encoded(answer), headers=headers, media_type="application/json")
@@ -60,11 +53,11 @@ def make_router() -> APIRouter:
 
 def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: str) -> pb.EmbedRequest:
     """Converts a request to the contract's form."""
-    given = body.input
-    is_one = isinstance(given, str) or isinstance(given[0], int)  # a text, or the ids of one
-    inputs = [_embed_input(each) for each in ([given] if is_one else given)]
     request = pb.EmbedRequest(
-        inputs=inputs,
+        inputs=[
+            pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=TokenIds(ids=each))
+            for each in cast(Sequence[str | Sequence[int]], [body.input] if is_single(body.input) else body.input)
+        ],
         dimensions=body.dimensions,
         normalize=body.normalize,
         priority=body.priority,
@@ -76,30 +69,22 @@ def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: s
     return request
 
 
-def _embed_input(given: Any) -> pb.EmbedInput:
-    if isinstance(given, str):
-        return pb.EmbedInput(text=given)
-    return pb.EmbedInput(token_ids=TokenIds(ids=given))
-
-
-def caller_field(body: EmbeddingsRequest, field: str) -> str:
-    """Returns the caller's path of a field of the contract: ``input[3][5]`` for an id, ``input[5]`` if the caller's
-    input is one list of ids."""
-    found = _ONE_INPUT.match(field)
-    if found is None:
-        return _RENAMED.get(field, field)
-    is_alone = isinstance(body.input, str) or isinstance(body.input[0], int)
-    return f"input{'' if is_alone else found[1]}{field[found.end() :]}"
+def _names(body: EmbeddingsRequest) -> Names:
+    """The caller's names for the contract's fields: ``input[3][5]`` for an id, ``input[5]`` if the caller's input is
+    one list of ids."""
+    of_input = (r"inputs(\[\d+\])(\.[a-z_.]+)?", "input" if is_single(body.input) else r"input\1")
+    return (of_input, ("inputs", "input"), ("client_request_id", "request_id"))
 
 
 async def answer_of(response: pb.EmbedResponse, model: str, in_base64: bool) -> Json:
     """Converts a response to OpenAI's form; other tasks run in between."""
-    encode: Callable[[Sequence[float]], object] = as_base64 if in_base64 else as_numbers
     data: list[Json] = []
     for index, embedding in enumerate(response.embeddings):
         if index and index % _VECTORS_AT_ONCE == 0:
             await asyncio.sleep(0)
-        data.append({"object": "embedding", "index": index, "embedding": encode(embedding.values)})
+        # Encoded here as JSON too: a few long vectors would take too long to encode together.
+        values = as_base64(embedding.values) if in_base64 else msgspec.Raw(msgspec.json.encode(list(embedding.values)))
+        data.append({"object": "embedding", "index": index, "embedding": values})
     num_tokens = response.usage.prompt_tokens
     return {
         "object": "list",
@@ -109,11 +94,6 @@ async def answer_of(response: pb.EmbedResponse, model: str, in_base64: bool) -> 
         "data": data,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-
-
-def as_numbers(values: Sequence[float]) -> msgspec.Raw:
-    """Encodes a list as JSON: a few long vectors would take too long to encode together."""
-    return msgspec.Raw(msgspec.json.encode(list(values)))
 
 
 def as_base64(values: Sequence[float]) -> str:

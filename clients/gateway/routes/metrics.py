@@ -24,8 +24,6 @@ _KEPT_S = 1.0
 _TEXT, _OPENMETRICS = "text/plain; version=0.0.4", "application/openmetrics-text; version=1.0.0"
 """The two formats, as requested from the service. Forwarding callers' headers would need a cached page for each."""
 _OF_TENANTS = re.compile(rb"^(?:# [A-Z]+ )?penstock_tenant_.*\n", re.MULTILINE)
-_END = b"# EOF\n"
-"""The last line of OpenMetrics."""
 
 
 def make_router() -> APIRouter:
@@ -57,7 +55,7 @@ async def _both(app: FastAPI, accepted: str) -> "_Page":
         return _Page(encode(gateway_metrics.registry), form)
     # Both pages must be in the format that the service chose.
     ours = choose_encoder(theirs.form)[0](gateway_metrics.registry)
-    return _Page(theirs.text.removesuffix(_END) + ours, theirs.form)
+    return _Page(theirs.text.removesuffix(b"# EOF\n") + ours, theirs.form)
 
 
 @dataclass(frozen=True)

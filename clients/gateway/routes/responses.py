@@ -1,9 +1,11 @@
-"""POST /v1/responses: answers conversations in the format of OpenAI's newer API, by the same path as chat
-completions."""
+"""POST /v1/responses: answers conversations in the format of OpenAI's newer API, by the same path as chat completions.
+
+Nothing is stored, so the paths of stored responses return an error.
+"""
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,25 +13,21 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Finished, Usage
-from penstock.clients.gateway.errors import GatewayError, from_failure
+from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.requests.chat import build_chat, build_chat_start, check_chat
-from penstock.clients.gateway.requests.forced_calls import fill_calls
-from penstock.clients.gateway.requests.formats import parser_maker
+from penstock.clients.gateway.requests.chat import check_chat, rendered_ids
 from penstock.clients.gateway.requests.response_tools import ResponseTools
 from penstock.clients.gateway.requests.responses import as_chat, format_name
-from penstock.clients.gateway.requests.start import check_model
-from penstock.clients.gateway.responses.chat_stream import ChatReader
+from penstock.clients.gateway.requests.sampling import check_model
+from penstock.clients.gateway.responses.chat_stream import ChatReader, start_chat
 from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.response_events import ResponseEvents
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.responses import InputTokens, ResponsesRequest
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.clients.gateway.upstream.upstream_request import Arrival, UpstreamRequest
+from penstock.clients.gateway.upstream.upstream_request import Arrival
 from penstock.v1.model_pb2 import GetModelResponse
-from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
 _log = logging.getLogger(__name__)
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -38,7 +36,7 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 def make_router() -> APIRouter:
     """Makes the routes."""
-    report = _HostedTools()
+    reported = set[str]()
     router = APIRouter(route_class=CallerRoute, tags=["generation"])
 
     @router.post(
@@ -51,25 +49,22 @@ def make_router() -> APIRouter:
     )
     async def respond(body: ResponsesRequest, request: Request, caller: CallerDep) -> Response:
         converted = as_chat(body)
-        report(converted.tools.hosted)
+        for kind in {each.partition("_20")[0] for each in converted.tools.hosted} - reported:
+            reported.add(kind)  # most clients that send a hosted tool send it in every request
+            _log.warning("tools of type %s are not offered to the model: this service runs no hosted tools", kind)
         chat, names = converted.chat, converted.names
         check_chat(chat, caller)
-        new_parser, shows_special_tokens = await parser_maker(chat, caller)
         try:
-            start = build_chat_start(chat, request.headers, caller)
+            start, reader = await start_chat(chat, request.headers, caller)
         except GatewayError as error:
             raise error.with_param(format_name) from None
-        await fill_calls(start, chat, caller)
-        if shows_special_tokens:
-            start.output.include_special_tokens = True
-        reader = ChatReader(chat, caller, new_parser, specials=start.output.include_special_tokens)
         return StreamingOrWholeResponse(
-            UpstreamRequest(caller, [start]),
+            caller,
+            [start],
             ResponseWriter(body, caller, reader, converted.tools),
             stream=bool(body.stream),
-            keepalive_s=caller.settings.keepalive_s,
             caller_name=lambda _, field: names.caller_name(field),
-            ends_with_done=False,
+            last=b"",
         )
 
     @router.post(
@@ -81,30 +76,40 @@ def make_router() -> APIRouter:
     async def count(body: ResponsesRequest, caller: CallerDep) -> InputTokens:
         converted = as_chat(body)
         check_model(body.model, caller)
-        call = RenderChatRequest(chat=build_chat(converted.chat))
-        try:
-            rendered = await caller.call(caller.stubs.tokenizer.RenderChat, call)
-        except RequestFailed as failure:
-            raise from_failure(failure, converted.names.caller_name) from None
-        return InputTokens(input_tokens=len(rendered.token_ids))
+        token_ids = await rendered_ids(converted.chat, caller, converted.names.caller_name)
+        return InputTokens(input_tokens=len(token_ids))
 
+    stored = APIRouter(include_in_schema=False)
+
+    @stored.get("/v1/responses/{response_id}")
+    @stored.delete("/v1/responses/{response_id}")
+    @stored.get("/v1/responses/{response_id}/input_items")
+    @stored.post("/v1/responses/{response_id}/cancel")
+    async def not_found(response_id: str) -> Response:
+        problem = "nothing is stored here; keep the responses that you get"
+        raise GatewayError(404, f"response_id: {problem}", param="response_id", code="response_not_found")
+
+    router.include_router(stored)
     return router
 
 
-class _HostedTools:
-    """Logs each type of hosted tools once: most clients that send one send it in every request."""
+class WholeResponse:
+    """Returns the response of the last event."""
 
     def __init__(self) -> None:
-        self._reported: set[str] = set()
+        self._response: Json = {}
 
-    def __call__(self, types: Iterable[str]) -> None:
-        for kind in {each.partition("_20")[0] for each in types} - self._reported:
-            self._reported.add(kind)
-            _log.warning("tools of type %s are not offered to the model: this service runs no hosted tools", kind)
+    def add_chunk(self, chunk: Json) -> None:
+        self._response = chunk.get("response", self._response)
+
+    def result(self) -> Json:
+        return self._response
 
 
 class ResponseWriter:
     """Writes the events of a response."""
+
+    whole = WholeResponse
 
     def __init__(
         self, body: ResponsesRequest, caller: UpstreamCaller, reader: ChatReader, tools: ResponseTools
@@ -113,18 +118,16 @@ class ResponseWriter:
         self.num_kept_bytes = len(msgspec.json.encode(self._settled))
         self._reader = reader
         self._tools = replace(tools, functions=[], places=[], choice=None)  # the others identify the called tools
-        self._events = ResponseEvents(self._settled, self._tools.named)
+        self._events: ResponseEvents
         self._usage = Usage()
         self._is_cut = False
         self._num_reasoning_tokens = 0
 
     def begin_response(self, request_id: str) -> list[Json]:
-        """Returns the events before any output."""
         self._events = ResponseEvents({"id": f"resp_{request_id}"} | self._settled, self._tools.named)
         return self._events.begin_response()
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
-        """Returns the events of new output."""
         for _, event in arrivals:
             if isinstance(event, Finished):
                 self._usage = event.usage
@@ -144,10 +147,6 @@ class ResponseWriter:
         """Returns the last events of a failed response, with the output so far and the error."""
         return self._events.fail(_CODES.get(error.status, "server_error"), error.message)
 
-    def whole(self) -> "WholeResponse":
-        """Returns the combiner for a whole answer."""
-        return WholeResponse()
-
     def _usage_json(self) -> Json:
         usage = self._usage
         return {
@@ -157,21 +156,6 @@ class ResponseWriter:
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.output_tokens,
         }
-
-
-class WholeResponse:
-    """Returns the response of the last event."""
-
-    def __init__(self) -> None:
-        self._response: Json = {}
-
-    def add_chunk(self, chunk: Json) -> None:
-        """Adds the next event."""
-        self._response = chunk.get("response", self._response)
-
-    def result(self) -> Json:
-        """The response."""
-        return self._response
 
 
 def _settled(body: ResponsesRequest, model: GetModelResponse) -> Json:
@@ -222,4 +206,3 @@ _RETURNED = {
     "top_p",
     "user",
 }
-"""Fields of a request that its response repeats."""

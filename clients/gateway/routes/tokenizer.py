@@ -4,11 +4,10 @@ from functools import partial
 
 from fastapi import APIRouter
 
-from penstock.clients.errors import RequestFailed
-from penstock.clients.gateway.errors import from_failure, invalid
-from penstock.clients.gateway.field_names import CHAT_NAMES, Names, caller_name
-from penstock.clients.gateway.requests.chat import build_chat
-from penstock.clients.gateway.requests.start import check_model
+from penstock.clients.gateway.errors import invalid, renaming
+from penstock.clients.gateway.field_names import CHAT_NAMES, caller_name
+from penstock.clients.gateway.requests.chat import rendered_ids
+from penstock.clients.gateway.requests.sampling import check_model
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.clients.gateway.schemas.tokenizer import (
@@ -22,9 +21,6 @@ from penstock.v1 import tokenizer_pb2 as pb
 
 _OF_A_CHAT = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 """Fields that apply only to messages."""
-_OF_TEXT: Names = ((r"text", "prompt"),)
-_OF_TOKENS: Names = ((r"token_ids", "tokens"),)
-"""The callers' names for the contract's fields."""
 
 
 def make_router() -> APIRouter:
@@ -48,10 +44,8 @@ def make_router() -> APIRouter:
         """Returns the text of tokens, special ones included."""
         check_model(request.model, caller)
         message = pb.DetokenizeRequest(token_ids=request.tokens, include_special_tokens=True)
-        try:
+        with renaming(partial(caller_name, names=((r"token_ids", "tokens"),))):
             response = await caller.call(caller.stubs.tokenizer.Detokenize, message)
-        except RequestFailed as failure:
-            raise from_failure(failure, partial(caller_name, names=_OF_TOKENS)) from None
         return DetokenizeResponse(prompt=response.text)
 
     return router
@@ -63,10 +57,8 @@ async def _of_prompt(request: TokenizeRequest, caller: UpstreamCaller) -> list[i
             raise invalid(name, "only with messages, not with prompt")
     assert request.prompt is not None
     message = pb.TokenizeRequest(text=request.prompt, add_special_tokens=request.add_special_tokens is not False)
-    try:
+    with renaming(partial(caller_name, names=((r"text", "prompt"),))):
         return list((await caller.call(caller.stubs.tokenizer.Tokenize, message)).token_ids)
-    except RequestFailed as failure:
-        raise from_failure(failure, partial(caller_name, names=_OF_TEXT)) from None
 
 
 async def _of_chat(request: TokenizeRequest, caller: UpstreamCaller) -> list[int]:
@@ -74,13 +66,9 @@ async def _of_chat(request: TokenizeRequest, caller: UpstreamCaller) -> list[int
         raise invalid("add_special_tokens", "not with messages: the chat template adds all special tokens")
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid("continue_final_message", "not with add_generation_prompt: true")
-    chat = build_chat(
-        ChatRequest.model_construct(messages=request.messages, **{name: getattr(request, name) for name in _OF_A_CHAT})
-    )
-    try:
-        return list((await caller.call(caller.stubs.tokenizer.RenderChat, pb.RenderChatRequest(chat=chat))).token_ids)
-    except RequestFailed as failure:
-        raise from_failure(failure, partial(caller_name, names=CHAT_NAMES)) from None
+    given = {name: getattr(request, name) for name in _OF_A_CHAT}
+    chat = ChatRequest.model_construct(messages=request.messages, **given)
+    return list(await rendered_ids(chat, caller, partial(caller_name, names=CHAT_NAMES)))
 
 
 async def _texts(token_ids: list[int], caller: UpstreamCaller) -> list[str]:

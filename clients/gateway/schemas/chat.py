@@ -5,78 +5,60 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.clients.gateway.schemas.common import (
+    MAX_TOOLS,
+    FunctionFields,
     GenerationBody,
     Items,
+    Lenient,
     PromptLogprobs,
     TokenLimit,
     UInt32,
     UsageInfo,
 )
 
-_LENIENT = ConfigDict(strict=True, extra="ignore")
 
-
-class ChatTextPart(BaseModel):
+class ChatTextPart(Lenient):
     """A part of a message's content; only text is supported."""
-
-    model_config = _LENIENT
 
     type: str
     text: str | None = None
     refusal: str | None = Field(None, description="The refusal, in a part of type refusal of an assistant message.")
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Lenient):
     """The name and the arguments of a called function."""
-
-    model_config = _LENIENT
 
     name: str
     arguments: str = Field(description="The arguments: a JSON object, as text.")
 
 
-class MessageToolCall(BaseModel):
+class MessageToolCall(Lenient):
     """A tool call that the model made."""
-
-    model_config = _LENIENT
 
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatRequestMessage(BaseModel):
+class ChatRequestMessage(Lenient):
     """One message of the conversation."""
 
-    model_config = _LENIENT
-
-    role: str = Field(
-        description="system, developer, user, assistant, tool, or another role that the chat template supports."
-    )
+    role: str
+    """system, developer, user, assistant, tool, or another role that the chat template supports."""
     content: str | Items[ChatTextPart] | None = None
     name: str | None = None
     tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = Field(default=None, description="Refused: use tool_calls instead.")
-    reasoning_content: str | None = Field(
-        default=None, description="The model's reasoning before this message. The chat template may leave it out."
-    )
+    reasoning_content: str | None = None
+    """The model's reasoning before this message. The chat template may leave it out."""
     reasoning: str | None = Field(default=None, description="Another name for reasoning_content.")
 
 
-class FunctionDefinition(BaseModel):
+class FunctionDefinition(FunctionFields):
     """A function that the model may call."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
-    strict: bool | None = Field(
-        None,
-        description="Whether calls under `auto` must match the schema too. Supported for the formats hermes and "
-        "mistral.",
-    )
+    model_config = ConfigDict(extra="allow")
 
 
 class Tool(BaseModel):
@@ -89,8 +71,7 @@ class Tool(BaseModel):
 
 
 Messages = Annotated[list[ChatRequestMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
-Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
-"""At most the contract's limit: each is a Python object, which takes many times its size in a body."""
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class JsonSchema(BaseModel):
@@ -102,15 +83,12 @@ class JsonSchema(BaseModel):
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Lenient):
     """The format that the answer must have."""
 
-    model_config = _LENIENT
-
     type: str = Field(description="text, json_object or json_schema.")
-    json_schema: JsonSchema | None = Field(
-        None, description="The schema that the answer must match, with or without `strict`."
-    )
+    json_schema: JsonSchema | None = None
+    """The schema that the answer must match, with or without `strict`."""
     object_schema: dict[str, Any] | None = Field(
         None,
         alias="schema",
@@ -123,44 +101,33 @@ class ChatRequest(GenerationBody):
 
     messages: Messages = Field(description="The messages of the conversation so far, in order.")
     max_tokens: TokenLimit | None = Field(None, description="The older name of max_completion_tokens.")
-    max_completion_tokens: TokenLimit | None = Field(
-        None,
-        description="The maximum number of tokens in each choice. Larger values are reduced to the room left in the "
-        "context, which is also the default.",
-    )
+    max_completion_tokens: TokenLimit | None = None
+    """The maximum number of tokens in each choice. Larger values are reduced to the room left in the context, which is
+    also the default."""
     logprobs: bool | None = Field(None, description="Whether to return the log-probability of each output token.")
-    top_logprobs: UInt32 | None = Field(
-        None, description="The number of alternative tokens to return at each position, at most 20."
-    )
+    top_logprobs: UInt32 | None = None
+    """The number of alternative tokens to return at each position, at most 20."""
     tools: Tools | None = Field(None, description="The tools that the model may call.")
-    tool_choice: str | dict[str, Any] | None = Field(
-        None, description='"auto", "none", "required" or one function. Default: "auto" if there are tools.'
-    )
-    parallel_tool_calls: bool | None = Field(
-        None, description="Whether an answer may have several tool calls. If false, only the first is kept."
-    )
+    tool_choice: str | dict[str, Any] | None = None
+    """"auto", "none", "required" or one function. Default: "auto" if there are tools."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several tool calls. If false, only the first is kept."""
     response_format: ResponseFormat | None = Field(None, description="The format that the answer must have.")
     reasoning_effort: str | None = Field(None, description="Passed to the chat template, if it has such a variable.")
-    verbosity: Literal["low", "medium", "high"] | None = Field(
-        None, description="Passed to the chat template, if it has such a variable."
-    )
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Passed to the chat template, if it has such a variable."""
     include_reasoning: bool | None = Field(None, description="Whether to return the model's reasoning. Default: true.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
     documents: Items[dict[str, Any]] | None = Field(None, description="Documents, passed to the chat template.")
-    add_generation_prompt: bool | None = Field(
-        None, description="Whether to open a new assistant message at the end of the prompt. Default: true."
-    )
-    continue_final_message: bool | None = Field(
-        None,
-        description="Whether the output continues the last message, which must be an assistant message. Excludes "
-        "add_generation_prompt.",
-    )
-    echo: bool | None = Field(
-        None, description="Whether to return the last message before the output, if the output continues it."
-    )
-    add_special_tokens: Literal[False] | None = Field(
-        None, description="Only false: the chat template adds all special tokens."
-    )
+    add_generation_prompt: bool | None = None
+    """Whether to open a new assistant message at the end of the prompt. Default: true."""
+    continue_final_message: bool | None = None
+    """Whether the output continues the last message, which must be an assistant message. Excludes
+    add_generation_prompt."""
+    echo: bool | None = None
+    """Whether to return the last message before the output, if the output continues it."""
+    add_special_tokens: Literal[False] | None = None
+    """Only false: the chat template adds all special tokens."""
 
 
 class FunctionPiece(BaseModel):

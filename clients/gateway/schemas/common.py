@@ -18,10 +18,12 @@ TRUNCATE = (
 )
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that stops at its first invalid item: an error for each of millions would fill the memory."""
-Texts = Annotated[list[str], Field(fail_fast=True)]
-Ids = Annotated[list[UInt32], Field(fail_fast=True)]
-IdLists = Annotated[list[Ids], Field(fail_fast=True)]
+Ids = Items[UInt32]
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+"""The types of text in a message; the second and third are those of the Responses API."""
 
+MAX_TOOLS = 128
+"""The contract's limit. The schemas apply it first: a parsed tool takes many times its size in a body."""
 _MAX_CHOICES = 64
 """The contract's limit, checked here since the reader of each choice is created before the request is sent."""
 _MAX_ENTRIES = 1024
@@ -59,9 +61,9 @@ def _prompts_kind(given: Any) -> str | None:
 
 Prompts = Annotated[
     Annotated[str, Tag("Text")]
-    | Annotated[Texts, Tag("Texts")]
+    | Annotated[Items[str], Tag("Texts")]
     | Annotated[Ids, Tag("Ids")]
-    | Annotated[IdLists, Tag("IdLists")],
+    | Annotated[Items[Ids], Tag("IdLists")],
     Discriminator(
         _prompts_kind,
         custom_error_type="prompts",
@@ -69,32 +71,60 @@ Prompts = Annotated[
     ),
 ]
 """Texts or tokens. The first item determines the type of the others, so that the error names the item that differs."""
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether these ``Prompts``, which are not empty, are one text or the ids of one."""
+    return isinstance(prompts, str) or isinstance(prompts[0], int)
+
+
 FewTexts = Annotated[list[str], Field(max_length=_MAX_ENTRIES, fail_fast=True)]
 """At most the contract's limit, since each is a Python object."""
 
 
-class StreamOptions(BaseModel):
+def type_of(given: Any) -> str:
+    """Returns the ``type`` of an object in a body, parsed or not; empty if it has none."""
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return str(kind or "")
+
+
+class Strict(BaseModel):
+    """A part of a body whose unknown fields are refused. Docstrings of fields are their descriptions."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Lenient(BaseModel):
+    """A part of a body whose unknown fields are ignored. Docstrings of fields are their descriptions."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class FunctionFields(Lenient):
+    """What a function's definition has in each API."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
+    strict: bool | None = None
+    """Whether calls under `auto` must match the schema too. Supported for the formats hermes and mistral."""
+
+
+class StreamOptions(Strict):
     """Options of a streamed answer."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    include_usage: bool | None = Field(
-        None, description="Whether to send one more chunk at the end, with the usage and no choices. Default: false."
-    )
-    continuous_usage_stats: bool | None = Field(
-        None,
-        description="Whether every chunk has the usage so far. Only with include_usage. An extension from vLLM.",
-    )
+    include_usage: bool | None = None
+    """Whether to send one more chunk at the end, with the usage and no choices. Default: false."""
+    continuous_usage_stats: bool | None = None
+    """Whether every chunk has the usage so far. Only with include_usage. An extension from vLLM."""
     include_obfuscation: bool | None = Field(None, description="Ignored: chunks are never padded.")
 
 
 G = TypeVar("G", bound="GenerationBody")
 
 
-class Body(BaseModel):
+class Body(Strict):
     """The body of any request. An unknown field is refused with an error that names it."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = Field(None, description="The model's name, as in GET /v1/models. Default: that model.")
 
@@ -109,85 +139,63 @@ class Body(BaseModel):
         return without_foreign_fields(body, cls.model_fields)
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Strict):
     """A constraint on the output. Set exactly one of the fields."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
-    json_schema: str | dict[str, Any] | None = Field(
-        None, alias="json", description="The output is JSON that matches this schema."
-    )
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    """The output is JSON that matches this schema."""
     regex: str | None = Field(None, description="The whole output matches this regular expression.")
     choice: FewTexts | None = Field(None, description="The output is one of these texts.")
     grammar: str | None = Field(None, description="The output matches this grammar, written in Lark or GBNF.")
     json_object: bool | None = Field(None, description="If true, the output is any JSON object.")
 
 
-class SamplingBody(Body):
+class QueuedBody(Body):
+    """The body of a request that waits in the service's queue."""
+
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    """Requests with lower values run first, if the service schedules by priority."""
+    request_id: str | None = Field(None, description="The client's own id for the request, for the service's logs.")
+
+
+class SamplingBody(QueuedBody):
     """The sampling options. The service checks their limits, as defined by the gRPC contract."""
 
-    temperature: float | None = Field(
-        None,
-        description="The sampling temperature; 0 always takes the most likely token. Default: the value in the model's "
-        "generation_config.json, else 1.",
-    )
-    top_p: float | None = Field(
-        None,
-        description="Samples only from the most likely tokens whose probabilities add up to this value; 0: the most "
-        "likely one.",
-    )
-    stop: str | Items[str] | None = Field(
-        None, description="Up to 64 strings. The output ends before the first one that appears."
-    )
-    seed: int | None = Field(
-        None,
-        ge=-(2**63),
-        le=2**64 - 1,
-        description="Requests with the same seed and options return the same output, if the backend is deterministic.",
-    )
-    presence_penalty: float | None = Field(
-        None, description="Subtracted from the logit of each token that is in the output: -2 to 2."
-    )
-    frequency_penalty: float | None = Field(
-        None, description="Subtracted from the logit of a token once for each time it is in the output: -2 to 2."
-    )
-    logit_bias: Annotated[dict[str, float], FEW_ENTRIES] | None = Field(
-        None, description="Values to add to the logits of tokens, by token id; at most 1,024."
-    )
-    top_k: int | None = Field(
-        None, ge=-1, le=2**32 - 1, description="Samples only from the k most likely tokens; 0 or -1: all tokens."
-    )
-    min_p: float | None = Field(
-        None,
-        description="Samples only from tokens with at least this fraction of the probability of the most likely one.",
-    )
-    repetition_penalty: float | None = Field(
-        None, description="Makes tokens in the prompt or the output less likely if above 1, more likely if below 1."
-    )
+    temperature: float | None = None
+    """The sampling temperature; 0 always takes the most likely token. Default: the value in the model's
+    generation_config.json, else 1."""
+    top_p: float | None = None
+    """Samples only from the most likely tokens whose probabilities add up to this value; 0: the most likely one."""
+    stop: str | Items[str] | None = None
+    """Up to 64 strings. The output ends before the first one that appears."""
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    """Requests with the same seed and options return the same output, if the backend is deterministic."""
+    presence_penalty: float | None = None
+    """Subtracted from the logit of each token that is in the output: -2 to 2."""
+    frequency_penalty: float | None = None
+    """Subtracted from the logit of a token once for each time it is in the output: -2 to 2."""
+    logit_bias: Annotated[dict[str, float], FEW_ENTRIES] | None = None
+    """Values to add to the logits of tokens, by token id; at most 1,024."""
+    top_k: int | None = Field(None, ge=-1, le=2**32 - 1)
+    """Samples only from the k most likely tokens; 0 or -1: all tokens."""
+    min_p: float | None = None
+    """Samples only from tokens with at least this fraction of the probability of the most likely one."""
+    repetition_penalty: float | None = None
+    """Makes tokens in the prompt or the output less likely if above 1, more likely if below 1."""
     min_tokens: UInt32 | None = Field(None, description="The minimum number of output tokens.")
     stop_token_ids: Items[UInt32] | None = Field(None, description="Further tokens that end the output.")
-    ignore_eos: bool | None = Field(
-        None, description="Whether to continue past the model's end-of-sequence tokens. Default: false."
-    )
+    ignore_eos: bool | None = None
+    """Whether to continue past the model's end-of-sequence tokens. Default: false."""
     bad_words: Items[str] | None = Field(None, description="Strings that must not appear in the output.")
     allowed_token_ids: Items[UInt32] | None = Field(None, description="The only tokens that may be chosen.")
-    include_stop_str_in_output: bool | None = Field(
-        None, description="Whether the text includes the stop string or stop token that ended it. Default: false."
-    )
-    skip_special_tokens: bool | None = Field(
-        None, description="Whether to leave special tokens out of the text. Default: true."
-    )
-    priority: int | None = Field(
-        None,
-        ge=-(2**31),
-        le=2**31 - 1,
-        description="Requests with lower values run first, if the service schedules by priority.",
-    )
-    request_id: str | None = Field(None, description="The client's own id for the request, for the service's logs.")
-    max_draft_tokens: UInt32 | None = Field(
-        None,
-        description="The maximum number of tokens to draft per step; 0: none. Affects the speed, never the output.",
-    )
+    include_stop_str_in_output: bool | None = None
+    """Whether the text includes the stop string or stop token that ended it. Default: false."""
+    skip_special_tokens: bool | None = None
+    """Whether to leave special tokens out of the text. Default: true."""
+    max_draft_tokens: UInt32 | None = None
+    """The maximum number of tokens to draft per step; 0: none. Affects the speed, never the output."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = Field(None, description="The older name of structured_outputs.json.")
     guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
@@ -203,28 +211,19 @@ class SamplingBody(Body):
 class GenerationBody(SamplingBody):
     """Fields of completions and chats."""
 
-    n: Annotated[int, Field(ge=0, le=_MAX_CHOICES)] | None = Field(
-        None, description="The number of choices to generate for each prompt: 1 to 64. Default: 1."
-    )
+    n: Annotated[int, Field(ge=0, le=_MAX_CHOICES)] | None = None
+    """The number of choices to generate for each prompt: 1 to 64. Default: 1."""
     stream: bool | None = Field(None, description="Whether to stream the response as server-sent events.")
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        None,
-        description="Returns the log-probabilities of the prompt's tokens, with this many alternatives. Excludes "
-        "stream.",
-    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Returns the log-probabilities of the prompt's tokens, with this many alternatives. Excludes stream."""
     truncate_prompt_tokens: NumKept | None = Field(None, description=TRUNCATE)
-    truncation_side: Literal["left", "right"] | None = Field(
-        None,
-        description="The side of the prompt that truncate_prompt_tokens cuts: left keeps the last tokens. Default: "
-        "left.",
-    )
-    return_token_ids: bool | None = Field(
-        None, description="Whether to return the token ids of the prompt and the output."
-    )
-    return_tokens_as_token_ids: bool | None = Field(
-        None, description='Whether logprobs show tokens as "token_id:N" instead of text.'
-    )
+    truncation_side: Literal["left", "right"] | None = None
+    """The side of the prompt that truncate_prompt_tokens cuts: left keeps the last tokens. Default: left."""
+    return_token_ids: bool | None = None
+    """Whether to return the token ids of the prompt and the output."""
+    return_tokens_as_token_ids: bool | None = None
+    """Whether logprobs show tokens as "token_id:N" instead of text."""
 
     @property
     def includes_usage(self) -> bool:

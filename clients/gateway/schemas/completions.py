@@ -22,27 +22,21 @@ MAX_PROMPTS = 1024
 class CompletionRequest(GenerationBody):
     """A request to continue a text."""
 
-    prompt: Annotated[Prompts, few(MAX_PROMPTS, "prompts")] = Field(
-        description="A text, token ids, or a list of either. The choices are returned in the order of the prompts."
-    )
+    prompt: Annotated[Prompts, few(MAX_PROMPTS, "prompts")]
+    """A text, token ids, or a list of either. The choices are returned in the order of the prompts."""
     max_tokens: TokenLimit | None = Field(
         None,
         description="The maximum number of tokens in each choice. Larger values are reduced to the room left in the "
         f"context. 0 generates nothing and needs echo. Default: {DEFAULT_MAX_TOKENS}.",
     )
-    logprobs: UInt32 | None = Field(
-        None, description="Returns the log-probability of each token, with this many alternatives, at most 20."
-    )
-    echo: bool | None = Field(
-        None, description="Whether to return the prompt before the output, with its log-probabilities if requested."
-    )
+    logprobs: UInt32 | None = None
+    """Returns the log-probability of each token, with this many alternatives, at most 20."""
+    echo: bool | None = None
+    """Whether to return the prompt before the output, with its log-probabilities if requested."""
     best_of: UInt32 | None = Field(None, description="Must equal n: all choices that are generated are returned.")
     suffix: str | None = Field(None, description="Not supported: text can only be continued, not inserted.")
-    add_special_tokens: bool | None = Field(
-        None,
-        description="Whether the tokenizer adds its special tokens to a text, such as a beginning-of-sequence token. "
-        "Default: true.",
-    )
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens to a text, such as a beginning-of-sequence token. Default: true."""
 
 
 class CompletionLogprobs(BaseModel):

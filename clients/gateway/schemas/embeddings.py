@@ -4,47 +4,28 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from penstock.clients.gateway.schemas.common import TRUNCATE, Body, NumKept, Prompts, UInt32, few
+from penstock.clients.gateway.schemas.common import TRUNCATE, NumKept, Prompts, QueuedBody, UInt32, few
 
 _MAX_INPUTS = 2048
 """The contract's limit."""
 
 
-class EmbeddingsRequest(Body):
+class EmbeddingsRequest(QueuedBody):
     """A request to embed texts."""
 
-    input: Annotated[Prompts, few(_MAX_INPUTS, "inputs"), Field(min_length=1)] = Field(
-        description="A text, a list of token ids, or a list of at most 2,048 of either."
-    )
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None,
-        description="The format of the vectors. base64 encodes 32-bit floats, little-endian. Default: float.",
-    )
-    dimensions: UInt32 | None = Field(
-        None,
-        description="The number of values in each vector; the rest are cut. For models that were trained for it. "
-        "Default: all.",
-    )
-    normalize: bool | None = Field(
-        None,
-        description="Whether to scale each vector to length 1. Default: as in the model's modules.json, else true.",
-    )
+    input: Annotated[Prompts, few(_MAX_INPUTS, "inputs"), Field(min_length=1)]
+    """A text, a list of token ids, or a list of at most 2,048 of either."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """The format of the vectors. base64 encodes 32-bit floats, little-endian. Default: float."""
+    dimensions: UInt32 | None = None
+    """The number of values in each vector; the rest are cut. For models that were trained for it. Default: all."""
+    normalize: bool | None = None
+    """Whether to scale each vector to length 1. Default: as in the model's modules.json, else true."""
     truncate_prompt_tokens: NumKept | None = Field(None, description=TRUNCATE)
-    truncation_side: Literal["left", "right"] | None = Field(
-        None,
-        description="The side of an input that truncate_prompt_tokens cuts: right keeps the first tokens. Default: "
-        "right.",
-    )
-    add_special_tokens: Literal[True] | None = Field(
-        None, description="Only true: the tokenizer always adds its special tokens to a text."
-    )
-    priority: int | None = Field(
-        None,
-        ge=-(2**31),
-        le=2**31 - 1,
-        description="Requests with lower values run first, if the service schedules by priority.",
-    )
-    request_id: str | None = Field(None, description="The client's own id for the request, for the service's logs.")
+    truncation_side: Literal["left", "right"] | None = None
+    """The side of an input that truncate_prompt_tokens cuts: right keeps the first tokens. Default: right."""
+    add_special_tokens: Literal[True] | None = None
+    """Only true: the tokenizer always adds its special tokens to a text."""
 
 
 class EmbeddingData(BaseModel):

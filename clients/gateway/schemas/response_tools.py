@@ -1,46 +1,29 @@
 """The tools of POST /v1/responses: functions, custom tools, namespaces of both, and the tools that OpenAI hosts."""
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-_LENIENT = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
-MAX_TOOLS = 128
-"""The contract's limit. The schema applies it first: a parsed tool takes many times its size in a body."""
+from penstock.clients.gateway.schemas.common import MAX_TOOLS, FunctionFields, Lenient, type_of
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(FunctionFields):
     """A function that the model may call."""
 
-    model_config = _LENIENT
-
     type: Literal["function"]
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
-    strict: bool | None = Field(
-        None,
-        description="Whether calls under `auto` must match the schema too. Supported for the formats hermes and "
-        "mistral.",
-    )
 
 
-class CustomFormat(BaseModel):
+class CustomFormat(Lenient):
     """The format of a custom tool's input."""
-
-    model_config = _LENIENT
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = Field(None, description="The syntax of the grammar.")
     definition: str | None = Field(None, description="The grammar. It is shown to the model.")
 
 
-class CustomTool(BaseModel):
+class CustomTool(Lenient):
     """A tool whose input is one text. The model sees it as a function with one string, `input`."""
-
-    model_config = _LENIENT
 
     type: Literal["custom"]
     name: str = Field(min_length=1)
@@ -50,8 +33,7 @@ class CustomTool(BaseModel):
 
 def _kind(tool: Any) -> str:
     """Returns the tag of a tool. Tags are not field names, so error paths leave them out."""
-    kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
-    kind = str(kind)
+    kind = type_of(tool)
     if kind in ("function", "custom", "namespace"):
         return kind.title()
     return "Hosted" if _HOSTED.fullmatch(kind) else "Unknown"
@@ -63,18 +45,14 @@ _HOSTED = re.compile(
 )
 
 
-class UnknownTool(BaseModel):
+class UnknownTool(Lenient):
     """A tool of an unknown type, which the error names."""
-
-    model_config = _LENIENT
 
     type: Literal["function", "custom", "namespace"]
 
 
-class UnknownMember(BaseModel):
+class UnknownMember(Lenient):
     """A tool of a type that a namespace cannot have."""
-
-    model_config = _LENIENT
 
     type: Literal["function", "custom"]
 
@@ -87,10 +65,8 @@ NamespaceMember = Annotated[
 ]
 
 
-class NamespaceTool(BaseModel):
+class NamespaceTool(Lenient):
     """A named group of functions and custom tools, such as those of one MCP server."""
-
-    model_config = _LENIENT
 
     type: Literal["namespace"]
     name: str = Field(min_length=1)

@@ -6,65 +6,56 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from penstock.clients.gateway.errors import invalid
-from penstock.clients.gateway.schemas.common import FEW_ENTRIES, Items, SamplingBody, UInt32
+from penstock.clients.gateway.schemas.common import (
+    FEW_ENTRIES,
+    TEXT_PARTS,
+    Items,
+    Lenient,
+    SamplingBody,
+    Strict,
+    UInt32,
+    type_of,
+)
 from penstock.clients.gateway.schemas.response_tools import AnyTools
 
 _NO_STORE = "nothing is stored here"
-_LENIENT = ConfigDict(strict=True, extra="ignore")
-_KNOWN = ConfigDict(strict=True, extra="forbid")
 
 
-class TextPart(BaseModel):
+class TextPart(Lenient):
     """A text in a message of any role."""
-
-    model_config = _LENIENT
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-_TEXTS = frozenset({"input_text", "output_text", "text"})
-
-
-class RefusalPart(BaseModel):
+class RefusalPart(Lenient):
     """A refusal in an answer of another service."""
-
-    model_config = _LENIENT
 
     type: Literal["refusal"]
     refusal: str
-
-
-def _part_kind(part: Any) -> str:
-    kind = str(part.get("type") if isinstance(part, dict) else getattr(part, "type", None))
-    return "Text" if kind in _TEXTS else kind.title()
 
 
 ContentPart = Annotated[
     # Tags are not field names, so error paths leave them out.
     Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")],
     Discriminator(
-        _part_kind,
+        lambda part: "Text" if type_of(part) in TEXT_PARTS else type_of(part).title(),
         custom_error_type="content_part",
         custom_error_message="must be text: other content is not supported",
     ),
 ]
 
 
-class MessageItem(BaseModel):
+class MessageItem(Lenient):
     """A message of the conversation."""
-
-    model_config = _LENIENT
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Items[ContentPart]
 
 
-class CallItem(BaseModel):
+class CallItem(Lenient):
     """A function call in an earlier answer."""
-
-    model_config = _LENIENT
 
     type: Literal["function_call"]
     call_id: str
@@ -73,10 +64,8 @@ class CallItem(BaseModel):
     arguments: str
 
 
-class CustomCallItem(BaseModel):
+class CustomCallItem(Lenient):
     """A call of a custom tool in an earlier answer."""
-
-    model_config = _LENIENT
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -85,47 +74,37 @@ class CustomCallItem(BaseModel):
     input: str
 
 
-class CallOutputItem(BaseModel):
+class CallOutputItem(Lenient):
     """The output of a function call or a custom tool call."""
-
-    model_config = _LENIENT
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | Items[ContentPart]
 
 
-class AdditionalToolsItem(BaseModel):
+class AdditionalToolsItem(Lenient):
     """Tools that were added during the conversation. The model sees them with the others."""
-
-    model_config = _LENIENT
 
     type: Literal["additional_tools"]
     tools: AnyTools
 
 
-class ReasoningText(BaseModel):
+class ReasoningText(Lenient):
     """A part of the reasoning or of its summary."""
-
-    model_config = _LENIENT
 
     text: str
 
 
-class ReasoningItem(BaseModel):
+class ReasoningItem(Lenient):
     """Reasoning before a message or a call in an earlier answer. The chat template may leave it out."""
-
-    model_config = _LENIENT
 
     type: Literal["reasoning"]
     content: Items[ReasoningText] | None = None
     summary: Items[ReasoningText] | None = Field(None, description="A summary, used if there is no content.")
 
 
-class ItemReference(BaseModel):
+class ItemReference(Lenient):
     """A reference to an item of an earlier answer by its id. Refused."""
-
-    model_config = _LENIENT
 
     @model_validator(mode="before")
     @classmethod
@@ -137,8 +116,7 @@ class ItemReference(BaseModel):
 
 def _kind(item: Any) -> str:
     """Returns the type of an item; it is optional for messages."""
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    kind = str(kind or "message").title()
+    kind = (type_of(item) or "message").title()
     return "Function_Call_Output" if kind == "Custom_Tool_Call_Output" else kind
 
 
@@ -174,39 +152,29 @@ class TextFormat(BaseModel):
     )
 
 
-class TextConfig(BaseModel):
+class TextConfig(Strict):
     """Options for the answer's text."""
 
-    model_config = _KNOWN
-
     format: TextFormat | None = Field(None, description="The format that the answer must have.")
-    verbosity: Literal["low", "medium", "high"] | None = Field(
-        None, description="Passed to the chat template, if it has such a variable."
-    )
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Passed to the chat template, if it has such a variable."""
 
 
-class ReasoningConfig(BaseModel):
+class ReasoningConfig(Strict):
     """Options for the model's reasoning."""
 
-    model_config = _KNOWN
-
     effort: str | None = Field(None, description="Passed to the chat template, if it has such a variable.")
-    summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="Ignored: the reasoning itself is returned, not a summary."
-    )
-    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="The older name of summary."
-    )
-    context: Literal["auto", "current_turn", "all_turns"] | None = Field(
-        None, description="Ignored: the chat template decides which earlier reasoning the model sees."
-    )
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Ignored: the reasoning itself is returned, not a summary."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """The older name of summary."""
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    """Ignored: the chat template decides which earlier reasoning the model sees."""
     mode: Literal["standard"] | None = None
 
 
-class ResponseStreamOptions(BaseModel):
+class ResponseStreamOptions(Strict):
     """Options of a streamed answer."""
-
-    model_config = _KNOWN
 
     include_obfuscation: bool | None = Field(None, description="Ignored: events are never padded.")
 
@@ -241,36 +209,25 @@ class ResponsesRequest(SamplingBody):
 
     input: str | InputItems = Field(min_length=1, description="A question, or the items of a conversation in order.")
     instructions: str | None = Field(None, description="A system message to put before the input.")
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="The maximum number of output tokens. Default: as many as fit in the context."
-    )
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The maximum number of output tokens. Default: as many as fit in the context."""
     stream: bool | None = Field(None, description="Whether to stream the response as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
-    tools: AnyTools | None = Field(
-        None,
-        description="The tools that the model may call: functions, custom tools and namespaces. Hosted tools are "
-        "ignored.",
-    )
-    tool_choice: str | dict[str, Any] | None = Field(
-        None,
-        description='"auto", "none", "required", one tool, or allowed_tools. Default: "auto" if there are tools.',
-    )
-    parallel_tool_calls: bool | None = Field(
-        None, description="Whether an answer may have several tool calls. If false, only the first is kept."
-    )
+    tools: AnyTools | None = None
+    """The tools that the model may call: functions, custom tools and namespaces. Hosted tools are ignored."""
+    tool_choice: str | dict[str, Any] | None = None
+    """"auto", "none", "required", one tool, or allowed_tools. Default: "auto" if there are tools."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several tool calls. If false, only the first is kept."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: Items[Includable] | None = Field(
-        None,
-        description="message.output_text.logprobs adds the log-probabilities of the text. OpenAI's other values are "
-        "accepted and add nothing: no hosted tool runs, and reasoning is returned unencrypted.",
-    )
-    top_logprobs: UInt32 | None = Field(
-        None, description="Returns log-probabilities with this many alternatives, at most 20."
-    )
-    metadata: Annotated[dict[str, str], FEW_ENTRIES] | None = Field(
-        None, description="Returned unchanged in the response."
-    )
+    include: Items[Includable] | None = None
+    """message.output_text.logprobs adds the log-probabilities of the text. OpenAI's other values are accepted and add
+    nothing: no hosted tool runs, and reasoning is returned unencrypted."""
+    top_logprobs: UInt32 | None = None
+    """Returns log-probabilities with this many alternatives, at most 20."""
+    metadata: Annotated[dict[str, str], FEW_ENTRIES] | None = None
+    """Returned unchanged in the response."""
     user: str | None = Field(None, description="Returned unchanged in the response.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
 

@@ -13,20 +13,14 @@ class TokenizeRequest(Body):
 
     prompt: str | None = Field(None, description="The text. Set either this or messages.")
     messages: Messages | None = Field(None, description="The conversation. Set either this or prompt.")
-    add_special_tokens: bool | None = Field(
-        None,
-        description="Whether the tokenizer adds its special tokens to a text. Default: true. For messages only false "
-        "is allowed: the chat template adds all special tokens.",
-    )
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens to a text. Default: true. For messages only false is allowed: the
+    chat template adds all special tokens."""
     return_token_strs: bool | None = Field(None, description="Whether to return the text of each token too.")
-    add_generation_prompt: bool | None = Field(
-        None, description="Whether to open a new assistant message at the end of the prompt. Default: true."
-    )
-    continue_final_message: bool | None = Field(
-        None,
-        description="Whether to leave the last message open, which must be an assistant message. Excludes "
-        "add_generation_prompt.",
-    )
+    add_generation_prompt: bool | None = None
+    """Whether to open a new assistant message at the end of the prompt. Default: true."""
+    continue_final_message: bool | None = None
+    """Whether to leave the last message open, which must be an assistant message. Excludes add_generation_prompt."""
     tools: Tools | None = Field(None, description="The tools that the model may call.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
 

@@ -30,7 +30,7 @@ class IgnoredFields:
             ("route",),
             registry=registry,
         )
-        self._names: dict[str, None] = {}
+        self._names: list[str] = []
         self._next_log = 0.0
 
     def note(self, route: str, names: Sequence[str]) -> None:
@@ -38,15 +38,13 @@ class IgnoredFields:
         if not names:
             return
         self._fields.labels(route).inc(len(names))
-        self._names |= dict.fromkeys(names[:_MAX_NAMES])
+        distinct = dict.fromkeys((*self._names, *names[:_MAX_NAMES]))
+        self._names = list(distinct)[:_MAX_NAMES]
         now = time.monotonic()
         if now >= self._next_log:
-            listed = ", ".join(list(self._names)[:_MAX_NAMES])
-            _log.warning("ignored unknown fields: %s", ascii(listed))
+            _log.warning("ignored unknown fields: %s", ascii(", ".join(self._names)))
             self._names.clear()
             self._next_log = now + _LOG_EVERY_S
-        elif len(self._names) > _MAX_NAMES:
-            self._names = dict.fromkeys(list(self._names)[:_MAX_NAMES])
 
 
 def without_unknown_fields(body: Any, model: type[BaseModel], known: Collection[str]) -> tuple[Any, list[str]]:

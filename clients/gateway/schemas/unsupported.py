@@ -11,23 +11,14 @@ from typing import Any
 
 from penstock.clients.gateway.errors import GatewayError, invalid
 
-NOT_YET = "is not supported by this service yet"
-
-_GRAMMARS = dict.fromkeys(
-    (
-        "guided_decoding_backend",
-        "guided_whitespace_pattern",
-        "structural_tag",
-    ),
-    (None,),
-)
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **_GRAMMARS,
     "audio": (None,),
     "cache_salt": (None,),
     "chat_template": (None,),  # a caller's template would be a program
     "function_call": (None, "none"),
     "functions": (None, []),
+    "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1.0),
     "logits_processors": (None, []),
@@ -36,6 +27,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (None,),
     "repetition_detection": (None,),
     "spaces_between_special_tokens": (None, True),
+    "structural_tag": (None,),
     "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
@@ -71,7 +63,7 @@ def without_foreign_fields(body: Any, known: Collection[str]) -> Any:
             kept[name] = value
         elif name in UNSUPPORTED:
             if value not in UNSUPPORTED[name]:
-                raise invalid(name, NOT_YET, code="unsupported_parameter")
+                raise invalid(name, "is not supported by this service yet", code="unsupported_parameter")
         elif name not in IGNORED:
             near = difflib.get_close_matches(shown(name), known, n=1)  # a name may be as long as a body
             hint = f"; did you mean {near[0]}?" if near else ""

@@ -10,11 +10,10 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from penstock.clients.gateway.errors import install_handlers
-from penstock.clients.gateway.responses import stored_responses
 from penstock.clients.gateway.routes import (
-    api_docs as api_page,
+    api_docs,
     chat,
-    chat_page as page,
+    chat_page,
     completions,
     embeddings,
     metrics,
@@ -36,9 +35,7 @@ from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.parse_turns import ParseTurns
 from penstock.clients.host.reloaded_files import FileWatch
 
-_PARTS = (
-    completions, chat, responses, stored_responses, embeddings, tokenizer, models, probes, metrics, page, api_page
-)  # fmt: skip
+_PARTS = (completions, chat, responses, embeddings, tokenizer, models, probes, metrics, chat_page, api_docs)
 _DESCRIPTION = """\
 Completions, chats, embeddings and models as OpenAI's clients expect them, with vLLM's additional fields.
 
@@ -76,14 +73,14 @@ class GatewayApp(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         """Returns the description, created on first use."""
-        if self.openapi_schema is None:
-            described = super().openapi()
-            chunk = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
-            parts = chunk.pop("$defs")
-            described["components"]["schemas"] = parts | described["components"]["schemas"] | {"ChatChunk": chunk}
-            api_page.complete(described)
-        assert self.openapi_schema is not None, "made just now"
-        return self.openapi_schema
+        if self.openapi_schema is not None:
+            return self.openapi_schema
+        described = super().openapi()
+        chunk = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
+        parts = chunk.pop("$defs")
+        described["components"]["schemas"] = parts | described["components"]["schemas"] | {"ChatChunk": chunk}
+        api_docs.complete(described)
+        return described
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -118,7 +115,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.state.parse_turns = ParseTurns()
     app.state.body_budget = BodyBudget(settings.max_bodies_bytes)
     app.state.ignored_fields = IgnoredFields(app.state.gateway_metrics.registry)
-    app.add_middleware(OuterMiddleware, settings=settings, gateway_metrics=app.state.gateway_metrics)
+    app.add_middleware(
+        OuterMiddleware,
+        max_body_bytes=settings.max_body_bytes,
+        allowed_hosts=settings.allowed_hosts,
+        gateway_metrics=app.state.gateway_metrics,
+    )
     if settings.allowed_origins:  # outermost, so that errors have the headers too
         app.add_middleware(
             CORSMiddleware,

@@ -11,7 +11,7 @@ from penstock.clients.cli.options import connection, default_target
 from penstock.clients.errors import PenstockError
 from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.server.flags import make_parser
-from penstock.clients.gateway.server.http_server import HttpSettings, serve
+from penstock.clients.gateway.server.http_server import HttpSettings, address, serve
 from penstock.clients.gateway.server.key_file import read_key
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.upstream.body_budget import TENANT_SHARE
@@ -49,15 +49,13 @@ def set_up_logging() -> None:
 
 def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
     """Reads the app's settings from the flags. Raises PenstockError."""
-    target = arguments.target or default_target()
-    service = connection(arguments, target)
     if arguments.require_tenant_header and not arguments.tenant_header:
         raise PenstockError("--require-tenant-header: needs --tenant-header as well: name the header")
     # A key in the environment is a person's: every client of the gateway would use it.
     key = None if arguments.api_key_file is None else read_key(arguments.api_key_file)
-    service = replace(service, api_key=None if key is None else key.value)
+    service = connection(arguments, arguments.target or default_target())
     return GatewaySettings(
-        service=service,
+        service=replace(service, api_key=None if key is None else key.value),
         api_key_file=key,
         tenant_header=arguments.tenant_header or "",
         metrics_target=arguments.metrics_target or "",
@@ -98,7 +96,7 @@ def exposed_address(arguments: argparse.Namespace) -> str:
     opened by another program."""
     if arguments.fd is not None or arguments.unix_socket is not None or resolves_to_loopback(arguments.host):
         return ""
-    return f"{f'[{arguments.host}]' if ':' in arguments.host else arguments.host}:{arguments.port}"
+    return address(arguments.host, arguments.port)
 
 
 def http_settings(arguments: argparse.Namespace) -> HttpSettings:

@@ -39,13 +39,11 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._write_timeout_s = write_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Starts to wait for a head."""
         super().connection_made(transport)
         self._places.enter(self)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops all timers."""
         self._have_head()
         self._have_reader()
         self._places.leave(self)
@@ -71,44 +69,30 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """Handles the first byte of a head."""
         if self._is_answering():
             self._is_last = True
+            self.parser.is_muted = True  # type: ignore[attr-defined]
             self.cycle.keep_alive = False
         else:
             super().on_message_begin()
             self._await_head()
 
-    def on_url(self, url: bytes) -> None:
-        """Handles a part of the target."""
-        if not self._is_last:
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Handles a header or a trailer."""
-        if not self._is_last:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         """Handles the end of a head; the route limits the body's time."""
-        if not self._is_last:
-            self._num_head = 0
-            self._have_head()
-            self._read_absolute_target()
-            self._places.mark_busy(self)
-            super().on_headers_complete()
+        self._num_head = 0
+        self._have_head()
+        self._read_absolute_target()
+        self._places.mark_busy(self)
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Handles a part of a body; the app limits its size."""
-        if not self._is_last:
-            self._num_head = 0
-            super().on_body(body)
+        self._num_head = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handles the end of a request."""
-        if not self._is_last:
-            self._num_head = 0
-            super().on_message_complete()
+        self._num_head = 0
+        super().on_message_complete()
 
     def pause_writing(self) -> None:
         """Handles a full write buffer. On TCP the kernel limits the time (see ``http_server.py``); on a Unix socket a
@@ -119,7 +103,6 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             self._await_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Handles a drained write buffer."""
         self._have_reader()
         self._places.catch_up(self)
         super().resume_writing()
@@ -132,17 +115,14 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     @property
     def tenant(self) -> str:
-        """The tenant of the running request, if known."""
         caller = None if self.cycle is None else self.cycle.scope["state"].get(CALLER)
         return "" if caller is None else str(caller.counted_as)
 
     @property
     def num_unread(self) -> int:
-        """The number of response bytes that neither the client nor the kernel has taken."""
         return self.transport.get_write_buffer_size()
 
     def cut(self) -> None:
-        """Closes the connection and cancels its request."""
         self.connections.discard(self)  # so that it is no longer counted
         self.transport.abort()
 

@@ -16,16 +16,13 @@ class HttpConnection(Protocol):
     @property
     def tenant(self) -> str:
         """The tenant of the current response; empty if there is none."""
-        ...
 
     @property
     def num_unread(self) -> int:
-        """The number of written bytes that the client has not read."""
-        ...
+        """The number of written bytes that neither the client nor the kernel has taken."""
 
     def cut(self) -> None:
         """Closes the connection immediately and ends its request."""
-        ...
 
 
 class ConnectionPlaces:
@@ -45,7 +42,6 @@ class ConnectionPlaces:
         """Connections that are read more slowly than they are written, with the number of bytes that waited when they
         were last checked. Since then it can only have fallen."""
         self._num_unread = 0
-        """The sum of these numbers."""
         self._num = 0
 
     def enter(self, connection: HttpConnection) -> None:
@@ -59,7 +55,6 @@ class ConnectionPlaces:
         self._silent[connection] = None
 
     def leave(self, connection: HttpConnection) -> None:
-        """Removes a connection that has ended."""
         self._num -= 1
         self.mark_busy(connection)
         self.catch_up(connection)

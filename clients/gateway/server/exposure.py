@@ -14,9 +14,6 @@ _log = logging.getLogger(__name__)
 @asynccontextmanager
 async def exposure_warning(link: ServiceLink) -> AsyncIterator[None]:
     """Logs the warning if it applies: it depends on whether the service requires keys."""
-    if not link.settings.exposed_address:
-        yield
-        return
     task = asyncio.create_task(_warn(link), name="penstock-gateway-exposure")
     try:
         yield
@@ -26,7 +23,8 @@ async def exposure_warning(link: ServiceLink) -> AsyncIterator[None]:
 
 async def _warn(link: ServiceLink) -> None:
     settings = link.settings
-    target = settings.service.target
+    if not settings.exposed_address:
+        return
     if settings.service.api_key is not None:
         what, remedy = "under the key of --api-key-file", "let only a proxy that knows its callers reach it"
     else:
@@ -40,7 +38,7 @@ async def _warn(link: ServiceLink) -> None:
     _log.warning(
         "--host %s: anyone who can reach this address can use the service at %s, %s; %s, or listen on 127.0.0.1",
         settings.exposed_address,
-        target,
+        settings.service.target,
         what,
         remedy,
     )

@@ -63,8 +63,8 @@ class HttpSettings:
 def serve(app: Starlette, http: HttpSettings, greeting: Callable[[str], str]) -> int:
     """Serves until a signal; returns the exit status. ``greeting`` makes a sentence of the URL, without a slash at its
     end. Raises PenstockError."""
-    with _listening(http) as (listener, address):
-        server = HttpServer(app, http, f"{greeting(address)} Ctrl-C stops it.")
+    with _listening(http) as (listener, url):
+        server = HttpServer(app, http, f"{greeting(url)} Ctrl-C stops it.")
         calm_collector()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             MemoryWatch().start(runner.get_loop())
@@ -75,33 +75,34 @@ def serve(app: Starlette, http: HttpSettings, greeting: Callable[[str], str]) ->
 @contextlib.contextmanager
 def _listening(http: HttpSettings) -> Iterator[tuple[socket.socket, str]]:
     """Opens the socket, before anything else so that a port in use is reported in one line; returns it with its
-    address."""
-    scheme = "http" if http.certificate is None else "https"
-    lock = contextlib.ExitStack()
-    try:
-        if http.unix_path is not None:
-            lock.enter_context(socket_lock(http.unix_path))
-        if http.descriptor is not None:
-            listener = socket.socket(fileno=http.descriptor)
-        elif http.unix_path is not None:
-            listener = _unix_socket(http.unix_path)
-        else:
-            family, _, _, _, where = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
-            listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
-    except PathTaken:
-        lock.close()
-        raise PenstockError(_listen_problem(http, OSError(errno.EADDRINUSE, ""))) from None
-    except OSError as error:
-        lock.close()
-        raise PenstockError(_listen_problem(http, error)) from None
-    with lock, listener:
-        name = listener.getsockname()
-        address = f"{scheme}+unix:{name}" if isinstance(name, str) else f"{scheme}://{_host(name[0])}:{name[1]}"
+    URL."""
+    with contextlib.ExitStack() as held:
         try:
-            yield listener, address
-        finally:
             if http.unix_path is not None:
-                http.unix_path.unlink(missing_ok=True)
+                held.enter_context(socket_lock(http.unix_path))
+            listener = held.enter_context(_open_socket(http))
+        except PathTaken:
+            raise PenstockError(_listen_problem(http, OSError(errno.EADDRINUSE, ""))) from None
+        except OSError as error:
+            raise PenstockError(_listen_problem(http, error)) from None
+        if http.unix_path is not None:
+            held.callback(http.unix_path.unlink, missing_ok=True)
+        name, scheme = listener.getsockname(), "http" if http.certificate is None else "https"
+        yield listener, f"{scheme}+unix:{name}" if isinstance(name, str) else f"{scheme}://{address(*name[:2])}"
+
+
+def _open_socket(http: HttpSettings) -> socket.socket:
+    if http.descriptor is not None:
+        return socket.socket(fileno=http.descriptor)
+    if http.unix_path is not None:
+        return _unix_socket(http.unix_path)
+    family, _, _, _, where = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+
+
+def address(host: str, port: int) -> str:
+    """Returns the part of a URL that names a host and its port."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _listen_problem(http: HttpSettings, error: OSError) -> str:
@@ -134,10 +135,6 @@ def _unix_socket(path: Path) -> socket.socket:
     return listener
 
 
-def _host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 class HttpServer(uvicorn.Server):
     """Stops at the first signal after running responses have ended, and at the second immediately. Prints a greeting
     once it serves."""
@@ -146,9 +143,8 @@ class HttpServer(uvicorn.Server):
         self._places = places = ConnectionPlaces(http.max_connections, http.max_unread_bytes)
         super().__init__(_config(app, http, places))
         app.state.gateway_metrics.bound(self.server_state.connections, places.max_connections)
-        self._write_timeout_s = http.write_timeout_s
+        self._http = http
         self._greeting = greeting
-        self._heartbeat = http.heartbeat
         self._certificate_watch = FileWatch([])
         self._beating: asyncio.Task[None] | None = None
 
@@ -173,15 +169,18 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(_BEAT_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Prints the greeting once it serves."""
         for listener in sockets or ():
-            _bound_writes(listener, self._write_timeout_s)
-        if self._heartbeat is not None:
-            os.set_blocking(self._heartbeat, False)
+            if listener.family != socket.AF_UNIX:
+                # The kernel ends connections whose client, gone or slow, reads nothing for this long. Connections
+                # inherit it from the listener. Only the kernel knows what was read, with TLS too.
+                milliseconds = self._http.write_timeout_s * 1000
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        if self._http.heartbeat is not None:
+            os.set_blocking(self._http.heartbeat, False)
         self._take_over_tls()
         await super().startup(sockets)
-        if self.started and self._heartbeat is not None:
-            self._beating = asyncio.create_task(self._beat(self._heartbeat), name="penstock-gateway-heartbeat")
+        if self.started and self._http.heartbeat is not None:
+            self._beating = asyncio.create_task(self._beat(self._http.heartbeat), name="penstock-gateway-heartbeat")
         if self.started and self._greeting:
             print(self._greeting, flush=True)
             self._certificate_watch.start()
@@ -189,8 +188,8 @@ class HttpServer(uvicorn.Server):
     def _take_over_tls(self) -> None:
         """Counts connections from their start, not from the end of the TLS handshake."""
         context, new_protocol = self.config.ssl, self.config.http_protocol_class
-        chain, key = self.config.ssl_certfile, self.config.ssl_keyfile
-        if context is None or not chain or not key:
+        chain, key = self._http.certificate, self._http.private_key
+        if context is None or chain is None or key is None:
             return
         self.config.ssl = None
 
@@ -198,10 +197,9 @@ class HttpServer(uvicorn.Server):
             return TlsHandshake(context, self._places, partial(new_protocol, **given))
 
         self.config.http_protocol_class = protocol  # type: ignore[assignment]
-        self._certificate_watch = FileWatch([certificate_files(context, Path(chain), Path(key))], CHECK_S)
+        self._certificate_watch = FileWatch([certificate_files(context, chain, key)], CHECK_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops accepting requests and waits for running responses."""
         self._certificate_watch.stop()
         if self._beating is not None:
             self._beating.cancel()
@@ -210,13 +208,6 @@ class HttpServer(uvicorn.Server):
     def _stop(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
-
-
-def _bound_writes(listener: socket.socket, seconds: int) -> None:
-    """Makes the kernel end connections whose client, gone or slow, reads nothing for ``seconds``. Connections inherit
-    it from the listener. Only the kernel knows what was read, with TLS too."""
-    if listener.family != socket.AF_UNIX:
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
 def _config(app: Starlette, http: HttpSettings, places: ConnectionPlaces) -> uvicorn.Config:

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.clients.errors import RequestFailed
-from penstock.clients.gateway.errors import RETRY_S, GatewayError, as_gateway_error
+from penstock.clients.gateway.errors import GatewayError, as_gateway_error, try_again
 from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.schemas.unsupported import shown
 from penstock.clients.gateway.tracing import GatewayTracer
@@ -25,23 +25,8 @@ _PROBES = frozenset({"/health", "/ping", "/version", _METRICS})
 """Paths served at any load: if a load balancer's probe is refused, it removes the gateway when it is needed most."""
 _SAY_NOTHING = _PROBES - {_METRICS}
 """Paths that load balancers request with any Host."""
-_FULL = "the server has reached its limit of connections; try again"
 
 _log = logging.getLogger(__name__)
-
-
-class RequestLimits(Protocol):
-    """The settings that limit requests."""
-
-    @property
-    def max_body_bytes(self) -> int:
-        """The limit on the body of a request."""
-        ...
-
-    @property
-    def allowed_hosts(self) -> AllowedHosts | None:
-        """The accepted values of ``Host`` if callers need no key; None: any."""
-        ...
 
 
 class KeyedService(Protocol):
@@ -49,7 +34,6 @@ class KeyedService(Protocol):
 
     async def needs_key(self) -> bool:
         """Returns whether callers need a key. Raises RequestFailed if that is unknown."""
-        ...
 
 
 class OuterMiddleware:
@@ -58,20 +42,22 @@ class OuterMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        settings: RequestLimits,
+        *,
+        max_body_bytes: int,
+        allowed_hosts: AllowedHosts | None,
         gateway_metrics: GatewayMetrics,
         open_paths: frozenset[str] = _SAY_NOTHING,
     ) -> None:
-        """``open_paths`` are served with any ``Host``."""
+        """``allowed_hosts``: the accepted values of ``Host`` if callers need no key, except for ``open_paths``; None:
+        any."""
         self._app = app
-        self._max_body_bytes = settings.max_body_bytes
-        self._allowed_hosts = settings.allowed_hosts
+        self._max_body_bytes = max_body_bytes
+        self._allowed_hosts = allowed_hosts
         self._gateway_metrics = gateway_metrics
         self._tracer = GatewayTracer()
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -107,7 +93,7 @@ class OuterMiddleware:
 
         try:
             if is_refused:
-                raise GatewayError(503, _FULL, code="gateway_full", retry_after_s=RETRY_S, may_retry=True)
+                raise try_again(503, "the server has reached its limit of connections; try again", "gateway_full")
             headers = Headers(scope=scope)
             _check_host(headers, scope["http_version"])
             await self._check_host_is_ours(headers.get("host"), scope)
@@ -118,9 +104,7 @@ class OuterMiddleware:
             if not isinstance(error, GatewayError | RequestFailed):
                 _log_without_text(error)
             release_frames(error)
-            if (
-                has_begun
-            ):  # the server closes the connection, so that the caller notices that the response is incomplete
+            if has_begun:  # the server closes the connection, so the caller notices that the response is incomplete
                 raise _Cut from None
             response = as_gateway_error(error).response()
             if is_refused:
@@ -134,17 +118,12 @@ class OuterMiddleware:
             return
         link: KeyedService = scope["app"].state.link
         if scope["path"] == _METRICS or not await link.needs_key():
-            message = (
-                f"Host: {shown(host)} is not a name of this server; use its address, or start it with --allowed-hosts"
-            )
-            raise GatewayError(421, message, code="invalid_host")
+            problem = "is not a name of this server; use its address, or start it with --allowed-hosts"
+            raise GatewayError(421, f"Host: {shown(host)} {problem}", code="invalid_host")
 
     def _too_large(self) -> GatewayError:
-        return GatewayError(
-            413,
-            f"the body may have at most {self._max_body_bytes:,} bytes; send less at once",
-            code="request_too_large",
-        )
+        message = f"the body may have at most {self._max_body_bytes:,} bytes; send less at once"
+        return GatewayError(413, message, code="request_too_large")
 
 
 def _check_host(headers: Headers, http_version: str) -> None:

@@ -10,7 +10,6 @@ from penstock.clients.gateway.server.connection_places import ConnectionPlaces
 from penstock.clients.gateway.upstream.eagerly import run_eagerly
 
 HANDSHAKE_S = 10.0
-"""Limit on the time of a handshake."""
 
 
 class TlsHandshake(asyncio.Protocol):
@@ -36,7 +35,6 @@ class TlsHandshake(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Starts the handshake with a client that has connected."""
         self._transport = cast(asyncio.Transport, transport)
         self._places.enter(self)
         self._task = run_eagerly(self._shake_hands())  # at once: bytes that have already arrived belong to TLS
@@ -46,11 +44,9 @@ class TlsHandshake(asyncio.Protocol):
         self._early += data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notes that the client is gone."""
         self._is_lost = True
 
     def cut(self) -> None:
-        """Ends the connection."""
         self._transport.abort()
         if self._task is not None:
             self._task.cancel()  # uvloop does not wake it up for that

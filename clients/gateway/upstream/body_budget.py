@@ -71,7 +71,6 @@ class BodyBudget:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all bodies."""
         return self._bytes_of.total()
 
     @contextmanager
@@ -113,7 +112,6 @@ class BodyBudget:
             await asyncio.sleep(received - now)
 
     def give_back(self, body: BodyInMemory, num_bytes: int) -> None:
-        """Releases bytes of a body."""
         if body in self._bodies and num_bytes > 0:
             body.num_bytes -= num_bytes
             self._bytes_of[body.tenant] -= num_bytes

@@ -1,14 +1,15 @@
 """The streams between gateway and service, one for each tenant, and the keys that share them."""
 
-import asyncio
 import copy
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 from penstock.clients.channel import call_metadata
 from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.upstream.recent import Recent
 from penstock.clients.stream import GenerateStream, Receiver
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.model_pb2 import GetModelResponse
@@ -32,40 +33,34 @@ class Identity:
     """A key, the tenant that its requests name, and the service's response for the two. Only the metadata has the key
     itself."""
 
-    def __init__(self, name: bytes, key: str | None, tenant: str) -> None:
-        """``name`` is a hash of the two; ``tenant`` is empty if none is named."""
+    def __init__(
+        self,
+        name: bytes,
+        key: str | None,
+        tenant: str,
+        fetch: Callable[[Metadata, str], Awaitable[GetModelResponse]],
+        kept_s: float,
+    ) -> None:
+        """``name`` is a hash of key and tenant; ``tenant`` is empty if none is named. ``fetch`` requests the service's
+        model; its response is trusted for ``kept_s``."""
         self.name = name
         self.tenant = tenant
         self.metadata = call_metadata(key)
         self.model = GetModelResponse()
-        """The service's response to the last check."""
         self.place: SharedStream | None = None
         self.running: set[Running] = set()
         """The callers whose requests run under the key."""
-        self.checked_at = -1e9
-        self._check: asyncio.Task[None] | None = None
+        self._recent = Recent(partial(fetch, self.metadata, tenant), kept_s)
 
-    async def check(self, fetch: Callable[["Identity"], Awaitable[GetModelResponse]]) -> None:
-        """Requests the service's model under this key, once for all waiting callers. Raises RequestFailed."""
-        if self._check is None:
-            self._check = asyncio.create_task(self._fetch_model(fetch), name="penstock-gateway-check")
-            self._check.add_done_callback(_see)
+    async def check(self) -> None:
+        """Checks that the service accepts the key, if it was not checked recently or its stream is broken. Raises
+        RequestFailed."""
+        if self.place is not None and self.place.is_broken:
+            self._recent.expire()
         try:
-            await asyncio.shield(self._check)
+            self.model = await self._recent.get()
         except RequestFailed as failure:
             raise copy.copy(failure) from None  # each is raised in a different task
-
-    def withdraw(self, failure: RequestFailed) -> None:
-        """Ends the requests under the key, since the service no longer accepts it."""
-        for running in list(self.running):
-            running.fail(failure)
-
-    async def _fetch_model(self, fetch: Callable[["Identity"], Awaitable[GetModelResponse]]) -> None:
-        try:
-            self.model = await fetch(self)
-            self.checked_at = time.monotonic()
-        finally:
-            self._check = None
 
 
 class SharedStream:
@@ -92,7 +87,6 @@ class SharedStream:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the stream was open and has broken."""
         return self._stream is not None and not self._stream.is_open
 
     def was_opened_with(self, identity: Identity) -> bool:
@@ -115,7 +109,6 @@ class SharedStream:
         self._on_end(self)
 
     def take_stream(self) -> GenerateStream | None:
-        """Removes and returns the stream."""
         stream, self._stream = self._stream, None
         return stream
 
@@ -130,9 +123,3 @@ class SharedStream:
             return None
         idle = next((each for each in self.identities.values() if not each.running), identity)
         return self.identities.pop(idle.name)
-
-
-def _see(check: "asyncio.Task[None]") -> None:
-    """Retrieves the failure of a check for which no caller waits any more, so that asyncio does not log it."""
-    if not check.cancelled():
-        check.exception()

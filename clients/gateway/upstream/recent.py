@@ -25,9 +25,16 @@ class Recent(Generic[T]):
             fetching.add_done_callback(_see)
         return await asyncio.shield(fetching)
 
-    async def _fetch_once(self) -> T:
+    def expire(self) -> None:
+        """Makes the next call of ``get`` fetch again."""
         self._expires_at = 0.0
-        answer = await self._fetch()
+
+    async def _fetch_once(self) -> T:
+        try:
+            answer = await self._fetch()
+        except BaseException:
+            self._fetching = None  # a failed task refers to this object: a reference cycle
+            raise
         self._expires_at = time.monotonic() + self._kept_s
         return answer
 

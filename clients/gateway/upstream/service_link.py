@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 
 from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.errors import RequestFailed, failure_from_call
-from penstock.clients.gateway.errors import RETRY_S, GatewayError
+from penstock.clients.gateway.errors import GatewayError, try_again
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.tracing import trace_metadata
 from penstock.clients.gateway.upstream.body_budget import BodyInMemory
@@ -88,41 +88,26 @@ class UpstreamCaller:
         self._identity = identity
         self._place = place
         self._metadata = (*identity.metadata, *trace_metadata())
+        self.tenant = identity.tenant
+        """The tenant that the header names; empty: the key's own."""
+        self.counted_as = identity.tenant or place.of[0]
+        """The tenant whose share of the gateway's resources the request uses."""
+        self.model = identity.model
+        """The served model, at most half a minute old when the request arrived."""
+        self.settings = link.settings
+        self.stubs = link.stubs
         self._carried: list[tuple[Callable[[], None], Receiver]] = []
         """All requests, each with the function that cancels it."""
         self._num_live = 0
         self.body: BodyInMemory | None = None
-        """The request's body, if it is counted."""
-
-    @property
-    def tenant(self) -> str:
-        """The tenant that the header names; empty: the key's own."""
-        return self._identity.tenant
-
-    @property
-    def counted_as(self) -> str:
-        """The tenant whose share of the gateway's resources the request uses."""
-        return self._identity.tenant or self._place.of[0]
-
-    @property
-    def model(self) -> GetModelResponse:
-        """The served model, at most half a minute old."""
-        return self._identity.model
 
     @property
     def rendered(self) -> LatestPrompts:
         """Rendered conversations that reveal the template's format, by a hash of the conversation."""
-        return self._link.rendered_of(self.model)
-
-    @property
-    def settings(self) -> GatewaySettings:
-        """The gateway's settings."""
-        return self._link.settings
-
-    @property
-    def stubs(self) -> _Stubs:
-        """The service's methods, for ``call``."""
-        return self._link.stubs
+        memory = self._link.memory_of(self.model)
+        if time.monotonic() - memory.rendered_since >= _RENDERED_S:
+            memory.rendered, memory.rendered_since = LatestPrompts(), time.monotonic()
+        return memory.rendered
 
     async def call(self, method: Callable[..., Awaitable[T]], request: Message, *, is_short: bool = True) -> T:
         """Calls the service for the caller, such as ``call(caller.stubs.tokenizer.Tokenize, request)``. Without
@@ -167,7 +152,7 @@ class UpstreamCaller:
         wait_s = self._link.refusals.wait_s(self.counted_as)
         if wait_s > 0:
             message = f"this tenant exceeds its rate of requests; try again in {wait_s:.3g} s"
-            raise GatewayError(429, message, code="tenant_rate", retry_after_s=wait_s, may_retry=True)
+            raise try_again(429, message, "tenant_rate", wait_s)
 
     def count_refusal(self) -> None:
         """Counts a request that the gateway refused against the tenant's rate."""
@@ -214,23 +199,18 @@ class ServiceLink:
             await asyncio.wait(self._closing)
         await self._channel.close()
 
-    @property
-    def num_callers(self) -> int:
-        """The number of tenants with a stream."""
-        return len(self._places)
-
-    async def caller(self, given: Mapping[str, str]) -> UpstreamCaller:
+    async def caller(self, headers: Headers) -> UpstreamCaller:
         """Returns the caller of a request with these headers, once the service has accepted the key. Raises
         RequestFailed and GatewayError."""
-        headers = given if isinstance(given, Headers) else Headers(given)
         shown = bearer_key(headers)
         key = self.settings.service.api_key or shown
         tenant = named_tenant(headers, self.settings)
         name = hashlib.sha256(f"{key or ''}\n{tenant}".encode()).digest()
-        identity = self._identities.get(name) or Identity(name, key, tenant)
-        if not self._is_fresh(identity):
-            await self._check(identity)
-            identity = self._identities.get(name, identity)  # another request may have just added it
+        identity = self._identities.get(name)
+        if identity is None:
+            identity = Identity(name, key, tenant, self._fetch_model, self.settings.recheck_caller_s)
+        await self._check(identity)
+        identity = self._identities.get(name, identity)  # another request may have just added it
         place = self._place_of(identity)
         place.last_used = time.monotonic()
         return UpstreamCaller(self, identity, place)
@@ -256,29 +236,15 @@ class ServiceLink:
         except grpc.aio.AioRpcError as error:
             raise failure_from_call(error, self.settings.service.target) from None
 
-    def memory_of(self, model: GetModelResponse) -> "_Memory":
-        """Returns the cache of a model."""
+    def memory_of(self, model: GetModelResponse) -> _Memory:
         of = (model.name, model.architecture, model.vocab_size)
         if self._memory.of != of:
             self._memory = _Memory(of)
         return self._memory
 
-    def rendered_of(self, model: GetModelResponse) -> LatestPrompts:
-        """Returns the conversations that its template rendered in the last minute."""
-        memory = self.memory_of(model)
-        if time.monotonic() - memory.rendered_since >= _RENDERED_S:
-            memory.rendered, memory.rendered_since = LatestPrompts(), time.monotonic()
-        return memory.rendered
-
-    def _is_fresh(self, identity: Identity) -> bool:
-        """Whether the service accepted the key recently, and its place's stream is not broken."""
-        if identity.place is not None and identity.place.is_broken:
-            return False
-        return time.monotonic() - identity.checked_at < self.settings.recheck_caller_s
-
     async def _check(self, identity: Identity) -> None:
         try:
-            await identity.check(self._fetch_model)
+            await identity.check()
         except RequestFailed as failure:
             if failure.code is not grpc.StatusCode.UNAUTHENTICATED:
                 raise
@@ -289,12 +255,11 @@ class ServiceLink:
             self._withdraw(identity, ended)
             raise failure from None
 
-    async def _fetch_model(self, identity: Identity) -> GetModelResponse:
-        request = GetModelRequest(tenant=identity.tenant)
-        metadata = (*identity.metadata, *trace_metadata())  # in the trace of the first request that needs it
-        model = await self.call(self.stubs.model.GetModel, request, metadata)
+    async def _fetch_model(self, metadata: Metadata, tenant: str) -> GetModelResponse:
+        traced = (*metadata, *trace_metadata())  # in the trace of the first request that needs it
+        model = await self.call(self.stubs.model.GetModel, GetModelRequest(tenant=tenant), traced)
         rate = model.requests_per_second if model.HasField("requests_per_second") else None
-        self.refusals.set(identity.tenant or model.tenant, rate)
+        self.refusals.set(tenant or model.tenant, rate)
         return model
 
     def _place_of(self, identity: Identity) -> SharedStream:
@@ -321,13 +286,7 @@ class ServiceLink:
             return
         idle = [place for place in self._places.values() if not place.num_live]
         if not idle:
-            raise GatewayError(
-                503,
-                "too many tenants at once; try again",
-                code="gateway_full",
-                retry_after_s=RETRY_S,
-                may_retry=True,
-            )
+            raise try_again(503, "too many tenants at once; try again", "gateway_full")
         self._drop(min(idle, key=lambda place: place.last_used))
 
     def _withdraw(self, identity: Identity, failure: RequestFailed) -> None:
@@ -337,7 +296,8 @@ class ServiceLink:
             del self._identities[identity.name]
             if place.was_opened_with(identity) or not place.identities:
                 self._drop(place)
-        identity.withdraw(failure)
+        for running in list(identity.running):
+            running.fail(failure)
 
     def _drop(self, place: SharedStream) -> None:
         """Stops using a place for new requests; running ones end on it."""

@@ -27,7 +27,6 @@ class ServiceState:
         self._was_serving = False
         self._keys = Recent(requires_keys, settings.recheck_caller_s)
         self._needed_key: bool | None = None
-        """The service's last response."""
 
     async def is_serving(self) -> bool:
         """Returns whether the service accepts requests, as of half a second ago. False if it does not respond."""

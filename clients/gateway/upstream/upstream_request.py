@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Accepted, Event, Finished, merge
@@ -56,7 +57,8 @@ class UpstreamRequest:
         """Sends the requests without keeping them: a prompt may be large, and its answer may take hours."""
         starts, self._starts = self._starts, []
         for index, start in enumerate(starts):
-            self._cancels[index] = self._caller.carry(start, _UpstreamReceiver(self, index))
+            receiver = _UpstreamReceiver(partial(self.arrive, index), partial(self.fail, index))
+            self._cancels[index] = self._caller.carry(start, receiver)
 
     async def accepted(self) -> None:
         """Waits until the service has accepted all requests. Raises RequestFailed if it refuses one, and Abandoned."""
@@ -85,10 +87,6 @@ class UpstreamRequest:
             self._passing = None
             if self._handling is not None:
                 self._handling.cancel()
-
-    def keep_of_body(self, num_bytes: int) -> None:
-        """Counts only ``num_bytes`` of the caller's body from now on: the part that the answer still needs."""
-        self._caller.keep_of_body(num_bytes)
 
     def nudge(self) -> None:
         """Calls the handler of ``pass_on``."""
@@ -191,17 +189,8 @@ def _never() -> bool:
     return False
 
 
-class _UpstreamReceiver:
+class _UpstreamReceiver(NamedTuple):
     """Receives the events of one of the requests."""
 
-    def __init__(self, upstream_request: UpstreamRequest, index: int) -> None:
-        self._upstream_request = upstream_request
-        self._index = index
-
-    def put(self, event: Event) -> None:
-        """Passes an event on."""
-        self._upstream_request.arrive(self._index, event)
-
-    def fail(self, failure: RequestFailed) -> None:
-        """Passes the failure on."""
-        self._upstream_request.fail(self._index, failure)
+    put: Callable[[Event], None]
+    fail: Callable[[RequestFailed], None]

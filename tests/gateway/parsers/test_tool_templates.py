@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from starlette.datastructures import Headers
 from tokenizers import decoders, models, pre_tokenizers
 from tool_texts import ARGUMENTS, ONE, folded, whole
 
@@ -181,7 +182,7 @@ def grammar_of(start_gateway, load):
 
     async def grammar_of(kind, *, strict=None, **fields):
         gateway = await start_gateway(says("x"), tokenizer=load(kind))
-        caller = await gateway.app.state.link.caller({})
+        caller = await gateway.app.state.link.caller(Headers())
         held = {"name": "held", "parameters": {"type": "object", "properties": {"only": {"type": "null"}}}}
         tools = [TOOL, {"type": "function", "function": held if strict is None else held | {"strict": strict}}]
         start = pb.Start()

@@ -1,6 +1,7 @@
 """Formats of tool calls and reasoning, as the chat template shows them."""
 
 import pytest
+from starlette.datastructures import Headers
 
 from penstock.clients.gateway.requests.formats import OutputFormats, formats_of
 from penstock.clients.gateway.schemas.chat import ChatRequest
@@ -23,7 +24,7 @@ CLOSED = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n
 async def formats(start_gateway, tokenizer_with, template, body=None, **settings):
     """Of a request to a model with this template."""
     gateway = await start_gateway(tokenizer=tokenizer_with(template), **settings)
-    caller = await gateway.app.state.link.caller({})
+    caller = await gateway.app.state.link.caller(Headers())
     request = {"messages": [{"role": "user", "content": "q"}], "tools": [TOOL]} | (body or {})
     return await formats_of(ChatRequest.model_validate(request), caller)
 
@@ -82,7 +83,7 @@ async def test_tools_of_an_unknown_form_are_refused(start_gateway, tokenizer_wit
 async def test_what_templates_show_is_kept_small_and_for_a_minute(start_gateway, tokenizer_with, monkeypatch):
     shown = "{{ extra if extra is defined else '' }}" * 8
     gateway = await start_gateway(tokenizer=tokenizer_with(CALLS + END + CLOSED + shown))
-    caller = await gateway.app.state.link.caller({})
+    caller = await gateway.app.state.link.caller(Headers())
     for size in (10, 20_000):
         body = {"messages": [{"role": "user", "content": "q"}], "chat_template_kwargs": {"extra": "x" * size}}
         await formats_of(ChatRequest.model_validate(body), caller)

@@ -48,7 +48,7 @@ async def test_each_callers_key_reaches_the_service(start_gateway, keys, tenants
         response = await gateway.post(COMPLETIONS, headers=bearer(key), prompt="a", max_tokens=1)
         assert response.status_code == 200, response.text
     assert tenants == ["acme", "other", "acme"]
-    assert gateway.app.state.link.num_callers == 2
+    assert len(gateway.app.state.link._places) == 2
 
 
 async def test_nothing_is_revealed_without_a_valid_key(start_gateway, keys):
@@ -74,7 +74,7 @@ async def test_nothing_is_revealed_without_a_valid_key(start_gateway, keys):
         assert response.status_code == 401
         assert response.json()["error"]["code"] == "invalid_api_key"
         assert response.headers["www-authenticate"] == "Bearer"
-    assert gateway.app.state.link.num_callers == 0
+    assert not gateway.app.state.link._places
     async with openai.AsyncOpenAI(base_url=gateway.base, api_key="wrong") as client:
         with pytest.raises(openai.AuthenticationError):
             await client.models.list()
@@ -86,7 +86,7 @@ async def test_the_gateways_own_key_speaks_for_tenants(start_gateway, keys, tena
         response = await gateway.post(COMPLETIONS, headers=headers, prompt="a", max_tokens=1)
         assert response.status_code == 200, response.text
     assert tenants == ["blue", "red", "gateway"]
-    assert gateway.app.state.link.num_callers == 1
+    assert len(gateway.app.state.link._places) == 1
     response = await gateway.post(COMPLETIONS, headers={"X-Tenant": "no spaces"}, prompt="a")
     assert response.status_code == 400
 
@@ -128,7 +128,7 @@ async def test_a_key_that_is_withdrawn_ends_with_the_next_check(start_gateway, k
     assert (await gateway.post(COMPLETIONS, headers=bearer(ACME), prompt="a")).status_code == 200
     monkeypatch.setattr(keys["authenticator"], "_kinds", ())
     assert (await gateway.post(COMPLETIONS, headers=bearer(ACME), prompt="a")).status_code == 401
-    assert gateway.app.state.link.num_callers == 0
+    assert not gateway.app.state.link._places
 
 
 @pytest.mark.parametrize(
@@ -169,13 +169,13 @@ async def test_concurrent_tenants_are_limited_and_idle_ones_give_way(start_gatew
             for key in ("1b", "3b"):  # a tenant's keys share its place
                 response = await gateway.post(COMPLETIONS, headers=bearer(key), prompt="a", max_tokens=1)
                 assert response.status_code == 200
-    assert gateway.app.state.link.num_callers == 2
+    assert len(gateway.app.state.link._places) == 2
 
 
 async def test_idle_keys_are_forgotten(start_gateway):
     gateway = await start_gateway(idle_caller_s=0.02)
     assert (await gateway.post(COMPLETIONS, headers=bearer("1"), prompt="a")).status_code == 200
-    while gateway.app.state.link.num_callers:  # noqa: ASYNC110 - a timer's doing
+    while gateway.app.state.link._places:  # noqa: ASYNC110 - a timer's doing
         await asyncio.sleep(0.005)
     assert (await gateway.post(COMPLETIONS, headers=bearer("1"), prompt="a")).status_code == 200
 
@@ -198,7 +198,7 @@ async def test_many_come_and_go_and_nothing_is_left(start_gateway, keys):
     await gateway.until(lambda stats: stats.requests == 0)
     assert gateway.engine.stats().kv_usage == 0
     link = gateway.app.state.link
-    assert link.num_callers == 4
+    assert len(link._places) == 4
     for place in link._places.values():
         while place.num_live:  # noqa: ASYNC110 - who went away is noticed soon
             await asyncio.sleep(0.001)

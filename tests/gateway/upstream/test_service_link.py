@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage, merge
 from penstock.clients.gateway.responses.http_response import _events
@@ -18,7 +19,7 @@ async def test_a_key_that_gives_way_takes_no_request_with_it_that_comes_just_the
     gateway = await start_gateway()
     assert (await gateway.post(COMPLETIONS, prompt="a", max_tokens=1)).status_code == 200
     link = gateway.app.state.link
-    caller = await link.caller({})
+    caller = await link.caller(Headers())
     [place] = link._places.values()
     link._drop(place)
     start = pb.Start(text="a")
@@ -95,7 +96,7 @@ async def test_a_departing_caller_does_not_affect_others_on_the_stream(start_gat
         pass
     response = await staying
     assert len(response.json()["choices"][0]["text"]) == 60
-    assert gateway.app.state.link.num_callers == 1
+    assert len(gateway.app.state.link._places) == 1
 
 
 async def test_a_reader_who_is_slow_gets_everything(start_gateway):
