@@ -66,8 +66,6 @@ class ReferenceBackend(PagedBackend):
         }
 
     def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
-        """Runs the layers, which write the KV of every token. Returns (T, hidden) after the last norm. Appends the
-        inputs (T, hidden) of the batch's feature layers to ``features``."""
         spec, weights = self._spec, self._weights
         torch.set_num_threads(1 if len(batch.token_ids) <= self._small_step else self._num_threads)
         # Ids were checked at admission, but an id out of range must never become an address.
@@ -103,7 +101,6 @@ class ReferenceBackend(PagedBackend):
         return weights.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32."""
         logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
         logits = logits * self._spec.logit_scale
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)

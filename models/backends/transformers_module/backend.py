@@ -73,7 +73,6 @@ class TransformersBackend(PagedBackend):
             )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32."""
         return upcast(self._head(hidden)[:, : self._num_logits])
 
 
