@@ -119,12 +119,10 @@ class Sampled(NamedTuple):
 
 def join_logprobs(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
     """Concatenates the log-probabilities of one or several tokens."""
-    return TokenLogprobs(
-        parts[0].num_top,
-        [value for part in parts for value in part.chosen],
-        [token_id for part in parts for token_id in part.top_token_ids],
-        [value for part in parts for value in part.top],
-    )
+    joined = TokenLogprobs(parts[0].num_top, [], [], [])
+    for part in parts:
+        joined.extend(part)
+    return joined
 
 
 class BatchResult(NamedTuple):
