@@ -1,5 +1,4 @@
-"""The interface of backends, which run a model on a device, and their registry. Imports no tensor library until a
-backend is chosen."""
+"""The interface of backends and their registry. Imports no tensor library until a backend is chosen."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -7,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from penstock.models.architecture.foreign import ForeignSpec
@@ -25,42 +25,31 @@ class Backend(Protocol):
     @property
     def facts(self) -> WorkerFacts:
         """The properties of the loaded model and its limits."""
-        ...
 
     @property
     def runs_ahead(self) -> bool:
         """Whether ``start_step`` returns before the batch is computed."""
-        ...
 
     def reset_blocks(self, block_ids: list[int]) -> None:
         """Discards the blocks' content so that none of it can be read: they have a new owner, who will write them."""
-        ...
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
-        """Copies blocks to slots of the host tier, whose number ``facts`` contains: pairs of block and slot. Later
-        calls see the copies."""
-        ...
+        """Copies blocks to slots of the host tier: pairs of block and slot. Later calls see the copies."""
 
     def copy_in(self, copies: list[tuple[int, int]]) -> None:
-        """Copies slots of the host tier to blocks, bit for bit what was copied out: pairs of slot and block. Later
-        calls see the copies."""
-        ...
+        """Copies slots of the host tier to blocks, bit for bit: pairs of slot and block. Later calls see the copies."""
 
     def prefault(self) -> None:
-        """Allocates the memory that the first requests will write while nothing is computed. Called once, after all
-        measurements."""
-        ...
+        """Allocates the memory that the first requests will write. Called once, after all measurements."""
 
     def start_step(self, batch: Batch) -> "Finish":
         """Starts the layers, which write the KV of every token, then samples the next token of each row whose history
         is fully computed, and adds to the vectors of pooled rows. If this continues without the caller, the next batch
         may start before this one is finished: its rows' newest tokens are then ``UNKNOWN``."""
-        ...
 
 
 Finish = Callable[[], BatchResult]
-"""Waits until a batch is computed. It is called once per batch, in order, possibly on another thread than
-``start_step``."""
+"""Waits until a batch is computed. It is called once per batch, in order, possibly on another thread."""
 
 
 class SynchronousBackend(ABC):
@@ -73,7 +62,6 @@ class SynchronousBackend(ABC):
         """Runs the whole step."""
 
     def start_step(self, batch: Batch) -> Finish:
-        """Runs the step. The returned function only returns its result."""
         result = self.run(batch)
         return lambda: result
 
@@ -99,89 +87,41 @@ def context_of(config: WorkerConfig, spec: ModelSpec, num_blocks: int | None = N
     return min(max_model_len, room)
 
 
-class HostSlots(Protocol):
-    """The slots of the host tier."""
-
-    num_slots: int
-
-    def measure_copy_us(self) -> float:
-        """Returns the approximate time to copy one block."""
-        ...
-
-
-def build_worker_facts(
-    config: WorkerConfig,
-    info: CheckpointInfo,
-    *,
-    backend: str,
-    dtype: str,
-    kv_cache_dtype: str,
-    quantization: str,
-    default_budget: int,
-    num_blocks: int,
-    kv_bytes: int,
-    weight_bytes: int,
-    host_tier: HostSlots | None = None,
-    num_threads: int = 0,
-    instruction_set: str = "",
-) -> WorkerFacts:
-    """Returns the facts of a loaded model. ``default_budget`` is the number of tokens in a step unless the config sets
-    it. ``kv_bytes`` and ``weight_bytes`` are those of this rank."""
+def shared_facts(config: WorkerConfig, info: CheckpointInfo, num_blocks: int, default_budget: int) -> dict[str, Any]:
+    """Returns the ``WorkerFacts`` that follow from the config, the model's files and the number of blocks.
+    ``default_budget`` is the number of tokens in a step unless the config sets it."""
     spec = info.spec
-    return WorkerFacts(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        vocab_size=spec.vocab_size,
-        max_model_len=context_of(config, spec, num_blocks),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or default_budget,
-        architecture=spec.architecture,
-        backend=backend,
-        device=config.device,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
-        quantization=quantization,
-        instruction_set=instruction_set,
-        num_threads=num_threads,
-        hidden_size=spec.hidden_size,
-        tensor_parallel_size=config.tensor_parallel_size,
-        num_host_blocks=0 if host_tier is None else host_tier.num_slots,
-        copy_us_per_block=0.0 if host_tier is None else host_tier.measure_copy_us(),
-    )
-
-
-BackendFactory = Callable[[WorkerConfig, CheckpointInfo], Backend]
-Objection = Callable[[WorkerConfig, CheckpointInfo], str | None]
-"""Returns why a backend cannot run a model with this config; None if it can."""
+    return {
+        "num_blocks": num_blocks,
+        "block_size": config.block_size,
+        "vocab_size": spec.vocab_size,
+        "max_model_len": context_of(config, spec, num_blocks),
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens or default_budget,
+        "architecture": spec.architecture,
+        "device": config.device,
+        "hidden_size": spec.hidden_size,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
 
 
 @dataclass(frozen=True)
 class _Entry:
     """A backend of the registry."""
 
-    factory: str
-    """The factory as module:attribute."""
-    unsupported_reason: str | None
-    """The ``Objection`` as module:attribute; None if the backend runs every model."""
+    module: str
+    """The module with its ``load``, and with its ``unsupported_reason`` unless it runs every model."""
     device: str | None
     """The device for which ``auto`` considers the backend; None for all."""
     extra: str
     """The package's extra that installs what the backend imports."""
 
 
-_HERE = "penstock.models.backends"
 BACKENDS = {
-    "cpu": _Entry(f"{_HERE}.cpu.backend:load", f"{_HERE}.cpu.backend:unsupported_reason", "cpu", "cpu"),
-    "cuda": _Entry(f"{_HERE}.cuda.backend:load", f"{_HERE}.cuda.backend:unsupported_reason", "cuda", "cuda"),
-    "reference": _Entry(f"{_HERE}.reference.backend:load", None, None, "torch"),
-    "transformers": _Entry(
-        f"{_HERE}.transformers_module.backend:load",
-        f"{_HERE}.transformers_module.backend:unsupported_reason",
-        None,
-        "torch",
-    ),
+    "cpu": _Entry("penstock.models.backends.cpu.backend", "cpu", "cpu"),
+    "cuda": _Entry("penstock.models.backends.cuda.backend", "cuda", "cuda"),
+    "reference": _Entry("penstock.models.backends.reference.backend", None, "torch"),
+    "transformers": _Entry("penstock.models.backends.transformers_module.backend", None, "torch"),
 }
 """Backends by name. ``auto`` picks the first one that can run the model."""
 
@@ -190,12 +130,13 @@ FOREIGN = "transformers"
 
 
 def load_backend(config: WorkerConfig) -> Backend:
-    """Checks the model's files and loads them with the backend that the config names, or with the best one. Raises
-    ModelError."""
+    """Loads a model with the backend that the config names, or with the best one. Raises ModelError."""
     if config.backend not in ("auto", *BACKENDS):
         raise ModelError(
             f"--backend {config.backend}: there is no such backend: choose auto or one of {', '.join(BACKENDS)}"
         )
+    if config.load_format not in ("auto", "dummy"):
+        raise ModelError(f"--load-format {config.load_format}: must be auto or dummy")
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
     for warning in info.warnings if config.tensor_parallel_rank == 0 else ():
         logger.warning("%s", warning)
@@ -203,14 +144,15 @@ def load_backend(config: WorkerConfig) -> Backend:
     for name in _candidates(config, info):
         entry = BACKENDS[name]
         try:
-            load: BackendFactory = _found(entry.factory)
-            why_not = _why_not(entry, config, info)
+            module = import_module(entry.module)
+            why_not = _why_not(name, module, config, info)
         except ModuleNotFoundError as error:
             why_not = f"{error.name} is not installed: pip install 'penstock-llm[{entry.extra}]'"
         if why_not is None:
             for reason in reasons:
                 logger.warning("SLOW: this model runs on the %s backend. %s", name, reason)
-            return load(config, info)
+            backend: Backend = module.load(config, info)
+            return backend
         reasons.append(f"--backend {name}: {why_not}")
     raise ModelError("; ".join(reasons))
 
@@ -225,15 +167,8 @@ def _candidates(config: WorkerConfig, info: CheckpointInfo) -> list[str]:
     return [name for name, entry in BACKENDS.items() if entry.device in (kind, None) and name != FOREIGN]
 
 
-def _why_not(entry: _Entry, config: WorkerConfig, info: CheckpointInfo) -> str | None:
-    if isinstance(info.spec, ForeignSpec) and entry is not BACKENDS[FOREIGN]:
+def _why_not(name: str, module: ModuleType, config: WorkerConfig, info: CheckpointInfo) -> str | None:
+    if isinstance(info.spec, ForeignSpec) and name != FOREIGN:
         return f"it has no implementation of this architecture: give --backend {FOREIGN}, or leave it out"
-    if entry.unsupported_reason is None:
-        return None
-    unsupported_reason: Objection = _found(entry.unsupported_reason)
-    return unsupported_reason(config, info)
-
-
-def _found(place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    return getattr(import_module(module), attribute)
+    reason: str | None = module.unsupported_reason(config, info) if hasattr(module, "unsupported_reason") else None
+    return reason

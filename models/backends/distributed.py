@@ -21,8 +21,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Otherwise they listen on the address that the host's name resolves to."""
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for another, which may still be loading from a slow disk. If one hangs, the service ends all
-ranks long before that."""
+"""How long a rank waits for another, which may still be loading. If one hangs, the service ends all ranks earlier."""
 
 
 class Distributed:
@@ -34,8 +33,7 @@ class Distributed:
         self._device = device
 
     def all_reduce(self, x: Tensor) -> None:
-        """Sums in the dtype of ``x``. With more than two ranks, a sum's last bits may depend on its place in ``x``, and
-        so on the rest of the step."""
+        """Sums in the dtype of ``x``. Beyond two ranks, a sum's last bits may depend on its place in ``x``."""
         with _peers():
             distributed.all_reduce(x)
 

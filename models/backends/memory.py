@@ -1,11 +1,25 @@
-"""Computes the memory left for weights and KV, and the messages when it is too little. Knows no model family, and
-imports no tensor library unless the device is a GPU."""
+"""Computes the memory left for weights and KV. Imports no tensor library unless the device is a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import WorkerConfig
+
+
+@contextmanager
+def allocated(num_blocks: int, device: object) -> Iterator[None]:
+    """Wraps the allocation of the KV cache. Raises ModelError if memory runs out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch raises the latter
+        raise ModelError(
+            f"the KV cache of {num_blocks} blocks cannot be allocated on {device}: lower --gpu-memory-utilization, "
+            "--kv-cache-memory-bytes or --max-model-len"
+        ) from error
 
 
 def free_bytes(device: str, max_memory_bytes: int | None, num_ranks: int) -> int:
@@ -25,8 +39,7 @@ def free_bytes(device: str, max_memory_bytes: int | None, num_ranks: int) -> int
 def check_weights_fit(
     config: WorkerConfig, architecture: str, weight_bytes: int, dtype: str, parallel: TensorParallel = ALONE
 ) -> None:
-    """Raises ModelError unless ``weight_bytes`` fit in what is free now, before any rank has loaded. ``dtype`` is their
-    name in the message."""
+    """Raises ModelError unless ``weight_bytes`` of ``dtype`` fit in what is free before any rank has loaded."""
     free = _free_bytes_everywhere(config, parallel)
     if weight_bytes > free:
         smaller = "--quantization int8 or int4, " if config.device == "cpu" else ""
@@ -41,11 +54,7 @@ SHORTEST_CONTEXT = 1024
 
 
 def num_kv_blocks(
-    config: WorkerConfig,
-    block_bytes: int,
-    max_model_len: int,
-    num_spare: int = 0,
-    parallel: TensorParallel = ALONE,
+    config: WorkerConfig, block_bytes: int, max_model_len: int, num_spare: int = 0, parallel: TensorParallel = ALONE
 ) -> int:
     """Returns how many KV blocks of ``block_bytes`` to allocate besides ``num_spare``, once the weights are loaded; the
     same on every rank. Raises ModelError if the requested memory is not free, or a request of full length does not fit:
@@ -76,8 +85,7 @@ def num_kv_blocks(
 
 
 def _free_bytes_everywhere(config: WorkerConfig, parallel: TensorParallel) -> int:
-    """Returns the free bytes of the rank with the least. Every rank measures before any continues, so none sees what
-    another allocates next."""
+    """Returns the free bytes of the rank with the least. All measure before any continues and allocates more."""
     return parallel.least(free_bytes(config.device, config.max_memory_bytes, parallel.size))
 
 

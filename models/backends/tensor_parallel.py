@@ -32,18 +32,13 @@ class TensorParallel(Protocol):
     size: int
 
     def all_reduce(self, x: "Tensor") -> None:
-        """Replaces ``x``, of any shape and contiguous, in place by the sum of all ranks' ``x``; every rank gets the
-        same bits."""
-        ...
+        """Replaces ``x``, contiguous, in place by the sum of all ranks' ``x``; every rank gets the same bits."""
 
     def gather_columns(self, x: "Tensor", num_columns: int) -> "Tensor":
-        """``x`` (N, C) is the rank's ``share`` of the columns. Returns (N, ``num_columns``), contiguous and the same on
-        every rank."""
-        ...
+        """``x`` (N, C) is the rank's ``share`` of columns. Returns (N, ``num_columns``), the same on every rank."""
 
     def least(self, number: int) -> int:
         """Returns the least of all ranks' numbers."""
-        ...
 
 
 class SingleRank:
@@ -55,12 +50,10 @@ class SingleRank:
         """Leaves ``x`` as it is: it is the sum already."""
 
     def gather_columns(self, x: "Tensor", num_columns: int) -> "Tensor":
-        """Returns ``x``: it has all columns."""
         assert x.shape[1] == num_columns
         return x
 
     def least(self, number: int) -> int:
-        """Returns the number."""
         return number
 
 

@@ -8,14 +8,11 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.models.batch.pooled_row import PooledRow
-from penstock.models.batch.rows import Row, RowTable
+from penstock.models.batch.rows import Ids, Row, RowTable
 from penstock.models.batch.sampled_positions import NO_DRAFTS, GrammarBitmasks, SampledPosition
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, TokenLogprobs
-
-Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,6 @@ class Batch:
     token_ids: Ids
     """(T,)."""
     table: RowTable
-    """The table that contains the rows."""
     sampled: list[SampledPosition]
     """The S sampled positions, in the order of the rows."""
     num_sampled: list[int]
@@ -49,14 +45,8 @@ class Batch:
 
     @cached_property
     def tables(self) -> Ids:
-        """(R, at least the blocks of the longest row): block ids in the order of positions. Entries past a row's end
-        are undefined."""
+        """(R, at least the blocks of the longest row): block ids. Entries past a row's end are undefined."""
         return self.table.tables(self.rows)
-
-    @property
-    def block_size(self) -> int:
-        """Slots per block."""
-        return self.table.block_size
 
     @cached_property
     def sampled_tokens(self) -> Ids:
@@ -76,8 +66,9 @@ class Batch:
     @property
     def slots(self) -> Ids:
         """(T,): where each token's KV is written: block * block_size + offset."""
-        blocks, offsets = np.divmod(self.positions, self.block_size)
-        return self.tables[self._owners, blocks] * self.block_size + offsets
+        block_size = self.table.block_size
+        blocks, offsets = np.divmod(self.positions, block_size)
+        return self.tables[self._owners, blocks] * block_size + offsets
 
     @cached_property
     def _owners(self) -> Ids:
@@ -107,20 +98,16 @@ class Batch:
 
 
 class FeatureLines(Protocol):
-    """Features of some positions, one line per position, in the backend's own memory. An array on the host satisfies
-    this protocol."""
+    """Features of positions, one line for each, in the backend's own memory, for example an array on the host."""
 
     def __len__(self) -> int:
         """The number of lines."""
-        ...
 
     def __getitem__(self, part: slice | list[int], /) -> "FeatureLines":
         """Selects lines; a slice may return a view."""
-        ...
 
     def copy(self) -> "FeatureLines":
         """Copies the lines, so that they no longer hold the memory of a larger array."""
-        ...
 
 
 class Sampled(NamedTuple):
@@ -128,6 +115,14 @@ class Sampled(NamedTuple):
 
     token_id: int
     logprobs: TokenLogprobs | None
+
+
+def join_logprobs(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+    """Concatenates the log-probabilities of one or several tokens."""
+    joined = TokenLogprobs(parts[0].num_top, [], [], [])
+    for part in parts:
+        joined.extend(part)
+    return joined
 
 
 class BatchResult(NamedTuple):

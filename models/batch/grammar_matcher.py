@@ -18,9 +18,6 @@ if TYPE_CHECKING:  # the library is installed wherever a row can have a grammar
 Words = NDArray[np.uint32]
 """One or several masks: bit v % 32 of word v // 32 is set if token v may come."""
 
-FAILURE = "what the output must match became too costly to follow: make the constraint simpler"
-DEAD_END = "the constraint allows this beginning of an output, but nothing can follow it: correct the constraint"
-
 TOKEN_BUDGET_S = 0.05
 """The CPU time that a row's grammar may take per token, on average."""
 BURST_S = 2.0
@@ -33,8 +30,7 @@ since much is computed only once."""
 MAX_BEHIND = 64
 """A row that is more tokens behind, for example after a preemption, catches up on threads that no step waits for."""
 MAX_FORCED_BYTES = 256
-"""Forced text is tokenized in pieces of at most this length. A longer text would be tokenized in one call, which blocks
-every other thread."""
+"""Forced text is tokenized in pieces of at most this length, since a call blocks every other thread."""
 HELD_BYTES = 64
 """The approximate length of the end of a piece whose tokens are computed with the next piece."""
 CONSUMED_TOGETHER = 16
@@ -42,10 +38,13 @@ CONSUMED_TOGETHER = 16
 SLOW_CALL_S = 0.002
 """After a call that takes this long, tokens are consumed by a call that does not block other threads."""
 
-TOO_SLOW = (
-    f"the constraint takes too long to follow, more than {TOKEN_BUDGET_S * 1000:.0f} ms of computing for each token: "
-    "make it smaller or less ambiguous"
-)
+MESSAGES = {
+    RowFailure.COSTLY: "what the output must match became too costly to follow: make the constraint simpler",
+    RowFailure.DEAD_END: "the constraint allows this beginning of an output, but nothing can follow it: correct the "
+    "constraint",
+    RowFailure.SLOW: "the constraint takes too long to follow, more than "
+    f"{TOKEN_BUDGET_S * 1000:.0f} ms of computing for each token: make it smaller or less ambiguous",
+}
 
 
 class CompiledGrammar:
@@ -87,9 +86,9 @@ class GrammarMatcher:
     The library's matcher has consumed ``history[:end]`` and the tokens that are forced to follow it::
 
         history  . . . . . . . .
-                               ^ num_consumed - len(forced)
+                               ^ frontier - len(forced)
         forced                   . . .
-                                       ^ num_consumed: the frontier
+                                       ^ frontier
 
     Before the frontier, the mask allows only the forced token. At the frontier, the library computes the mask.
     """
@@ -98,8 +97,10 @@ class GrammarMatcher:
         """``vocab_size`` is the model's."""
         self._vocab_size = vocab_size
         self.grammar = grammar
-        self._num_consumed = num_prompt_tokens
-        self._matcher: LLMatcher | None = None
+        self.frontier = num_prompt_tokens
+        """The position of the library's matcher."""
+        self.library: LLMatcher | None = None
+        """The library's matcher; None before the row's first use of it, and after a failure."""
         self._forced: list[int] = []
         """Forced tokens before the frontier. They are computed only once."""
         self._last_token: list[int] = []
@@ -120,23 +121,13 @@ class GrammarMatcher:
         self._failed_at = 0
         """The first position that cannot be sampled."""
 
-    @property
-    def frontier(self) -> int:
-        """The position of the library's matcher."""
-        return self._num_consumed
-
-    @property
-    def library(self) -> "LLMatcher | None":
-        """The library's matcher; None before the row's first use of it, and after a failure."""
-        return self._matcher
-
     def is_behind(self, end: int) -> bool:
         """Whether a row with a history of this length has to catch up first."""
-        return end - self._num_consumed > MAX_BEHIND
+        return end - self.frontier > MAX_BEHIND
 
     def is_ready(self, end: int) -> bool:
         """Whether the mask that follows a history of this length is known."""
-        return end < self._num_consumed or (end == self._num_consumed and self._mask is not None)
+        return end < self.frontier or (end == self.frontier and self._mask is not None)
 
     # Under the grammar's lock -----------------------------------------------------------------------------------------
 
@@ -148,27 +139,27 @@ class GrammarMatcher:
         is used once tokens turn out to be slow."""
         if self.failure:
             return None
-        if self._matcher is None:
+        if self.library is None:
             try:
-                self._matcher = self.grammar.matcher.result().deep_copy()
+                self.library = self.grammar.matcher.result().deep_copy()
             except Exception:
                 # The service could compile it, and this process cannot, perhaps for lack of memory.
                 self.fail(end)
                 return None
-        new = list(history[self._num_consumed : end])
+        new = list(history[self.frontier : end])
         if not new:
             self._forced = self.kept(end)
-            return self._matcher
+            return self.library
         if not self._consume(new, consume):
             self.fail(end)
             return None
-        self._advance(end, [])
+        self.frontier, self._forced, self._mask = end, [], None
         self._last_token = new[-1:]
         self._credit_s = min(BURST_S, self._credit_s + TOKEN_BUDGET_S * len(new))
-        return self._matcher
+        return self.library
 
     def _consume(self, token_ids: list[int], consume: "Callable[[LLMatcher, int], bool] | None") -> bool:
-        matcher = self._matcher
+        matcher = self.library
         assert matcher is not None
         if consume is None:
             return matcher.consume_tokens(token_ids)
@@ -180,25 +171,20 @@ class GrammarMatcher:
                 return all(consume(matcher, token_id) for token_id in token_ids[begin + CONSUMED_TOGETHER :])
         return True
 
-    def _advance(self, frontier: int, forced: list[int]) -> None:
-        self._num_consumed = frontier
-        self._forced = forced
-        self._mask = None
-
     def force(self, tokenizer: "LLTokenizer") -> bool:
-        """Moves the frontier past the forced tokens that follow it, which are the tokenizer's tokens of the forced
-        text. Returns whether there are any."""
-        matcher = self._matcher
+        """Moves the frontier past the forced tokens that follow it. Returns whether there are any."""
+        matcher = self.library
         assert matcher is not None, "the row has begun"
-        if not self.grammar.forces or self._nothing_forced_at == self._num_consumed or self._mask is not None:
+        if not self.grammar.forces or self._nothing_forced_at == self.frontier or self._mask is not None:
             return False
         token_ids = self._forced_tokens(matcher, tokenizer)
         # The tokenizer may spell the text with tokens that the model lacks.
         token_ids = list(takewhile(lambda token_id: token_id < self._vocab_size, token_ids))
         if not token_ids or not matcher.consume_tokens(token_ids):
-            self._nothing_forced_at = self._num_consumed
+            self._nothing_forced_at = self.frontier
             return False
-        self._advance(self._num_consumed + len(token_ids), self._forced + token_ids)
+        self.frontier += len(token_ids)
+        self._forced, self._mask = self._forced + token_ids, None
         self._last_token = token_ids[-1:]
         return True
 
@@ -223,9 +209,8 @@ class GrammarMatcher:
         return token_ids
 
     def num_valid(self, history: Sequence[int], drafts: Sequence[int]) -> int:
-        """Returns how many of the drafts may follow the history, one after the other. Takes the lock itself; returns 0
-        if another thread holds it."""
-        if self._matcher is None or self.is_pending or not self.grammar.try_lock():
+        """Returns how many of the drafts may follow the history; 0 if another thread holds the lock, which it takes."""
+        if self.library is None or self.is_pending or not self.grammar.try_lock():
             return 0
         try:
             if self.grammar.is_apart:
@@ -236,7 +221,7 @@ class GrammarMatcher:
             count = self._num_agreeing(len(history), drafts)
             rest = list(drafts[count:])
             # A kept mask was late. The masks after more drafts might be late too, and so on without end.
-            is_at_frontier = len(history) + count == self._num_consumed and self._mask is None
+            is_at_frontier = len(history) + count == self.frontier and self._mask is None
             return count + (matcher.validate_tokens(rest) if rest and is_at_frontier else 0)
         finally:
             self.grammar.lock.release()
@@ -245,12 +230,11 @@ class GrammarMatcher:
 
     def kept(self, end: int) -> list[int]:
         """Returns the known forced tokens that follow a history of this length."""
-        behind = self._num_consumed - end
+        behind = self.frontier - end
         return self._forced[-behind:] if 0 < behind <= len(self._forced) else []
 
     def num_known(self, end: int) -> int:
-        """Returns how many of the kept tokens can be drafted with all masks known, including the mask after the
-        last."""
+        """Returns how many kept tokens can be drafted with all masks known, that after the last included."""
         return max(0, len(self.kept(end)) - (self._mask is None))
 
     def _num_agreeing(self, end: int, drafts: Sequence[int]) -> int:
@@ -267,7 +251,7 @@ class GrammarMatcher:
             if index < len(drafts) and drafts[index] != token_id:
                 return len(words)
         count = min(len(kept), len(words))
-        if count < len(words) and self._mask is not None and end + count == self._num_consumed:
+        if count < len(words) and self._mask is not None and end + count == self.frontier:
             words[count] = self._mask
             count += 1
         return count
@@ -290,18 +274,15 @@ class GrammarMatcher:
         which no message may repeat."""
         if kind is None:
             # The library's errors are about its limits, except for this one.
-            error = "" if self._matcher is None else self._matcher.get_error()
-            is_dead_end = self._matcher is not None and (not error or error.startswith("NoExtension"))
+            error = "" if self.library is None else self.library.get_error()
+            is_dead_end = self.library is not None and (not error or error.startswith("NoExtension"))
             kind = RowFailure.DEAD_END if is_dead_end else RowFailure.COSTLY
         self._failed_at = position
         self.failure_kind = kind
-        self.failure = _MESSAGES[kind]
-        self._matcher = self._mask = None
+        self.failure = MESSAGES[kind]
+        self.library = self._mask = None
         self._forced = []
 
     def fails_at(self, position: int) -> bool:
         """Whether the token chosen for this position is a placeholder that only marks the end of the output."""
         return bool(self.failure) and position >= self._failed_at
-
-
-_MESSAGES = {RowFailure.COSTLY: FAILURE, RowFailure.DEAD_END: DEAD_END, RowFailure.SLOW: TOO_SLOW}

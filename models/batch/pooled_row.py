@@ -9,11 +9,8 @@ Floats = NDArray[np.float32]
 
 
 class PooledRow:
-    """The running sum of a row's vector.
-
-    States are added one by one in the order of positions, in float32, so the result is bit-identical however the row
-    was cut into chunks.
-    """
+    """The running sum of a row's vector. States are added one by one in the order of positions, in float32, so the
+    result is bit-identical however the row was cut into chunks."""
 
     __slots__ = ("_positions", "total")
 

@@ -8,14 +8,26 @@ from numpy.typing import NDArray
 from penstock.models.batch.grammar_matcher import GrammarMatcher
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.token_counts import TokenCounts
-from penstock.models.batch.token_lists import TokenLists
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 Ids = NDArray[np.int64]
 
 UNKNOWN = -1
-"""In a history: a token that the device has chosen, or will have chosen when it is needed, and that the host does not
-know yet."""
+"""In a history: a token that the device has chosen, or will choose, and that the host does not know yet."""
+
+
+class TokenLists:
+    """Sampling parameters that name tokens, as arrays, which are built once and used in every step. Ids are int64,
+    biases float64. ``allowed`` is None if every token is allowed."""
+
+    __slots__ = ("allowed", "bias", "bias_ids", "stops")
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        allowed = sampling.allowed_token_ids
+        self.allowed: Ids | None = None if allowed is None else np.array(allowed, dtype=np.int64)
+        self.bias_ids: Ids = np.array([token_id for token_id, _ in sampling.logit_bias], dtype=np.int64)
+        self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float64)
+        self.stops: Ids = np.array(sampling.stop_token_ids, dtype=np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +52,6 @@ class Row:
     """Set if the row's output must match a grammar."""
     is_dropped: bool = False
     """Whether a plan has dropped the row; a step that began earlier may still compute it."""
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens after the prompt, including those from before a preemption."""
-        return len(self.history) - self.num_prompt_tokens
 
     def expect(self) -> int:
         """Extends the history by a token that is being chosen. Returns its position, for ``learn``."""
@@ -75,9 +82,6 @@ class RowTable:
         self._rows: dict[int, Row] = {}
         self._tables: Ids = np.full((16, 16), num_blocks, dtype=np.int64)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __getitem__(self, number: int) -> Row:
         assert number in self._rows, f"the plan names row {number}, which does not exist"
         return self._rows[number]
@@ -98,8 +102,7 @@ class RowTable:
         return fresh
 
     def tables(self, rows: list[Row]) -> Ids:
-        """Returns the block tables of rows, stacked, at least as wide as the longest. Ids past a row's end are
-        undefined."""
+        """Returns the block tables of rows, as wide as the longest or wider. Ids past a row's end are undefined."""
         width = max(row.num_blocks for row in rows)
         return self._tables[[row.number for row in rows], :width]
 

@@ -1,14 +1,14 @@
 """The positions of a batch whose next token is chosen. Plain data; uses no tensors."""
 
-from collections.abc import Sequence, Set as AbstractSet
+from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from penstock.models.batch.grammar_matcher import Words
-from penstock.models.batch.rows import Row
+from penstock.models.batch.rows import Ids, Row
 from penstock.models.batch.token_counts import TokenCounts
-from penstock.models.batch.token_lists import TokenLists
-from penstock.scheduler.plan import SamplingParams
 
 NO_DRAFTS: Sequence[int] = ()
 
@@ -26,25 +26,10 @@ class SampledPosition:
         """The position of the token to choose."""
 
     @property
-    def sampling(self) -> SamplingParams:
-        """The row's sampling parameters."""
-        return self.row.sampling
-
-    @property
-    def lists(self) -> TokenLists:
-        """The row's token lists."""
-        return self.row.lists
-
-    @property
     def counts(self) -> TokenCounts | None:
         """The row's token counts, drafts included."""
         counts = self.row.counts
         return counts if counts is None or not self.drafts else counts.with_more(self.drafts)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens after the prompt, drafts included."""
-        return self.position - self.row.num_prompt_tokens
 
     def tail(self, length: int) -> tuple[int, ...]:
         """Returns the last ``length`` tokens, or all if there are fewer. The row's own tokens must be known."""
@@ -53,13 +38,29 @@ class SampledPosition:
             return tuple(self.drafts[len(self.drafts) - length :])
         return (*self.row.history[-num_own:], *self.drafts)
 
+    def forbidden_ids(self) -> Iterator[Ids]:
+        """Yields the ids of tokens that must not come here, possibly repeated: stops before ``min_tokens``, and tokens
+        that would complete a bad word."""
+        row, sampling = self.row, self.row.sampling
+        if self.position - row.num_prompt_tokens < sampling.min_tokens:
+            yield row.lists.stops
+        if not sampling.bad_words:
+            return
+        [last] = self.tail(1)
+        words = [
+            word[-1]
+            for word in sampling.bad_words
+            if len(word) == 1 or (word[-2] == last and self.tail(len(word) - 1) == word[:-1])
+        ]
+        if words:
+            yield np.array(words, dtype=np.int64)
+
 
 class MaskWords(Protocol):
     """Masks that are computed while the layers run."""
 
     def result(self) -> Words:
         """Waits for the masks: (masks, ceil(V / 32)) uint32. Bit v % 32 of word v // 32 is set if token v may come."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,6 @@ class GrammarBitmasks:
     sampled: list[int]
     """Indices into the batch's sampled positions, ascending."""
     words: MaskWords
-    """The masks of these positions."""
     late: AbstractSet[int] = field(default_factory=frozenset)
     """The numbers of the rows whose masks were late, known once ``words`` has its result. Tokens chosen for these rows
     are ignored, and their histories do not grow."""

@@ -37,7 +37,6 @@ class TokenCounts:
         return self._output[: len(self._place)]
 
     def count_token(self, token_id: int) -> None:
-        """Counts one more output token."""
         place = self._place_of(token_id)  # first: it may replace the array
         self._output[place] += 1
 

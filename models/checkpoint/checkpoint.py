@@ -1,7 +1,4 @@
-"""Finds a model's files and checks them before anything is loaded: config, shards, headers, names, shapes, dtypes.
-
-Does not import torch, so that the service can refuse a model in milliseconds. Does not depend on tokenizers or devices.
-"""
+"""Finds a model's files and checks them before anything is loaded: config, shards, headers, names, shapes, dtypes."""
 
 import fnmatch
 import glob
@@ -36,7 +33,6 @@ from penstock.models.checkpoint.tensor_names import find_text_model, find_views,
 from penstock.models.errors import ModelError
 
 DEMO = "demo"
-"""The name of the built-in model."""
 DEMO_DRAFTERS = ("demo_draft", "demo_eagle3")
 """The built-in drafters: a draft model and an EAGLE-3 head for the built-in model."""
 
@@ -83,8 +79,7 @@ HUB_FILES = (
     "[0-9]_*/config.json",
 )
 """The files that are fetched from a repository on the hub. penstock reads all of them except tokenizer.model, which
-transformers converts to a tokenizer.json. The last two patterns are those of sentence-transformers.
-"""
+transformers converts to a tokenizer.json. The last two patterns are those of sentence-transformers."""
 
 DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Endings of tensors that old checkpoints contain although they follow from the config."""
@@ -116,9 +111,7 @@ class CheckpointInfo:
         return named if named in FLOAT_DTYPES.values() else "float32"
 
     def choose_quantization(self, requested: str) -> str:
-        """The quantisation that the model runs with: none, one of AT_LOAD, or the checkpoint's own method.
-        ``requested`` is the value of --quantization. Raises ModelError if it contradicts the checkpoint.
-        """
+        """The quantisation that the model runs with. Raises ModelError if that contradicts --quantization."""
         if requested in METHODS and requested not in AT_LOAD and not self.tensors:
             raise ModelError(
                 f"--quantization {requested}: with --load-format dummy no checkpoint is read, and the dummy weights "
@@ -127,9 +120,7 @@ class CheckpointInfo:
         return choose_quantization(requested, self.quantization)
 
     def at_load(self, requested: str) -> str | None:
-        """The member of AT_LOAD that float weights are quantised to, or None. ``requested`` is the value of
-        --quantization.
-        """
+        """The member of AT_LOAD that float weights are quantised to, or None. ``requested`` is --quantization."""
         return requested if self.quantization is None and requested in AT_LOAD else None
 
 
@@ -170,9 +161,7 @@ def _demo_model(name: str) -> Path:
 
 
 def _refuse_other(where: object, names: Iterable[str]) -> None:
-    """Raises ModelError if one of the files has a kind that cannot be loaded. ``where`` is their directory, or the
-    file.
-    """
+    """Raises ModelError if one of the files cannot be loaded. ``where`` is their directory, or the file."""
     names = sorted(names)
     for pattern, remedy in OTHER_WEIGHTS.items():
         if found := fnmatch.filter(names, pattern):
@@ -217,9 +206,7 @@ def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
 
 
 def _refuse_other_repository(name: str, at_revision: Mapping[str, str]) -> None:
-    """Raises ModelError if a repository has only weights that cannot be loaded. Does nothing if the hub is out of
-    reach.
-    """
+    """Raises ModelError if a repository has only weights that cannot be loaded, unless the hub is out of reach."""
     from huggingface_hub import HfApi
 
     try:
@@ -232,8 +219,7 @@ def _refuse_other_repository(name: str, at_revision: Mapping[str, str]) -> None:
 def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     """Checks config.json and, if ``weights`` is set, every header of the safetensors files against the file's length
     and the model that the config describes. Reads no tensor, except an output head that should equal the embedding.
-    Raises ModelError.
-    """
+    Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory: give a model's directory")
     if not (path / CONFIG).exists():
@@ -324,12 +310,23 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 def read_entries(path: Path) -> dict[str, TensorEntry]:
     """Returns all tensors of all shards by name. Raises ModelError."""
-    if (path / INDEX).exists():
-        return _indexed_entries(path)
-    if (path / SINGLE).exists():
-        return read_header(path / SINGLE)
-    _refuse_other(path, os.listdir(path))
-    raise ModelError(f"{path / SINGLE}: is missing, and so is {INDEX}: download the model's weights")
+    if not (path / INDEX).exists():
+        if (path / SINGLE).exists():
+            return read_header(path / SINGLE)
+        _refuse_other(path, os.listdir(path))
+        raise ModelError(f"{path / SINGLE}: is missing, and so is {INDEX}: download the model's weights")
+    weight_map = _weight_map(path)
+    shards = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (path / shard).exists():
+            raise ModelError(f"{path / shard}: this shard is missing, and {INDEX} names it: download it")
+        shards[shard] = read_header(path / shard)
+    for name, shard in weight_map.items():
+        if name not in shards[shard]:
+            raise ModelError(
+                f"{path / shard}: tensor {name} is missing, but {INDEX} lists it here: download the shard again"
+            )
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -347,21 +344,6 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
-    weight_map = _weight_map(path)
-    shards = {}
-    for shard in sorted(set(weight_map.values())):
-        if not (path / shard).exists():
-            raise ModelError(f"{path / shard}: this shard is missing, and {INDEX} names it: download it")
-        shards[shard] = read_header(path / shard)
-    for name, shard in weight_map.items():
-        if name not in shards[shard]:
-            raise ModelError(
-                f"{path / shard}: tensor {name} is missing, but {INDEX} lists it here: download the shard again"
-            )
-    return {name: shards[shard][name] for name, shard in weight_map.items()}
-
-
 def _match(
     spec: ModelSpec, entries: Mapping[str, TensorEntry], quantized: Mapping[str, QuantizedLinear], path: Path
 ) -> dict[str, TensorEntry]:
@@ -373,11 +355,7 @@ def _match(
         entry = entries.get(name)
         if entry is None:
             raise ModelError(f"{path}: tensor {name} is missing, and {CONFIG} calls for it: download the weights again")
-        if entry.shape != shape:
-            raise ModelError(
-                f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and {CONFIG} calls for {list(shape)}: "
-                "config and weights belong to different models"
-            )
+        entry.check_shape(name, shape, CONFIG)
         if entry.dtype not in FLOAT_DTYPES:
             raise ModelError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}: weights must be {', '.join(FLOAT_DTYPES)}; "

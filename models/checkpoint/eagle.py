@@ -2,7 +2,7 @@
 that drafts for a model from the model's own hidden states: https://arxiv.org/abs/2503.01840."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,7 @@ UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output
 class EagleSpec(ModelSpec):
     """The shape of an EAGLE-3 head: ``x = fc(features)``, then one layer. Its queries, keys and values are computed
     from the next token's embedding and x side by side, each after its norm. Logits cover a vocabulary of its own.
-    Tensors have the same names as in a model.
-    """
+    Tensors have the same names as in a model."""
 
     draft_vocab_size: int
     has_embedding: bool
@@ -42,7 +41,6 @@ class EagleSpec(ModelSpec):
 
     @property
     def has_table(self) -> bool:
-        """Whether the head has embeddings of its own."""
         return self.has_embedding
 
     @property
@@ -94,13 +92,11 @@ def check_head(path: Path, target: ModelSpec) -> EagleCheckpoint:
         layers = _feature_layers(config, target)
     except ModelError as error:
         raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
-    tensors = {}
-    expected = {_published(name): (name, shape) for name, shape in spec.tensors()}
-    for published, (name, shape) in expected.items():
-        tensors[name] = _checked(entries, published, shape, FLOAT_DTYPES, path)
+    shapes = dict(spec.tensors())
+    tensors = {name: _checked(entries, _published(name), shape, FLOAT_DTYPES, path) for name, shape in shapes.items()}
     if IS_DRAFTED in entries:
         _checked(entries, IS_DRAFTED, (spec.vocab_size,), ("BOOL",), path)
-    for name in entries.keys() - expected.keys() - {DRAFT_TO_TARGET, IS_DRAFTED}:
+    for name in entries.keys() - set(map(_published, shapes)) - {DRAFT_TO_TARGET, IS_DRAFTED}:
         raise ModelError(
             f"{entries[name].file}: tensor {name} has no place in an EAGLE-3 head as {CONFIG} describes it: config and "
             "weights belong to different heads"
@@ -130,8 +126,7 @@ def _spec(config: Mapping[str, Any], target: ModelSpec, has_embedding: bool) -> 
         if getattr(spec, name) != getattr(target, name):
             raise described.wrong(name, f"must be the model's, {getattr(target, name)}: give the head of this model")
     size = described.integer("draft_vocab_size", 1, spec.vocab_size, spec.vocab_size)
-    values = {field.name: getattr(spec, field.name) for field in fields(ModelSpec)}
-    return EagleSpec(**values, draft_vocab_size=size, has_embedding=has_embedding)
+    return EagleSpec(**vars(spec), draft_vocab_size=size, has_embedding=has_embedding)
 
 
 def _feature_layers(config: Mapping[str, Any], target: ModelSpec) -> tuple[int, ...]:
@@ -152,11 +147,7 @@ def _checked(
     entry = entries.get(name)
     if entry is None:
         raise ModelError(f"{path}: tensor {name} is missing, and an EAGLE-3 head has it: download the head again")
-    if entry.shape != shape:
-        raise ModelError(
-            f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and {CONFIG} calls for {list(shape)}: "
-            "config and weights belong to different heads"
-        )
+    entry.check_shape(name, shape, CONFIG, "heads")
     if entry.dtype not in dtypes:
         raise ModelError(
             f"{entry.file}: tensor {name} has dtype {entry.dtype}: it must be {' or '.join(dtypes)}; use the "

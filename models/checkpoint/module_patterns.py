@@ -25,8 +25,6 @@ class Patterns:
 
     def match(self, name: str) -> bool:
         """Whether one of them matches the beginning of a module's name. Raises ModelError if this takes too long."""
-        if not self._patterns:
-            return False
         for pattern in self._patterns:
             began = time.thread_time()
             is_match = pattern.match(name) is not None

@@ -1,6 +1,4 @@
-"""Reads how a model turns text into a vector, from sentence-transformers' files beside its weights or the operator's
-setting. Does not import torch.
-"""
+"""Reads how a model turns text into a vector, from sentence-transformers' files or the operator's setting."""
 
 import json
 from dataclasses import dataclass
@@ -35,9 +33,7 @@ class PoolingConfig:
 
 
 def read_embedding(path: Path, pooling: Pooling | None = None) -> PoolingConfig:
-    """Reads the pooling of the model in a directory. ``pooling`` takes precedence over its files; the default is the
-    last token. Raises ModelError if the files specify something unsupported.
-    """
+    """Reads the pooling of the model in a directory; ``pooling`` goes before its files. Raises ModelError."""
     modules = _modules(path)
     # Without a list of modules, nothing specifies that vectors keep their lengths.
     normalize = not modules or _NORMALIZE in modules

@@ -1,6 +1,4 @@
-"""Reads a checkpoint's ``quantization_config``: from config.json to a typed description of GPTQ, AWQ,
-compressed-tensors and fp8. Knows no files and no tensors.
-"""
+"""Reads a checkpoint's ``quantization_config``, of GPTQ, AWQ, compressed-tensors or fp8, into a typed description."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -19,9 +17,7 @@ GROUP_STEP = 32
 MAX_GROUP = 1 << 20
 
 AT_LOAD = ("int8", "int4", "fp8")
-"""Quantisation that can be applied to a float checkpoint. fp8 needs the CUDA backend; checkpoints may also be stored in
-it.
-"""
+"""What a float checkpoint can be quantised to. fp8 needs the CUDA backend, and is a checkpoint's method too."""
 
 ANOTHER = "use another quantised checkpoint, or the unquantised one with --quantization int8 or int4"
 
@@ -50,9 +46,9 @@ class QuantScheme:
     layout: QuantLayout
     group: int
     """The number of columns that share a scale and a zero point; 0: all columns of a row."""
-    has_zeros: bool
+    has_zeros: bool = False
     """Whether zero points are stored. If not, they are the middle of the codes."""
-    is_ordered: bool
+    is_ordered: bool = False
     """Whether a stored index assigns each column to a group."""
     rows: int = 1
     """The number of rows that share scales, for FP8; 0: all."""
@@ -61,12 +57,10 @@ class QuantScheme:
 
     @property
     def bits(self) -> int:
-        """The number of bits of a code."""
         return 8 if self.layout in (QuantLayout.INT8, QuantLayout.FP8) else 4
 
     @property
     def is_float(self) -> bool:
-        """Whether the codes are floats."""
         return self.layout is QuantLayout.FP8
 
     def num_row_groups(self, rows: int) -> int:
@@ -88,13 +82,11 @@ class ModulePatterns:
         self._patterns = Patterns(tuple(name[3:] for name in names if name.startswith("re:")))
 
     def __contains__(self, module: str) -> bool:
-        """Whether the linear with this name matches."""
         return self.precision(module) is not None
 
     def precision(self, module: str) -> int | None:
         """How precisely the linear of this name is matched, in compressed-tensors' order: 0 by its whole name, 1 by an
-        expression, 2 by its class; None: not matched.
-        """
+        expression, 2 by its class; None: not matched."""
         if module in self._exact:
             return 0
         if self._patterns.match(module):
@@ -114,9 +106,7 @@ class Quantization:
     """Linears that stay float."""
 
     def scheme_of(self, module: str) -> QuantScheme | None:
-        """The scheme of the linear of this name, or None if it stays float. The quantiser may have skipped it without
-        listing it.
-        """
+        """The scheme of the linear of this name; None if it stays float, though it may only be missing in the list."""
         if module in self.ignored:
             return None
         # If two match equally precisely, the first one wins.
@@ -125,24 +115,19 @@ class Quantization:
 
 
 def quantization_from_config(config: Mapping[str, Any]) -> Quantization | None:
-    """Returns the quantisation in a config.json, or None if there is none. Raises ModelError, naming the field, also
-    for unsupported ones.
-    """
+    """Returns the quantisation in a config.json, or None if there is none. Raises ModelError, naming the field."""
     fields = HfConfigReader(config)
     if CONFIG_FIELD not in fields:
         return None
     part = fields.part(CONFIG_FIELD)
     method = part.text("quant_method")
-    if method not in METHODS:
-        raise part.wrong("quant_method", f"must be one of {', '.join(METHODS)}: {ANOTHER}")
+    _require(method in METHODS, part, "quant_method", f"must be one of {', '.join(METHODS)}")
     return METHODS[method](part)
 
 
 def choose_quantization(requested: str, stored: Quantization | None) -> str:
-    """The quantisation that a model runs with: ``none``, one of AT_LOAD, or the checkpoint's own method.
-
-    ``requested`` is the value of --quantization. Raises ModelError if it contradicts the checkpoint.
-    """
+    """The quantisation that a model runs with: ``none``, one of AT_LOAD, or the checkpoint's own method. ``requested``
+    is the value of --quantization. Raises ModelError if it contradicts the checkpoint."""
     known = tuple(dict.fromkeys(("none", *AT_LOAD, *METHODS)))
     if requested not in known:
         raise ModelError(f"--quantization {requested}: must be one of {', '.join(known)}")
@@ -171,15 +156,11 @@ def _gptq(fields: HfConfigReader) -> Quantization:
     name = "checkpoint_format" if "checkpoint_format" in fields else "format"
     layouts = {"gptq": QuantLayout.GPTQ, "gptq_v2": QuantLayout.GPTQ_V2}
     layout = fields.text(name, "gptq")
-    if layout not in layouts:
-        raise fields.wrong(name, f"must be gptq or gptq_v2: {ANOTHER}")
-    if fields.text("pack_dtype", "int32") != "int32":
-        raise fields.wrong("pack_dtype", f"must be int32: {ANOTHER}")
-    overrides = fields.part("dynamic")
-    for pattern in overrides.names():
-        # Patterns with a minus name modules that stay float; all others change bits or groups of some modules.
-        if not pattern.startswith("-:"):
-            raise fields.wrong("dynamic", f"must not quantise some modules otherwise than the rest: {ANOTHER}")
+    _require(layout in layouts, fields, name, "must be gptq or gptq_v2")
+    _require(fields.text("pack_dtype", "int32") == "int32", fields, "pack_dtype", "must be int32")
+    # Patterns with a minus name modules that stay float; all others change bits or groups of some modules.
+    are_skipped = all(pattern.startswith("-:") for pattern in fields.part("dynamic").names())
+    _require(are_skipped, fields, "dynamic", "must not quantise some modules otherwise than the rest")
     fields.flag("sym", True)  # zero points are stored either way
     scheme = QuantScheme(layouts[layout], _group(fields), has_zeros=True, is_ordered=fields.flag("desc_act", False))
     return Quantization("gptq", ((ModulePatterns(("Linear",)), scheme),), _not_converted(fields))
@@ -189,40 +170,32 @@ def _awq(fields: HfConfigReader) -> Quantization:
     """Reads AutoAWQ's config. ``version`` is also called ``format``."""
     _check_bits(fields, "bits", 4)
     name = "version" if "version" in fields else "format"
-    if fields.text(name, "gemm").lower() != "gemm":
-        raise fields.wrong(name, f"must be gemm: {ANOTHER}")
+    _require(fields.text(name, "gemm").lower() == "gemm", fields, name, "must be gemm")
     fields.flag("zero_point", True)  # zero points are stored either way
-    scheme = QuantScheme(QuantLayout.AWQ, _group(fields), has_zeros=True, is_ordered=False)
+    scheme = QuantScheme(QuantLayout.AWQ, _group(fields), has_zeros=True)
     return Quantization("awq", ((ModulePatterns(("Linear",)), scheme),), _not_converted(fields))
 
 
 def _fp8(fields: HfConfigReader) -> Quantization:
-    """Reads DeepSeek's config, with blocks, and AutoFP8's, with one scale per tensor. Static activation scales are
-    ignored.
-    """
+    """Reads the configs of DeepSeek, with blocks, and AutoFP8. Static activation scales are ignored."""
     for name, right in (("fmt", "e4m3"), ("scale_fmt", "float")):
-        if fields.text(name, right) != right:
-            raise fields.wrong(name, f"must be {right}: {ANOTHER}")
-    if fields.text("activation_scheme", "dynamic") not in ("dynamic", "static"):
-        raise fields.wrong("activation_scheme", f"must be dynamic or static: {ANOTHER}")
-    if "kv_cache_scheme" in fields:
-        raise fields.wrong("kv_cache_scheme", f"must be null: {ANOTHER}")
+        _require(fields.text(name, right) == right, fields, name, f"must be {right}")
+    activations = fields.text("activation_scheme", "dynamic")
+    _require(activations in ("dynamic", "static"), fields, "activation_scheme", "must be dynamic or static")
+    _require("kv_cache_scheme" not in fields, fields, "kv_cache_scheme", "must be null")
     rows, columns = _block(fields, "weight_block_size") if "weight_block_size" in fields else (0, 0)
-    scheme = QuantScheme(QuantLayout.FP8, columns, has_zeros=False, is_ordered=False, rows=rows, narrows_inputs=True)
+    scheme = QuantScheme(QuantLayout.FP8, columns, rows=rows, narrows_inputs=True)
     # The field's name before transformers supported the method.
     skipped = "ignored_layers" if "ignored_layers" in fields else "modules_to_not_convert"
     return Quantization("fp8", ((ModulePatterns(("Linear",)), scheme),), _not_converted(fields, skipped))
 
 
 def _compressed_tensors(fields: HfConfigReader) -> Quantization:
-    """Reads llm-compressor's config. Each of ``config_groups`` has targets and a scheme. ``quantization_status`` is
-    ignored: published checkpoints have any stage.
-    """
+    """Reads llm-compressor's config. ``quantization_status`` is ignored: published checkpoints have any stage."""
     for name in ("kv_cache_scheme", "moe_sparsity_config", "transform_config"):
-        if fields.part(name).names():
-            raise fields.wrong(name, f"must be null: {ANOTHER}")
-    if fields.part("sparsity_config").text("format", "dense") != "dense":
-        raise fields.wrong("sparsity_config", f"must be null or dense: {ANOTHER}")
+        _require(not fields.part(name).names(), fields, name, "must be null")
+    sparsity = fields.part("sparsity_config").text("format", "dense")
+    _require(sparsity == "dense", fields, "sparsity_config", "must be null or dense")
     groups = fields.part("config_groups")
     schemes = []
     for name in groups.names():
@@ -239,26 +212,21 @@ def _group_scheme(group: HfConfigReader, storage: HfConfigReader) -> QuantScheme
     """The scheme of one of ``config_groups``; ``storage`` has its ``format``."""
     weights = group.part("weights")
     kind = weights.text("type", "int")
-    if kind not in FORMATS:
-        raise weights.wrong("type", f"must be {' or '.join(FORMATS)}: {ANOTHER}")
-    if weights.flag("dynamic", False):
-        raise weights.wrong("dynamic", f"must be false: {ANOTHER}")
-    if "output_activations" in group:
-        raise group.wrong("output_activations", f"must be null: {ANOTHER}")
-    formats = FORMATS[kind]
-    if storage.text("format") not in formats:
-        raise storage.wrong("format", f"must be {' or '.join(formats)} where weights are of type {kind}: {ANOTHER}")
-    return formats[storage.text("format")](group, weights)
+    _require(kind in FORMATS, weights, "type", f"must be {' or '.join(FORMATS)}")
+    _require(not weights.flag("dynamic", False), weights, "dynamic", "must be false")
+    _require("output_activations" not in group, group, "output_activations", "must be null")
+    formats, stored = FORMATS[kind], storage.text("format")
+    _require(stored in formats, storage, "format", f"must be {' or '.join(formats)} where weights are of type {kind}")
+    return formats[stored](group, weights)
 
 
 def _packed_scheme(group: HfConfigReader, weights: HfConfigReader) -> QuantScheme:
     _check_bits(weights, "num_bits", 4)
-    if "input_activations" in group:
-        raise group.wrong("input_activations", f"must be null for weights of 4 bits: {ANOTHER}")
+    _require("input_activations" not in group, group, "input_activations", "must be null for weights of 4 bits")
     size = _group(weights, default=-1)
     strategy = weights.text("strategy", _default_strategy(weights))
-    if strategy not in ("group", "channel") or (strategy == "group") != (size > 0):
-        raise weights.wrong("strategy", f"must be group with a group_size, or channel without one: {ANOTHER}")
+    fits = strategy == ("group" if size else "channel")
+    _require(fits, weights, "strategy", "must be group with a group_size, or channel without one")
     return QuantScheme(QuantLayout.PACKED, size, not weights.flag("symmetric", True), _is_ordered(weights))
 
 
@@ -274,62 +242,44 @@ def _is_ordered(weights: HfConfigReader) -> bool:
     if weights.is_bool("actorder"):
         return weights.flag("actorder", False)
     order = weights.text("actorder", "weight").lower()
-    if order not in ("weight", "static", "group", "dynamic"):
-        raise weights.wrong("actorder", f"must be null, weight, static, group or dynamic: {ANOTHER}")
+    is_known = order in ("weight", "static", "group", "dynamic")
+    _require(is_known, weights, "actorder", "must be null, weight, static, group or dynamic")
     return order in ("group", "dynamic")
 
 
 def _int8_scheme(group: HfConfigReader, weights: HfConfigReader) -> QuantScheme:
     _check_bits(weights, "num_bits", 8)
-    if weights.text("strategy", _default_strategy(weights)) != "channel":
-        raise weights.wrong("strategy", f"must be channel for weights of 8 bits: {ANOTHER}")
-    if not weights.flag("symmetric", True):
-        raise weights.wrong("symmetric", f"must be true for weights of 8 bits: {ANOTHER}")
-    if "input_activations" not in group:
-        raise group.wrong("input_activations", f"must be there for weights of 8 bits: {ANOTHER}")
+    strategy = weights.text("strategy", _default_strategy(weights))
+    _require(strategy == "channel", weights, "strategy", "must be channel for weights of 8 bits")
+    _require(weights.flag("symmetric", True), weights, "symmetric", "must be true for weights of 8 bits")
+    _require("input_activations" in group, group, "input_activations", "must be there for weights of 8 bits")
     activations = group.part("input_activations")
     _check_bits(activations, "num_bits", 8)
-    if activations.text("type", "int") != "int":
-        raise activations.wrong("type", f"must be int: {ANOTHER}")
-    if not activations.flag("dynamic", False):
-        raise activations.wrong("dynamic", f"must be true: {ANOTHER}")
-    if activations.text("strategy", "tensor") != "token":
-        raise activations.wrong("strategy", f"must be token: {ANOTHER}")
-    if not activations.flag("symmetric", True):
-        raise activations.wrong("symmetric", f"must be true for activations: {ANOTHER}")
-    return QuantScheme(QuantLayout.INT8, 0, has_zeros=False, is_ordered=False, narrows_inputs=True)
+    _require(activations.text("type", "int") == "int", activations, "type", "must be int")
+    _require(activations.flag("dynamic", False), activations, "dynamic", "must be true")
+    _require(activations.text("strategy", "tensor") == "token", activations, "strategy", "must be token")
+    _require(activations.flag("symmetric", True), activations, "symmetric", "must be true for activations")
+    return QuantScheme(QuantLayout.INT8, 0, narrows_inputs=True)
 
 
 def _fp8_scheme(group: HfConfigReader, weights: HfConfigReader) -> QuantScheme:
     _check_bits(weights, "num_bits", 8)
-    if not weights.flag("symmetric", True):
-        raise weights.wrong("symmetric", f"must be true for weights of 8 bits: {ANOTHER}")
-    match weights.text("strategy", _default_strategy(weights)):
-        case "tensor":
-            rows, columns = 0, 0
-        case "channel":
-            rows, columns = 1, 0
-        case "block":
-            rows, columns = _block(weights, "block_structure")
-        case _:
-            raise weights.wrong("strategy", f"must be tensor, channel or block for floats of 8 bits: {ANOTHER}")
+    _require(weights.flag("symmetric", True), weights, "symmetric", "must be true for weights of 8 bits")
+    strategy = weights.text("strategy", _default_strategy(weights))
+    is_known = strategy in ("tensor", "channel", "block")
+    _require(is_known, weights, "strategy", "must be tensor, channel or block for floats of 8 bits")
+    rows, columns = (1, 0) if strategy == "channel" else (0, 0)
+    if strategy == "block":
+        rows, columns = _block(weights, "block_structure")
     if "input_activations" in group:
         # The number of scales, one or one per token, and whether they are in the file do not matter: activations get
         # the scales that fit them best.
         activations = group.part("input_activations")
         _check_bits(activations, "num_bits", 8)
-        if activations.text("type", "int") != "float":
-            raise activations.wrong("type", f"must be float as that of the weights is: {ANOTHER}")
-        if not activations.flag("symmetric", True):
-            raise activations.wrong("symmetric", f"must be true for activations: {ANOTHER}")
-    return QuantScheme(
-        QuantLayout.FP8,
-        columns,
-        has_zeros=False,
-        is_ordered=False,
-        rows=rows,
-        narrows_inputs="input_activations" in group,
-    )
+        is_float = activations.text("type", "int") == "float"
+        _require(is_float, activations, "type", "must be float as that of the weights is")
+        _require(activations.flag("symmetric", True), activations, "symmetric", "must be true for activations")
+    return QuantScheme(QuantLayout.FP8, columns, rows=rows, narrows_inputs="input_activations" in group)
 
 
 FORMATS: dict[str, dict[str, Callable[[HfConfigReader, HfConfigReader], QuantScheme]]] = {
@@ -339,24 +289,28 @@ FORMATS: dict[str, dict[str, Callable[[HfConfigReader, HfConfigReader], QuantSch
 """The reader of a group's scheme, for each type of weights and each of its formats in compressed-tensors."""
 
 
+def _require(holds: bool, fields: HfConfigReader, name: str, rule: str) -> None:
+    if not holds:
+        raise fields.wrong(name, f"{rule}: {ANOTHER}")
+
+
 def _check_bits(fields: HfConfigReader, name: str, bits: int) -> None:
-    if fields.integer(name, 1, 64) != bits:
-        raise fields.wrong(name, f"must be {bits}: {ANOTHER}")
+    _require(fields.integer(name, 1, 64) == bits, fields, name, f"must be {bits}")
 
 
 def _group(fields: HfConfigReader, default: int | None = None) -> int:
     """The value of ``group_size``, with 0 for -1: all columns of a row share a scale."""
     size = fields.integer("group_size", -1, MAX_GROUP, default)
-    if size != -1 and (size <= 0 or size % GROUP_STEP):
-        raise fields.wrong("group_size", f"must be -1 or a multiple of {GROUP_STEP}: {ANOTHER}")
+    fits = size == -1 or (size > 0 and size % GROUP_STEP == 0)
+    _require(fits, fields, "group_size", f"must be -1 or a multiple of {GROUP_STEP}")
     return max(size, 0)
 
 
 def _block(fields: HfConfigReader, name: str) -> tuple[int, int]:
     """Returns how many rows and how many columns share a scale."""
     sizes = fields.integers(name, 1, MAX_GROUP)
-    if len(sizes) != 2 or sizes[1] % GROUP_STEP:
-        raise fields.wrong(name, f"must be rows and columns, the latter a multiple of {GROUP_STEP}: {ANOTHER}")
+    fits = len(sizes) == 2 and sizes[1] % GROUP_STEP == 0
+    _require(fits, fields, name, f"must be rows and columns, the latter a multiple of {GROUP_STEP}")
     return sizes[0], sizes[1]
 
 
@@ -382,14 +336,3 @@ METHODS: dict[str, Callable[[HfConfigReader], Quantization]] = {
     "fp8": _fp8,
 }
 """The reader of each ``quant_method``."""
-
-__all__ = [
-    "AT_LOAD",
-    "METHODS",
-    "ModulePatterns",
-    "QuantLayout",
-    "QuantScheme",
-    "Quantization",
-    "choose_quantization",
-    "quantization_from_config",
-]

@@ -52,9 +52,7 @@ class _StoredTensor:
 def find_quantized(
     quantization: Quantization, spec: ModelSpec, entries: Mapping[str, TensorEntry], path: Path
 ) -> dict[str, QuantizedLinear]:
-    """Returns the linears of the model that the checkpoint in ``path`` stores quantised, by name. Raises ModelError if
-    a part is missing or wrong.
-    """
+    """Returns the linears that are stored quantised, by name. Raises ModelError if a part is missing or wrong."""
     shapes = dict(spec.tensors())
     found = {}
     for weight, shape in shapes.items():
@@ -129,11 +127,8 @@ def _match(name: str, want: _StoredTensor, entries: Mapping[str, TensorEntry], p
             )
         return None
     is_single = math.prod(want.shape) == math.prod(entry.shape) == 1  # of any shape
-    if entry.shape != want.shape and not is_single:
-        raise ModelError(
-            f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and quantization_config in config.json "
-            f"calls for {list(want.shape)}: config and weights belong to different models"
-        )
+    if not is_single:
+        entry.check_shape(name, want.shape, "quantization_config in config.json")
     if entry.dtype not in want.dtypes:
         raise ModelError(
             f"{entry.file}: tensor {name} has dtype {entry.dtype}, and quantization_config in config.json calls for "

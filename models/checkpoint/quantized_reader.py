@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
-from penstock.models.checkpoint.quantization_config import QuantLayout
+from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
 from penstock.models.checkpoint.quantized_layout import CODES_PER_WORD, QuantizedLinear
 from penstock.models.errors import ModelError
 
@@ -19,9 +19,7 @@ NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "I8": "
 """The numpy type that represents each dtype. numpy has no bfloat16, so its bits are read."""
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble of a word that holds its first row, its second, and so on: from the lowest bits on, a word holds the rows
-0, 2, 4, 6, 1, 3, 5, 7.
-"""
+"""The nibble of a word that holds its first row, its second, and so on."""
 
 ONE_EACH = np.uint32(0x11111111)
 """A one in each nibble."""
@@ -43,15 +41,24 @@ MIDDLE = 8
 """The zero point of four-bit codes in symmetric quantisation."""
 
 
+@dataclass
+class QuantizationError:
+    """The error of quantising at load, over all matrices."""
+
+    squared_error: float = 0.0
+    squared_weights: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The root mean squared error divided by the root mean squared weight."""
+        return (self.squared_error / self.squared_weights) ** 0.5 if self.squared_weights else 0.0
+
+
 @dataclass(frozen=True)
 class QuantizedMatrix:
     """A weight of (rows, columns): ``W = (code - zero) * scale`` in each group."""
 
-    bits: int
-    is_float: bool
-    """Whether codes are float8_e4m3fn."""
-    group: int
-    """The number of columns that share a scale. The last group may be short. 0: all columns of a row."""
+    scheme: QuantScheme
     codes: Bytes
     """(rows, columns), contiguous; four-bit codes as 0 to 15, eight-bit codes as signed bytes or floats."""
     scales: Floats
@@ -61,14 +68,23 @@ class QuantizedMatrix:
     order: NDArray[np.int32] | None
     """(columns,): column c of the codes is column ``order[c]`` of W; None: the order is the same."""
 
+    def is_alike(self, other: "QuantizedMatrix") -> bool:
+        """Whether the two can be one matrix, their rows stacked."""
+        forms = [(scheme.bits, scheme.is_float, scheme.group) for scheme in (self.scheme, other.scheme)]
+        if forms[0] != forms[1]:
+            return False
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return np.array_equal(self.order, other.order)
+
     def dequantized(self) -> Floats:
         """W in float32, with its columns in their original order."""
         columns = self.codes.shape[1]
-        if self.is_float:
+        if self.scheme.is_float:
             out = E4M3_VALUES[self.codes]
         else:
-            out = (self.codes.view(np.int8) if self.bits == 8 else self.codes).astype(np.float32)
-        group = self.group or columns
+            out = (self.codes.view(np.int8) if self.scheme.bits == 8 else self.codes).astype(np.float32)
+        group = self.scheme.group or columns
         for index, begin in enumerate(range(0, columns, group)):
             part = out[:, begin : begin + group]
             part -= self.zeros[:, index : index + 1]
@@ -77,9 +93,7 @@ class QuantizedMatrix:
 
 
 def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
-    """Returns the weight of a linear in a checked checkpoint. Raises ModelError if the file cannot be read or its
-    content is invalid.
-    """
+    """Returns the weight of a linear. Raises ModelError if the file cannot be read or its content is invalid."""
     scheme, parts = linear.scheme, linear.parts
     match scheme.layout:
         case QuantLayout.GPTQ | QuantLayout.GPTQ_V2:
@@ -108,9 +122,7 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
         rows_in_order = linear.row_order
         codes, scales, zeros = codes[rows_in_order], scales[rows_in_order], zeros[rows_in_order]
     return QuantizedMatrix(
-        bits=scheme.bits,
-        is_float=scheme.is_float,
-        group=scheme.group,
+        scheme,
         codes=np.ascontiguousarray(codes) if order is None else np.take(codes, order, axis=1),
         scales=np.ascontiguousarray(scales),
         zeros=np.ascontiguousarray(zeros),

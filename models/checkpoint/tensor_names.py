@@ -84,11 +84,7 @@ def _views(name: str, entry: TensorEntry, wholes: Wholes, naming: Naming) -> Ite
         return
     if whole.turned is not None and entry.shape == whole.turned.shape != whole.shape:
         whole = whole.turned
-    if entry.shape != whole.shape:
-        raise ModelError(
-            f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and config.json calls for "
-            f"{list(whole.shape)}: config and weights belong to different models"
-        )
+    entry.check_shape(name, whole.shape, "config.json")
     bits = ELEMENT_BITS[entry.dtype]
     for part in whole.parts:
         offset = entry.offset + part.offset * bits // 8

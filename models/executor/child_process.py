@@ -42,11 +42,11 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the part of the service's environment that a child process gets: what Python, the numerical libraries and
     our own code read. Keys, hub tokens and everything else stay out."""
     more = {name.strip() for name in environ.get(PASSED_VARIABLE, "").split(",")}
-    return {name: value for name, value in environ.items() if name in more or _is_needed(name)}
-
-
-def _is_needed(name: str) -> bool:
-    return name in _NAMES or (_PREFIXES.match(name) is not None and _SECRET.search(name) is None)
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in more or name in _NAMES or (_PREFIXES.match(name) and not _SECRET.search(name))
+    }
 
 
 def offer_to_oom_killer(score: int) -> None:
@@ -74,7 +74,6 @@ def forbid_core_dumps(environ: Mapping[str, str]) -> None:
 
 
 def prepare_child(score: int) -> None:
-    """Does what every child process does first. The order matters: only root may write the score of a process that
-    leaves no cores."""
+    """Does what every child process does first, in this order: without cores, only root may write the score."""
     offer_to_oom_killer(score)
     forbid_core_dumps(os.environ)

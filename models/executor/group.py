@@ -1,11 +1,6 @@
-"""One Executor over the worker processes of a model's ranks: what differs between ranks, and how the loss of one ends
-all.
-
-Runs in the service process, so nothing here imports torch. Does not know what ranks exchange with each other.
-"""
+"""One Executor over the worker processes of a model's ranks. When one is lost, all end."""
 
 import asyncio
-import contextlib
 import secrets
 import shutil
 import tempfile
@@ -47,8 +42,7 @@ class WorkerGroup:
         self._lost: ExecutorError | None = None
 
     async def start(self) -> WorkerFacts:
-        """Starts all ranks, and waits until all have loaded. Raises ExecutorError with the message of the first that
-        failed."""
+        """Starts all ranks, and waits until all have loaded. Raises ExecutorError with the first failure."""
         assert not self._watches, "the workers are running"
         self._answers, self._lost = asyncio.Queue(), None
         try:
@@ -70,7 +64,6 @@ class WorkerGroup:
         return facts[0]
 
     def submit(self, plan: StepPlan) -> None:
-        """Sends a plan to every rank without waiting. Raises ExecutorError if one is known to be gone."""
         if self._lost is not None:
             raise self._lost
         frame = encode_frame(FrameKind.PLAN, plan)
@@ -78,8 +71,6 @@ class WorkerGroup:
             worker.submit_frame(frame)
 
     async def results(self) -> AsyncIterator[StepResult]:
-        """Yields rank 0's results in the order of the plans. Raises ExecutorError when a rank is gone; ends after
-        ``stop``."""
         answers = self._answers
         while (item := await answers.get()) is not None:
             if isinstance(item, ExecutorError):
@@ -87,12 +78,10 @@ class WorkerGroup:
             yield item
 
     def kill(self, why: str) -> None:
-        """Kills all ranks: ``results`` then raises an ExecutorError that contains ``why`` and blames the step."""
         if self._watches and self._lost is None:
             self._end_all(ExecutorError(why, blames_step=True))
 
     async def stop(self) -> None:
-        """Ends all ranks and reaps them."""
         watches, self._watches = self._watches, []
         try:
             await asyncio.gather(*(worker.stop() for worker in self._workers))
@@ -100,7 +89,7 @@ class WorkerGroup:
             for watch in watches:
                 watch.cancel()
             self._answers.put_nowait(None)
-            self._forget_directory()
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _watch(self, rank: int) -> None:
         """Receives a rank's results until it ends."""
@@ -119,10 +108,6 @@ class WorkerGroup:
         for worker in self._workers:
             worker.kill(str(why))
         self._answers.put_nowait(why)
-
-    def _forget_directory(self) -> None:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(self._directory)
 
 
 def _of_rank(config: WorkerConfig, rank: int, directory: Path) -> WorkerConfig:

@@ -1,8 +1,5 @@
 """What can be seen of a worker from outside: how long it has been silent, whether it is stopped, and whether the kernel
-killed a process because memory ran out.
-
-Knows no frames. If /proc or the cgroup files cannot be read, reports nothing.
-"""
+killed a process because memory ran out. If /proc or the cgroup files cannot be read, reports nothing."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +20,6 @@ class Heartbeat:
         self._checked_at = now
 
     def received(self, now: float) -> None:
-        """Records that a frame was received."""
         self._received_at = now
 
     def length(self, now: float) -> float:

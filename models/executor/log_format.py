@@ -74,23 +74,16 @@ class JsonFormatter(TextFormatter):
 
 
 def log_uncaught(loop: asyncio.AbstractEventLoop) -> None:
-    """Logs uncaught errors of the event loop, of threads and of finalizers like others. Python's own messages quote the
-    error and the arguments of calls."""
+    """Logs uncaught errors like others. Python's own messages quote the error and the arguments of calls."""
 
     def of_the_loop(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # Cuts off the arguments of a call, or the object's description.
         message = str(context.get("message", "")).partition("(")[0].splitlines()[:1]
         _log.error("the event loop: %s", *message or ["an error"], exc_info=context.get("exception"))
 
-    def of_a_thread(arguments: threading.ExceptHookArgs) -> None:
-        _log.error("a thread ended with an error", exc_info=arguments.exc_value)
-
-    def of_unraisable(arguments: Any) -> None:
-        _log.error("an exception could not be raised", exc_info=arguments.exc_value)
-
     loop.set_exception_handler(of_the_loop)
-    threading.excepthook = of_a_thread
-    sys.unraisablehook = of_unraisable
+    threading.excepthook = lambda it: _log.error("a thread ended with an error", exc_info=it.exc_value)
+    sys.unraisablehook = lambda it: _log.error("an exception could not be raised", exc_info=it.exc_value)
 
 
 def _lines_of(error: BaseException) -> Iterator[str]:

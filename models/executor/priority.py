@@ -9,8 +9,7 @@ BACKGROUND_NICE = 10
 
 
 def lower_priority(thread_id: int = 0) -> None:
-    """Lowers the priority of a thread, by default the calling one, if it still runs. Does nothing on systems other than
-    Linux."""
+    """Lowers the priority of a thread, by default the calling one, on Linux and if it still runs."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread_id, BACKGROUND_NICE)

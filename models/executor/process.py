@@ -1,13 +1,10 @@
-"""The Executor over one worker process: starts it, exchanges frames over an inherited socketpair, and watches it.
-
-Runs in the service process, so nothing here imports torch. Knows frames and processes, not the meaning of plans.
-"""
+"""The Executor over one worker process: starts it, exchanges frames over an inherited socketpair, and watches it."""
 
 import asyncio
 import logging
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import cast
 
 import msgspec
@@ -21,11 +18,9 @@ from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, Wo
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-"""How long a worker has to end by itself when its socket closes. It ignores SIGTERM, and has no state that SIGKILL
-would lose."""
+"""How long a worker has to end by itself when its socket closes. It has no state that SIGKILL would lose."""
 KILL_TIMEOUT_S = 10.0
-"""How long a worker has to end after SIGKILL. A process that hangs in a driver may outlast even that; it is left
-running."""
+"""How long a worker has to end after SIGKILL. One that hangs in a driver may outlast even that, and is left running."""
 POLL_INTERVAL_S = 0.01
 
 WATCH_INTERVAL_S = 0.25
@@ -41,19 +36,15 @@ class WorkerProcess:
     """An ``Executor`` over one worker process. All methods must be called on the event loop's thread, which must
     outlive the worker: the kernel ends the worker with the thread that started it."""
 
-    def __init__(
-        self, config: WorkerConfig, env: Mapping[str, str] | None = None, spawned: Spawned | None = None
-    ) -> None:
+    def __init__(self, config: WorkerConfig, spawned: Spawned | None = None) -> None:
         """``spawned`` is the first worker, if its process was started already."""
         self._config = config
         self._spawned = spawned
-        self._env = dict(env or {})
         self._facts: WorkerFacts | None = None
         self._link: _Link | None = None
 
     @property
     def pid(self) -> int:
-        """The running worker's process id."""
         assert self._link is not None, "the worker was not started"
         return self._link.process.pid
 
@@ -67,7 +58,7 @@ class WorkerProcess:
         link = await _Link.open(spawned or self._spawn())
         self._link = link
         try:
-            link.send(FrameKind.CONFIG, self._config)
+            link.write(encode_frame(FrameKind.CONFIG, self._config))
             facts = self._checked(await link.facts)
         except BaseException:
             await self.stop()
@@ -85,13 +76,12 @@ class WorkerProcess:
 
     def _spawn(self) -> Spawned:
         try:
-            return spawn(self._env)
+            return spawn()
         except OSError as error:
             raise ExecutorError(f"the worker process cannot be started: {error}") from error
 
     def _checked(self, facts: WorkerFacts) -> WorkerFacts:
-        """Returns the first worker's facts, whose measurements may differ a little. Raises ExecutorError if others
-        differ."""
+        """Returns the first worker's facts. Raises ExecutorError if others differ, except for measurements."""
         if self._facts is None:
             return facts
         first = self._facts
@@ -105,7 +95,6 @@ class WorkerProcess:
         raise ExecutorError(f"the new worker differs from the last one: {'; '.join(differences)}; restart the service")
 
     def submit(self, plan: StepPlan) -> None:
-        """Sends a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
         self.submit_frame(encode_frame(FrameKind.PLAN, plan))
 
     def submit_frame(self, frame: bytes) -> None:
@@ -119,8 +108,6 @@ class WorkerProcess:
         self._link.write(frame)
 
     async def results(self) -> AsyncIterator[StepResult]:
-        """Yields results in the order of the plans. Raises ExecutorError when the worker is gone; ends after
-        ``stop``."""
         link = self._link
         while link is not None:
             item = await link.answers.get()
@@ -131,8 +118,6 @@ class WorkerProcess:
             yield item
 
     def kill(self, why: str) -> None:
-        """Kills a worker that no longer makes progress: ``results`` then raises an ExecutorError that contains ``why``
-        and blames the step."""
         if self._link is not None:
             self._link.kill(ExecutorError(why, blames_step=True))
 
@@ -164,7 +149,6 @@ class _Link(asyncio.Protocol):
 
     @classmethod
     async def open(cls, spawned: Spawned) -> "_Link":
-        """Connects to the process."""
         link = cls(spawned.process)
         try:
             spawned.connection.setblocking(False)
@@ -180,12 +164,8 @@ class _Link(asyncio.Protocol):
         """Whether the socket accepts no more data, though ``connection_lost`` may not have been called yet."""
         return self._transport is None or self._transport.is_closing()
 
-    def send(self, kind: FrameKind, body: object) -> None:
-        """Queues a frame; what the socket does not accept now is sent later."""
-        self.write(encode_frame(kind, body))
-
     def write(self, frame: bytes) -> None:
-        """Queues an encoded frame."""
+        """Queues an encoded frame; what the socket does not accept now is sent later."""
         assert self._transport is not None
         self._transport.write(frame)
 
@@ -222,7 +202,6 @@ class _Link(asyncio.Protocol):
             await self._farewell
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Stores the transport and starts the watch."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods, not by its class
         self._watch_again()
 

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.models.executor.child_process import child_environment
@@ -32,9 +31,9 @@ class Spawned:
         self.process.wait()
 
 
-def spawn(env: Mapping[str, str] | None = None) -> Spawned:
-    """Starts a worker's process, with these variables in addition to the part of the service's environment that it
-    needs. It ends with the thread that started it. Raises OSError."""
+def spawn() -> Spawned:
+    """Starts a worker's process, with the part of the service's environment that it needs. It ends with the thread that
+    started it. Raises OSError."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:
@@ -42,7 +41,7 @@ def spawn(env: Mapping[str, str] | None = None) -> Spawned:
                 [sys.executable, "-P", "-c", WORKER, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**QUIET, **child_environment(os.environ), **(env or {})},
+                env={**QUIET, **child_environment(os.environ)},
             )
     except OSError:
         ours.close()

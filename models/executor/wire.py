@@ -1,8 +1,7 @@
-"""Frames between the service and a worker: length, kind, and a typed msgpack body. Both ends use the same code.
+"""Frames between the service and a worker: length, kind, and a typed msgpack body. Nothing is ever unpickled: each kind
+decodes into one declared type."""
 
-Knows nothing of processes and tensors. Nothing is ever unpickled: each kind decodes into one declared type.
-"""
-
+import contextlib
 import select
 import socket
 import struct
@@ -42,18 +41,14 @@ class FrameKind(IntEnum):
     """Worker to service, last: the error, one line of text."""
 
 
-BODIES: dict[FrameKind, Any] = {
-    FrameKind.CONFIG: WorkerConfig,
-    FrameKind.FACTS: WorkerFacts,
-    FrameKind.PLAN: StepPlan,
-    FrameKind.RESULT: StepResult,
-    FrameKind.PROMPT_LOGPROBS: list[PromptLogprobsPart],
-    FrameKind.ALIVE: None,
-    FrameKind.FAILED: str,
-}
-
 DECODERS: dict[FrameKind, "msgspec.msgpack.Decoder[Any]"] = {
-    kind: msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()
+    FrameKind.CONFIG: msgspec.msgpack.Decoder(WorkerConfig),
+    FrameKind.FACTS: msgspec.msgpack.Decoder(WorkerFacts),
+    FrameKind.PLAN: msgspec.msgpack.Decoder(StepPlan),
+    FrameKind.RESULT: msgspec.msgpack.Decoder(StepResult),
+    FrameKind.PROMPT_LOGPROBS: msgspec.msgpack.Decoder(list[PromptLogprobsPart]),
+    FrameKind.ALIVE: msgspec.msgpack.Decoder(None),
+    FrameKind.FAILED: msgspec.msgpack.Decoder(str),
 }
 
 
@@ -120,11 +115,6 @@ class Channel:
     def frames(self) -> Iterator[tuple[FrameKind, Any]]:
         """Yields frames until the service closes its end. Only one thread may call it. Raises WireError."""
         buffer = FrameBuffer()
-        while data := self._receive():
-            yield from buffer.feed(data)
-
-    def _receive(self) -> bytes:
-        try:
-            return self._connection.recv(1 << 18)
-        except ConnectionError:
-            return b""
+        with contextlib.suppress(ConnectionError):
+            while data := self._connection.recv(1 << 18):
+                yield from buffer.feed(data)

@@ -1,5 +1,4 @@
-"""The probability that drafts are right: a drafter's confidence, corrected by the results of earlier drafts.
-Independent of rows, time and tokens."""
+"""The probability that drafts are right: a drafter's confidence, corrected by the results of earlier drafts."""
 
 from collections.abc import Sequence
 
@@ -31,7 +30,6 @@ class AcceptanceEstimate:
         return (self._right[at] + CLASS_WEIGHT * confidence) / (self._seen[at] + CLASS_WEIGHT)
 
     def learn(self, confidence: float, is_right: bool) -> None:
-        """Records whether a draft was right."""
         at = round(confidence * NUM_CLASSES)
         self._right[at] = CLASS_MEMORY * self._right[at] + is_right
         self._seen[at] = CLASS_MEMORY * self._seen[at] + 1.0
@@ -64,8 +62,7 @@ class RowAcceptance:
         return acceptance
 
     def learn(self, confidences: Sequence[float], num_right: int) -> None:
-        """Records that the first ``num_right`` drafts were right, and the next one, if any, was not. Later drafts were
-        not tested."""
+        """Records that the first ``num_right`` drafts were right and the next was not. Later ones were not tested."""
         for position, confidence in enumerate(confidences[: num_right + 1]):
             is_right = position < num_right
             self._right[position] = ROW_MEMORY * self._right[position] + is_right

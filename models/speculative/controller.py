@@ -1,5 +1,4 @@
-"""Decides for each step which rows get drafts, and how many. Drafts change how long the output takes, never the
-output."""
+"""Decides for each step which rows get drafts, and how many. Drafts never change the output, only its speed."""
 
 import time
 from collections import deque
@@ -76,8 +75,7 @@ class SpeculationController:
         runs_ahead: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_drafts`` limits the drafts of a row. ``runs_ahead`` is the backend's; drafting then waits for the step
-        before. ``clock`` returns seconds."""
+        """``max_drafts`` limits the drafts of a row. ``runs_ahead`` is the backend's. ``clock`` returns seconds."""
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._costs = costs
@@ -109,7 +107,6 @@ class SpeculationController:
         self._took: deque[_StepTime] = deque()
 
     def attach(self, table: RowTable) -> None:
-        """Sets the table of all rows. Called once, before everything else."""
         self._drafter.attach(table)
 
     @property
@@ -118,13 +115,11 @@ class SpeculationController:
         return self._drafter.feature_layers if self._rows.num_followed else ()
 
     def read(self, batch: Batch, features: FeatureLines) -> None:
-        """Passes the hidden states of a batch to the drafter."""
         began = self._clock()
         self._drafter.read(batch, features)
         self._reading_s = self._clock() - began
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
-        """Informs the drafter that blocks have new content."""
         self._drafter.reset_blocks(block_ids)
 
     def measure_steps(self, run: Callable[[int], None], most: int) -> None:
@@ -135,12 +130,10 @@ class SpeculationController:
     def measure_proposals(self, rows: Sequence[Row]) -> None:
         """Measures the time of proposals for these rows, which the model has computed and no request uses."""
         if self._drafter.by_rounds:
-            self._draft_cost.measure(lambda size: self._propose_once(rows[:size]), len(rows), self._clock)
+            wanted = [Wanted(row, 1) for row in rows]
+            self._draft_cost.measure(lambda size: self._drafter.propose(wanted[:size]), len(rows), self._clock)
             self._typical_s = PATIENCE * self._draft_cost.seconds(1)
         self._took.clear()
-
-    def _propose_once(self, rows: Sequence[Row]) -> None:
-        self._drafter.propose([Wanted(row, 1) for row in rows])
 
     def add_row(self, row: Row) -> None:
         """Adds a row, if it may have drafts."""
@@ -151,7 +144,6 @@ class SpeculationController:
             self._rows.add_row(row, record, self._prober.may_start_trial())
 
     def drop_row(self, row: Row) -> None:
-        """Drops a row."""
         self._rows.drop_row(row)
 
     def propose(
@@ -179,8 +171,7 @@ class SpeculationController:
         return replace(drafted, drafts={**drafted.drafts, **forced}) if forced else drafted
 
     def observe(self, drafted: Drafted, batch: Batch, rows: list[RowResult], seconds: float, is_fenced: bool) -> None:
-        """Records the result of a step. ``seconds`` is its time, with drafting. ``is_fenced`` is whether it began after
-        the previous step had ended."""
+        """Records a step of ``seconds``, with drafting. ``is_fenced``: it began after the previous step had ended."""
         if drafted.records:
             self._observed.append((drafted, rows))
         elif self._is_skipped:

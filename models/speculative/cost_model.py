@@ -33,14 +33,13 @@ class StepCost:
     """
 
     def __init__(self, most: int, guess: tuple[float, float] = (1e-3, 2e-3)) -> None:
-        """``most`` is the maximum number of tokens in a step. ``guess`` has the times of steps of 1 and of 64 tokens,
-        until they are measured."""
+        """``most`` limits the tokens of a step. ``guess`` has the unmeasured times of steps of 1 and of 64 tokens."""
         self.most = most
         self._scales = [1.0, 1.0]
         self._rising: list[float] | None = None
         self._know({1: guess[0], 64: guess[1]}, GUESSED_WEIGHT)
 
-    def measure(self, run: Callable[[int], None], most: int, clock: Callable[[], float]) -> None:
+    def measure(self, run: Callable[[int], object], most: int, clock: Callable[[], float]) -> None:
         """Measures ``run(n)``, which computes a step of n tokens, up to ``most``. ``clock`` returns seconds."""
         best: dict[int, float] = {}
         end = clock() + MEASURE_S

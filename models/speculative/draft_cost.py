@@ -27,7 +27,7 @@ class DraftCost:
         self._scale = 1.0
         self._token_s = PROPOSAL_S
 
-    def measure(self, run: Callable[[int], None], most: int, clock: Callable[[], float]) -> None:
+    def measure(self, run: Callable[[int], object], most: int, clock: Callable[[], float]) -> None:
         """Measures ``run(n)``, which proposes a draft for each of n rows, up to ``most``. ``clock`` returns seconds."""
         self._table.measure(run, most, clock)
         self._token_s = self._table.seconds(most) / most

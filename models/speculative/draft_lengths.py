@@ -14,7 +14,6 @@ class DraftLengths(NamedTuple):
     """The chosen numbers of drafts."""
 
     counts: list[int]
-    """The drafts of each row."""
     token_s: float
     """The expected seconds per token of the step."""
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Backend, load_backend
 from penstock.models.batch.batch import Batch
 from penstock.models.batch.rows import Row, RowTable
@@ -32,15 +33,20 @@ WIDE = {"float32": 4, "float64": 8}
 
 def with_room(config: WorkerConfig) -> WorkerConfig:
     """Returns the config of a worker that leaves room for its draft model's keys and values. Raises ModelError."""
-    info = check_checkpoint(_directory(config), weights=False)
-    dtype = info.dtype if config.dtype == "auto" else config.dtype
-    num_bytes = info.spec.kv_bytes_per_token(WIDE.get(dtype, 2)) * config.block_size
+    info = check_checkpoint(directory(config), weights=False)
+    return with_kv_room(config, info.dtype, info.spec)
+
+
+def with_kv_room(config: WorkerConfig, dtype: str, spec: ModelSpec) -> WorkerConfig:
+    """Returns a config with room for the KV of another model, in ``dtype`` unless the config names one."""
+    dtype = dtype if config.dtype == "auto" else config.dtype
+    num_bytes = spec.kv_bytes_per_token(WIDE.get(dtype, 2)) * config.block_size
     return msgspec.structs.replace(config, block_bytes_beside=num_bytes)
 
 
 def load(config: WorkerConfig, backend: Backend) -> "DraftModelDrafter":
-    """The factory for the drafter registry. Raises ModelError."""
-    facts, model = backend.facts, _directory(config)
+    """Loads the drafter that the config names. Raises ModelError."""
+    facts, model = backend.facts, directory(config)
     spec = check_checkpoint(model, weights=False).spec
     num_tokens = min(config.tokenizer_vocab_size or facts.vocab_size, facts.vocab_size)
     if spec.vocab_size < num_tokens:
@@ -66,7 +72,8 @@ def load(config: WorkerConfig, backend: Backend) -> "DraftModelDrafter":
     return DraftModelDrafter(drafts)
 
 
-def _directory(config: WorkerConfig) -> Path:
+def directory(config: WorkerConfig) -> Path:
+    """Returns the directory of the model that drafts."""
     assert config.speculation is not None
     assert config.speculation.model is not None, "the service requires one"
     return Path(config.speculation.model)
@@ -113,11 +120,9 @@ class DraftModelDrafter(Drafter):
         """Whether each block's whole page has been written, with tokens that are certain, since it was allocated."""
 
     def attach(self, table: RowTable) -> None:
-        """Sets the table of all rows, whose blocks are the draft model's too."""
         self._table = table
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
-        """Discards what the draft model has in these blocks."""
         self._is_whole[list(block_ids)] = False
         self._backend.reset_blocks(list(block_ids))
 
@@ -127,7 +132,6 @@ class DraftModelDrafter(Drafter):
         return max(0, min(self._max_tokens, len(row.history) - (0 if draft is None else draft.num_computed)) - 1)
 
     def drop_row(self, row: Row) -> None:
-        """Drops the row."""
         draft = self._drafts.pop(row, None)
         if draft is not None:
             draft.row.is_dropped = True

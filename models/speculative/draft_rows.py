@@ -60,7 +60,6 @@ class DraftedRows:
             self.begin_trial(row, record)
 
     def drop_row(self, row: Row) -> None:
-        """Drops a row."""
         record = self._records.pop(row, None)
         if record is not None:
             self.num_paying -= record.worth_s >= 0.0

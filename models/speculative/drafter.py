@@ -32,14 +32,12 @@ class Drafter(ABC):
     """Proposes drafts. Whenever it is called, the rows' histories are complete. It finds what is new in them."""
 
     by_rounds = False
-    """Whether each draft takes a step of the drafter's own model, for all rows together. If so, only drafts that are
-    expected to pay are requested."""
+    """Whether each draft takes a step of a model, for all rows. Then only drafts that should pay are requested."""
     feature_layers: tuple[int, ...] = ()
     """The layers before which it needs the model's hidden states, for the rows that it follows."""
 
     def is_ready(self, row: Row) -> bool:
-        """Returns whether it can draft for a row once the row's tokens are known. A drafter that follows rows
-        must follow this one."""
+        """Returns whether it can draft for a row, which it must follow if it follows rows."""
         return True
 
     def backlog(self, row: Row) -> int:

@@ -3,11 +3,10 @@ github.com/apoorvumang/prompt-lookup-decoding). Suits output that quotes earlier
 
 from collections.abc import Sequence
 
-from penstock.models.backends.base import Backend
 from penstock.models.batch.rows import Row
 from penstock.models.speculative.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted
 from penstock.models.speculative.row_indexes import RowIndexes, confidences
-from penstock.scheduler.plan import SpeculationConfig, WorkerConfig
+from penstock.scheduler.plan import SpeculationConfig
 
 
 class NgramDrafter(Drafter):
@@ -24,7 +23,6 @@ class NgramDrafter(Drafter):
         return [self._propose(row, max_drafts) for row, max_drafts in wanted]
 
     def drop_row(self, row: Row) -> None:
-        """Drops the row's index."""
         self._indexes.drop_row(row)
 
     def _propose(self, row: Row, max_drafts: int) -> Proposal:
@@ -38,9 +36,3 @@ class NgramDrafter(Drafter):
         drafts = history[place : place + max_drafts]
         drafts += [drafts[at % period] for at in range(period, max_drafts)]
         return Proposal(drafts, confidences(match.length, len(drafts)))
-
-
-def load(config: WorkerConfig, backend: Backend) -> NgramDrafter:
-    """The factory for the drafter registry."""
-    assert config.speculation is not None
-    return NgramDrafter(config.speculation)

@@ -43,22 +43,19 @@ class Prober:
         num_proposals = TRIAL if self._drafter.feature_layers and not self._rows.num_followed else 1
         return (fence_s + num_proposals * self._cost.seconds(1) - self._propose_s) * 2 / PROBE_SHARE
 
-    def may_start_trial(self) -> bool:
+    def may_start_trial(self, fence_s: float = 0.0) -> bool:
         """Whether the drafter may follow one more row that does not pay."""
-        return self._may_start_trial(self._propose_s)
-
-    def _may_start_trial(self, spare_s: float) -> bool:
-        return not self._rows.num_on_trial and spare_s >= TRIAL * self._cost.seconds(1)
+        return not self._rows.num_on_trial and self._propose_s - fence_s >= TRIAL * self._cost.seconds(1)
 
     def choose(self, others: list[Wanted], fence_s: float, step_s: float) -> list[Wanted]:
         """Returns the rows whose proposals the savings can pay for. The row whose last probe is the oldest comes first.
         More than one row is chosen only within the time of a step. A trial that has begun goes on whatever is left."""
         spare_s, spent_s = self._propose_s - fence_s, 0.0
         chosen: list[Wanted] = []
-        for row, most in sorted(others, key=self._proposed_at):
+        for row, most in sorted(others, key=lambda wanted: self._rows[wanted.row].proposed_at):
             record = self._rows[row]
             if self._drafter.feature_layers and not record.is_followed:
-                if self._may_start_trial(spare_s):
+                if self.may_start_trial(fence_s):
                     self._rows.begin_trial(row, record)
                 continue
             proposal_s = self._cost.seconds(1, 1, self._drafter.backlog(row))
@@ -68,9 +65,6 @@ class Prober:
                 chosen.append(Wanted(row, 1 if self._drafter.by_rounds else most))
         self._propose_s -= fence_s if chosen else 0.0
         return chosen
-
-    def _proposed_at(self, wanted: Wanted) -> int:
-        return self._rows[wanted.row].proposed_at
 
     def add_draft(
         self, records: Sequence[RowRecord], acceptance: list[list[float]], counts: list[int], seconds: list[float]

@@ -20,12 +20,8 @@ class RowIndexes:
 
     def __init__(self, max_indexed: int = MAX_INDEXED) -> None:
         self._cursors: dict[Row, Cursor] = {}
-        self._room = max_indexed
-
-    @property
-    def room(self) -> int:
+        self.room = max_indexed
         """The number of tokens that may still be indexed."""
-        return self._room
 
     def cursor(self, row: Row) -> Cursor:
         """Returns the row's cursor, created on first use."""
@@ -37,16 +33,15 @@ class RowIndexes:
     def extend(self, rows: Sequence[Row], portion: int = PORTION) -> int:
         """Indexes what is new in the rows' histories, up to ``portion`` tokens. Returns what is left of the portion."""
         for row in rows:
-            done = self.cursor(row).index.extend(min(portion, self._room))
-            self._room -= done
+            done = self.cursor(row).index.extend(min(portion, self.room))
+            self.room -= done
             portion -= done
         return portion
 
     def drop_row(self, row: Row) -> None:
-        """Drops the row's index."""
         cursor = self._cursors.pop(row, None)
         if cursor is not None:
-            self._room += cursor.index.num_indexed
+            self.room += cursor.index.num_indexed
 
 
 def confidences(length: int, num_drafts: int) -> list[float]:

@@ -4,15 +4,14 @@ tenant: suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), with chains of p
 A tenant's outputs are never used for another tenant: right drafts save time, so the timing would reveal the outputs.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
-from penstock.models.backends.base import Backend
 from penstock.models.batch.rows import UNKNOWN, Row
 from penstock.models.speculative.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted
 from penstock.models.speculative.row_indexes import MAX_INDEXED, RowIndexes, confidences
 from penstock.models.speculative.token_index import Cursor, TokenIndex
-from penstock.scheduler.plan import SpeculationConfig, WorkerConfig
+from penstock.scheduler.plan import SpeculationConfig
 
 ENOUGH = 8
 """How many places suffice to estimate how often a draft followed, if the match has the maximum length."""
@@ -49,7 +48,6 @@ class SuffixDrafter(Drafter):
         """``max_indexed`` limits the tokens of all rows and outputs together. Rows come first: to make room for them,
         the oldest outputs of the least recently active tenant are removed."""
         self._config = config
-        self._max_indexed = max_indexed
         self._indexes = RowIndexes(max_indexed)
         self._outputs: OrderedDict[str, _Outputs] = OrderedDict()
         """Outputs by tenant. The most recently active tenant is last."""
@@ -130,19 +128,15 @@ def _most_frequent(
     those that agree so far. Ends after ``most`` tokens, or if fewer than ``min_share`` of all places agree.
     ``followers`` has sequences, and an index into each."""
     # Most places continue alike, so equal continuations are counted together.
-    agreeing: dict[tuple[int, ...], int] = {}
-    for sequence, place in followers:
-        tokens = tuple(sequence[place : place + most])
-        agreeing[tokens] = agreeing.get(tokens, 0) + 1
+    agreeing = Counter(tuple(sequence[place : place + most]) for sequence, place in followers)
     drafts: list[int] = []
     shares: list[float] = []
     num_agreeing = len(followers)
     fewest = min_share * num_agreeing
     for offset in range(most):
-        counts: dict[int, int] = {}
+        counts: Counter[int] = Counter()
         for tokens, count in agreeing.items():
-            token = tokens[offset] if offset < len(tokens) else UNKNOWN
-            counts[token] = counts.get(token, 0) + count
+            counts[tokens[offset] if offset < len(tokens) else UNKNOWN] += count
         token = max(counts, key=counts.__getitem__)  # if two are equally frequent, the first one seen
         if token == UNKNOWN or counts[token] < fewest:
             break
@@ -150,11 +144,5 @@ def _most_frequent(
         shares.append(counts[token] / num_agreeing)
         if len(counts) > 1:
             num_agreeing = counts[token]
-            agreeing = {tokens: count for tokens, count in agreeing.items() if tokens[offset : offset + 1] == (token,)}
+            agreeing = Counter({key: count for key, count in agreeing.items() if key[offset : offset + 1] == (token,)})
     return drafts, shares
-
-
-def load(config: WorkerConfig, backend: Backend) -> SuffixDrafter:
-    """The factory for the drafter registry."""
-    assert config.speculation is not None
-    return SuffixDrafter(config.speculation)

@@ -1,7 +1,6 @@
 """The process in which the service checks grammars before it accepts their requests. Each grammar is compiled in a
 child with limited time and memory, because some take minutes to compile or crash the process.
 
-
 Messages are lines of JSON. The first has the arguments of ``read_tokenizer`` and the options of ``to_grammar``; each
 later one has a grammar. Every message gets a reply. The process ends when the service closes its end of the pipe.
 Nothing here starts a thread, because a forked child has only the thread that forked it.
@@ -108,7 +107,6 @@ def _in_child(tokenizer: LLTokenizer, kind: str, text: str, convert: Callable[[s
     most = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last output before a crash is of no use
-
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     try:
         grammar = convert(kind, text)

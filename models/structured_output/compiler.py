@@ -18,6 +18,7 @@ from penstock.models.structured_output.exact_numbers import (
     NumberError,
     Real,
     has_inexact,
+    quoted,
     read_integer,
     without_annotations,
 )
@@ -130,13 +131,12 @@ _KEYWORDS = frozenset(
     """.split()  # noqa: SIM905 - a list of words
 )
 """Keywords of JSON Schema. Error messages keep them, because clients need them to find the error."""
-_TRIVIAL = 2
 _CUT = re.compile(r"…(\W\w{0,2}){0,3}(…(\W\w{0,2}){0,3})*…")
 
 
 def discreet(message: str, text: str) -> str:
     """Removes the client's own words from a message, because no status may repeat a client's text."""
-    theirs = {word for word in re.findall(r"\w+", text) if len(word) > _TRIVIAL} - _KEYWORDS
+    theirs = {word for word in re.findall(r"\w+", text) if len(word) > 2} - _KEYWORDS
     return _CUT.sub("…", re.sub(r"\w+", lambda word: "…" if word[0] in theirs else word[0], message))
 
 
@@ -229,10 +229,6 @@ def _regex(text: str, _: bool) -> str:
     return f"start: /{regex_to_lark(text, '')}/" if text else 'start: ""'
 
 
-def _any_json(text: str, closes_objects: bool) -> str:
-    return _json_schema('{"type": "object"}', closes_objects)
-
-
 def _gbnf(text: str, _: bool) -> str:
     try:
         return str(gbnf_to_lark(_UNICODE.sub(_as_itself, text)))
@@ -252,26 +248,18 @@ def _as_itself(match: re.Match[str]) -> str:
     return character if character.isalnum() else match[0]
 
 
-_PART = 256
-
-
 def _choices(text: str, _: bool) -> str:
     return "start: " + " | ".join(map(_in_parts, json.loads(text)))
 
 
 def _in_parts(text: str) -> str:
     """Returns a text as a sequence of Lark strings, since compiling a long one takes five times as much memory."""
-    return " ".join(quoted(text[begin : begin + _PART]) for begin in range(0, max(1, len(text)), _PART))
-
-
-def quoted(text: str) -> str:
-    """Returns a text as a Lark string."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f")
+    return " ".join(quoted(text[begin : begin + 256]) for begin in range(0, max(1, len(text)), 256))
 
 
 _CONVERTERS: Mapping[str, Callable[[str, bool], str]] = {
     "json_schema": _json_schema,
-    "any_json": _any_json,
+    "any_json": lambda _, closes_objects: _json_schema('{"type": "object"}', closes_objects),
     "regex": _regex,
     "lark": _lark,
     "gbnf": _gbnf,

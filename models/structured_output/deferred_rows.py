@@ -1,5 +1,4 @@
 """Defers the next token of rows whose masks are late to a later step, so that no other row waits for a grammar.
-Independent of threads and devices.
 
 The step omits the last token of such a row's history, which produces the next one. If that token ends a prompt and is
 the last of a block, it is computed nevertheless: from the next plan on rows may share the block, so it must be whole.
@@ -14,8 +13,7 @@ from penstock.scheduler.plan import Chunk, RowResult, StepPlan
 
 
 def without_late(plan: StepPlan, table: RowTable, is_ready: Callable[[Row], bool]) -> tuple[StepPlan, list[RowResult]]:
-    """Returns a plan, which was applied to the rows, without the deferred tokens, and the results of rows that have
-    nothing else in it."""
+    """Returns an applied plan without the deferred tokens, and the results of rows that have nothing else in it."""
     numbers = [chunk.row for chunk in plan.chunks if chunk.end == len(table[chunk.row].history)]
     numbers += [decode.row for decode in plan.decodes]
     late = {number for number in numbers if not is_ready(table[number])}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from penstock.models.structured_output.json_schema import ANNOTATIONS, BRANCHES, Schema, map_subschemas, resolved
+from penstock.models.structured_output.json_schema import ANNOTATIONS, Schema, map_subschemas, resolved
 
 MAX_EXACT = 1 << 53
 """Doubles represent all integers up to this one."""
@@ -31,15 +31,13 @@ class Real(float):
 
     @classmethod
     def read(cls, text: str) -> "Real":
-        """Parses a JSON number."""
         real = cls(text)
         real.text = text
         return real
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the nearest double differs in a way that matters. Decimal fractions below 2^53 do not count: they are
-        always rounded."""
+        """Whether the nearest double differs. Fractions below 2^53 do not count: they are always rounded."""
         return not abs(self) < MAX_EXACT and (abs(self) == float("inf") or Decimal(self.text) != Decimal(float(self)))
 
 
@@ -68,10 +66,7 @@ def without_annotations(schema: Any) -> Any:
     """Returns a schema without defaults and examples, because numbers in them do not matter."""
     if not isinstance(schema, dict):
         return schema
-    result = map_subschemas(schema, without_annotations)
-    for key in ("allOf", *BRANCHES):
-        if isinstance(schema.get(key), list):
-            result[key] = [without_annotations(each) for each in schema[key]]
+    result = map_subschemas(schema, without_annotations, without_annotations)
     return {key: value for key, value in result.items() if key not in ("default", "examples", "example")}
 
 
@@ -84,6 +79,7 @@ class ExactWriter:
         self._options = root.get("x-guidance")
         self._prefix = f"exact_{number}"
         self._ws = f"{self._prefix}_ws"
+        self._comma = f'{self._ws} "," {self._ws}'
         escaped = re.sub(r"(?<!\\)/", r"\\/", whitespace)
         self._rules = [f"{self._ws}: /(?:{escaped})?/"]
         self._known: dict[str, str] = {}
@@ -138,8 +134,8 @@ class ExactWriter:
         raise self._refusal(schema, at)
 
     def _integers(self, schema: Schema, at: str) -> str:
-        low: int | None = None
-        high: int | None = None
+        lows: list[int] = []
+        highs: list[int] = []
         for key in _BOUNDS:
             value = schema.get(key)
             if value is None or isinstance(value, bool):
@@ -147,11 +143,10 @@ class ExactWriter:
             if not isinstance(value, int):
                 raise NumberError(f"{at}/{key}: with integers this large, a bound must be an integer without exponent")
             if key in ("minimum", "exclusiveMinimum"):
-                least = value + (key == "exclusiveMinimum" or schema.get("exclusiveMinimum") is True)
-                low = least if low is None else max(low, least)
+                lows.append(value + (key == "exclusiveMinimum" or schema.get("exclusiveMinimum") is True))
             else:
-                most = value - (key == "exclusiveMaximum" or schema.get("exclusiveMaximum") is True)
-                high = most if high is None else min(high, most)
+                highs.append(value - (key == "exclusiveMaximum" or schema.get("exclusiveMaximum") is True))
+        low, high = max(lows, default=None), min(highs, default=None)
         if low is not None and high is not None and low > high:
             raise NumberError(f"{at}: no integer lies between its minimum and maximum")
         return integers_between(low, high)
@@ -163,7 +158,7 @@ class ExactWriter:
         kinds = schema.get("type")
         if kinds is not None:
             kinds = kinds if isinstance(kinds, list) else [kinds]
-            values = [value for value in values if any(_is_of(value, kind) for kind in kinds)]
+            values = [value for value in values if any(kind in _TYPES[type(value)] for kind in kinds)]
         if not values:
             raise NumberError(f"{at}: none of its values has its type")
         return self._any([self._literal(value) for value in values])
@@ -173,18 +168,14 @@ class ExactWriter:
             return self._listed("{", [self._member(name, self._literal(each)) for name, each in value.items()], "}")
         if isinstance(value, list):
             return self._listed("[", [self._literal(each) for each in value], "]")
-        return _text(value.text if isinstance(value, Real) else json.dumps(value, ensure_ascii=False))
+        return quoted(value.text if isinstance(value, Real) else json.dumps(value, ensure_ascii=False))
 
     def _listed(self, opens: str, members: Sequence[str], closes: str) -> str:
         inside = f" {self._comma} ".join(members)
-        return self._rule(f"{_text(opens)} {self._ws} {inside} {self._ws if members else ''} {_text(closes)}")
-
-    @property
-    def _comma(self) -> str:
-        return f'{self._ws} "," {self._ws}'
+        return self._rule(f"{quoted(opens)} {self._ws} {inside} {self._ws if members else ''} {quoted(closes)}")
 
     def _member(self, name: str, value: str) -> str:
-        return f'{_text(json.dumps(name, ensure_ascii=False))} {self._ws} ":" {self._ws} {value}'
+        return f'{quoted(json.dumps(name, ensure_ascii=False))} {self._ws} ":" {self._ws} {value}'
 
     def _object(self, schema: Schema, at: str) -> str:
         """Writes an object: its properties in their order, then others."""
@@ -281,16 +272,15 @@ def _first_inexact(value: Any, at: str) -> str:
     return next((_first_inexact(each, f"{at}/{key}") for key, each in parts if has_inexact(each)), at)
 
 
-def _is_of(value: Any, kind: object) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    if isinstance(value, int):
-        return kind in ("integer", "number")
-    names: Mapping[type, str] = {str: "string", dict: "object", list: "array", type(None): "null"}
-    return kind == ("number" if isinstance(value, float) else names[type(value)])
+_TYPES: Mapping[type, Sequence[str]] = {
+    bool: ["boolean"], int: ["integer", "number"], Real: ["number"], str: ["string"], dict: ["object"],
+    list: ["array"], type(None): ["null"],
+}  # fmt: skip
+"""The values of ``type`` that a value has, by its class in Python."""
 
 
-def _text(text: str) -> str:
+def quoted(text: str) -> str:
+    """Returns a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f")
 
 

@@ -6,6 +6,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
@@ -42,9 +43,10 @@ def resolved(root: object, reference: object) -> object | None:
     return found if reference[1:2] in ("", "/") else None
 
 
-def map_subschemas(schema: Schema, change: Callable[[Any], Any]) -> Schema:
-    """Returns a schema with ``change`` applied to its subschemas, except to those that apply to the same value as the
-    schema itself."""
+def map_subschemas(
+    schema: Schema, change: Callable[[Any], Any], change_own: Callable[[Any], Any] | None = None
+) -> Schema:
+    """Applies ``change`` to subschemas, and ``change_own`` to those for the same value as the schema itself."""
     changed = dict(schema)
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, Mapping):
@@ -53,6 +55,8 @@ def map_subschemas(schema: Schema, change: Callable[[Any], Any]) -> Schema:
             changed[key] = [change(each) for each in value]
         elif key in _SINGLE:
             changed[key] = change(value)
+        elif key in ("allOf", *BRANCHES) and isinstance(value, list) and change_own is not None:
+            changed[key] = [change_own(each) for each in value]
     return changed
 
 
@@ -96,11 +100,10 @@ class ObjectCloser:
         declared = self._declared(schema, set())
         names = {**(others["names"] if others else {}), **declared.names}
         patterns = {**(others["patterns"] if others else {}), **declared.patterns}
-        if declared.is_explicit:
-            return self._with_branches(schema, result, branches, self._opened)
-        if branches:
+        if declared.is_explicit or branches:
             shared = {"names": names, "patterns": patterns} if names or patterns else None
-            return self._with_branches(schema, result, branches, lambda each: self._closed(each, shared))
+            change = self._opened if declared.is_explicit else partial(self._closed, others=shared)
+            return {**result, **{key: [change(each) for each in schema[key]] for key in branches}}
         if names or patterns:
             own = result.get("properties")
             result["properties"] = {**dict.fromkeys(names, True), **(own if isinstance(own, dict) else {})}
@@ -114,21 +117,11 @@ class ObjectCloser:
             result["additionalProperties"] = False
         return result
 
-    @staticmethod
-    def _with_branches(schema: Schema, result: Schema, branches: Sequence[str], change: Callable[[Any], Any]) -> Schema:
-        for key in branches:
-            result[key] = [change(each) for each in schema[key]]
-        return result
-
     def _opened(self, schema: Any) -> Any:
-        """Returns a schema that is not closed itself, because other schemas apply to the same object. The schemas of
-        its properties are closed."""
+        """Returns a schema that is not closed itself, since others apply to the same object. Its properties are."""
         if not isinstance(schema, dict):
             return schema
-        result = map_subschemas(schema, self._closed)
-        for key in ("allOf", *BRANCHES):
-            if isinstance(schema.get(key), list):
-                result[key] = [self._opened(each) for each in schema[key]]
+        result = map_subschemas(schema, self._closed, self._opened)
         target = resolved(self._root, schema.get("$ref"))
         if isinstance(target, dict):
             result["$ref"] = f"#/$defs/{self._copy_of(schema['$ref'], target)}"
@@ -167,10 +160,7 @@ def without_covered_patterns(schema: Any) -> Any:
     """Returns a schema without the patterns in ``patternProperties`` whose names are all properties, or required."""
     if not isinstance(schema, dict):
         return schema
-    result = map_subschemas(schema, without_covered_patterns)
-    for key in ("allOf", *BRANCHES):
-        if isinstance(schema.get(key), list):
-            result[key] = [without_covered_patterns(each) for each in schema[key]]
+    result = map_subschemas(schema, without_covered_patterns, without_covered_patterns)
     patterns, properties = result.get("patternProperties"), result.get("properties")
     if isinstance(patterns, dict) and isinstance(properties or {}, dict):
         _uncover(result, patterns, dict(properties or {}))

@@ -1,10 +1,8 @@
-"""Compiles the grammars of a worker's rows while steps run, and computes the token masks while the layers run. Uses no
-device.
+"""Compiles the grammars of a worker's rows while steps run, and computes the token masks while the layers run.
 
 A step waits for a mask no longer than its budget (``mask_round``). A row whose mask is late sits out: it gets no token
 until the mask is computed. The masks of a grammar that was slow recently are computed in the background, and its rows
-are in a batch only when their masks are computed.
-"""
+are in a batch only when their masks are computed."""
 
 import os
 import threading
@@ -15,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from penstock.models.batch.grammar_matcher import CompiledGrammar, GrammarMatcher
 from penstock.models.batch.rows import Row
@@ -54,8 +52,7 @@ class StructuredOutputManager:
         vocabulary. Tokens from ``vocab_size`` on are never allowed: the model does not have them. ``num_ids`` is the
         tokenizer's number of ids; None means the model's."""
         self.puts_off = puts_off
-        """Whether a row whose grammar is not compiled yet, or whose mask is late, gets its token in a later step. If
-        not, its step waits."""
+        """Whether a row whose grammar or mask is late gets its token in a later step. If not, its step waits."""
         self._vocab_size = vocab_size
         self._ends_slow_rows = ends_slow_rows
         self._compiling = WorkerThread("grammars")
@@ -79,7 +76,7 @@ class StructuredOutputManager:
         key = tenant, grammar
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiling = self._compiling.submit(partial(self._compile, grammar))
+            compiling = self._compiling.submit(lambda: compile_grammar(self._tokenizer.result(), grammar))
             compiling.add_done_callback(lambda _: self._notify())
             compiled = self._compiled[key] = CompiledGrammar(
                 compiling, forces=forces_tokens(grammar), puts_off=self.puts_off
@@ -92,9 +89,6 @@ class StructuredOutputManager:
                 self._num_bytes -= len(oldest)
         self._compiled.move_to_end(key)
         return GrammarMatcher(compiled, num_prompt_tokens, self._vocab_size)
-
-    def _compile(self, grammar: str) -> LLMatcher:
-        return compile_grammar(self._tokenizer.result(), grammar)
 
     # Rows that sit out -----------------------------------------------------------------------------------------------
 
@@ -162,8 +156,7 @@ class StructuredOutputManager:
         return matcher.kept(end)[:at_most]
 
     def start_masks(self, sampled: list[SampledPosition], known: threading.Event) -> GrammarBitmasks | None:
-        """Starts to compute the masks of a batch's sampled positions. Returns None if no row has a grammar. ``known``
-        is set when the newest tokens of the rows are known."""
+        """Starts to compute a batch's masks; None if no row has a grammar. ``known``: see ``is_ready``."""
         indices = [index for index, sample in enumerate(sampled) if sample.row.matcher is not None]
         if not indices:
             return None
@@ -205,8 +198,7 @@ class StructuredOutputManager:
 
 
 class _Meter:
-    """Charges rows for CPU time of the calling thread. Reading that time is slow, so it is read only after a longer
-    elapsed time; shorter times are not charged."""
+    """Charges rows for CPU time of the calling thread. Reading that is slow, and left out after a short time."""
 
     def __init__(self) -> None:
         self._began_s, self._began_at = time.thread_time(), time.monotonic()
@@ -219,11 +211,9 @@ class _Meter:
             self._began_s, self._began_at = now_s, time.monotonic()
 
 
-def grammars_of(config: WorkerConfig) -> StructuredOutputManager | None:
-    """Returns the manager of a worker; None if its model has no tokenizer. Call it before the model is loaded, because
-    the tokenizer is read in the meantime."""
-    if config.tokenizer is None:
-        return None
+def grammars_of(config: WorkerConfig) -> StructuredOutputManager:
+    """Returns the manager of a worker. Call it before the model is loaded: the tokenizer is read in the meantime."""
+    assert config.tokenizer is not None
     assert config.tokenizer_vocab_size is not None, "the two come from the same file"
     vocab_size = config.tokenizer_vocab_size
     num_ids = config.tokenizer_num_ids or vocab_size

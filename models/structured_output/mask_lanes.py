@@ -1,5 +1,4 @@
-"""Threads that compute masks: one for which steps wait, and a few with a low priority for slow grammars. Independent of
-grammars and batches."""
+"""Threads that compute masks: one for which steps wait, and a few with a low priority for slow grammars."""
 
 import threading
 import time
@@ -8,9 +7,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from penstock.models.executor.priority import lower_priority
+from penstock.models.structured_output.mask_work import RowWork
 
 BACKGROUND_THREADS = 2
 RECHECK_S = 0.002
@@ -76,19 +76,22 @@ class StepLane:
         self._changed = threading.Condition()
         self._jobs: deque[MaskJob] = deque()
         self._stuck: list[_JobThread] = []
-        self._current = self._start()
+        self._current = _JobThread(self._run)
 
     def add_jobs(self, jobs: Iterable[MaskJob]) -> None:
-        """Queues the jobs."""
         with self._changed:
             self._jobs += jobs
-            self._relieve()
+            self.relieve()
             self._changed.notify_all()
 
     def relieve(self) -> None:
         """Replaces the thread if it is stuck and jobs are waiting."""
         with self._changed:
-            self._relieve()
+            if self._jobs and len(self._stuck) < MAX_STUCK and self._current.is_stuck():
+                self._stuck.append(self._current)
+                self._current = _JobThread(self._run)
+            for stuck in self._stuck:
+                stuck.slow_down()
 
     def takes_untrusted(self, tenant: str) -> bool:
         """Whether a job that may take long can be added: each tenant may have one stuck job."""
@@ -99,28 +102,16 @@ class StepLane:
         """Returns the CPU time of the thread that runs the next jobs."""
         return cpu_time_s(self._current.thread)
 
-    def _relieve(self) -> None:
-        if self._jobs and len(self._stuck) < MAX_STUCK and self._current.is_stuck():
-            self._stuck.append(self._current)
-            self._current = self._start()
-        for stuck in self._stuck:
-            stuck.slow_down()
-
-    def _start(self) -> "_JobThread":
-        started = _JobThread(self._run)
-        started.thread.start()
-        return started
-
     def _run(self, me: "_JobThread") -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs)
                 job = self._jobs.popleft()
             job.known.wait()
-            me.begin_job(job)
+            me.tenant, me.began = job.tenant, (time.monotonic(), time.thread_time())
             job.run()
             with self._changed:
-                me.end()
+                me.began = None
                 if me in self._stuck:
                     self._stuck.remove(me)
                     return
@@ -130,21 +121,15 @@ class _JobThread:
     """A thread of a lane, and its current job."""
 
     def __init__(self, run: "Callable[[_JobThread], None]") -> None:
-        self.thread = threading.Thread(target=run, args=(self,), name="masks", daemon=True)
         self.tenant = ""
-        self._began: tuple[float, float] | None = None
+        self.began: tuple[float, float] | None = None
         """Elapsed and CPU time at the job's beginning; None between jobs."""
         self._is_slow = False
-
-    def begin_job(self, job: MaskJob) -> None:
-        self.tenant = job.tenant
-        self._began = time.monotonic(), time.thread_time()
-
-    def end(self) -> None:
-        self._began = None
+        self.thread = threading.Thread(target=run, args=(self,), name="masks", daemon=True)
+        self.thread.start()
 
     def is_stuck(self) -> bool:
-        began = self._began
+        began = self.began
         if began is None:
             return False
         took_s = time.monotonic() - began[0]
@@ -152,38 +137,11 @@ class _JobThread:
 
     def slow_down(self) -> None:
         """Lowers the priority once the job is slow. The thread ends after this job."""
-        began = self._began
+        began = self.began
         if began is not None and not self._is_slow and time.monotonic() - began[0] > SLOW_JOB_S:
             self._is_slow = True
             assert self.thread.native_id is not None, "it has started"
             lower_priority(self.thread.native_id)
-
-
-class Work(Protocol):
-    """A computation for one row's grammar. No method raises anything."""
-
-    @property
-    def tenant(self) -> str:
-        """The row's tenant."""
-        ...
-
-    @property
-    def lock(self) -> threading.Lock:
-        """The grammar's lock, held while ``run`` runs."""
-        ...
-
-    @property
-    def known(self) -> threading.Event:
-        """Set when ``run`` may be called."""
-        ...
-
-    def run(self) -> bool:
-        """Does the work or a part of it. Returns whether it is complete."""
-        ...
-
-    def finish(self) -> None:
-        """Called without the lock when the work is complete."""
-        ...
 
 
 class BackgroundLane:
@@ -192,14 +150,14 @@ class BackgroundLane:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: list[Work] = []
+        self._waiting: list[RowWork] = []
         self._used_s: defaultdict[str, float] = defaultdict(float)
         """CPU time by tenant."""
         self._num_threads = 0
         self._busy: set[str] = set()
         """Tenants whose work is running."""
 
-    def add_work(self, work: Work) -> None:
+    def add_work(self, work: RowWork) -> None:
         """Queues work. Starts another thread if needed."""
         with self._changed:
             if all(work.tenant != other.tenant for other in self._waiting):
@@ -229,7 +187,7 @@ class BackgroundLane:
                 elif not self._waiting and not self._busy:
                     self._used_s.clear()
 
-    def _next(self) -> Work:
+    def _next(self) -> RowWork:
         """Waits for work that can run and whose grammar is not in use, and acquires the grammar's lock."""
         with self._changed:
             while True:

@@ -1,5 +1,4 @@
-"""Collects the masks of one batch, which threads compute while the layers run. A step waits for them at most for its
-budget."""
+"""The masks of one batch, which threads compute while the layers run. A step waits for them at most for its budget."""
 
 import threading
 from collections import defaultdict
@@ -16,8 +15,7 @@ from penstock.models.structured_output.mask_work import TRUSTED_S, MaskTools, Ro
 STEP_BUDGET_S = 0.01
 """How long a step waits for masks once the tokens before them are known. This time overlaps with the layers."""
 LOADED_BUDGET_S = 0.03
-"""How long it waits if the thread that computes them gets less than ``STEP_BUDGET_S`` of CPU time, because other
-programs use the cores."""
+"""How long it waits if their thread gets less than ``STEP_BUDGET_S`` of CPU time, because the cores are busy."""
 
 
 class MaskRound:
@@ -63,8 +61,7 @@ class MaskRound:
         self._late_lines.append(work.sampled)
 
     def start_jobs(self) -> None:
-        """Starts to compute the masks. A tenant's rows whose last masks took little time share a job; each other row
-        has its own."""
+        """Starts to compute the masks. A tenant's trusted rows share a job; each other row has its own."""
         together: defaultdict[str, list[RowWork]] = defaultdict(list)
         for work in self._works:
             if work.matcher.is_trusted:
@@ -124,8 +121,7 @@ class MaskRound:
         self.finish(together)
 
     def _lock(self, work: RowWork) -> bool:
-        """Acquires the lock of the row's grammar. If another thread holds it, moves the row to the background and
-        returns False."""
+        """Acquires the lock of the row's grammar, or moves the row to the background and returns False."""
         if work.lock.acquire(blocking=self._background is None):
             return True
         assert self._background is not None

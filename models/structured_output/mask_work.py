@@ -27,8 +27,7 @@ class MaskTools:
     """Tools for computing masks."""
 
     def __init__(self, tokenizer: LLTokenizer, num_threads: int, vocab_size: int, *, ends_slow_rows: bool) -> None:
-        """Tokens from ``vocab_size`` on are never allowed. ``ends_slow_rows``: whether a row ends when its grammar has
-        used up its CPU time."""
+        """Tokens from ``vocab_size`` on are never allowed. ``ends_slow_rows``: rows end when their CPU time is up."""
         self.tokenizer = tokenizer
         self.ends_slow_rows = ends_slow_rows
         self.num_words = -(-tokenizer.vocab_size // 32)
@@ -42,10 +41,8 @@ class MaskTools:
         """Returns the calling thread's executor. Each thread has its own, so that none waits for another's work."""
         mine = self._of_thread
         if not hasattr(mine, "executor"):
-            mine.executor, mine.broken = (
-                LLExecutor(self._num_threads),
-                LLMatcher(self.tokenizer, "start: [", log_level=0),
-            )
+            mine.executor = LLExecutor(self._num_threads)
+            mine.broken = LLMatcher(self.tokenizer, "start: [", log_level=0)
         executor: LLExecutor = mine.executor
         return executor
 
@@ -60,8 +57,7 @@ class MaskTools:
             executor.unsafe_compute_mask_ptr_with_draft_token(some_drafted, *where)
 
     def _parts(self, given: list[T]) -> list[list[T]]:
-        """Splits the work by call. The library computes several masks on its own threads, but a single mask on the
-        calling thread."""
+        """Splits the work by call: the library uses its own threads only for several masks."""
         if self._num_threads == 1:
             return [[one] for one in given]
         return [given] if given else []
@@ -94,11 +90,12 @@ class RowWork:
     def __init__(
         self, row: Row, end: int, known: threading.Event, on_done: "Callable[[RowWork], None]", tools: Future[MaskTools]
     ) -> None:
-        """``known`` is set when all of the history is known. ``on_done`` is called when the masks are in ``words``, and
-        calls ``end_wait``."""
+        """``known`` is set with the history. ``on_done`` is called with masks in ``words``, and calls ``end_wait``."""
         assert row.matcher is not None, "the row has a grammar"
         self.row = row
+        self.tenant = row.tenant
         self.matcher: GrammarMatcher = row.matcher
+        self.lock = row.matcher.grammar.lock
         self.end = end
         self.drafts: list[int] = []
         self.first = 0
@@ -110,18 +107,7 @@ class RowWork:
         self._tools = tools
 
     @property
-    def tenant(self) -> str:
-        """The row's tenant."""
-        return self.row.tenant
-
-    @property
-    def lock(self) -> threading.Lock:
-        """The grammar's lock."""
-        return self.matcher.grammar.lock
-
-    @property
     def sampled(self) -> slice:
-        """The indices of its masks."""
         return slice(self.first, self.first + 1 + len(self.drafts))
 
     def run(self) -> bool:
@@ -135,8 +121,10 @@ class RowWork:
                 end = min(self.end, self.matcher.frontier + num_tokens)
                 self.matcher.at(self.row.history, end, self._tools.result().consume)
             elif not self.row.is_dropped:
-                self.words = self._new_words() if self.words is None else self.words
-                compute([self], self.words, self._tools.result())
+                tools = self._tools.result()
+                if self.words is None:
+                    self.words = np.zeros((1, tools.num_words), dtype=np.uint32)
+                compute([self], self.words, tools)
             cpu_s = time.thread_time() - began_s
             self.matcher.is_trusted = cpu_s <= TRUSTED_S * num_tokens
             if not self.matcher.charge(cpu_s, num_tokens) and self._tools.result().ends_slow_rows:
@@ -144,18 +132,17 @@ class RowWork:
             return not is_behind or bool(self.matcher.failure)
         return True
 
-    def _new_words(self) -> Words:
-        return np.zeros((1, self._tools.result().num_words), dtype=np.uint32)
-
     def finish(self) -> None:
-        """Called when the masks are computed."""
         self._on_done(self)
 
     def end_wait(self, keeps: bool) -> None:
         """Lets the row be in a batch again. With ``keeps``, keeps the mask at the frontier for a later batch."""
-        if keeps:
+        index = self.matcher.frontier - self.end
+        if keeps and self.words is not None and not self.matcher.failure and 0 <= index <= len(self.drafts):
             with failing([self]):
-                self._keep()
+                mask = self.words[self.first + index]
+                if mask.any():  # if not, it follows a draft that cannot come
+                    self.matcher.keep(mask)
         self.matcher.is_pending = False
 
     def fail(self, kind: RowFailure | None = None) -> None:
@@ -163,13 +150,6 @@ class RowWork:
         self.matcher.fail(self.end, kind)
         if self.words is not None:
             self.words[self.sampled] = 0
-
-    def _keep(self) -> None:
-        index = self.matcher.frontier - self.end
-        if self.words is not None and not self.matcher.failure and 0 <= index <= len(self.drafts):
-            mask = self.words[self.first + index]
-            if mask.any():  # if not, it follows a draft that cannot come
-                self.matcher.keep(mask)
 
 
 @contextmanager

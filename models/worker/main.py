@@ -1,9 +1,5 @@
-"""The worker process: loads a model, runs plans strictly in order and returns a result for each. All its state can be
-rebuilt.
-
-Started by ``spawn`` with an inherited socket; ends when that closes, or with its parent. Knows no request and no
-stream.
-"""
+"""The worker process: loads a model, runs plans strictly in order and returns a result for each. Started by ``spawn``
+with an inherited socket; ends when that closes, or with its parent. All its state can be rebuilt."""
 
 import contextlib
 import ctypes
@@ -19,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -33,9 +28,6 @@ from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
 
-if TYPE_CHECKING:  # a worker whose model has no tokenizer does not need the grammar library
-    from penstock.models.structured_output.manager import StructuredOutputManager
-
 logger = logging.getLogger(__name__)
 
 ALIVE_INTERVAL_S = 0.5
@@ -44,8 +36,7 @@ PEER_LOST_S = 3.0
 PR_SET_PDEATHSIG = 1
 
 MAX_PARTS_BYTES = 64 << 10
-"""The approximate limit of prompt log-probabilities per frame: the service decodes a whole frame at once on its event
-loop."""
+"""The approximate limit of prompt log-probabilities per frame: decoding one blocks the service's event loop."""
 TOKEN_BYTES = 14
 """The encoded size of one log-probability with its token id."""
 
@@ -78,7 +69,11 @@ def serve(channel: Channel) -> int:
     try:
         with _alive(channel):
             config = check_speculation(config)
-            grammars = _grammars(config)
+            grammars = None
+            if config.tokenizer is not None:  # other workers do not need the grammar library
+                from penstock.models.structured_output.manager import grammars_of
+
+                grammars = grammars_of(config)
             backend = load_backend(config)
             runner = Runner(backend, make_controller(config, backend), grammars)
             runner.warm()
@@ -87,42 +82,29 @@ def serve(channel: Channel) -> int:
             gc.freeze()
             channel.send(FrameKind.FACTS, msgspec.structs.replace(backend.facts, measured_steps=measured))
             _run_plans(channel, runner, frames, is_heard=config.tensor_parallel_rank == 0)
+        return 0
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the service is gone
     except ModelError as error:
-        with contextlib.suppress(OSError):
-            channel.send(FrameKind.FAILED, str(error))
-        return 1
+        failure = str(error)
     except PeerLost as error:
         # The lost rank reports the cause; a message from here would only arrive before it.
         channel.wait_closed(PEER_LOST_S)
-        with contextlib.suppress(OSError):
-            channel.send(FrameKind.FAILED, f"another rank is lost: {error}")
-        return 1
+        failure = f"another rank is lost: {error}"
     except Exception as error:
         logger.critical("the worker failed", exc_info=True)
-        with contextlib.suppress(OSError):
-            channel.send(FrameKind.FAILED, _summary(error))
-        return 1
-    return 0
+        failure = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    with contextlib.suppress(OSError):
+        channel.send(FrameKind.FAILED, failure)
+    return 1
 
 
-def _grammars(config: WorkerConfig) -> "StructuredOutputManager | None":
-    if config.tokenizer is None:
-        return None
-    from penstock.models.structured_output.manager import grammars_of
-
-    return grammars_of(config)
-
-
-def _run_plans(
-    channel: Channel, runner: Runner, frames: Iterator[tuple[FrameKind, object]], is_heard: bool = True
-) -> None:
+def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[FrameKind, object]], is_heard: bool) -> None:
     """Runs plans until there are no more. Reads and decodes the next plan while one computes, and also starts it if the
     backend computes without this thread. Without ``is_heard``, sends no results."""
     plans: SimpleQueue[StepPlan | Exception | None] = SimpleQueue()
     threading.Thread(target=_read_plans, args=(frames, plans), name="plans", daemon=True).start()
-    answers = _Answers(plans, partial(_send_result, channel) if is_heard else _keep)
+    answers = _Answers(plans, partial(_send_result, channel) if is_heard else lambda result: None)
     if runner.runs_ahead:
         threading.Thread(target=answers.send_all, name="answers", daemon=True).start()
     while (plan := plans.get()) is not None:
@@ -146,7 +128,6 @@ class _Answers:
         """When the worker became idle; None if the next plan was already there."""
 
     def expect(self, begin: Callable[[StepPlan], Callable[[], StepResult]], plan: StepPlan) -> None:
-        """Starts a plan."""
         with self._counting:
             waits = self._num_due == 0 and self._idle_since is not None
             waited_us = (time.monotonic_ns() - (self._idle_since or 0)) // 1000 if waits else 0
@@ -183,10 +164,6 @@ def _read_plans(frames: Iterator[tuple[FrameKind, object]], plans: "SimpleQueue[
         plans.put(error)
     else:
         plans.put(None)
-
-
-def _keep(result: StepResult) -> None:
-    """Drops a result that rank 0 sends too."""
 
 
 def _send_result(channel: Channel, result: StepResult) -> None:
@@ -241,8 +218,3 @@ def _end_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _summary(error: Exception) -> str:
-    """Returns the error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

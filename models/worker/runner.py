@@ -1,15 +1,13 @@
-"""Turns a plan into a result: one step of the worker. Owns the rows; knows no process, socket or tensor, and no clock
-but its own."""
+"""Turns a plan into a result: one step of the worker. Owns the rows."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.models.backends.base import Backend
-from penstock.models.batch.batch import Batch, Sampled, build_batch
+from penstock.models.batch.batch import Batch, Sampled, build_batch, join_logprobs
 from penstock.models.batch.rows import Row, RowTable
 from penstock.models.speculative.controller import NOTHING, Drafted, SpeculationController
 from penstock.models.speculative.cost_model import SIZES
@@ -24,7 +22,6 @@ from penstock.scheduler.plan import (
     SamplingParams,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
 
 if TYPE_CHECKING:  # a worker whose model has no tokenizer does not need the grammar library
@@ -35,7 +32,6 @@ MEASURED_CHUNKS, MEASURED_DECODES = ((0, 128), (128, 144)), (1, 16)
 model of 1.2 GB on two cores."""
 LARGE_BYTES = 256 << 20
 """Multiplying by weights of this size takes a CPU so long that the cost of fresh memory does not matter."""
-
 
 EMPTY_STEP_S = 0.01
 """How long a step lasts whose rows all wait for masks, so that new rows can join the next one."""
@@ -66,7 +62,6 @@ class Runner:
         self._has_drafts = False
         """Whether the newest step has drafts; how far it advances its rows is then unknown until it ends."""
         self.runs_ahead = backend.runs_ahead
-        """Whether the next plan may start while one computes."""
         self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
         if controller is not None:
             controller.attach(self._rows)
@@ -88,11 +83,12 @@ class Runner:
         if self._controller is not None:
             room = min(facts.max_model_len, facts.num_blocks * facts.block_size)
             self._controller.measure_steps(self._run_drafts, min(facts.max_num_batched_tokens, room))
-            self._measure_proposals(self._controller)
+            if rows := self._begin_short_rows(max(SIZES))[0]:
+                self._controller.measure_proposals([self._rows[row] for row in rows])
+                self.run(StepPlan(0, rows, [], [], [], []))
 
     def measure_steps(self) -> Iterator[MeasuredStep]:
-        """Runs some steps and yields their times. The steps are always the same, since each rank of a group runs them.
-        Leaves no trace either."""
+        """Runs some steps, always the same, since each rank runs them, and yields their times. Leaves no trace."""
         facts = self._backend.facts
         room = min(facts.max_model_len, facts.num_blocks * facts.block_size, facts.max_num_batched_tokens)
         length = min(MEASURED_CHUNKS[-1][1], room)
@@ -139,12 +135,6 @@ class Runner:
         self._compute(plan, Drafted({0: [0] * (num_tokens - 1)}), self._clock())()
         self._rows.apply(StepPlan(0, [0], [], [], [], []))
 
-    def _measure_proposals(self, controller: SpeculationController) -> None:
-        """Measures how long it takes to draft for rows of two tokens."""
-        if rows := self._begin_short_rows(max(SIZES))[0]:
-            controller.measure_proposals([self._rows[row] for row in rows])
-            self.run(StepPlan(0, rows, [], [], [], []))
-
     def run(self, plan: StepPlan) -> StepResult:
         """Applies a plan and computes it. The caller sets ``waited_us`` of the result, which stays 0 here."""
         return self.start_step(plan)()
@@ -163,8 +153,7 @@ class Runner:
         plan, idle = self._without_late(plan)
         if plan.is_empty:
             return lambda: StepResult(plan.step, idle, [], 0, 0)
-        finish = self._compute(plan, self._draft(plan), began)
-        return finish if not idle else partial(_with_idle, finish, idle)
+        return self._compute(plan, self._draft(plan), began, idle)
 
     def _apply(self, plan: StepPlan) -> None:
         controller, rows = self._controller, self._rows
@@ -187,8 +176,7 @@ class Runner:
                 controller.add_row(rows[added.row])
 
     def _without_late(self, plan: StepPlan) -> tuple[StepPlan, list[RowResult]]:
-        """Returns the plan without the rows whose masks are not ready, and the results of these rows. If the plan is
-        empty without them, waits a little."""
+        """Returns the plan without rows whose masks are late, and their results. Waits a little if that empties it."""
         grammars, known = self._grammars, self._newest
         if grammars is None or not self._matching:
             return plan, []
@@ -199,8 +187,7 @@ class Runner:
         return left, idle
 
     def _draft(self, plan: StepPlan) -> Drafted:
-        """Computes drafts. They depend on the tokens chosen last, and so do the positions of rows with drafts in the
-        step that is running."""
+        """Computes drafts, which depend on the tokens chosen last, and on positions if that step has drafts."""
         if self._has_drafts:
             self._newest.wait()
         forced = self._forced(plan)
@@ -220,14 +207,15 @@ class Runner:
         self._newest.wait()
         return self._grammars.forced(wanted, plan.max_drafts)
 
-    def _compute(self, plan: StepPlan, drafted: Drafted, began: int) -> Callable[[], StepResult]:
+    def _compute(
+        self, plan: StepPlan, drafted: Drafted, began: int, idle: Sequence[RowResult] = ()
+    ) -> Callable[[], StepResult]:
+        """Starts a step. ``idle`` has the results of the plan's rows that have nothing to compute."""
         is_fenced = self._newest.is_set()
         layers = () if self._controller is None else self._controller.feature_layers
         batch = build_batch(self._rows, plan, drafted.drafts, layers)
-        if (
-            self._grammars is not None
-            and (masks := self._grammars.start_masks(batch.sampled, self._newest)) is not None
-        ):
+        masks = None if self._grammars is None else self._grammars.start_masks(batch.sampled, self._newest)
+        if masks is not None:
             batch = replace(batch, masks=masks)
         finish = self._backend.start_step(batch)
         ends = batch.ends.tolist()
@@ -256,7 +244,7 @@ class Runner:
             self._done_at = done
             if self._controller is not None:
                 self._controller.observe(drafted, batch, rows, computed_ns / 1e9, is_fenced)
-            return StepResult(plan.step, rows, parts, 0, computed_ns // 1000)
+            return StepResult(plan.step, [*rows, *idle], parts, 0, computed_ns // 1000)
 
         return result
 
@@ -268,23 +256,14 @@ class Runner:
                     self._grammars.is_ready(row, known)
 
 
-def _with_idle(finish: Callable[[], StepResult], idle: list[RowResult]) -> StepResult:
-    """Adds the results of the plan's rows that had nothing to compute."""
-    result = finish()
-    result.rows += idle
-    return result
-
-
 def _skip_row(row: Row, end: int, num_sampled: int) -> int:
-    """Moves the row back to before the token that its next one is sampled from. Returns ``LATE``: no token is
-    expected."""
+    """Moves the row back to before the token that its next one is sampled from. Returns ``LATE``."""
     row.num_computed = end - num_sampled
     return LATE
 
 
 def _expect(row: Row, end: int, num_sampled: int) -> int:
-    """Advances the row to the position that is certain. Returns the position of its next token, or -1 if it gets
-    none."""
+    """Advances the row to the position that is certain. Returns the position of its next token, or -1."""
     if num_sampled > 1:  # how many it gets is not known yet, so the next step that drafts for it waits
         row.num_computed = len(row.history)
         return len(row.history)
@@ -311,38 +290,20 @@ def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[Ro
             results.append(_verified(row, drafts, sampled[first : first + num_sampled]))
         matcher = row.matcher if place != LATE else None
         if num_sampled and matcher is not None and matcher.fails_at(batch.sampled[first].position):
-            results[-1] = RowResult(
-                row.number,
-                row.epoch,
-                row.num_computed,
-                [],
-                failure=matcher.failure,
-                failure_kind=matcher.failure_kind,
-            )
+            failure, kind = matcher.failure, matcher.failure_kind
+            results[-1] = RowResult(row.number, row.epoch, row.num_computed, [], failure=failure, failure_kind=kind)
         first += num_sampled
     return results
 
 
 def _verified(row: Row, drafts: Sequence[int], sampled: list[Sampled]) -> RowResult:
-    """Keeps the tokens up to and including the first one that differs from its draft: later ones follow a rejected
-    draft."""
+    """Keeps the tokens up to the first that differs from its draft: later ones follow a rejected draft."""
     num_right = next((index for index, draft in enumerate(drafts) if draft != sampled[index].token_id), len(drafts))
     kept = sampled[: num_right + 1]
     for token in kept:
         row.append(token.token_id)
     row.num_computed = len(row.history) - 1
-    logprobs = _joined([token.logprobs for token in kept if token.logprobs is not None])
+    parts = [token.logprobs for token in kept if token.logprobs is not None]
+    logprobs = join_logprobs(parts) if parts else None
     token_ids = [token.token_id for token in kept]
     return RowResult(row.number, row.epoch, row.num_computed, token_ids, logprobs, num_drafted=len(drafts))
-
-
-def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
-    """Concatenates the log-probabilities of a row's tokens."""
-    if not parts:
-        return None
-    return TokenLogprobs(
-        parts[0].num_top,
-        [value for part in parts for value in part.chosen],
-        [token_id for part in parts for token_id in part.top_token_ids],
-        [value for part in parts for value in part.top],
-    )

@@ -1,7 +1,4 @@
-"""The registry of drafters: maps ``--speculative-config`` to a drafter."""
-
-from collections.abc import Callable
-from importlib import import_module
+"""Creates the drafter that ``--speculative-config`` names."""
 
 from penstock.models.backends.base import Backend
 from penstock.models.errors import ModelError
@@ -10,24 +7,16 @@ from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter
 from penstock.models.speculative.eagle import drafter as eagle
+from penstock.models.speculative.ngram import NgramDrafter
+from penstock.models.speculative.suffix import SuffixDrafter
 from penstock.scheduler.plan import DraftMethod, WorkerConfig
-
-DrafterFactory = Callable[[WorkerConfig, Backend], Drafter]
-
-DRAFTERS = {
-    DraftMethod.NGRAM: "penstock.models.speculative.ngram:load",
-    DraftMethod.SUFFIX: "penstock.models.speculative.suffix:load",
-    DraftMethod.DRAFT_MODEL: "penstock.models.speculative.draft_model:load",
-    DraftMethod.EAGLE3: "penstock.models.speculative.eagle.drafter:load",
-}
 
 MAKE_ROOM = {DraftMethod.DRAFT_MODEL: draft_model.with_room, DraftMethod.EAGLE3: eagle.with_room}
 """Reserves memory for the methods that keep keys and values of their own."""
 
 
 def check_speculation(config: WorkerConfig) -> WorkerConfig:
-    """Returns a config of the model that leaves room for its drafter. Called before a model is loaded. Raises
-    ModelError if the config requires drafts that cannot be made."""
+    """Returns a config that leaves room for its drafter. Raises ModelError if no drafter can do what it requires."""
     if config.speculation is None:
         return config
     if config.tensor_parallel_size > 1:
@@ -41,15 +30,21 @@ def check_speculation(config: WorkerConfig) -> WorkerConfig:
 
 def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
     """Creates the drafter that the checked config names. Raises ModelError."""
-    assert config.speculation is not None
-    module, _, attribute = DRAFTERS[config.speculation.method].partition(":")
-    factory: DrafterFactory = getattr(import_module(module), attribute)
-    return factory(config, backend)
+    speculation = config.speculation
+    assert speculation is not None
+    match speculation.method:
+        case DraftMethod.NGRAM:
+            return NgramDrafter(speculation)
+        case DraftMethod.SUFFIX:
+            return SuffixDrafter(speculation)
+        case DraftMethod.DRAFT_MODEL:
+            return draft_model.load(config, backend)
+        case DraftMethod.EAGLE3:
+            return eagle.load(config, backend)
 
 
 def make_controller(config: WorkerConfig, backend: Backend) -> SpeculationController | None:
-    """Creates the controller that drafts for the rows of a loaded model, as the checked config specifies; None if it
-    has no speculation."""
+    """Creates the controller that drafts for the rows of a loaded model; None if the config has no speculation."""
     speculation, facts = config.speculation, backend.facts
     if speculation is None:
         return None

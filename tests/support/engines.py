@@ -64,7 +64,7 @@ class InProcessExecutor:
 
     async def start(self) -> WorkerFacts:
         config = check_speculation(self._config)
-        grammars = grammars_of(config)
+        grammars = None if config.tokenizer is None else grammars_of(config)
         backend = load_backend(config)
         self._runner = Runner(backend, self._drafting(config, backend), grammars)
         if config.speculation is not None and not self._is_eager:

@@ -1,5 +1,4 @@
-"""The CPU backend: a step is one call into the library, which runs the model and samples the tokens. Imports no tensor
-library."""
+"""The CPU backend: a step is one call into the library, which runs the model and samples the tokens."""
 
 import ctypes
 import logging
@@ -8,18 +7,18 @@ import math
 import numpy as np
 
 from penstock.kernels.cpu.bindings import LANES, LibraryMissing, SampledToken, StorageFormat, address, find_kernels
-from penstock.kernels.cpu.program import Library, Memory, Program, Step, typed_library
+from penstock.kernels.cpu.program import Library, Memory, Step, typed_library
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.backends.base import SynchronousBackend, build_worker_facts, context_of
+from penstock.models.backends.base import SynchronousBackend, context_of, shared_facts
 from penstock.models.backends.cpu.cores import choose_cores
-from penstock.models.backends.cpu.memory import FirstPages, allocate_pages
+from penstock.models.backends.cpu.memory import FirstPages
 from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.sampling import SamplingRows
-from penstock.models.backends.cpu.weights import open_tensors
-from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
-from penstock.models.batch.batch import Batch, BatchResult, Ids, Sampled
+from penstock.models.backends.cpu.weights import DummyTensors, FileTensors, Tensors
+from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
+from penstock.models.batch.batch import Batch, BatchResult, Sampled
 from penstock.models.batch.pooled_row import PooledRow
-from penstock.models.batch.rows import Row
+from penstock.models.batch.rows import Ids, Row
 from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.errors import ModelError
@@ -28,7 +27,6 @@ from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerCon
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": StorageFormat.F32, "bfloat16": StorageFormat.BF16}
-"""The formats that a model can be held in."""
 
 NARROW = {"float16": "bfloat16", "float64": "float32"}
 """What ``auto`` chooses for a checkpoint in another dtype."""
@@ -54,26 +52,14 @@ TILE_TOKENS = 32
 class CpuBackend(SynchronousBackend):
     """A ``Backend`` over the CPU library."""
 
-    def __init__(
-        self,
-        model: CpuModel,
-        pages: Memory,
-        program: Program,
-        facts: WorkerFacts,
-        num_parameters: int,
-        num_logits: int,
-        num_threads: int,
-    ) -> None:
+    def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts, num_parameters: int) -> None:
         self.facts = facts
         self.model = model
         self._first_pages = FirstPages(pages, model.model.kv.page_bytes)
-        self._program = program
-        self._num_logits = num_logits
-        self._num_threads = num_threads
+        self._program = model.program(pages)
+        self._num_logits = model.model.num_logits
         self._small_step = SMALL_STEP // num_parameters
         self._sampling = SamplingRows()
-        # Most steps have neither, so these are made once.
-        self._no_scores, self._not_pooled = _Scores([], num_logits), _Pooled([])
 
     def reset_blocks(self, block_ids: list[int]) -> None:
         """Does nothing: the kernel that first writes a page zeroes its masked slots."""
@@ -93,8 +79,8 @@ class CpuBackend(SynchronousBackend):
         top_ids = np.empty((len(sampled), room), dtype=np.int32)
         tops = np.empty((len(sampled), room), dtype=np.float32)
         spans, pooled_spans = list(batch.prompt_spans()), list(batch.pooled_spans())
-        scores = _Scores(spans, self._num_logits) if spans else self._no_scores
-        pooled = _Pooled(pooled_spans) if pooled_spans else self._not_pooled
+        scores = _Scores(spans, self._num_logits) if spans else None
+        pooled = _Pooled(pooled_spans) if pooled_spans else None
         features = _Features(batch, self.facts.hidden_size) if batch.feature_layers else None
         tables = np.ascontiguousarray(batch.tables)
         step = Step(
@@ -113,11 +99,11 @@ class CpuBackend(SynchronousBackend):
             room=room,
             top_ids=address(top_ids),
             tops=address(tops),
-            **scores.fields,
-            **pooled.fields,
+            **(scores.fields if scores else {}),
+            **(pooled.fields if pooled else {}),
             **(features.fields if features else {}),
         )
-        num_threads = 1 if len(batch.token_ids) <= self._small_step else self._num_threads
+        num_threads = 1 if len(batch.token_ids) <= self._small_step else self.facts.num_threads
         with self._first_pages.paused():
             if batch.masks is None:
                 self._program.run(step, num_threads)
@@ -127,11 +113,13 @@ class CpuBackend(SynchronousBackend):
                 assert 32 * masks.shape[1] >= self._num_logits, "a mask has a bit for every token"
                 sampling.mask(batch.masks.sampled, masks)
                 self._program.finish()
-        recorded = None if features is None else features.array
-        return BatchResult(_sampled(batch.sampled, tokens, top_ids, tops), scores.parts(), recorded)
+        return BatchResult(
+            _sampled(batch.sampled, tokens, top_ids, tops),
+            scores.parts() if scores else [],
+            features.array if features else None,
+        )
 
     def prefault(self) -> None:
-        """Allocates the first pages' memory."""
         self._first_pages.start_prefault()
 
     def seconds(self) -> dict[str, float]:
@@ -148,7 +136,7 @@ def _sampled(
     results = []
     for index, (sample, token) in enumerate(zip(sampled, tokens, strict=True)):
         logprobs = None
-        if sample.sampling.logprobs is not None:
+        if sample.row.sampling.logprobs is not None:
             top = token.num_top
             logprobs = TokenLogprobs(top, [token.logprob], top_ids[index, :top].tolist(), tops[index, :top].tolist())
         results.append(Sampled(token.token_id, logprobs))
@@ -160,16 +148,15 @@ class _Scores:
 
     def __init__(self, spans: list[tuple[Row, int, int, int]], num_logits: int) -> None:
         self._spans = spans
-        parts = [np.arange(first, first + count) for _, first, count, _ in self._spans]
-        prompts = [row.history[position : position + count] for row, _, count, position in self._spans]
+        parts = [np.arange(first, first + count) for _, first, count, _ in spans]
+        prompts = [row.history[position : position + count] for row, _, count, position in spans]
         for part in prompts:
             assert max(part) < num_logits, "prompts' ids are checked against the tokenizer's vocabulary"
-        tops = [min(row.sampling.prompt_logprobs or 0, num_logits) for row, _, _, _ in self._spans]
-        self._tops = tops
-        tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        self._tops = tops = [min(row.sampling.prompt_logprobs or 0, num_logits) for row, _, _, _ in spans]
+        tokens: Ids = np.concatenate(parts)
         targets: Ids = np.array([token for part in prompts for token in part], dtype=np.int64)
         num_tops: Ids = np.repeat(np.array(tops, dtype=np.int64), [len(part) for part in prompts])
-        room = max(tops, default=0)
+        room = max(tops)
         self._chosen = np.empty(len(tokens), dtype=np.float32)
         self._top_ids = np.empty((len(tokens), room), dtype=np.int32)
         self._log_probabilities = np.empty((len(tokens), room), dtype=np.float32)
@@ -182,7 +169,6 @@ class _Scores:
         """Fields of the step. What they point to lives as long as this object."""
 
     def parts(self) -> list[PromptLogprobsPart]:
-        """Returns the results, one part per row."""
         parts = []
         begin = 0
         for (row, _, count, position), top in zip(self._spans, self._tops, strict=True):
@@ -203,7 +189,7 @@ class _Pooled:
 
     def __init__(self, spans: list[tuple[PooledRow, int, int]]) -> None:
         parts = [np.arange(first, first + count) for _, first, count in spans]
-        tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        tokens: Ids = np.concatenate(parts)
         starts: Ids = np.cumsum([0, *(count for _, _, count in spans)], dtype=np.int64)
         # Addresses; the rows own what they point to.
         vectors: Ids = np.array([address(row.total) for row, _, _ in spans], dtype=np.int64)
@@ -212,7 +198,6 @@ class _Pooled:
             "num_vectors": len(vectors), "num_pooled": len(tokens), "pooled": address(tokens),
             "pooled_starts": address(starts), "vectors": address(vectors),
         }  # fmt: skip
-        """Fields of the step. What they point to lives as long as this object."""
 
 
 class _Features:
@@ -225,7 +210,6 @@ class _Features:
         self.fields = {
             "num_features": len(layers), "feature_layers": address(layers), "features": address(self.array),
         }  # fmt: skip
-        """Fields of the step. What they point to lives as long as this object."""
 
 
 def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None:
@@ -270,7 +254,11 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     if dtype != info.dtype and config.dtype == "auto":
         logger.info("the checkpoint is in %s, which this backend computes in %s", info.dtype, dtype)
     quantization = info.choose_quantization(config.quantization)
-    _check_tiers(config)
+    if config.host_kv_cache_bytes:
+        raise ModelError(
+            "--host-kv-cache-bytes: on a CPU the KV cache is in host memory already, and copies gain nothing: give "
+            "these bytes to --kv-cache-memory-bytes"
+        )
     formats = _formats(config, dtype, quantization)
     max_model_len = context_of(config, spec)
     kernels = find_kernels()
@@ -282,7 +270,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     max_bytes = max_weight_bytes(spec, formats, info.quantized, kernels)
     check_weights_fit(config, spec.architecture, max_bytes, dtype if quantization == "none" else quantization)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
-    tensors = open_tensors(info, config.load_format)
+    tensors: Tensors = DummyTensors() if config.load_format == "dummy" else FileTensors(info)
     try:
         model = load_model(spec, formats, tensors, library, kernels, max_bytes, num_logits, config.block_size)
     except MemoryError as error:
@@ -296,31 +284,21 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         logger.info("%s: the weights' relative error is %.2f %%", quantization, 100 * model.error.relative)
     num_bytes = block_bytes(spec, formats.kv, config.block_size)
     num_blocks = num_kv_blocks(config, num_bytes, max_model_len)
-    pages = allocate_pages(library, num_blocks, num_bytes)
+    with allocated(num_blocks, "cpu"):
+        pages = library.memory(num_blocks * num_bytes)
     instruction_set = kernels.name.decode()
-    facts = build_worker_facts(
-        config,
-        info,
+    facts = WorkerFacts(
+        **shared_facts(config, info, num_blocks, _default_budget(spec, instruction_set, config.num_threads)),
         backend="cpu",
         dtype=dtype,
         kv_cache_dtype="int8" if formats.kv is StorageFormat.INT8 else dtype,
         quantization=quantization,
-        default_budget=_default_budget(spec, instruction_set, config.num_threads),
-        num_blocks=num_blocks,
         kv_bytes=num_blocks * num_bytes,
         weight_bytes=model.weight_bytes,
         num_threads=config.num_threads,
         instruction_set=instruction_set,
     )
-    return CpuBackend(model, pages, model.program(pages), facts, spec.num_parameters, num_logits, config.num_threads)
-
-
-def _check_tiers(config: WorkerConfig) -> None:
-    if config.host_kv_cache_bytes:
-        raise ModelError(
-            "--host-kv-cache-bytes: on a CPU the KV cache is in host memory already, and copies gain nothing: give "
-            "these bytes to --kv-cache-memory-bytes"
-        )
+    return CpuBackend(model, pages, facts, spec.num_parameters)
 
 
 def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int) -> int:

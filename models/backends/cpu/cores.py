@@ -1,5 +1,4 @@
-"""Chooses the cores that the compute threads are pinned to. Queries the system for the cores that this process may use;
-knows no backend."""
+"""Chooses the cores that the compute threads are pinned to."""
 
 import os
 from collections import Counter

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.kernels.cpu.bindings import LANES
-from penstock.kernels.cpu.program import Library, Memory
-from penstock.models.errors import ModelError
+from penstock.kernels.cpu.program import Memory
 
 FIRST_TOKENS, FIRST_BYTES = 1 << 15, 4 << 30
 """The limits of KV whose memory is allocated before the tokens arrive."""
@@ -16,17 +15,6 @@ QUIET_S = 0.1
 """The time without a step after which memory is allocated."""
 SLICE_BYTES = 2 << 20
 """Allocated at a time: a huge page. A step that starts meanwhile may wait for one slice."""
-
-
-def allocate_pages(library: Library, num_blocks: int, num_bytes: int) -> Memory:
-    """Allocates ``num_blocks`` blocks of ``num_bytes`` each. Raises ModelError."""
-    try:
-        return library.memory(num_blocks * num_bytes)
-    except MemoryError as error:
-        raise ModelError(
-            f"the KV cache of {num_blocks} blocks cannot be allocated on cpu: lower --gpu-memory-utilization, "
-            "--kv-cache-memory-bytes or --max-model-len"
-        ) from error
 
 
 class FirstPages:
@@ -37,7 +25,6 @@ class FirstPages:
         """``page_bytes`` is the size of a page of 16 tokens in all layers."""
         self._pages = pages
         self.num_bytes = min(page_bytes * (FIRST_TOKENS // LANES), FIRST_BYTES, pages.num_bytes)
-        """The bytes to allocate in advance."""
         self._quiet_since: float | None = 0.0
         """None while a step is computed."""
 

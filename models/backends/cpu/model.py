@@ -33,8 +33,8 @@ from penstock.models.backends.cpu.weights import (
     widened,
 )
 from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleSpec
-from penstock.models.checkpoint.quantization_error import QuantizationError
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear
+from penstock.models.checkpoint.quantized_reader import QuantizationError
 from penstock.models.errors import ModelError
 
 ACTIVATIONS = {kind: GemmActivation[kind.name] for kind in decoder.Activation}
@@ -70,9 +70,7 @@ class CpuModel:
     library: Library
     weights: Memory
     weight_bytes: int
-    """The size of the packed weights."""
     error: QuantizationError
-    """The error from quantising at load."""
     parts: tuple[object, ...]
 
     def program(self, pages: Memory) -> Program:

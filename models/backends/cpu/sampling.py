@@ -1,5 +1,4 @@
-"""The CPU library's sampling parameters: a table of ``SamplingRow`` with one entry per row, filled once, from which
-each step copies its rows. Uses no tensors."""
+"""The CPU library's sampling parameters: a table of ``SamplingRow``, from which each step copies its rows."""
 
 import ctypes
 from collections.abc import Sequence
@@ -9,11 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import SamplingRow, address
-from penstock.models.batch.forbidden import forbidden_ids
-from penstock.models.batch.rows import Row
+from penstock.models.batch.rows import Row, TokenLists
 from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.models.batch.token_counts import TokenCounts
-from penstock.models.batch.token_lists import TokenLists
 
 Words = NDArray[np.uint64]
 
@@ -23,17 +20,15 @@ class SamplingBatch(NamedTuple):
 
     address: int
     """The address of the first ``SamplingRow``."""
-    num_rows: int
     num_top: int
     """The largest number of likeliest tokens that any row reports; sizes a row's results."""
     rows: Words
-    """(num_rows, WIDTH): the memory at the address."""
+    """(sampled positions, WIDTH): the memory at the address."""
     kept: tuple[object, ...]
     """Keeps what the rows point to alive."""
 
     def mask(self, sampled: list[int], masks: NDArray[np.uint32]) -> None:
-        """Sets the tokens that grammars allow for some rows; this replaces their other masks. ``masks`` must live as
-        long as the batch is used."""
+        """Replaces the masks of some rows by those of grammars, which must live as long as the batch is used."""
         assert masks.flags.c_contiguous, "masks are contiguous"
         self.rows[sampled, MASK] = address(masks) + np.arange(len(sampled)) * masks.strides[0]
 
@@ -80,8 +75,7 @@ class SamplingRows:
     def __init__(self) -> None:
         self._table: Words = np.zeros((16, WIDTH), dtype=np.uint64)
         self._lists: list[TokenLists | None] = [None] * 16
-        """The lists of the row that each line of the table was filled from. Every row has its own, and the line points
-        into it."""
+        """The lists of the row that each line of the table was filled from, and that it points into."""
         self._counts: dict[int, _Counts] = {}
         self._restrained: set[int] = set()
         """Rows that may have forbidden tokens."""
@@ -103,7 +97,7 @@ class SamplingRows:
         if self._restrained:
             self._point_to_forbidden(words, sampled, kept)
         num_top = int(words[:, NUM_LOGPROBS].view(np.int64).max(initial=0))
-        return SamplingBatch(address(words), len(sampled), num_top, words, tuple(kept))
+        return SamplingBatch(address(words), num_top, words, tuple(kept))
 
     def _point_to_counts(self, words: Words, sampled: list[SampledPosition], kept: list[object]) -> None:
         known = self._counts
@@ -121,7 +115,7 @@ class SamplingRows:
         restrained = [
             (index, ids[0] if len(ids) == 1 else np.concatenate(ids))
             for index, sample in enumerate(sampled)
-            if sample.row.number in self._restrained and (ids := tuple(forbidden_ids(sample)))
+            if sample.row.number in self._restrained and (ids := tuple(sample.forbidden_ids()))
         ]
         if restrained:
             arrays = [ids for _, ids in restrained]

@@ -4,7 +4,6 @@ place, without a copy in between. Uses numpy and the library, no torch."""
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +12,7 @@ from penstock.kernels.cpu.bindings import LANES, Kernels, Matrix, StorageFormat
 from penstock.kernels.cpu.program import ElementType, Library, PackedLinear
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.files.safetensors import TensorFiles
-from penstock.models.checkpoint.quantization_error import QuantizationError
-from penstock.models.checkpoint.quantized_reader import QuantizedMatrix, read_matrix
-from penstock.models.errors import ModelError
+from penstock.models.checkpoint.quantized_reader import QuantizationError, QuantizedMatrix, read_matrix
 
 Floats = NDArray[np.float32]
 Addresses = NDArray[np.uint64]
@@ -23,8 +20,6 @@ Addresses = NDArray[np.uint64]
 SOURCES = {"F32": ElementType.F32, "BF16": ElementType.BF16, "F16": ElementType.F16, "F64": ElementType.F64}
 """The library's names of the dtypes on disk."""
 
-DUMMY_SEED = 0
-DUMMY_STD = 0.02
 ALIGNMENT = 64
 GROUP = 128
 """Columns that share a scale in int4 quantised at load."""
@@ -40,25 +35,8 @@ class Rows:
 
     @property
     def addresses(self) -> Addresses:
-        """The address of each row."""
         rows = np.arange(len(self.array), dtype=np.uint64)
         return np.uint64(self.array.ctypes.data) + rows * np.uint64(self.array.strides[0])
-
-
-class Tensors(Protocol):
-    """A source of a model's tensors."""
-
-    def quantized(self, name: str) -> QuantizedMatrix | None:
-        """Returns the linear's weight if the checkpoint contains it quantised to integers."""
-        ...
-
-    def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
-        """Returns a matrix, or a vector as one row."""
-        ...
-
-    def done(self) -> None:
-        """Marks all data read before this call as no longer needed."""
-        ...
 
 
 class FileTensors:
@@ -70,12 +48,12 @@ class FileTensors:
         self._files = TensorFiles(entry.file for entry in info.tensors.values())
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
-        """Reads the whole matrix."""
+        """Returns the linear's weight if the checkpoint contains it quantised to integers."""
         linear = self._info.quantized.get(name)
         return None if linear is None or linear.scheme.is_float else read_matrix(linear)
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
-        """Reads data only when it is used, except for fp8 weights, which are dequantised here."""
+        """Returns a matrix, or a vector as one row. Its data is read when it is used, but fp8 is dequantised here."""
         linear = self._info.quantized.get(name.removesuffix(".weight"))
         if linear is not None:
             return Rows(read_matrix(linear).dequantized(), ElementType.F32)
@@ -84,26 +62,23 @@ class FileTensors:
         return Rows(array if array.ndim == 2 else array[None], SOURCES[entry.dtype])
 
     def done(self) -> None:
-        """Releases the pages."""
+        """Marks all data read before this call as no longer needed."""
         self._files.release_pages()
 
 
 class DummyTensors:
-    """Random weights for benchmarks: matrices are normal with a small deviation, norms are one, and everything else is
-    zero. They are the same every time."""
+    """Random weights for benchmarks, the same every time: normal matrices, norms of one, and zeros elsewhere."""
 
     def __init__(self) -> None:
-        self._generator = np.random.Generator(np.random.SFC64(DUMMY_SEED))
+        self._generator = np.random.Generator(np.random.SFC64(0))
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
-        """Returns None: no weight is quantised."""
         return None
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
-        """Returns random numbers for a matrix, ones for a norm, zeros for a bias or a sink."""
         if len(shape) == 2 and not name.endswith("norm.weight"):
             drawn = self._generator.standard_normal(shape, dtype=np.float32)
-            drawn *= np.float32(DUMMY_STD)
+            drawn *= np.float32(0.02)
             return Rows(drawn, ElementType.F32)
         return Rows(
             np.full((1, *shape)[-2:], 1.0 if name.endswith("norm.weight") else 0.0, dtype=np.float32), ElementType.F32
@@ -113,11 +88,7 @@ class DummyTensors:
         """Does nothing: no data is kept."""
 
 
-def open_tensors(info: CheckpointInfo, load_format: str) -> Tensors:
-    """Returns the tensors for a load format, auto or dummy. Raises ModelError."""
-    if load_format not in ("auto", "dummy"):
-        raise ModelError(f"--load-format {load_format}: must be auto or dummy")
-    return DummyTensors() if load_format == "dummy" else FileTensors(info)
+Tensors = FileTensors | DummyTensors
 
 
 @dataclass
@@ -142,7 +113,6 @@ class Packer:
         return self.keep(floats + np.float32(offset))
 
     def keep(self, array: NDArray[np.generic]) -> int:
-        """Keeps an array and returns its address."""
         self.kept.append(np.ascontiguousarray(array))
         return self.kept[-1].ctypes.data
 
@@ -151,7 +121,8 @@ class Packer:
         rows = self.tensors.rows(name, shape)
         itemsize = 4 if wide else 2
         address = self._take(shape[0] * shape[1] * itemsize)
-        out = np.ndarray(shape, "<f4" if wide else "<u2", _memory(address, shape[0] * shape[1] * itemsize))
+        memory = memoryview((ctypes.c_uint8 * (shape[0] * shape[1] * itemsize)).from_address(address))
+        out = np.ndarray(shape, "<f4" if wide else "<u2", memory)
         for begin in range(0, shape[0], 4096):
             part = rows.array[begin : begin + 4096]
             if wide:
@@ -183,15 +154,15 @@ class Packer:
             sources = [self.tensors.rows(f"{name}.weight", (n, columns)) for name, n in zip(names, rows, strict=True)]
             return _joined([self._float_matrix(sources, columns, biases, gated, kind)])
         codes = [part for part in quantized if part is not None]
-        if len(codes) == len(names) and all(_are_alike(codes[0], part) for part in codes):
-            return _joined([_Codes.of(codes, biases, gated).pack(self)])
+        if len(codes) == len(names) and all(map(codes[0].is_alike, codes)):
+            return _joined([self._codes_matrix(codes, biases, gated)])
         parts = []
         for name, part, n, bias in zip(names, quantized, rows, biases, strict=True):
             if part is None:
                 source = self.tensors.rows(f"{name}.weight", (n, columns))
                 parts.append(self._float_matrix([source], columns, [bias], False, kind))
             else:
-                parts.append(_Codes.of([part], [bias], False).pack(self))
+                parts.append(self._codes_matrix([part], [bias], False))
         return _joined(parts)
 
     def _float_matrix(
@@ -207,6 +178,21 @@ class Packer:
         )
         self.error.squared_error += errors[0]
         self.error.squared_weights += errors[1]
+        self.tensors.done()
+        return matrix
+
+    def _codes_matrix(self, parts: list[QuantizedMatrix], biases: Sequence[Floats | None], gated: bool) -> Matrix:
+        codes, scales, zeros = (
+            np.concatenate(arrays)
+            for arrays in zip(*((part.codes, part.scales, part.zeros) for part in parts), strict=True)
+        )
+        kind, group = stored_format(parts[0].scheme.bits, parts[0].scheme.group, codes.shape[1])
+        order = _order([len(part.codes) for part in parts], gated)
+        matrix = self.matrix(kind, len(order), codes.shape[1], group, _rearranged(biases, order))
+        if parts[0].order is not None:
+            matrix.order = self.keep(parts[0].order)
+        addresses = [_placed(Rows(part, ElementType.F32).addresses, order) for part in (codes, scales, zeros)]
+        self.library.pack_codes(self.kernels, matrix, *addresses)
         self.tensors.done()
         return matrix
 
@@ -235,52 +221,6 @@ class Packer:
         return address
 
 
-@dataclass
-class _Codes:
-    """A quantised matrix to be packed into panels; the arrays' rows are in the order of the checkpoint."""
-
-    bits: int
-    group: int
-    codes: NDArray[np.uint8]
-    scales: Floats
-    zeros: Floats
-    order: NDArray[np.int32] | None
-    rows: NDArray[np.int64]
-    """The index into them for each row of the matrix, as ``_order`` returns it."""
-    bias: Floats | None
-
-    @classmethod
-    def of(cls, parts: list[QuantizedMatrix], biases: Sequence[Floats | None], gated: bool) -> "_Codes":
-        order = _order([len(part.codes) for part in parts], gated)
-        return cls(
-            parts[0].bits,
-            parts[0].group,
-            np.concatenate([part.codes for part in parts]),
-            np.concatenate([part.scales for part in parts]),
-            np.concatenate([part.zeros for part in parts]),
-            parts[0].order,
-            order,
-            _rearranged(biases, order),
-        )
-
-    def pack(self, packer: Packer) -> Matrix:
-        columns = self.codes.shape[1]
-        kind, group = stored_format(self.bits, self.group, columns)
-        matrix = packer.matrix(kind, len(self.rows), columns, group, self.bias)
-        if self.order is not None:
-            matrix.order = packer.keep(self.order)
-        packer.library.pack_codes(
-            packer.kernels,
-            matrix,
-            *(
-                _placed(Rows(part, ElementType.F32).addresses, self.rows)
-                for part in (self.codes, self.scales, self.zeros)
-            ),
-        )
-        packer.tensors.done()
-        return matrix
-
-
 def group_made(format: StorageFormat) -> int:
     """Returns the columns that share a scale in a matrix quantised at load."""
     return GROUP if format is StorageFormat.INT4 else 0
@@ -291,15 +231,6 @@ def stored_format(bits: int, group: int, columns: int) -> tuple[StorageFormat, i
     if bits == 8:
         return StorageFormat.INT8, 0
     return StorageFormat.INT4, group or -(-columns // 32) * 32
-
-
-def _are_alike(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
-    """Whether the two can be one matrix."""
-    if (one.bits, one.group) != (other.bits, other.group):
-        return False
-    if one.order is None or other.order is None:
-        return one.order is other.order
-    return np.array_equal(one.order, other.order)
 
 
 def _order(sizes: Sequence[int], gated: bool) -> NDArray[np.int64]:
@@ -347,7 +278,3 @@ def narrowed(array: Floats) -> NDArray[np.uint16]:
     """Returns the bits of the nearest bfloat16, ties to even."""
     bits = np.ascontiguousarray(array).view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
-
-
-def _memory(address: int, num_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_uint8 * num_bytes).from_address(address))

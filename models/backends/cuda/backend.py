@@ -18,7 +18,7 @@ from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.backends.base import Finish, build_worker_facts, context_of
+from penstock.models.backends.base import Finish, context_of, shared_facts
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
 from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
@@ -28,15 +28,15 @@ from penstock.models.backends.cuda.sampler import CudaSampler
 from penstock.models.backends.cuda.shapes import max_drafts, shape_of
 from penstock.models.backends.cuda.step_io import Size, StepInputs, StepOutputs
 from penstock.models.backends.distributed import join
-from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
+from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
 from penstock.models.backends.tensor_parallel import TensorParallel
-from penstock.models.backends.torch_common.device import allocated, torch_device
+from penstock.models.backends.torch_common.device import torch_device
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import add_to_vectors, prompt_parts
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
-from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts, num_row_numbers
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +51,15 @@ class StepMemory:
     """The memory of steps besides weights and pages, allocated before the KV cache gets the rest."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
-        sampler, sequences, sampled = shape.sampler(), shape.max_sequences, shape.max_sampled
         self.shape = shape
-        self.sampler = CudaSampler(sampler, sampled, device)
-        self.rows = CudaRows(sampler, num_row_numbers(sequences), sequences, sampled, shape.max_pages, device)
-        self.inputs = StepInputs(sequences, shape.max_tokens, sampled, device)
-        self.outputs = StepOutputs(sequences, sampled, device)
+        self.sampler = CudaSampler(shape.sampler(), shape.max_sampled, device)
+        self.rows = CudaRows(shape, device)
+        self.inputs = StepInputs(shape.max_sequences, shape.max_tokens, shape.max_sampled, device)
+        self.outputs = StepOutputs(shape.max_sequences, shape.max_sampled, device)
 
 
 class CudaBackend:
-    """A ``Backend`` that keeps its rows on the device."""
+    """A ``Backend`` that keeps its rows on the device. Copies of blocks are queued, in order with the steps."""
 
     runs_ahead = True
 
@@ -70,6 +69,7 @@ class CudaBackend:
         self.facts = facts
         self._spec = spec
         self._model = model
+        self.embedding = model.embedding
         self._memory = memory
         self._host_pages = host_pages
         self._device = model.device
@@ -84,11 +84,9 @@ class CudaBackend:
         """Does nothing: only the tokens of rows are ever read."""
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
-        """Queues copies of blocks to slots of the host tier, after the steps that have started."""
         self._host_pages.copy_out(copies)
 
     def copy_in(self, copies: list[tuple[int, int]]) -> None:
-        """Queues copies of slots of the host tier to blocks, before the next step."""
         self._host_pages.copy_in(copies)
 
     def prefault(self) -> None:
@@ -117,7 +115,6 @@ class CudaBackend:
 
     @torch.inference_mode()
     def start_step(self, batch: Batch) -> Finish:
-        """Launches the batch on the device, after those before it."""
         memory, size = self._memory, Size.of(batch)
         reads_hidden = any(True for _ in batch.pooled_spans()) or any(True for _ in batch.prompt_spans())
         graph = None if reads_hidden else self._graphs.find(size)
@@ -147,8 +144,7 @@ class CudaBackend:
         return finish
 
     def _to_host(self, snapshot: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
-        """Copies a snapshot to the host while the next step computes. Returns the copy and the event that marks its
-        end."""
+        """Copies a snapshot to the host while the next step computes. Returns the copy and the event of its end."""
         if self._copies is None:
             return snapshot, None
         host = torch.empty(snapshot.shape, dtype=snapshot.dtype, pin_memory=True)
@@ -161,16 +157,10 @@ class CudaBackend:
         return host, ready
 
     def _await_masks(self, batch: Batch) -> None:
-        """Waits for masks while the layers run. They may depend on tokens of the step before, which another thread
-        reads."""
+        """Waits for masks, which may depend on tokens of the step before that another thread reads."""
         if batch.masks is not None:
             self._memory.rows.write_masks(batch.masks.words.result())
             self._memory.rows.drop_rows(batch.masks.late)
-
-    @property
-    def embedding(self) -> Tensor:
-        """(vocabulary, hidden)."""
-        return self._model.embedding
 
     def _forward(self, size: Size) -> Hidden:
         """Launches the layers of a step of that size on the current inputs."""
@@ -264,18 +254,16 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     pages = _take_pages(config, spec, kv_dtype, max_model_len, device, parallel)
     by_block = pages.movedim(1, 0)
     host_pages = take_host_pages(config, [by_block], by_block[0].nbytes, pages.nbytes)
-    facts = build_worker_facts(
-        config,
-        info,
+    facts = WorkerFacts(
+        **shared_facts(config, info, pages.shape[1], default_budget=MAX_BATCHED_TOKENS),
         backend="cuda",
         dtype=dtype_name,
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else dtype_name,
         quantization=quantization,
-        default_budget=MAX_BATCHED_TOKENS,
-        num_blocks=pages.shape[1],
         kv_bytes=pages.nbytes,
         weight_bytes=weights.num_bytes,
-        host_tier=host_pages,
+        num_host_blocks=host_pages.num_slots,
+        copy_us_per_block=host_pages.measure_copy_us(),
     )
     model = CudaModel(spec, weights, pages, shape, parallel, linears, config.feature_layers)
     return CudaBackend(spec, model, memory, host_pages, facts)

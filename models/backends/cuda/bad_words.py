@@ -23,7 +23,6 @@ class BadWordsPool:
         self._num_tokens = 0
 
     def fits(self, words: Sequence[Sequence[int]]) -> bool:
-        """Whether there is room for these words too."""
         return self._num_words + len(words) < len(self.starts) and self._num_tokens + sum(map(len, words)) <= len(
             self.tokens
         )

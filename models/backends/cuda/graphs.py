@@ -52,8 +52,7 @@ class StepGraphs(Generic[Made]):
     def __init__(
         self, forward: Callable[[Size], Made], choose: Callable[[Size, Made], None], device: torch.device
     ) -> None:
-        """Each function launches one half of a step of a size, on inputs at fixed addresses. ``choose`` gets the result
-        of ``forward``."""
+        """Each launches one half of a step on inputs at fixed addresses. ``choose`` gets the result of ``forward``."""
         self._forward = forward
         self._choose = choose
         self._device = device
@@ -74,8 +73,7 @@ class StepGraphs(Generic[Made]):
         return next((known for known in self._sizes if size.fits(known)), None)
 
     def run(self, size: Size, wait: Callable[[], None]) -> Made:
-        """Computes a step of one of the sizes; calls ``wait`` before tokens are sampled. Returns the result of
-        ``forward``, which the next step overwrites."""
+        """Computes a step; calls ``wait`` before tokens are sampled. The next step overwrites the result."""
         if self._device.type != "cuda":
             made = self._forward(size)
             wait()
@@ -90,8 +88,7 @@ class StepGraphs(Generic[Made]):
         return made
 
     def clear(self) -> None:
-        """Drops all graphs, since tensors of steps have moved. Each is captured again when it is next run. Waits for
-        the steps that have started."""
+        """Drops all graphs, since tensors have moved: each is captured again. Waits for the steps that have started."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._graphs.clear()

@@ -23,8 +23,7 @@ from penstock.kernels.cuda.quantized.weights import (
 from penstock.models.backends.torch_common.weights import DenseLinear, Linear
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.quantization_config import QuantScheme
-from penstock.models.checkpoint.quantization_error import QuantizationError
-from penstock.models.checkpoint.quantized_reader import QuantizedMatrix, read_matrix
+from penstock.models.checkpoint.quantized_reader import QuantizationError, read_matrix
 
 AT_LOAD: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int8": quantize_int8,
@@ -48,16 +47,10 @@ class CudaLinears:
         self._room: GemmWorkspace | None = None
 
     def make(
-        self,
-        names: tuple[str, ...],
-        weight: Callable[[], Tensor],
-        bias: Tensor | None,
-        *,
-        is_whole: bool,
-        may_quantize: bool,
+        self, stored: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, *, may_quantize: bool
     ) -> Linear:
         """Implements ``loader.MakeLinear``."""
-        made = self._checkpoints_own(names) if is_whole and may_quantize else None
+        made = self._checkpoints_own(stored) if stored else None
         if made is None and may_quantize and self._quantize is not None:
             whole = weight()
             made = self._quantize(whole)
@@ -70,8 +63,7 @@ class CudaLinears:
         return CudaLinear(made, None if bias is None else bias.float(), self)
 
     def _checkpoints_own(self, names: tuple[str, ...]) -> QuantizedWeight | None:
-        """Returns the checkpoint's quantised weights; None if there are none, or if they are quantised too differently
-        to become one."""
+        """Returns the checkpoint's quantised weights; None if there are none, or if they cannot become one."""
         linears = [self._info.quantized.get(name) for name in names]
         known = [linear for linear in linears if linear is not None]
         if len(known) < len(names) or len({linear.scheme.narrows_inputs for linear in known}) > 1:
@@ -81,17 +73,17 @@ class CudaLinears:
             return None
         matrices = [read_matrix(linear) for linear in known]
         first = matrices[0]
-        if not all(_is_alike(matrix, first) for matrix in matrices):
+        if not all(map(first.is_alike, matrices)):
             return None
         codes, scales, zeros = (
             torch.from_numpy(np.concatenate(parts)).to(self._device)
             for parts in zip(*((matrix.codes, matrix.scales, matrix.zeros) for matrix in matrices), strict=True)
         )
-        if first.bits == 8:
-            kind = torch.float8_e4m3fn if first.is_float else torch.int8
-            return pack_bytes(codes.view(kind), scales, group=first.group, narrows_inputs=scheme.narrows_inputs)
+        if scheme.bits == 8:
+            kind = torch.float8_e4m3fn if scheme.is_float else torch.int8
+            return pack_bytes(codes.view(kind), scales, group=scheme.group, narrows_inputs=scheme.narrows_inputs)
         order = None if first.order is None else torch.from_numpy(first.order).to(self._device)
-        return pack_int4(codes, scales, zeros, group=first.group, order=order)
+        return pack_int4(codes, scales, zeros, group=scheme.group, order=order)
 
     def _add_error(self, whole: Tensor, quantized: QuantizedWeight) -> None:
         for begin in range(0, len(whole), CHUNK):
@@ -107,7 +99,6 @@ class CudaLinears:
         self._room = GemmWorkspace.allocate(layouts, dtype, max_tokens, self._device, deterministic=self._deterministic)
 
     def changes(self) -> list[int]:
-        """Returns the numbers of tokens from which different kernels run."""
         return [
             number
             for layout in {weight.layout for weight in self._made}
@@ -153,10 +144,3 @@ def stored_bytes(rows: int, columns: int, at_load: str | None, scheme: QuantSche
         bits, group = 4, GROUP
     codes = Codes.INT4 if bits == 4 else Codes.FP8  # int8 takes the same
     return WeightLayout(codes, rows, columns, group, narrows_inputs=bits == 8).num_bytes
-
-
-def _is_alike(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
-    forms = [(matrix.bits, matrix.is_float, matrix.group, matrix.order is None) for matrix in (one, other)]
-    if forms[0] != forms[1]:
-        return False
-    return one.order is None or other.order is None or np.array_equal(one.order, other.order)

@@ -86,6 +86,7 @@ class CudaModel:
         self._linears = linears
         self._num_logits = shape.num_logits or shape.vocab_size
         self._weights = weights
+        self.embedding = weights.embedding
         self.device = pages.device
         self._dtype = weights.embedding.dtype
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self._dtype, device=self.device)
@@ -107,14 +108,8 @@ class CudaModel:
             for page, layer in zip(pages, weights.layers, strict=True)
         ]
 
-    @property
-    def embedding(self) -> Tensor:
-        """(vocabulary, hidden)."""
-        return self._weights.embedding
-
     def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Hidden:
-        """Runs the layers, which write the keys and values of every token that has a slot. ``longest`` is the most
-        tokens of any sequence."""
+        """Runs the layers, which write the KV of every token with a slot. No sequence has over ``longest`` tokens."""
         spec, weights = self._spec, self._weights
         attention = self._plan(rows, longest)
         x = functional.embedding(step.token_ids, weights.embedding)

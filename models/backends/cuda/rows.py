@@ -9,18 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.cuda.sampling.tensors import (
-    NUM_INTEGERS,
-    NUM_NUMBERS,
-    SamplerRows,
-    SamplerShape,
-    integer_line,
-    number_line,
-)
+from penstock.kernels.cuda.model_shapes import ModelShape
+from penstock.kernels.cuda.sampling.tensors import NUM_INTEGERS, NUM_NUMBERS, SamplerRows, integer_line, number_line
 from penstock.kernels.cuda.step import DeviceRows
 from penstock.models.backends.cuda.bad_words import BadWordsPool
 from penstock.models.batch.batch import Batch
 from penstock.models.batch.rows import Row, RowTable
+from penstock.scheduler.plan import num_row_numbers
 
 Words = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
 """A row's stops, each as a word, and its bad words."""
@@ -33,18 +28,10 @@ class CudaRows:
     are as many lines as rows that can run.
     """
 
-    def __init__(
-        self,
-        shape: SamplerShape,
-        num_rows: int,
-        num_sampled: int,
-        max_masks: int,
-        max_pages: int,
-        device: torch.device,
-    ) -> None:
-        """``num_sampled`` is the number of rows that can run, ``max_masks`` the most masks of a step."""
-        self._shape = shape
+    def __init__(self, model: ModelShape, device: torch.device) -> None:
+        self._shape = shape = model.sampler()
         self._device = device
+        num_rows, self._num_lines = num_row_numbers(model.max_sequences), model.max_sequences
         self.on_moved: Callable[[], None] = lambda: None
         """Called when tensors of ``sampler`` are replaced: their addresses change."""
         self._words = BadWordsPool(device)
@@ -53,27 +40,25 @@ class CudaRows:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.rows = DeviceRows(
-            tables=zeros(num_rows, max_pages) - 1,
+            tables=zeros(num_rows, model.max_pages) - 1,
             lengths=zeros(num_rows),
             next_tokens=zeros(num_rows),
             histories=zeros(num_rows, shape.max_history),
         )
-        self.masks = zeros(num_sampled + max_masks, shape.mask_words)
-        """(lines + masks, ceil(V / 32)) int32: the tokens that rows allow, then the tokens that grammars allow in the
-        newest step."""
+        self.masks = zeros(self._num_lines + model.max_sampled, shape.mask_words)
+        """(lines + masks, ceil(V / 32)) int32: what rows allow, then what grammars allow in the newest step."""
         self.sampler = SamplerRows(
             numbers=zeros(num_rows, NUM_NUMBERS.value, dtype=torch.float64),
             integers=zeros(num_rows, NUM_INTEGERS.value, dtype=torch.int64),
             histories=self.rows.histories,
-            counts=zeros(num_sampled, shape.vocab_size),
-            biases=zeros(num_sampled, shape.vocab_size, dtype=torch.float32),
+            counts=zeros(self._num_lines, shape.vocab_size),
+            biases=zeros(self._num_lines, shape.vocab_size, dtype=torch.float32),
             word_starts=self._words.starts,
             word_tokens=self._words.tokens,
         )
-        self._num_lines = num_sampled
         self._known: list[Row | None] = [None] * num_rows
         self._num_blocks = [0] * num_rows
-        self._free_lines = list(range(num_sampled))
+        self._free_lines = list(range(self._num_lines))
         self._lines: dict[Row, int] = {}
 
     def update(self, batch: Batch) -> None:
@@ -88,7 +73,7 @@ class CudaRows:
 
     def mask_lines(self, batch: Batch) -> list[int]:
         """Returns the index into ``masks`` for each of the batch's lines; -1 allows every token."""
-        masks = [-1 if sample.lists.allowed is None else self._lines[sample.row] for sample in batch.sampled]
+        masks = [-1 if sample.row.lists.allowed is None else self._lines[sample.row] for sample in batch.sampled]
         if batch.masks is not None:
             for place, index in enumerate(batch.masks.sampled):
                 masks[index] = self._num_lines + place

@@ -83,7 +83,6 @@ class StepInputs:
         self._contexts = torch.zeros(max_sequences, dtype=torch.int32, device=device)
 
     def step(self, size: Size) -> StepTensors:
-        """Returns the step's sequences and tokens."""
         sequences, tokens = size.sequences, size.tokens
         return StepTensors(
             rows=self._parts["rows"][:sequences],
@@ -97,7 +96,6 @@ class StepInputs:
         )
 
     def sampled(self, size: Size, mask_words: Tensor) -> Lines:
-        """Returns the step's lines of logits."""
         part, end = self._parts, size.sampled
         return Lines(
             num_lines=part["num_lines"],
@@ -148,7 +146,7 @@ def _values(batch: Batch, sequences: int, rows: CudaRows) -> Iterator[tuple[str,
     yield "masks", rows.mask_lines(batch)
     yield (
         "num_top",
-        [-1 if (wanted := sample.sampling.logprobs) is None else rows.num_top(wanted) for sample in sampled],
+        [-1 if (wanted := sample.row.sampling.logprobs) is None else rows.num_top(wanted) for sample in sampled],
     )
     if len(sampled) > np.count_nonzero(num_sampled):
         # Each line of a row assumes one more draft than the line before it.
@@ -193,14 +191,13 @@ class StepOutputs:
         return self._array[: self._layout.parts["chosen"].start + num_sampled].clone()
 
     def read(self, sampled: list[SampledPosition], snapshot: Integers, num_top: Callable[[int], int]) -> list[Sampled]:
-        """Returns the tokens of the lines, from a snapshot on the host. ``num_top`` limits a requested number of
-        likeliest tokens to those that exist."""
+        """Returns the lines' tokens from a snapshot on the host. ``num_top`` limits a requested number of tokens."""
         parts = self._layout.parts
         token_ids = snapshot[parts["token_ids"]][: len(sampled)].tolist()
         chosen = snapshot[parts["chosen"]].view(np.float32)
         found = []
         for index, (sample, token_id) in enumerate(zip(sampled, token_ids, strict=True)):
-            wanted = sample.sampling.logprobs
+            wanted = sample.row.sampling.logprobs
             logprobs = None
             if wanted is not None:
                 wanted = num_top(wanted)

@@ -1,7 +1,4 @@
-"""Cuts a batch into groups of rows that one call of dense attention computes, for backends without ragged attention.
-
-This is done once per step for each kind of window, not once per layer.
-"""
+"""Cuts a batch into groups of rows that one call of dense attention computes, once per step for each kind of window."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,31 +9,23 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.reference.ops import visible
-from penstock.models.batch.batch import Ids
+from penstock.models.batch.rows import Ids
 
 
 class Ragged(Protocol):
-    """T tokens of R rows, like a batch."""
+    """T tokens of R rows; the properties are those of ``Batch``."""
 
     @property
-    def ends(self) -> Ids:
-        """(R,): position after each row's last token."""
-        ...
+    def ends(self) -> Ids: ...
 
     @property
-    def token_starts(self) -> Ids:
-        """(R + 1,): row r's tokens are [token_starts[r], token_starts[r + 1])."""
-        ...
+    def token_starts(self) -> Ids: ...
 
     @property
-    def positions(self) -> Ids:
-        """(T,)."""
-        ...
+    def positions(self) -> Ids: ...
 
     @property
-    def tables(self) -> Ids:
-        """(R, at least the blocks of the longest row)."""
-        ...
+    def tables(self) -> Ids: ...
 
 
 MAX_GATHERED_TOKENS = 1 << 18

@@ -11,12 +11,12 @@ from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.kernels.reference.ops import attention, rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.backends.base import build_worker_facts, context_of
+from penstock.models.backends.base import context_of, shared_facts
 from penstock.models.backends.distributed import join
-from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
+from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
 from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups
 from penstock.models.backends.tensor_parallel import TensorParallel
-from penstock.models.backends.torch_common.device import DTYPES, allocated, torch_device
+from penstock.models.backends.torch_common.device import DTYPES, torch_device
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
@@ -31,8 +31,7 @@ from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFact
 logger = logging.getLogger(__name__)
 
 SMALL_MODEL = 1 << 27
-"""The limit in parameters. The weights of a larger model come from memory in each step, which several threads read
-faster."""
+"""The limit in parameters. Several threads read a larger model's weights faster."""
 SMALL_STEP = 1 << 31
 """The limit in parameters times tokens. In a smaller step of a small model, a second thread gains less than it costs
 the service's loop, with which it shares the cores."""
@@ -61,13 +60,12 @@ class ReferenceBackend(PagedBackend):
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
+        self.embedding = weights.embedding
         self._cos_sin_tables = {
             rope: cos_sin_tables(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
         }
 
     def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
-        """Runs the layers, which write the KV of every token. Returns (T, hidden) after the last norm. Appends the
-        inputs (T, hidden) of the batch's feature layers to ``features``."""
         spec, weights = self._spec, self._weights
         torch.set_num_threads(1 if len(batch.token_ids) <= self._small_step else self._num_threads)
         # Ids were checked at admission, but an id out of range must never become an address.
@@ -103,15 +101,9 @@ class ReferenceBackend(PagedBackend):
         return weights.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32."""
         logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
         logits = logits * self._spec.logit_scale
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
-
-    @property
-    def embedding(self) -> Tensor:
-        """(vocabulary, hidden)."""
-        return self._weights.embedding
 
 
 def attend(
@@ -182,18 +174,16 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     with allocated(num_blocks, device):
         pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
     host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
-    facts = build_worker_facts(
-        config,
-        info,
+    facts = WorkerFacts(
+        **shared_facts(config, info, num_blocks, default_budget=MAX_BATCHED_TOKENS),
         backend="reference",
         dtype=dtype_name,
         kv_cache_dtype=dtype_name,
         quantization=quantization,
-        default_budget=MAX_BATCHED_TOKENS,
-        num_blocks=num_blocks,
         kv_bytes=pages.num_bytes,
         weight_bytes=weights.num_bytes,
-        host_tier=host_pages,
+        num_host_blocks=host_pages.num_slots,
+        copy_us_per_block=host_pages.measure_copy_us(),
         num_threads=config.num_threads if device.type == "cpu" else 0,
     )
     return ReferenceBackend(spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel)

@@ -1,7 +1,4 @@
-"""Checks of the device and the config that the backends in torch make before they load."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""Checks the device before a backend in torch loads a model."""
 
 import torch
 
@@ -30,15 +27,3 @@ def torch_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ModelError(f"--device {name}: cannot be used ({reason}): choose cpu, or repair the driver") from error
     return device
-
-
-@contextmanager
-def allocated(num_blocks: int, device: torch.device) -> Iterator[None]:
-    """Wraps the allocation of the KV cache. Raises ModelError if memory runs out."""
-    try:
-        yield
-    except RuntimeError as error:  # raised by torch
-        raise ModelError(
-            f"the KV cache of {num_blocks} blocks cannot be allocated on {device}: lower --gpu-memory-utilization, "
-            "--kv-cache-memory-bytes or --max-model-len"
-        ) from error

@@ -1,5 +1,4 @@
-"""The host tier of the KV cache: pages in host memory, for blocks evicted from the device. Knows no rows and no
-plans."""
+"""The host tier of the KV cache: pages in host memory, for blocks evicted from the device."""
 
 import time
 from collections.abc import Sequence
@@ -32,13 +31,11 @@ class HostPages:
         ]
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
-        """Copies blocks to slots."""
         for blocks, slots in zip(self._blocks, self._slots, strict=True):
             for block, slot in copies:
                 slots[slot].copy_(blocks[block], non_blocking=True)
 
     def copy_in(self, copies: list[tuple[int, int]]) -> None:
-        """Copies slots to blocks."""
         for blocks, slots in zip(self._blocks, self._slots, strict=True):
             for slot, block in copies:
                 blocks[block].copy_(slots[slot], non_blocking=True)
@@ -68,8 +65,7 @@ class HostPages:
 
 
 def take_host_pages(config: WorkerConfig, blocks: Sequence[Tensor], block_bytes: int, kv_bytes: int) -> HostPages:
-    """Allocates as many slots of ``block_bytes`` as the config has room for, besides ``kv_bytes`` on the device. Raises
-    ModelError."""
+    """Allocates the slots that the config has room for, besides ``kv_bytes`` on the device. Raises ModelError."""
     num_slots = num_host_blocks(config, block_bytes, kv_bytes)
     try:
         return HostPages(blocks, num_slots)

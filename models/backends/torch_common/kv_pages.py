@@ -1,5 +1,4 @@
-"""The KV cache's tensors: pages of keys and values for every layer, addressed by block id. Knows no rows and no
-plans."""
+"""The KV cache's tensors: pages of keys and values for every layer, addressed by block id."""
 
 import torch
 from torch import Tensor
@@ -30,18 +29,15 @@ class KVPages:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all pages."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
     def by_block(self) -> list[Tensor]:
-        """Views of a block's whole content: keys and values, each (num_blocks, layers, kv heads, block_size, head
-        size)."""
+        """Views of a block's content: keys and values, each (num_blocks, layers, kv heads, block_size, head size)."""
         return [pages.movedim(2, 0)[: self.num_blocks] for pages in (self.keys, self.values)]
 
     def reset_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes blocks. A masked slot has no weight in attention only if it is finite, and one owner's infinities must
-        not reach the next."""
+        """Zeroes blocks: one owner's infinities would reach the next through masked slots, whose weight is 0."""
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         self.keys.index_fill_(2, ids, 0)
         self.values.index_fill_(2, ids, 0)
@@ -52,11 +48,8 @@ class KVPages:
         write_kv(self.values[layer], slots, values)
 
     def gather(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows, each (kv heads, B, N * block_size, head size), from a ``table`` (B, N) of block ids.
-        They are valid until the next call.
-
-        Slots past a row's end are included unchanged and must be masked.
-        """
+        """Keys and values of rows, each (kv heads, B, N * block_size, head size), from a ``table`` (B, N) of block ids,
+        valid until the next call. Slots past a row's end are included unchanged and must be masked."""
         size = table.numel() * self.keys[0, :, 0].numel()
         if self._gathered_keys.numel() < size:
             self._gathered_keys = self.keys.new_empty(size)

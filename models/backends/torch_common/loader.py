@@ -1,8 +1,4 @@
-"""Fills ``Weights`` from safetensors files, or with random numbers, and fuses and casts tensors one at a time.
-
-``checkpoint`` has checked the files. If ranks share the model, only the rank's part is read. Knows nothing of KV pages
-and steps.
-"""
+"""Fills ``Weights`` from safetensors files, or with random numbers, and fuses and casts tensors one at a time."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -43,25 +39,12 @@ from penstock.models.backends.torch_common.weights import (
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.quantized_reader import read_matrix
-from penstock.models.errors import ModelError
-
-DUMMY_SEED = 0
-DUMMY_STD = 0.02
 
 ACTIVATION_NAMES = {kind: kind.name.lower() for kind in Activation}
-
 
 Part = tuple[slice, ...]
 """A part of a tensor: a slice for each of its first dimensions; empty for the whole."""
 WHOLE: Part = ()
-
-
-class TensorSource(Protocol):
-    """A source of tensors."""
-
-    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
-        """Copies a part of the named tensor into ``out``, which has its shape, casting as needed."""
-        ...
 
 
 class FileSource:
@@ -73,7 +56,7 @@ class FileSource:
         self._files = TensorFiles(entry.file for entry in info.tensors.values())
 
     def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
-        """Copies a part of the named tensor into ``out``, casting as needed; a quantised weight is dequantised."""
+        """Copies a part of a tensor into ``out``, which has its shape, casting or dequantising it as needed."""
         linear = self._quantized.get(name.removesuffix(".weight"))
         if linear is not None:
             out.copy_(torch.from_numpy(read_matrix(linear).dequantized()[part]))
@@ -91,31 +74,23 @@ class DummySource:
 
     def __init__(self, info: CheckpointInfo, device: torch.device) -> None:
         self._shapes: Mapping[str, tuple[int, ...]] = dict(info.spec.tensors())
-        self._generator = torch.Generator(device).manual_seed(DUMMY_SEED)
+        self._generator = torch.Generator(device).manual_seed(0)
 
     def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
-        """Writes random numbers for a matrix, ones for a norm, zeros for a bias."""
         if out.ndim == 2 and not name.endswith("norm.weight"):
             whole = out if out.shape == self._shapes[name] else out.new_empty(self._shapes[name])
-            whole.normal_(std=DUMMY_STD, generator=self._generator)
+            whole.normal_(std=0.02, generator=self._generator)
             if whole is not out:
                 out.copy_(whole[part])
         else:
             out.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
 
-def open_source(info: CheckpointInfo, load_format: str, device: torch.device) -> TensorSource:
-    """Returns the source for a load format, auto or dummy. Raises ModelError."""
-    if load_format not in ("auto", "dummy"):
-        raise ModelError(f"--load-format {load_format}: must be auto or dummy")
-    return DummySource(info, device) if load_format == "dummy" else FileSource(info)
-
-
 @dataclass(frozen=True)
 class _Filler:
     """Reads a rank's parts of a model from a source onto the device."""
 
-    source: TensorSource
+    source: FileSource | DummySource
     spec: ModelSpec
     """The rank's spec."""
     dtype: torch.dtype
@@ -137,21 +112,17 @@ class _Filler:
 
     def router(self, name: str, rows: int, columns: int, biased: bool = False) -> Linear:
         """Returns a router, which is whole on every rank."""
-
-        def weight() -> Tensor:
-            return self.tensor(f"{name}.weight", (rows, columns))
-
         bias = self.tensor(f"{name}.bias", (rows,)) if biased else None
-        return self.make_linear((name,), weight, bias, is_whole=True, may_quantize=False)
+        weight = partial(self.tensor, f"{name}.weight", (rows, columns))
+        return self.make_linear((), weight, bias, may_quantize=False)
 
     def by_outputs(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> Linear:
         """Returns the rank's ``rows[i]`` of each linear, stacked."""
-
-        def weight() -> Tensor:
-            return self.stacked(self.empty(sum(rows), columns), "weight", names, rows)
-
         bias = self.stacked(self.empty(sum(rows)), "bias", names, rows) if biased else None
-        return self.make_linear(names, weight, bias, is_whole=self.parallel.size == 1, may_quantize=True)
+        stored = names if self.parallel.size == 1 else ()
+        return self.make_linear(
+            stored, lambda: self.stacked(self.empty(sum(rows), columns), "weight", names, rows), bias, may_quantize=True
+        )
 
     def stacked(self, out: Tensor, kind: str, names: tuple[str, ...], rows: tuple[int, ...]) -> Tensor:
         """Fills ``out`` with the rank's ``rows[i]`` of each weight or bias."""
@@ -161,12 +132,9 @@ class _Filler:
 
     def by_inputs(self, name: str, rows: int, columns: int, biased: bool) -> Linear:
         """Returns the rank's ``columns``. The outputs are summed over the ranks, so only rank 0 adds the bias."""
-
-        def weight() -> Tensor:
-            return self.tensor(f"{name}.weight", (rows, columns), self.inputs(columns))
-
         bias = self.tensor(f"{name}.bias", (rows,)) if biased and self.parallel.rank == 0 else None
-        return self.make_linear((name,), weight, bias, is_whole=self.parallel.size == 1, may_quantize=True)
+        weight = partial(self.tensor, f"{name}.weight", (rows, columns), self.inputs(columns))
+        return self.make_linear((name,) if self.parallel.size == 1 else (), weight, bias, may_quantize=True)
 
     def inputs(self, columns: int) -> Part:
         """Returns the rank's part of a weight that is divided by inputs."""
@@ -198,20 +166,13 @@ class MakeLinear(Protocol):
     """Makes a backend's linears, except for experts."""
 
     def __call__(
-        self,
-        names: tuple[str, ...],
-        weight: Callable[[], Tensor],
-        bias: Tensor | None,
-        *,
-        is_whole: bool,
-        may_quantize: bool,
+        self, stored: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, *, may_quantize: bool
     ) -> Linear:
-        """Makes one linear of the checkpoint's matrices of these names, stacked. ``weight`` returns them dequantised.
-        ``is_whole``: they are not a rank's part. ``may_quantize``: they are neither a head nor a router."""
-        ...
+        """Makes one linear of stacked matrices, which ``weight`` returns dequantised. ``stored`` has their names in the
+        checkpoint; it is empty for parts of matrices and, without ``may_quantize``, for heads and routers."""
 
 
-def _dense(names: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, **_: bool) -> Linear:
+def _dense(stored: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, **_: bool) -> Linear:
     return DenseLinear(weight(), bias)
 
 
@@ -229,7 +190,8 @@ def load_weights(
     number of the head's first rows that are used; a rank has its ``share`` of them. ``embedding`` is another model's,
     and replaces the checkpoint's."""
     spec = info.spec.divided(parallel.size)
-    fill = _Filler(open_source(info, load_format, device), spec, dtype, device, parallel, make_linear or _dense)
+    source: FileSource | DummySource = DummySource(info, device) if load_format == "dummy" else FileSource(info)
+    fill = _Filler(source, spec, dtype, device, parallel, make_linear or _dense)
     if embedding is None:
         embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     table = spec.position_table
@@ -242,7 +204,7 @@ def load_weights(
         untied = fill.tensor("lm_head.weight", (rows.stop - rows.start, spec.hidden_size), (rows,))
     head_weight = embedding[rows] if untied is None else untied
     bias = fill.tensor("lm_head.bias", (rows.stop - rows.start,), (rows,)) if spec.head_bias else None
-    head = fill.make_linear(("lm_head",), lambda: head_weight, bias, is_whole=False, may_quantize=False)
+    head = fill.make_linear((), lambda: head_weight, bias, may_quantize=False)
     return Weights(embedding, positions, layers, norm, head, num_bytes((embedding, positions, layers, norm, untied)))
 
 

@@ -1,5 +1,4 @@
-"""Turns the last hidden states of a batch into its result, for backends in torch: sampled tokens, log-probabilities of
-prompts, and pooled vectors."""
+"""Turns a batch's last hidden states into its result: tokens, prompts' log-probabilities, and pooled vectors."""
 
 from collections.abc import Callable
 
@@ -7,9 +6,9 @@ import torch
 from torch import Tensor
 
 from penstock.models.backends.torch_common.sampler import log_softmax, sample_positions, split_logprobs
-from penstock.models.batch.batch import Batch, BatchResult, Sampled
+from penstock.models.batch.batch import Batch, BatchResult, Sampled, join_logprobs
 from penstock.models.batch.rows import Row
-from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs
+from penstock.scheduler.plan import PromptLogprobsPart
 
 MAX_LOGITS = 1 << 24
 """The limit of entries in the logits of prompt tokens held at a time."""
@@ -22,13 +21,10 @@ def result_of(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> Batc
     """Returns a batch's result. ``hidden`` is (T, hidden) after the last norm; logits have at most ``vocab_size``
     columns."""
     add_to_vectors(batch, hidden)
-    return BatchResult(_sample(batch, hidden, head), prompt_parts(batch, hidden, head, vocab_size))
-
-
-def _sample(batch: Batch, hidden: Tensor, head: Head) -> list[Sampled]:
-    if not batch.sampled:
-        return []
-    return sample_positions(head(hidden[batch.sampled_tokens.tolist()]), batch.sampled, batch.masks)
+    sampled: list[Sampled] = []
+    if batch.sampled:
+        sampled = sample_positions(head(hidden[batch.sampled_tokens.tolist()]), batch.sampled, batch.masks)
+    return BatchResult(sampled, prompt_parts(batch, hidden, head, vocab_size))
 
 
 def prompt_parts(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> list[PromptLogprobsPart]:
@@ -56,13 +52,6 @@ def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_sa
         token_ids = row.history[at : at + len(logprobs)]
         assert max(token_ids) < logprobs.shape[1], "prompts' ids are checked against the tokenizer's vocabulary"
         targets = torch.tensor(token_ids, device=hidden.device)
-        parts.append(PromptLogprobsPart(row.number, row.epoch, at, _joined(logprobs, targets, num_top)))
+        joined = join_logprobs(list(split_logprobs(logprobs, targets, [num_top] * len(targets))))
+        parts.append(PromptLogprobsPart(row.number, row.epoch, at, joined))
     return parts
-
-
-def _joined(logprobs: Tensor, targets: Tensor, num_top: int) -> TokenLogprobs:
-    """Joins the log-probabilities of all positions into one object."""
-    joined = TokenLogprobs(min(num_top, logprobs.shape[1]), [], [], [])
-    for part in split_logprobs(logprobs, targets, [num_top] * len(targets)):
-        joined.extend(part)
-    return joined

@@ -31,16 +31,13 @@ class PagedBackend(SynchronousBackend):
         """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32."""
 
     def reset_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes blocks for their new owner."""
         if block_ids:
             self._pages.reset_blocks(block_ids)
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
-        """Copies blocks to slots of the host tier."""
         self._host_pages.copy_out(copies)
 
     def copy_in(self, copies: list[tuple[int, int]]) -> None:
-        """Copies slots of the host tier to blocks."""
         self._host_pages.copy_in(copies)
 
     def prefault(self) -> None:
@@ -48,7 +45,6 @@ class PagedBackend(SynchronousBackend):
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
-        """Runs the layers and chooses the next tokens."""
         features: list[Tensor] = []
         hidden = self.forward(batch, features)
         result = result_of(batch, hidden, self.logits, self._vocab_size)

@@ -1,5 +1,4 @@
-"""Chooses the token of each sampled position, vectorised over positions. Filters and noise come from
-``kernels.reference_sampling``. Knows positions and their parameters, and nothing of models."""
+"""Chooses the token of each sampled position, vectorised over positions."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from torch import Tensor
 from penstock.kernels.reference.sampling import keep_min_p, keep_top_k, keep_top_p, sample
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.batch.batch import Sampled
-from penstock.models.batch.forbidden import forbidden_ids
 from penstock.models.batch.rows import Ids
 from penstock.models.batch.sampled_positions import GrammarBitmasks, SampledPosition
 from penstock.scheduler.plan import TokenLogprobs
@@ -26,7 +24,7 @@ def sample_positions(
     ``min_tokens`` and ``bad_words`` are dropped. If the best logit is not finite, as from a broken model, the result is
     the lowest token that ``allowed_token_ids`` or the grammar allows, or 0.
     """
-    wanted = [i for i, sample in enumerate(sampled) if sample.sampling.logprobs is not None]
+    wanted = [i for i, sample in enumerate(sampled) if sample.row.sampling.logprobs is not None]
     raw = log_softmax(logits[wanted]) if wanted else None
     _penalise(logits, sampled)
     _bias(logits, sampled)
@@ -35,7 +33,7 @@ def sample_positions(
     token_ids = _choose(logits, sampled, lowest)
     reported: dict[int, TokenLogprobs] = {}
     if raw is not None:
-        tops = [sampled[i].sampling.logprobs or 0 for i in wanted]
+        tops = [sampled[i].row.sampling.logprobs or 0 for i in wanted]
         reported = dict(zip(wanted, split_logprobs(raw, token_ids[wanted], tops), strict=True))
     return [Sampled(token_id, reported.get(i)) for i, token_id in enumerate(token_ids.tolist())]
 
@@ -46,8 +44,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iterator[TokenLogprobs]:
-    """Yields, for each row of ``logprobs`` (R, V), the log-probability of its token and those of its ``tops[r]``
-    likeliest tokens."""
+    """Yields the log-probability of each row's token, and of its ``tops[r]`` likeliest tokens, of (R, V)."""
     chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist()
     top = torch.topk(logprobs, min(max(tops), logprobs.shape[1]), dim=1)
     ids, values = top.indices.tolist(), top.values.tolist()
@@ -59,7 +56,9 @@ def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iter
 def _penalise(logits: Tensor, sampled: list[SampledPosition]) -> None:
     """Applies penalties. Repetition (prompt and output): x / p where x > 0, else x p. Then x - frequency * count -
     presence * (count > 0), counted over the output."""
-    penalised = [(i, sample.sampling, sample.counts) for i, sample in enumerate(sampled) if sample.counts is not None]
+    penalised = [
+        (i, sample.row.sampling, sample.counts) for i, sample in enumerate(sampled) if sample.counts is not None
+    ]
     if not penalised:
         return
     sizes = [len(counts.ids) for _, _, counts in penalised]
@@ -78,7 +77,7 @@ def _penalise(logits: Tensor, sampled: list[SampledPosition]) -> None:
 
 
 def _bias(logits: Tensor, sampled: list[SampledPosition]) -> None:
-    biased = [(i, sample.lists) for i, sample in enumerate(sampled) if len(sample.lists.bias)]
+    biased = [(i, sample.row.lists) for i, sample in enumerate(sampled) if len(sample.row.lists.bias)]
     if biased:
         where = _where(logits, [(i, lists.bias_ids) for i, lists in biased])
         biases = np.concatenate([lists.bias for _, lists in biased])
@@ -86,9 +85,8 @@ def _bias(logits: Tensor, sampled: list[SampledPosition]) -> None:
 
 
 def _allow(logits: Tensor, sampled: list[SampledPosition], masks: GrammarBitmasks | None) -> dict[int, int]:
-    """Keeps only what ``allowed_token_ids`` and grammars allow. Returns the lowest allowed token of each restricted
-    position."""
-    allowed = {i: sample.lists.allowed for i, sample in enumerate(sampled) if sample.lists.allowed is not None}
+    """Keeps only what ``allowed_token_ids`` and grammars allow. Returns each restricted position's lowest token."""
+    allowed = {i: sample.row.lists.allowed for i, sample in enumerate(sampled) if sample.row.lists.allowed is not None}
     if masks is not None:
         for i, words in zip(masks.sampled, masks.words.result(), strict=True):
             bits = np.unpackbits(words.view(np.uint8), count=logits.shape[1], bitorder="little")
@@ -103,7 +101,7 @@ def _allow(logits: Tensor, sampled: list[SampledPosition], masks: GrammarBitmask
 
 def _forbid(logits: Tensor, sampled: list[SampledPosition]) -> None:
     """Masks the tokens that ``min_tokens`` and ``bad_words`` forbid, wherever that leaves a token."""
-    forbidden = [(i, ids) for i, sample in enumerate(sampled) for ids in forbidden_ids(sample)]
+    forbidden = [(i, ids) for i, sample in enumerate(sampled) for ids in sample.forbidden_ids()]
     if not forbidden:
         return
     at, ids = _where(logits, forbidden)
@@ -125,7 +123,7 @@ def _choose(logits: Tensor, sampled: list[SampledPosition], lowest: dict[int, in
     chosen = torch.argmax(logits, dim=1)
     # argmax counts a NaN as the largest, so the largest logit is not finite in every broken row.
     whole = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite().tolist()
-    drawn = [i for i, sample in enumerate(sampled) if sample.sampling.temperature > 0.0]
+    drawn = [i for i, sample in enumerate(sampled) if sample.row.sampling.temperature > 0.0]
     if drawn:
         chosen[drawn] = _draw(logits if len(drawn) == len(sampled) else logits[drawn], [sampled[i] for i in drawn])
     for i, is_whole in enumerate(whole):
@@ -137,7 +135,7 @@ def _choose(logits: Tensor, sampled: list[SampledPosition], lowest: dict[int, in
 def _draw(logits: Tensor, sampled: list[SampledPosition]) -> Tensor:
     """Applies temperature and filters, and returns the argmax of logits plus keyed noise."""
     device = logits.device
-    params = [each.sampling for each in sampled]
+    params = [each.row.sampling for each in sampled]
     temperature = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=device)
     # Divides the distances to the best logit: at the lowest temperatures the logits themselves would overflow.
     logits = (logits - logits.amax(1, keepdim=True)) / temperature.unsqueeze(1)
@@ -152,11 +150,6 @@ def _draw(logits: Tensor, sampled: list[SampledPosition]) -> Tensor:
             part = logits[filtered]
             keep(part, torch.tensor([values[i] for i in filtered], device=device))
             logits[filtered] = part
-    seeds = torch.tensor([_signed(p.seed) for p in params], dtype=torch.int64, device=device)
+    seeds = torch.from_numpy(np.array([p.seed for p in params], dtype=np.uint64).view(np.int64)).to(device)
     positions = torch.tensor([each.position for each in sampled], dtype=torch.int64, device=device)
     return sample(logits, seeds, positions)
-
-
-def _signed(seed: int) -> int:
-    """Returns the same 64 bits as torch's signed integer."""
-    return seed - (1 << 64) if seed >= 1 << 63 else seed

@@ -3,7 +3,7 @@ part of a layer as a callable."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +15,8 @@ from penstock.models.backends.tensor_parallel import TensorParallel
 
 Layer = Callable[[Tensor], Tensor]
 """(T, in) -> (T, out)."""
-
-
-class Linear(Protocol):
-    """A linear map. Quantised kinds replace ``DenseLinear`` transparently to the model."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
-        ...
+Linear = Layer
+"""A linear map. Quantised kinds replace ``DenseLinear`` transparently to the model."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,6 @@ class DenseLinear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -46,7 +39,6 @@ class RmsNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns the shape and dtype of ``x``."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -123,14 +115,12 @@ class Mlp:
     """Maps gate and up, side by side, to half as many columns; without a gate, to as many."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(T, hidden) -> (T, hidden)."""
         return self.down(self.activation(self.gate_up(x)))
 
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """A mixture of experts. Each runs on the tokens whose router chose it; results are summed in the order of the
-    experts."""
+    """A mixture of experts. Each runs on the tokens whose router chose it; results are summed in the experts' order."""
 
     router: Linear
     gate_up: Tensor
@@ -142,7 +132,6 @@ class ExpertMlp:
     down_bias: Tensor | None
     """(E, hidden)."""
     activation: Layer
-    """The same as in ``Mlp``."""
     choose: Callable[[Tensor], tuple[Tensor, Tensor]]
     """Maps the router's outputs (T, E) to the experts of each token and their factors, both (T, per token)."""
     shared: Mlp | None
@@ -151,7 +140,6 @@ class ExpertMlp:
     """The shared MLP's output is multiplied by the sigmoid of this."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(T, hidden) -> (T, hidden)."""
         chosen, factors = self.choose(self.router(x))
         out = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):

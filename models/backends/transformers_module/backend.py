@@ -9,9 +9,9 @@ from torch import Tensor
 from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.registry import nearest
-from penstock.models.backends.base import build_worker_facts, context_of
-from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
-from penstock.models.backends.torch_common.device import DTYPES, allocated, torch_device
+from penstock.models.backends.base import context_of, shared_facts
+from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
+from penstock.models.backends.torch_common.device import DTYPES, torch_device
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.paged_backend import PagedBackend
@@ -73,7 +73,6 @@ class TransformersBackend(PagedBackend):
             )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32."""
         return upcast(self._head(hidden)[:, : self._num_logits])
 
 
@@ -148,18 +147,16 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> TransformersBackend:
     attention = ModuleAttention(pages)
     module.set_attn_implementation(attention.name)
     host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
-    facts = build_worker_facts(
-        config,
-        info,
+    facts = WorkerFacts(
+        **shared_facts(config, info, num_blocks, default_budget=MAX_BATCHED_TOKENS),
         backend="transformers",
         dtype=dtype_name,
         kv_cache_dtype=dtype_name,
         quantization="none",
-        default_budget=MAX_BATCHED_TOKENS,
-        num_blocks=num_blocks,
         kv_bytes=pages.num_bytes,
         weight_bytes=weight_bytes,
-        host_tier=host_pages,
+        num_host_blocks=host_pages.num_slots,
+        copy_us_per_block=host_pages.measure_copy_us(),
         num_threads=config.num_threads if device.type == "cpu" else 0,
     )
     logger.warning(

@@ -1,6 +1,4 @@
-"""Opens the files of a model's directory, which are untrusted: only regular files, up to a maximum size. Does not
-depend on their content, and does not import torch.
-"""
+"""Opens the files of a model's directory, which are untrusted: only regular files, up to a maximum size."""
 
 import os
 import stat
@@ -10,9 +8,7 @@ from penstock.models.errors import ModelError
 
 MIB = 1 << 20
 MAX_CONFIG_BYTES = 4 * MIB
-"""The limit for config.json, generation_config.json and sentence-transformers' files. The largest known ones, with
-lists of quantised modules, are a tenth of this.
-"""
+"""The limit for config.json, generation_config.json and sentence-transformers' files: ten times the largest known."""
 MAX_INDEX_BYTES = 32 * MIB
 """The limit for model.safetensors.index.json. For models with a trillion parameters it is half of this."""
 MAX_TOKENIZER_BYTES = 128 * MIB
@@ -33,8 +29,7 @@ _KINDS = {
 
 def open_model_file(file: Path) -> int:
     """Opens a regular file, perhaps through links, and returns its descriptor. Raises OSError. Raises ModelError for
-    anything else, since reading it may block or never end.
-    """
+    anything else, since reading it may block or never end."""
     _check_kind(file, os.stat(file))  # first, since opening a device may have side effects
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -46,9 +41,7 @@ def open_model_file(file: Path) -> int:
 
 
 def read_model_file(file: Path, max_bytes: int, within: Path | None = None) -> bytes:
-    """Returns the content of a file of at most ``max_bytes``. If the file is a link, its target must be in ``within``.
-    Raises OSError and ModelError.
-    """
+    """Returns a file of at most ``max_bytes``. A link must point into ``within``. Raises OSError and ModelError."""
     descriptor = open_model_file(file)
     with os.fdopen(descriptor, "rb") as stream:
         if within is not None:
@@ -69,8 +62,7 @@ def _check_kind(file: Path, status: os.stat_result) -> None:
 
 def _check_place(file: Path, directory: Path) -> None:
     """Raises ModelError for a link out of the directory, which would expose another file of this machine to callers.
-    Links in Hugging Face's cache point to the blobs beside a model's snapshots.
-    """
+    Links in Hugging Face's cache point to the blobs beside a model's snapshots."""
     target = file.resolve()
     blobs = target.parent
     is_blob = blobs.name == "blobs" and blobs.parent.name.startswith("models--")

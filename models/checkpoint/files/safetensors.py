@@ -1,6 +1,4 @@
-"""Tensors of safetensors files as numpy arrays over the mapped files. Nothing is read before it is used, and nothing is
-copied. Knows no model.
-"""
+"""Tensors of safetensors files as numpy arrays over the mapped files: nothing is copied, or read before it is used."""
 
 import mmap
 from collections.abc import Iterable

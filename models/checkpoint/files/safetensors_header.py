@@ -40,17 +40,21 @@ class TensorEntry:
     """The position of its first byte in the file."""
     num_bytes: int
     strides: tuple[int, ...] | None = None
-    """Elements from one index to the next in each dimension; None: contiguous. Only tensors that are part of others
-    have any (see ``tensor_names``).
-    """
+    """Elements from one index to the next in each dimension, for parts of other tensors; None: contiguous."""
     rows: NDArray[np.int64] | None = field(default=None, compare=False)
     """The rows of the stored tensor, from ``offset`` on, that this one consists of; None: as many as it has."""
 
+    def check_shape(self, name: str, shape: tuple[int, ...], source: str, kind: str = "models") -> None:
+        """Raises ModelError unless the tensor has the shape that ``source`` calls for."""
+        if self.shape != shape:
+            raise ModelError(
+                f"{self.file}: tensor {name} has the shape {list(self.shape)}, and {source} calls for {list(shape)}: "
+                f"config and weights belong to different {kind}"
+            )
+
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Returns the tensors of one file. Raises ModelError unless the header is complete and its offsets cover the file
-    exactly.
-    """
+    """Returns the tensors of one file. Raises ModelError unless their offsets cover the file exactly."""
     try:
         with open(open_model_file(file), "rb") as stream:
             length = os.fstat(stream.fileno()).st_size

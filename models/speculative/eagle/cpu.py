@@ -8,14 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import LANES, SampledToken, SamplingRow, address, find_kernels
-from penstock.kernels.cpu.program import Library, Memory, Program, Step
+from penstock.kernels.cpu.program import Library, Memory, Step
 from penstock.models.backends.base import Backend
 from penstock.models.backends.cpu.backend import DTYPES, SMALL_STEP, CpuBackend
 from penstock.models.backends.cpu.cores import choose_cores
-from penstock.models.backends.cpu.memory import allocate_pages
 from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.weights import FileTensors
-from penstock.models.backends.memory import check_weights_fit
+from penstock.models.backends.memory import allocated, check_weights_fit
 from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.errors import ModelError
 from penstock.models.speculative.eagle.head import Draws, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
@@ -29,16 +28,10 @@ class CpuEagleHead:
     """An ``EagleHead``."""
 
     def __init__(
-        self,
-        head: EagleCheckpoint,
-        model: CpuModel,
-        target: CpuModel,
-        pages: Memory,
-        program: Program,
-        num_threads: int,
+        self, head: EagleCheckpoint, model: CpuModel, target: CpuModel, pages: Memory, num_threads: int
     ) -> None:
         self._kept = (model, target, pages)
-        self._program = program
+        self._program = model.program(pages)
         self._target_ids = head.target_ids
         # Noise is read 16 entries at a time.
         self._noise_ids = np.pad(head.target_ids, (0, -len(head.target_ids) % LANES)).astype(np.int32)
@@ -50,7 +43,6 @@ class CpuEagleHead:
         """Does nothing: the kernel that first writes a page zeroes its masked slots."""
 
     def run(self, step: HeadStep) -> HeadResult:
-        """Computes a step, writing the KV of every token."""
         num_sampled = len(step.sampled)
         tokens = (SampledToken * num_sampled)()
         hidden = np.empty((num_sampled, self._hidden_size), dtype=np.float32)
@@ -85,7 +77,6 @@ class CpuEagleHead:
         return HeadResult(lambda: drafts, chosen, hidden)
 
     def _sampling(self, draws: Draws) -> NDArray[np.void]:
-        """Returns a ``SamplingRow`` for each draft."""
         sampled = np.zeros(len(draws.seeds), dtype=SamplingLines)
         sampled["top_p"] = sampled["repetition_penalty"] = 1.0
         sampled["temperature"], sampled["seed"], sampled["position"] = draws
@@ -115,5 +106,6 @@ def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> 
     if not spec.has_embedding:
         for name in ("embedding_format", "embedding", "packed_embedding"):
             setattr(model.model, name, getattr(target.model, name))
-    pages = allocate_pages(library, facts.num_blocks, block_bytes(spec, plain, facts.block_size))
-    return CpuEagleHead(head, model, target, pages, model.program(pages), config.num_threads)
+    with allocated(facts.num_blocks, "cpu"):
+        pages = library.memory(facts.num_blocks * block_bytes(spec, plain, facts.block_size))
+    return CpuEagleHead(head, model, target, pages, config.num_threads)

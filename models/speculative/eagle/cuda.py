@@ -21,14 +21,13 @@ from penstock.models.backends.cuda.linear import CudaLinears
 from penstock.models.backends.cuda.model import CudaModel
 from penstock.models.backends.cuda.shapes import shape_of
 from penstock.models.backends.cuda.step_io import ArrayLayout, Size
+from penstock.models.backends.memory import allocated
 from penstock.models.backends.tensor_parallel import ALONE
-from penstock.models.backends.torch_common.device import allocated
 from penstock.models.backends.torch_common.weights import RmsNorm
 from penstock.models.batch.rows import Ids
 from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.speculative.eagle.head import HeadDraft, HeadResult, HeadStep, ids_on_host
-from penstock.models.speculative.eagle.head_weights import HeadWeights, load_head_weights
-from penstock.models.speculative.eagle.torch_common import DrawTensors, draw_drafts
+from penstock.models.speculative.eagle.torch_common import DrawTensors, HeadWeights, draw_drafts, load_head_weights
 from penstock.scheduler.plan import WorkerConfig
 
 Made = tuple[Tensor, Tensor]
@@ -51,13 +50,11 @@ class HeadInputs:
         return self._array[_layout(size).parts[name]].view(dtype)
 
     def rows(self, size: Size) -> RaggedRows:
-        """Returns the sequences of the step."""
         return RaggedRows(
             self._tables, self._rows[: size.sequences], self.part(size, "query_starts"), self.part(size, "contexts")
         )
 
     def draws(self, size: Size) -> DrawTensors:
-        """Returns the draws of the step's drafts."""
         return DrawTensors(
             self.part(size, "temperatures", torch.float64),
             self.part(size, "seeds", torch.int64),
@@ -186,18 +183,19 @@ class CudaHead:
                 return HeadResult(list, DeviceFeatures.of(self._drafts_on_device[0, :0]), DeviceFeatures.of(made[0]))
             # Copies, since the next step overwrites both.
             hidden, drafts = made[0][:num_drafts].clone(), self._drafts_on_device[:, :num_drafts].clone()
-        return HeadResult(lambda: _drafts(drafts), DeviceFeatures.of(drafts[0]), DeviceFeatures.of(hidden))
+
+        def read() -> list[HeadDraft]:
+            return [HeadDraft(int(token_id), *rest) for token_id, *rest in drafts.T.tolist()]
+
+        return HeadResult(read, DeviceFeatures.of(drafts[0]), DeviceFeatures.of(hidden))
 
     def _first_layers(self, size: Size, given: Tensor) -> Made:
-        """Computes the layers from features."""
         return self._layer.continue_from(self._fc(given[: size.tokens]), self._inputs, size)
 
     def _next_layers(self, size: Size, given: Tensor) -> Made:
-        """Computes the layers from hidden states."""
         return self._layer.continue_from(given[: size.tokens], self._inputs, size)
 
     def _choose(self, size: Size, made: Made) -> None:
-        """Launches the choice of the drafts."""
         if size.sampled:
             drawn = draw_drafts(self._layer.logits(made[1]), self._target_ids, *self._inputs.draws(size))
             for line, found in zip(self._drafts_on_device, drawn, strict=True):
@@ -205,8 +203,7 @@ class CudaHead:
 
     @torch.inference_mode()
     def _warm(self, shape: ModelShape) -> None:
-        """Runs steps without sequences in every form that can occur, which compiles all kernels, and captures the
-        graphs."""
+        """Runs steps without sequences in every form, which compiles all kernels, and captures the graphs."""
         most, verified = shape.max_sequences, shape.max_queries[-1]
         decoding = decoding_sizes(most)
         reading = [Size(min(most, number), number, min(most, number), number) for number in (1, *VERIFYING_STEPS)]
@@ -221,11 +218,6 @@ class CudaHead:
                 self._choose(size, self._first_layers(size, features))
             self._first.capture(size for size in reading if size.tokens <= shape.max_tokens)
             self._next.capture(decoding)
-
-
-def _drafts(drafts: Tensor) -> list[HeadDraft]:
-    """Returns a step's drafts from ``drafts``, (3, S)."""
-    return [HeadDraft(int(token_id), *rest) for token_id, *rest in drafts.T.tolist()]
 
 
 def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> CudaHead:

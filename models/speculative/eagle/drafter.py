@@ -18,7 +18,7 @@ from penstock.models.batch.batch import Batch, FeatureLines
 from penstock.models.batch.rows import Ids, Row, RowTable
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.eagle import EagleCheckpoint, check_head
-from penstock.models.speculative.draft_model import WIDE
+from penstock.models.speculative.draft_model import directory, with_kv_room
 from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
 from penstock.models.speculative.eagle.head import NO_DRAWS, Draws, EagleHead, HeadDraft, HeadResult, HeadStep
 from penstock.scheduler.plan import WorkerConfig, WorkerFacts
@@ -36,31 +36,23 @@ HEADS = {
 
 
 def with_room(config: WorkerConfig) -> WorkerConfig:
-    """Returns the config of a worker that leaves room for the head's keys and values, and whose model outputs its
-    hidden states. Raises ModelError."""
+    """Returns a config with room for the head's KV and with its feature layers. Raises ModelError."""
     info = check_checkpoint(Path(config.model), weights=False)
-    head = check_head(_directory(config), info.spec)
-    dtype = info.dtype if config.dtype == "auto" else config.dtype
-    num_bytes = head.spec.kv_bytes_per_token(WIDE.get(dtype, 2)) * config.block_size
-    return msgspec.structs.replace(config, block_bytes_beside=num_bytes, feature_layers=head.feature_layers)
+    head = check_head(directory(config), info.spec)
+    config = with_kv_room(config, info.dtype, head.spec)
+    return msgspec.structs.replace(config, feature_layers=head.feature_layers)
 
 
 def load(config: WorkerConfig, backend: Backend) -> "EagleDrafter":
-    """The factory for the drafter registry. Raises ModelError."""
+    """Loads the drafter that the config names. Raises ModelError."""
     facts = backend.facts
-    head = check_head(_directory(config), check_checkpoint(Path(config.model), weights=False).spec)
+    head = check_head(directory(config), check_checkpoint(Path(config.model), weights=False).spec)
     load_head: LoadHead = import_module(HEADS[facts.backend]).load_head
     logger.info(
         "drafts come from the EAGLE-3 head %s, which reads hidden states before layers %s",
         head.info.path, ", ".join(map(str, head.feature_layers)),
     )  # fmt: skip
     return EagleDrafter(load_head(config, head, backend), head, facts)
-
-
-def _directory(config: WorkerConfig) -> Path:
-    assert config.speculation is not None
-    assert config.speculation.model is not None, "the service requires one"
-    return Path(config.speculation.model)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +71,6 @@ class _Stand:
     head has not read, and always the newest, from which it drafts."""
 
     def append_features(self, part: FeatureLines) -> None:
-        """Appends the features of the next positions."""
         if len(part):
             self.features.append(part)
             self.end += len(part)
@@ -114,7 +105,6 @@ class EagleDrafter(Drafter):
     def __init__(self, head: EagleHead, checkpoint: EagleCheckpoint, facts: WorkerFacts) -> None:
         self._head = head
         self.feature_layers = checkpoint.feature_layers
-        """The layers of the model before which its hidden states are needed."""
         self._block_size = facts.block_size
         self._lock = threading.Lock()
         """``read`` may run in another thread, while the other methods process the next plan."""
@@ -125,22 +115,18 @@ class EagleDrafter(Drafter):
         counted from there, so only rows for which it began at the same block can share one."""
 
     def attach(self, table: RowTable) -> None:
-        """Sets the table of all rows."""
         self._table = table
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
-        """Discards what the head has in these blocks: they have a new owner or new content."""
         with self._lock:
             self._origins[list(block_ids)] = -1
             self._head.reset_blocks(block_ids)
 
     def follow(self, row: Row) -> None:
-        """Starts to read the row."""
         with self._lock:
             self._stands[row] = None
 
     def leave(self, row: Row) -> None:
-        """Stops reading the row."""
         with self._lock:
             self._stands.pop(row, None)
 
@@ -152,7 +138,6 @@ class EagleDrafter(Drafter):
         return stand is not None and len(stand.features) > 0
 
     def backlog(self, row: Row) -> int:
-        """Returns the number of tokens to read besides the newest."""
         stand = self._stands.get(row)
         return 0 if stand is None else max(0, stand.end - 1 - stand.num_read)
 
@@ -207,8 +192,7 @@ class EagleDrafter(Drafter):
         return _HeadSpan(row, stand, start, row.history[start + 1 : stand.end + 1])
 
     def _read(self, spans: list[_HeadSpan], drafts: bool) -> tuple[HeadStep, HeadResult]:
-        """Lets the head read the known tokens of rows and, if ``drafts``, draft one after each. Sorts the spans in the
-        order of the step's rows."""
+        """Lets the head read known tokens and, if ``drafts``, draft one per row. Sorts the spans as the step's rows."""
         spans.sort(key=lambda span: (len(span.token_ids) > 1, -span.stand.end))
         counts = np.array([len(span.token_ids) for span in spans])
         starts = np.array([span.start - span.stand.origin * self._block_size for span in spans])

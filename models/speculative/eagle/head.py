@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.batch.batch import FeatureLines, Ids
+from penstock.models.batch.batch import FeatureLines
+from penstock.models.batch.rows import Ids
 
 Floats = NDArray[np.float32]
 
@@ -48,7 +49,6 @@ class HeadStep:
     sampled: Ids
     """(S,): indices of the tokens after which a token is drafted."""
     draws: Draws = NO_DRAWS
-    """The draws of these drafts."""
     features: Sequence[FeatureLines] | None = None
     """(T, feature layers * hidden), in parts: the model's hidden states, if they are known."""
     hidden: FeatureLines | None = None
@@ -101,11 +101,9 @@ class EagleHead(Protocol):
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
         """The blocks have a new owner, which will write them."""
-        ...
 
     def run(self, step: HeadStep) -> HeadResult:
         """Computes a step, writing the KV of every token."""
-        ...
 
 
 def joined(parts: Sequence[FeatureLines]) -> Floats:

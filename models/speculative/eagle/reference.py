@@ -7,40 +7,31 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.models.backends.base import Backend
+from penstock.models.backends.memory import allocated
 from penstock.models.backends.reference.attention_groups import attention_groups
 from penstock.models.backends.reference.backend import ReferenceBackend, attend
-from penstock.models.backends.torch_common.device import allocated
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables
 from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.speculative.eagle.head import Floats, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
-from penstock.models.speculative.eagle.head_weights import HeadWeights, load_head_weights
-from penstock.models.speculative.eagle.torch_common import draw_drafts, draw_tensors
+from penstock.models.speculative.eagle.torch_common import HeadWeights, draw_drafts, draw_tensors, load_head_weights
 from penstock.scheduler.plan import WorkerConfig
 
 
 class ReferenceHead:
     """An ``EagleHead`` of torch operations on gathered pages."""
 
-    def __init__(
-        self,
-        head: EagleCheckpoint,
-        weights: HeadWeights,
-        pages: KVPages,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, head: EagleCheckpoint, weights: HeadWeights, pages: KVPages, max_positions: int) -> None:
         self._spec = head.spec
         self._weights = weights
         self._pages = pages
         self._cos_sin_tables = cos_sin_tables(head.spec.ropes[0], head.spec.rotary_dim, max_positions, pages.device)
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
-        """The blocks have a new owner, which will write them."""
         self._pages.reset_blocks(list(block_ids))
 
     @torch.inference_mode()
     def run(self, step: HeadStep) -> HeadResult:
-        """Computes a step, writing the KV of every token."""
         spec, weights, pages = self._spec, self._weights.common, self._pages
         [layer], device = weights.layers, pages.device
         positions = torch.from_numpy(step.positions).to(device)

@@ -1,6 +1,7 @@
-"""Chooses drafts from a head's logits, in torch, as ``sampler`` chooses tokens without penalties and filters. Nothing
-here waits for the device."""
+"""The weights of an EAGLE-3 head in torch, and the choice of its drafts: as ``sampler`` chooses tokens, but without
+penalties and filters. Nothing here waits for the device."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,40 @@ from torch import Tensor
 
 from penstock.kernels.reference.sampling import keyed_gumbel
 from penstock.kernels.reference.upcast import upcast
+from penstock.models.backends.memory import check_weights_fit
+from penstock.models.backends.torch_common.loader import FileSource, load_weights
+from penstock.models.backends.torch_common.weights import DenseLinear, RmsNorm, Weights
+from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleCheckpoint
 from penstock.models.speculative.eagle.head import Draws
+from penstock.scheduler.plan import WorkerConfig
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The weights that a model of one layer has, and the head's other ones."""
+
+    common: Weights
+    fc: DenseLinear
+    """Maps features to the hidden states that the layer continues from."""
+    hidden_norm: RmsNorm
+    target_ids: Tensor
+    """(draft vocabulary,) int64: the model's ids of the head's tokens."""
+
+
+def load_head_weights(config: WorkerConfig, head: EagleCheckpoint, dtype_name: str, embedding: Tensor) -> HeadWeights:
+    """Loads the weights onto the device and in the dtype of the model's ``embedding``, which the head uses if it has
+    none of its own. Raises ModelError."""
+    spec, dtype, device = head.spec, embedding.dtype, embedding.device
+    check_weights_fit(config, "the EAGLE-3 head", spec.num_parameters * dtype.itemsize, dtype_name)
+    shared = None if spec.has_embedding else embedding
+    common = load_weights(head.info, dtype, device, "auto", spec.head_rows, embedding=shared)
+    source = FileSource(head.info)
+    fc = torch.empty(spec.hidden_size, spec.fc_columns, dtype=dtype, device=device)
+    source.fill(f"{FC}.weight", fc)
+    norm = torch.empty_like(common.norm.weight)
+    source.fill(HIDDEN_NORM, norm)
+    target_ids = torch.from_numpy(head.target_ids).to(device)
+    return HeadWeights(common, DenseLinear(fc), RmsNorm(norm, spec.norm_eps), target_ids)
 
 
 class DrawTensors(NamedTuple):
@@ -35,10 +69,8 @@ class Drawn(NamedTuple):
 
 def draw_tensors(draws: Draws, device: torch.device) -> DrawTensors:
     """Copies draws to a device."""
-    seeds = torch.from_numpy(draws.seeds.view("int64"))
-    return DrawTensors(
-        torch.from_numpy(draws.temperatures).to(device), seeds.to(device), torch.from_numpy(draws.positions).to(device)
-    )
+    arrays = draws.temperatures, draws.seeds.view("int64"), draws.positions
+    return DrawTensors(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def draw_drafts(logits: Tensor, target_ids: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Drawn:

@@ -18,8 +18,9 @@ from penstock.kernels.cpu.program import Library
 from penstock.models.backends import memory
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu.model import StorageFormats, max_weight_bytes
-from penstock.models.backends.cpu.weights import Packer
+from penstock.models.backends.cpu.weights import DummyTensors, Packer
 from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
 from penstock.models.checkpoint.quantized_reader import QuantizedMatrix
 from penstock.models.errors import ModelError
 from penstock.models.executor.process import WorkerProcess
@@ -96,11 +97,14 @@ def test_a_weight_that_is_no_number_is_refused_where_it_would_be_rounded(
         load_backend(worker_config(tmp_path, backend="cpu", quantization=quantization))
 
 
-class GivenMatrices:
+class GivenMatrices(DummyTensors):
     """Quantised matrices by name, instead of a checkpoint."""
 
     def __init__(self, matrices):
-        self.quantized = matrices.get
+        self._matrices = matrices
+
+    def quantized(self, name):
+        return self._matrices[name]
 
     def rows(self, name, shape):
         raise AssertionError(name)
@@ -119,9 +123,7 @@ def test_matrices_in_the_same_order_of_columns_become_one(gated, alike):
     )  # fmt: skip
     matrices = {
         name: QuantizedMatrix(
-            bits=4,
-            is_float=False,
-            group=32,
+            QuantScheme(QuantLayout.PACKED, 32),
             codes=rng.integers(0, 16, (rows, columns), dtype=np.uint8),
             scales=np.full((rows, 3), 0.5, np.float32),
             zeros=np.full((rows, 3), 8, np.float32),

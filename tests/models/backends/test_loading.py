@@ -39,7 +39,7 @@ def test_warming_leaves_no_row(tiny_model, worker_config, changes):
     runner = Runner(load_backend(worker_config(tiny_model("mistral-window9").path, **changes)))
     runner.warm()
     measured = list(runner.measure_steps())
-    assert len(runner._rows) == 0
+    assert not runner._rows._rows
     room = changes.get("max_model_len", 144)
     chunks = [(0, min(128, room)), *([(128, 144)] if room > 128 else [])]
     assert [(step.start, step.end) for step in measured if step.end and step.chunks == 1] == chunks

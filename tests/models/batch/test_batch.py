@@ -37,7 +37,7 @@ def test_blocks_that_hold_no_cached_prefix_are_renewed(table):
 def test_a_dropped_row_is_gone_before_the_same_number_is_added(table):
     table.apply(plan(added=[added(0, 5, [1])]))
     table.apply(plan(dropped=[0], added=[added(0, 20, [1, 2], epoch=1)]))
-    assert (table[0].epoch, len(table[0].history), table[0].num_blocks, len(table)) == (1, 20, 2, 1)
+    assert (table[0].epoch, len(table[0].history), table[0].num_blocks, len(table._rows)) == (1, 20, 2, 1)
 
 
 def test_the_table_grows_with_rows_and_blocks():

@@ -29,7 +29,7 @@ class Rows:
 
     def gather(self, *numbers):
         batch = self.sampling.gather([SampledPosition(self.table[number]) for number in numbers])
-        return batch, (SamplingRow * batch.num_rows).from_address(batch.address)
+        return batch, (SamplingRow * len(batch.rows)).from_address(batch.address)
 
 
 def longs(address, count):
@@ -65,7 +65,7 @@ def test_every_parameter_arrives(rows):
     assert list((ctypes.c_double * 2).from_address(line.biases)) == [1.5, -2.5]
     assert longs(line.allowed, line.num_allowed) == [4, 5, 9]
     assert forbidden(line) == [7, 8, 6]
-    assert (batch.num_rows, batch.num_top) == (1, 3)
+    assert (len(batch.rows), batch.num_top) == (1, 3)
 
 
 def test_a_plain_row_points_to_nothing(rows):
@@ -78,7 +78,7 @@ def test_a_plain_row_points_to_nothing(rows):
 
 def test_no_rows(rows):
     batch = rows.sampling.gather([])
-    assert (batch.num_rows, batch.num_top) == (0, 0)
+    assert (len(batch.rows), batch.num_top) == (0, 0)
 
 
 def test_rows_stand_in_the_order_of_the_call(rows):
@@ -99,7 +99,7 @@ def test_a_batch_is_as_its_rows_stood(rows):
     _second, [after] = rows.gather(0)
     assert (before.position, forbidden(before)) == (3, [7, 8])
     assert (after.position, forbidden(after)) == (5, [])
-    assert first.num_rows == 1
+    assert len(first.rows) == 1
 
 
 def test_counts_that_move_are_followed(rows):
@@ -135,7 +135,7 @@ def test_arrays_live_as_long_as_their_batch(rows):
     assert forbidden(line) == [6, 3]
     assert longs(line.allowed, line.num_allowed) == list(range(5000))
     assert longs(line.seen_ids, line.num_seen) == [1, 2, 3]
-    assert batch.num_rows == 1
+    assert len(batch.rows) == 1
 
 
 def test_another_row_of_the_same_number_takes_its_place(rows):

@@ -210,7 +210,7 @@ def drafting_of(drafter, table, runs_ahead=False, max_drafts=8):
     costs = StepCost(256)
     costs.measure(lambda size: None, 64, itertools.count(step=0.1).__next__)
     controller = SpeculationController(drafter, max_drafts, costs, runs_ahead, clock=lambda: 0.0)
-    for row in range(len(table)):
+    for row in range(len(table._rows)):
         controller.add_row(table[row])
     controller.propose(StepPlan(0, [], [], [], [], []), table, never, {})  # the first step is without drafts
     return controller

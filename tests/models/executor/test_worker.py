@@ -152,9 +152,9 @@ async def test_a_restart_gives_the_same_facts(tiny_model, worker_config, has_dra
         await process.stop()
 
 
-async def test_slowness_is_logged_once_across_restarts(tiny_model, worker_config, capfd):
-    config = worker_config(tiny_model("llama").path, backend="auto")
-    process = WorkerProcess(config, {"PENSTOCK_CPU_LIBRARY": "/none"})
+async def test_slowness_is_logged_once_across_restarts(tiny_model, worker_config, capfd, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CPU_LIBRARY", "/none")
+    process = WorkerProcess(worker_config(tiny_model("llama").path, backend="auto"))
     try:
         assert (await process.start()).backend == "reference"
         await process.stop()

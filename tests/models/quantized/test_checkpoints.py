@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu.backend import unsupported_reason
 from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.quantization_config import QuantLayout
 from penstock.models.checkpoint.quantized_reader import read_matrix
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import SamplingParams
@@ -30,13 +31,13 @@ def test_codes_scales_and_zero_points_are_those_that_were_written(checkpoint):
     for name, stored in checkpoint.linears.items():
         matrix = read_matrix(info.quantized[name])
         order = np.arange(stored.codes.shape[1]) if matrix.order is None else matrix.order
-        assert matrix.is_float == checkpoint.is_fp8
-        codes = matrix.codes.view(np.int8) if matrix.bits == 8 and not matrix.is_float else matrix.codes
+        assert matrix.scheme.is_float == checkpoint.is_fp8
+        codes = matrix.codes.view(np.int8) if matrix.scheme.layout is QuantLayout.INT8 else matrix.codes
         np.testing.assert_array_equal(codes, stored.codes[:, order])
         np.testing.assert_array_equal(matrix.scales, stored.scales)
         np.testing.assert_array_equal(matrix.zeros, stored.zeros)
         # The columns stand group by group, and those of a group in their own order.
-        group = matrix.group or len(order)
+        group = matrix.scheme.group or len(order)
         np.testing.assert_array_equal(stored.groups[order], np.arange(len(order)) // group)
         np.testing.assert_array_equal(order, np.lexsort((np.arange(len(order)), stored.groups)))
         assert (matrix.order is None) == (np.diff(stored.groups) >= 0).all()

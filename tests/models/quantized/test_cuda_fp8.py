@@ -39,7 +39,7 @@ def test_products_of_several_matrices_as_one(kind, checkpoints):
     made, group = checkpoints(kind), GROUPS[kind]
     linears = CudaLinears(check_checkpoint(made.path), None, DEVICE, deterministic=False)
     whole = torch.cat([made.linears[name].weight for name in QKV]).to(DEVICE)
-    linear = linears.make(QKV, lambda: whole, None, is_whole=True, may_quantize=True)
+    linear = linears.make(QKV, lambda: whole, None, may_quantize=True)
     linears.take_room(torch.float32, 3)
     x = torch.randn(3, whole.shape[1], device=DEVICE)
     inputs = x
@@ -56,7 +56,7 @@ def test_a_ranks_part_is_multiplied_out(checkpoints):
     info = check_checkpoint(checkpoints("fp8 channels").path)
     linears = CudaLinears(info, None, DEVICE, deterministic=False)
     part = torch.randn(8, 64)
-    linear = linears.make(QKV, lambda: part, None, is_whole=False, may_quantize=True)
+    linear = linears.make((), lambda: part, None, may_quantize=True)
     assert isinstance(linear, DenseLinear)
     assert linear.weight is part
 

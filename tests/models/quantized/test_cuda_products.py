@@ -44,11 +44,11 @@ outputs, ordered = {}, set()
 for kind, path, name in json.loads((folder / "wanted.json").read_text()):
     matrix = read_matrix(check_checkpoint(Path(path)).quantized[name])
     codes, scales, zeros = (torch.from_numpy(part).to(device) for part in (matrix.codes, matrix.scales, matrix.zeros))
-    if matrix.bits == 8:
+    if matrix.scheme.bits == 8:
         weight = pack_bytes(codes.view(torch.int8), scales, narrows_inputs=True)
     else:
         order = None if matrix.order is None else torch.from_numpy(matrix.order).to(device)
-        weight = pack_int4(codes, scales, zeros, group=matrix.group, order=order)
+        weight = pack_int4(codes, scales, zeros, group=matrix.scheme.group, order=order)
     if weight.layout.is_ordered:
         ordered.add(kind)
     x = inputs[str(weight.layout.columns)].clone()  # where a kernel may read it

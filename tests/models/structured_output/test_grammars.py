@@ -11,10 +11,11 @@ from llguidance import LLTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.models.backends.base import load_backend
-from penstock.models.batch.grammar_matcher import FAILURE
+from penstock.models.batch.grammar_matcher import MESSAGES
 from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Proposal
+from penstock.models.structured_output import manager
 from penstock.models.structured_output.compiler import (
     GrammarError,
     compile_grammar,
@@ -24,7 +25,7 @@ from penstock.models.structured_output.compiler import (
 )
 from penstock.models.structured_output.manager import StructuredOutputManager, grammars_of
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, WorkerConfig
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowFailure, SamplingParams, StepPlan, WorkerConfig
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 EOS = (4093, 4095)
@@ -198,9 +199,9 @@ def test_a_row_that_cannot_continue_fails_without_affecting_others(config, make_
     broken = Row(runner, prompt_of(tokenizer), SEEDED, to_grammar("regex", "a+"))
     broken.step()
     row = runner._rows[0]
-    row.matcher._matcher.consume_token(EOS[0] - 1)
+    row.matcher.library.consume_token(EOS[0] - 1)
     broken.step()
-    assert broken.failure == FAILURE
+    assert broken.failure == MESSAGES[RowFailure.COSTLY]
     assert len(broken.output) == 1
     assert other.run().output == alone.output
 
@@ -208,7 +209,7 @@ def test_a_row_that_cannot_continue_fails_without_affecting_others(config, make_
 def test_a_grammar_that_does_not_compile_ends_its_row(make_runner, tokenizer):
     row = Row(make_runner(), prompt_of(tokenizer), SEEDED, to_grammar("regex", "(?=a)b"))
     row.step()
-    assert (row.failure, row.output) == (FAILURE, [])
+    assert (row.failure, row.output) == (MESSAGES[RowFailure.COSTLY], [])
 
 
 def test_a_grammar_is_compiled_once(config, tokenizer):
@@ -237,26 +238,20 @@ def test_a_long_choice_matches_exactly_its_text(tokenizer):
     assert other.try_consume_tokens(tokenizer.tokenize_str(f"{text[:1000]}!")) < len(token_ids)
 
 
-class Slow(StructuredOutputManager):
-    """Compiles nothing until it is told to."""
-
-    def __init__(self, read):
-        super().__init__(read, VOCAB_SIZE)
-        self.go_on = threading.Event()
-
-    def _compile(self, grammar):
-        self.go_on.wait()
-        return super()._compile(grammar)
-
-
 @pytest.mark.parametrize("length", [1, 4])
-def test_no_row_waits_for_another_ones_grammar_to_compile(make_runner, tokenizer, length):
+def test_no_row_waits_for_another_ones_grammar_to_compile(monkeypatch, make_runner, tokenizer, length):
     """Its own prompt is computed meanwhile, and what it outputs is the same."""
     prompt = prompt_of(tokenizer)[:length]
     alone = Row(make_runner(), prompt, SEEDED, JSON).run()
     free = Row(make_runner(), prompt_of(tokenizer), SEEDED, "").run(8)
-    grammars = Slow(lambda: tokenizer)
-    runner = make_runner(grammars=grammars)
+    go_on = threading.Event()
+
+    def compile_slowly(*arguments):
+        go_on.wait()
+        return compile_grammar(*arguments)
+
+    monkeypatch.setattr(manager, "compile_grammar", compile_slowly)
+    runner = make_runner()
     beside, waiting = Row(runner, prompt_of(tokenizer), SEEDED, ""), Row(runner, prompt, SEEDED, JSON, number=1)
     beside.step()
     plan = StepPlan(0, [], waiting.added, [], waiting.chunks, [Decode(0, 1)])
@@ -265,7 +260,7 @@ def test_no_row_waits_for_another_ones_grammar_to_compile(make_runner, tokenizer
         beside.history += rows[0].token_ids
         assert (rows[1].token_ids, rows[1].num_computed) == ([], length - 1)
         plan = StepPlan(0, [], [], [], [], [Decode(0, 1), Decode(1, 1)])
-    grammars.go_on.set()
+    go_on.set()
     waiting.added, waiting.chunks = [], []
     assert waiting.run().output == alone.output
     assert beside.run(8).output == free.output

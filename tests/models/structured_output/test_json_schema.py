@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from penstock.models.batch.grammar_matcher import DEAD_END, FAILURE, CompiledGrammar, GrammarMatcher
+from penstock.models.batch.grammar_matcher import MESSAGES, CompiledGrammar, GrammarMatcher
 from penstock.models.structured_output.compiler import GrammarError, to_grammar
 from penstock.models.structured_output.exact_numbers import integers_between
 from penstock.scheduler.plan import RowFailure
@@ -231,7 +231,7 @@ def test_a_dead_end_is_distinguished_from_a_too_costly_grammar():
     dead = LLMatcher(BYTES, 'start: "a" ("b" C)?\nC: /c/ & ~/c/', log_level=0)
     few = LLParserLimits(max_items_in_row=1)
     costly = LLMatcher(BYTES, 'start: "a" (x | y)\nx: "b" x | "b"\ny: "b" y | "c"', log_level=0, limits=few)
-    for compiled, failure in ((dead, DEAD_END), (costly, FAILURE)):
+    for compiled, kind in ((dead, RowFailure.DEAD_END), (costly, RowFailure.COSTLY)):
         known: Future[LLMatcher] = Future()
         known.set_result(compiled)
         row = GrammarMatcher(CompiledGrammar(known), 0, 256)
@@ -239,5 +239,4 @@ def test_a_dead_end_is_distinguished_from_a_too_costly_grammar():
         if matcher is not None:
             matcher.compute_bitmask()
             row.fail(2)
-        assert row.failure == failure
-        assert row.failure_kind is (RowFailure.DEAD_END if failure == DEAD_END else RowFailure.COSTLY)
+        assert (row.failure, row.failure_kind) == (MESSAGES[kind], kind)

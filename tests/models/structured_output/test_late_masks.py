@@ -9,7 +9,7 @@ from grammar_world import DEMO, EOS, KINDS, LONG, MAX_TOKENS, VOCAB_SIZE, Guesse
 
 from penstock.models.backends.base import load_backend
 from penstock.models.batch import grammar_matcher as matcher
-from penstock.models.batch.grammar_matcher import TOO_SLOW, GrammarMatcher
+from penstock.models.batch.grammar_matcher import MESSAGES, GrammarMatcher
 from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
 from penstock.models.structured_output import mask_round, mask_work
@@ -141,7 +141,7 @@ def test_only_the_row_repeatedly_over_its_budget_ends(monkeypatch, make_world, o
     world.add(ambiguous, KINDS["ambiguous"], seed=ambiguous)
     world.add(2, KINDS["regex"], seed=2)
     world.run()
-    assert world.failures == {ambiguous: (TOO_SLOW, RowFailure.SLOW)}
+    assert world.failures == {ambiguous: (MESSAGES[RowFailure.SLOW], RowFailure.SLOW)}
     output = world.outputs[ambiguous]
     assert 3 <= len(output) < len(oracle["ambiguous"])
     assert output == oracle["ambiguous"][: len(output)]
@@ -303,9 +303,9 @@ def test_ranks_that_share_a_model_draft_no_forced_text(monkeypatch, make_world):
         sizes_of_rank: list[dict[int, int]] = []
         compute = world.runner._compute
 
-        def watched(plan, drafted, began, compute=compute, sizes=sizes_of_rank):
+        def watched(plan, drafted, began, idle, compute=compute, sizes=sizes_of_rank):
             sizes.append({number: len(drafts) for number, drafts in drafted.drafts.items()})
-            return compute(plan, drafted, began)
+            return compute(plan, drafted, began, idle)
 
         monkeypatch.setattr(world.runner, "_compute", watched)
         world.add(0, KINDS["forced"], seed=1, max_drafts=6)

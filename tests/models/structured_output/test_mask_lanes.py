@@ -13,6 +13,7 @@ from penstock.models.structured_output import mask_round
 from penstock.models.structured_output.compiler import read_tokenizer, to_grammar
 from penstock.models.structured_output.manager import StructuredOutputManager
 from penstock.models.structured_output.mask_lanes import BackgroundLane, StepLane
+from penstock.models.structured_output.mask_work import RowWork
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 VOCAB_SIZE = 4096
@@ -53,7 +54,7 @@ def test_work_in_the_background_holds_no_lock_while_its_tokens_are_not_known():
     """And a tenant has one thread there, so that another one's is free."""
     ran: SimpleQueue[object] = SimpleQueue()
 
-    class Some:
+    class Some(RowWork):
         def __init__(self, tenant, is_known=True):
             self.tenant, self.lock, self.known, self.go_on = (
                 tenant,
