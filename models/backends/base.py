@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from penstock.models.architecture.foreign import ForeignSpec
+from penstock.models.architecture.registry import nearest
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import CheckpointInfo, check_checkpoint
@@ -169,6 +170,9 @@ def _candidates(config: WorkerConfig, info: CheckpointInfo) -> list[str]:
 
 def _why_not(name: str, module: ModuleType, config: WorkerConfig, info: CheckpointInfo) -> str | None:
     if isinstance(info.spec, ForeignSpec) and name != FOREIGN:
-        return f"it has no implementation of this architecture: give --backend {FOREIGN}, or leave it out"
+        return (
+            f"{info.path / 'config.json'}: architectures names {info.spec.architecture}, which it does not have; the "
+            f"closest is {nearest(info.config)}: give --backend {FOREIGN}, or leave it out"
+        )
     reason: str | None = module.unsupported_reason(config, info) if hasattr(module, "unsupported_reason") else None
     return reason

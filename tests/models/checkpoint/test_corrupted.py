@@ -165,7 +165,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "config is a directory": (a_directory(CONFIG), [CONFIG, "read"]),
     "no architectures": (config(architectures=...), [CONFIG, "architectures"]),
     "architectures is a string": (config(architectures="LlamaForCausalLM"), [CONFIG, "architectures"]),
-    "unknown architecture": (config(architectures=["MambaForCausalLM"]), [CONFIG, "architectures", "Mamba", "Llama"]),
+    "unknown architecture": (
+        config(architectures=["MambaForCausalLM"]),
+        [CONFIG, "architectures", "Mamba", "--backend transformers"],
+    ),
     "quantised": (config(quantization_config={"quant_method": "awq"}), [CONFIG, "quantization_config"]),
     "hidden_size is negative": (config(hidden_size=-64), [CONFIG, "hidden_size", "-64"]),
     "hidden_size is missing": (config(hidden_size=...), [CONFIG, "hidden_size"]),
