@@ -28,7 +28,7 @@ from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
-from penstock.service.app.http_process import STATUS_PAGE, HttpFailed, HttpProcess
+from penstock.service.app.http_process import HttpFailed
 from penstock.service.app.prepare import Prepared, prepare
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
@@ -118,13 +118,9 @@ class _Life:
     def __init__(self, prepared: Prepared, worker: Spawned | None) -> None:
         self._prepared = prepared
         self._engine = Engine(new_executor(prepared.worker, worker), prepared.server.scheduler)
-        self._http = None
-        if prepared.http is not None:
-            self._http = HttpProcess(prepared.http, prepared.http_options)
-        self._status_page = None
-        if prepared.status_page is not None:
-            self._status_page = HttpProcess(prepared.status_page, prepared.status_page_options, serves=STATUS_PAGE)
-        self._server = Server(prepared.server, self._engine, prepared.load_tokenizer, self._http, self._status_page)
+        self._server = Server(
+            prepared.server, self._engine, prepared.load_tokenizer, prepared.http, prepared.status_page
+        )
         self._has_failed = False
 
     async def run(self, lifeline: int | None) -> int:

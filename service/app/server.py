@@ -8,10 +8,9 @@ serves until then.
 
 import asyncio
 import logging
-import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
 from penstock.clients.host.event_loop import MemoryWatch, calm_collector
@@ -27,7 +26,6 @@ from penstock.service.auth.identity import AllowAll
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.config.addresses import ADMIN_FLAG, METRICS_FLAG, Address
 from penstock.service.rpc.health import Health
-from penstock.service.telemetry.collector import read_starting
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.metrics_outlets import MetricsOutlets
 from penstock.service.telemetry.prometheus import Readiness
@@ -73,21 +71,17 @@ class Server:
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._running: RunningService | None = None
-        self._outlets: MetricsOutlets | None = None
         self._starting: asyncio.Task[str] | None = None
         self._stopped: asyncio.Task[None] | None = None
         self.stop_signal = 0
         """The first signal that ended ``run``; 0 if none did."""
+        # ``start`` sets these; the targets are the addresses of the other listeners, with the bound ports.
+        self._outlets: MetricsOutlets
         self.tokenizer: Tokenizer
-        """Set by ``start``."""
         self.admin_target: str | None = None
-        """The admin listener's address, set by ``start``."""
         self.http_target: str | None = None
-        """The HTTP gateway's address, set by ``start``."""
         self.status_page_target: str | None = None
-        """The status page's address, set by ``start``."""
         self.metrics_target: str | None = None
-        """The address of the metrics page, set by ``start``."""
 
     async def run(self, on_start: Callable[[str], None] = lambda address: None) -> bool:
         """Starts, serves until SIGTERM, SIGINT or ``request_stop``, and stops. ``on_start`` is called with the address
@@ -117,46 +111,40 @@ class Server:
         metrics = None
         if self._config.metrics_listen is not None:
             metrics = Address.parse(self._config.metrics_listen, METRICS_FLAG)
-        self._outlets = MetricsOutlets(read_starting, self._readiness, metrics, self._config.allowed_hosts)
+        self._outlets = MetricsOutlets(self._readiness, metrics, self._config.allowed_hosts)
         self.metrics_target = self._outlets.open_page()
-        try:
-            return await self._start()
-        except BaseException:
-            self._outlets.stop()
-            raise
+        async with AsyncExitStack() as on_failure:
+            on_failure.callback(self._outlets.stop)
+            bound = await self._start(on_failure)
+            on_failure.pop_all()
+        return bound
 
-    async def _start(self) -> str:
+    async def _start(self, on_failure: AsyncExitStack) -> str:
         # The engine starts its worker before any gRPC object exists: a process with gRPC's threads must not be forked.
         facts = await self._load()
-        running = None
-        try:
-            running = RunningService(self._config, self._engine, self.tokenizer, facts, self._health)
-            private = () if self._http is None else (self._http.open(),)
-            private_admin = None if self._status_page is None else self._status_page.open()
-            admin = [address for address in (self._admin_address, private_admin) if address is not None]
-            if admin:
-                running.add_admin(admin, self._loop_lag, self._is_going_down)
-            bound, bound_admin = await running.listen(self._address, private)
-            if self._admin_address is not None:
-                self.admin_target = bound_admin[0]
-            if self._http is not None:
-                metrics = None if self.metrics_target is None else Address.parse(self.metrics_target, METRICS_FLAG)
-                self.http_target = str(await self._http.start(metrics))
-            if self._status_page is not None:
-                self.status_page_target = str(await self._status_page.start())
-        except BaseException:
-            for child in (self._http, self._status_page):
-                if child is not None:
-                    await child.stop()
-            if running is not None:
-                await running.stop_listening(0.0)
-            await self._engine.stop()
-            if running is not None:
-                running.close()
-            raise
+        on_failure.push_async_callback(self._engine.stop)
+        running = RunningService(self._config, self._engine, self.tokenizer, facts, self._health)
+        on_failure.callback(running.close)
+        on_failure.push_async_callback(running.stop_listening, 0.0)
+        private, admin = [], [] if self._admin_address is None else [self._admin_address]
+        if self._http is not None:
+            on_failure.push_async_callback(self._http.stop)
+            private.append(self._http.open())
+        if self._status_page is not None:
+            on_failure.push_async_callback(self._status_page.stop)
+            admin.append(self._status_page.open())
+        if admin:
+            running.add_admin(admin, self._loop_lag, self._is_going_down)
+        bound, bound_admin = await running.listen(self._address, private)
+        if self._admin_address is not None:
+            self.admin_target = bound_admin[0]
+        if self._http is not None:
+            metrics = None if self.metrics_target is None else Address.parse(self.metrics_target, METRICS_FLAG)
+            self.http_target = str(await self._http.start(metrics))
+        if self._status_page is not None:
+            self.status_page_target = str(await self._status_page.start())
         self._running = running
-        assert self._outlets is not None
-        self._outlets.publish(running.metrics_reader(self._loop_lag).read, os.environ)
+        self._outlets.publish(running.metrics_reader(self._loop_lag).read)
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
         self._stats_log.start()
@@ -241,8 +229,7 @@ class Server:
         await running.stop_listening(FLUSH_S)
         await self._engine.stop()
         running.close()
-        if self._outlets is not None:
-            self._outlets.stop()
+        self._outlets.stop()
         _log.info("stopped")
 
     def _take_tenants(self, tenants: TenantLimitsFile) -> None:

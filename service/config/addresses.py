@@ -207,12 +207,6 @@ def metrics_address(text: str | None, service: Address) -> Address | None:
     return address
 
 
-def http_address(text: str | None) -> Address | None:
-    """Returns the address of the HTTP listener, by ``--http-host`` and ``--http-port``; None if it is off. Raises
-    ListenError."""
-    return None if text is None else Address.parse(text, HTTP_FLAG, HTTP_HOST_FLAG)
-
-
 def admin_http_address(text: str | None, *, has_keys: bool) -> Address | None:
     """Returns the address of the status page, by ``--admin-http-host`` and ``--admin-http-port``; None if it is off.
     Raises ListenError, also if other machines could administer the service without a key."""

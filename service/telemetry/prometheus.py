@@ -27,7 +27,7 @@ from prometheus_client.utils import floatToGoString
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.service.config.addresses import LIVE_PATH, METRICS_PATH, READY_PATH, Address, ListenError
 from penstock.service.telemetry.catalog import INSTRUMENTS
-from penstock.service.telemetry.collector import LoopReader, Reading
+from penstock.service.telemetry.collector import Reading
 from penstock.service.telemetry.histogram import Distribution
 from penstock.service.telemetry.instrument import Instrument, MetricKind
 
@@ -63,20 +63,21 @@ class MetricsPage:
         self,
         address: Address,
         hosts: AllowedHosts,
-        reader: LoopReader[list[Reading]],
-        readiness: LoopReader[Readiness],
+        read: Callable[[], list[Reading]],
+        readiness: Callable[[], Readiness],
     ) -> None:
-        """``hosts``: the host names that requests may use."""
+        """``hosts``: the host names that requests may use. ``read`` and ``readiness`` are called by threads, and raise
+        TimeoutError if the event loop does not respond."""
         self._address = address
         self._hosts = hosts
-        self._reader = reader
+        self._read = read
         self._readiness = readiness
         self._server: _Server | None = None
 
     def start(self) -> str:
         """Starts to listen; returns the address with the port that was bound. Raises ListenError."""
         registry = CollectorRegistry()
-        registry.register(_Bridge(self._reader))
+        registry.register(_Bridge(self._read))
         ProcessCollector(registry=registry)
         try:
             self._server = _Server(self._address, _app(registry, self._hosts, self._readiness))
@@ -115,8 +116,8 @@ def to_families(readings: Iterable[Reading]) -> Iterator[Metric]:
 class _Bridge(Collector):
     """Converts readings to the library's families, for each scrape."""
 
-    def __init__(self, reader: LoopReader[list[Reading]]) -> None:
-        self._reader = reader
+    def __init__(self, read: Callable[[], list[Reading]]) -> None:
+        self._read = read
 
     def describe(self) -> Iterator[Metric]:
         """Returns all metrics without values, so that a scrape may select some by name."""
@@ -124,7 +125,7 @@ class _Bridge(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Returns all metrics. Raises TimeoutError if the event loop does not respond."""
-        return to_families(self._reader.read())
+        return to_families(self._read())
 
 
 def _family(instrument: Instrument) -> Any:
@@ -149,7 +150,7 @@ _NOT_OURS = b"the header Host is not a name of this server; use its address, or 
 App = Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]
 
 
-def _app(registry: CollectorRegistry, hosts: AllowedHosts, readiness: LoopReader[Readiness]) -> App:
+def _app(registry: CollectorRegistry, hosts: AllowedHosts, readiness: Callable[[], Readiness]) -> App:
     """Returns the WSGI application. The library's own would rename metrics with a colon in OpenMetrics."""
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -190,10 +191,10 @@ def _answer(registry: CollectorRegistry, environ: WSGIEnvironment) -> tuple[str,
         return _UNAVAILABLE, _PLAIN, b"the service is too busy to report its metrics; try again\n"
 
 
-def _probe(path: str, readiness: LoopReader[Readiness]) -> tuple[str, bytes]:
+def _probe(path: str, readiness: Callable[[], Readiness]) -> tuple[str, bytes]:
     """Returns status and body of a probe. The body names the state."""
     try:
-        found = readiness.read()
+        found = readiness()
     except TimeoutError:
         return _UNAVAILABLE, b"the event loop does not respond\n"
     is_good = path == LIVE_PATH or found.is_ready

@@ -271,7 +271,7 @@ def test_the_gateway_gets_its_options():
     other = ["--allowed-origins=*", "--allowed-hosts=llm.example", "--unknown-fields=ignore", "--sse-keep-alive=5"]
     config = parse_config([*http, *other, "--tool-call-parser=mistral"])
     assert config.http_address == "[::1]:0"
-    assert prepare.http_options(config) == (
+    assert prepare.http_options(config) == [
         "--http-tls-cert=c",
         "--http-tls-key=k",
         "--host=::1",
@@ -282,7 +282,7 @@ def test_the_gateway_gets_its_options():
         "--tool-call-parser=mistral",
         "--reasoning-parser=auto",
         "--shutdown-grace=13",
-    )
+    ]
 
 
 # With the gateway itself ----------------------------------------------------------------------------------------------
