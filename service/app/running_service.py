@@ -16,7 +16,8 @@ from penstock.service.admin.operations import AdminService
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import IdentityInterceptor
 from penstock.service.config.addresses import Address
-from penstock.service.config.limits import ModelLimits, Validator
+from penstock.service.config.field_rules import ModelLimits
+from penstock.service.config.limits import Validator
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.embed import EmbedRequestBuilder
 from penstock.service.requests.generate import RequestBuilder
