@@ -158,9 +158,7 @@ class HttpProcess:
     def _listen(self) -> socket.socket:
         self._address.check_free()
         try:
-            family, _, _, _, where = socket.getaddrinfo(
-                self._address.host, self._address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
+            family, where = self._address.resolve()
             return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
         except OSError as error:
             raise ListenError(f"{self._address.flag} {self._address}: {error.strerror}") from None

@@ -20,7 +20,7 @@ from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
 from penstock.service.config.flags import ConfigError, check, flag
-from penstock.service.config.host_flags import DEFAULT_HOST, check_listeners, host_port
+from penstock.service.config.host_flags import check_listeners, host_port
 from penstock.service.config.identity_flags import check_identity
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import check_override
@@ -341,7 +341,7 @@ class ServeConfig:
         """The listen address: ``host:port`` or ``unix:PATH``."""
         if self.listen is not None:
             return self.listen
-        return host_port(self.host or DEFAULT_HOST, 50051 if self.port is None else self.port)
+        return host_port(self.host, 50051 if self.port is None else self.port)
 
     @property
     def address_flags(self) -> tuple[str, ...]:
@@ -351,16 +351,12 @@ class ServeConfig:
     @property
     def http_address(self) -> str | None:
         """The listen address for HTTP, as ``host:port``; None without HTTP."""
-        if self.http_port is None:
-            return None
-        return host_port(self.http_host or DEFAULT_HOST, self.http_port)
+        return None if self.http_port is None else host_port(self.http_host, self.http_port)
 
     @property
     def admin_http_address(self) -> str | None:
         """The listen address of the status page, as ``host:port``; None without it."""
-        if self.admin_http_port is None:
-            return None
-        return host_port(self.admin_http_host or DEFAULT_HOST, self.admin_http_port)
+        return None if self.admin_http_port is None else host_port(self.admin_http_host, self.admin_http_port)
 
     @property
     def has_credentials(self) -> bool:

@@ -235,16 +235,13 @@ class _Server(ThreadingMixIn, WSGIServer):
     request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, address: Address, app: App) -> None:
-        family, _, _, _, where = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        self.address_family = family
+        self.address_family, where = address.resolve()
         self._counting = threading.Lock()
         self._open: dict[socket.socket, float] = {}
         """Connections, oldest first, and the time of each."""
         self._waiting: set[socket.socket] = set()
         """The open connections that have not sent a complete request head."""
-        super().__init__((str(where[0]), int(where[1])), _Handler)
+        super().__init__(where[:2], _Handler)
         self.set_app(app)
 
     def server_bind(self) -> None:

@@ -126,9 +126,7 @@ def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
                 yield {3: value}, "[3]"
         case kinds.Refs(high=high):
             yield [0] * (high + 1), ""
-        case bounds.Nested():
-            pass
-        case _ if type(bound) is kinds.Bound:
+        case _ if type(bound) in (kinds.Bound, bounds.Nested):
             pass
         case _:
             raise AssertionError(f"no bad values for {bound}")
