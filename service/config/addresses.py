@@ -115,8 +115,9 @@ class Address:
 
     def resolve(self) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
         """Returns the family and the address for a socket that listens here. Raises socket.gaierror."""
-        options = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
-        family, _, _, _, where = socket.getaddrinfo(self.host, self.port, **options)[0]
+        family, _, _, _, where = socket.getaddrinfo(
+            self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         return family, where
 
     def remove(self) -> None:

@@ -141,13 +141,11 @@ class Connections:
             self._limits[address.port] = limit
 
     def start(self) -> None:
-        """Starts to watch."""
         if self._limits and not self._is_blind:
             self._spare = _open_spare()
             self._looking = asyncio.create_task(self._check(), name="connections")
 
     def stop(self) -> None:
-        """Stops watching."""
         if self._looking is not None:
             self._looking.cancel()
         if self._spare is not None:
@@ -318,15 +316,11 @@ def _named(peer: Peer, connection: socket.socket) -> ClientConnection:
     return ClientConnection(peer, os.fstat(connection.fileno()).st_ino)
 
 
-def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> int:
-    """Shuts connections down; returns how many."""
-    num_ended = 0
+def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> None:
     for _, peer, connection in _sockets(ports):
         if peer in peers:
             with contextlib.suppress(OSError):  # it has ended
                 connection.shutdown(socket.SHUT_RDWR)
-                num_ended += 1
-    return num_ended
 
 
 def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from penstock.clients.host.event_loop import process_bytes
-from penstock.service.errors import Reason, ServiceError
 from penstock.service.transport.connections import ClientConnection, Connections, Peer, peer_of
 from penstock.service.transport.places import HeldPlace, Places, Rules
 
@@ -39,8 +38,8 @@ class UnfinishedMessages:
                 waiting_each=0,
                 max_waiting=0,
                 hold_s=0.0,
-                patience_s=None,
-                displaced=_too_much_unfinished,
+                message="unfinished messages hold too much memory, and this stream's connection has the most of them; "
+                "open the stream again, and send complete messages",
             )
         )
         """The owner of a place is a connection."""
@@ -63,7 +62,6 @@ class UnfinishedMessages:
             self._looking = asyncio.create_task(self._check_again(), name="unfinished messages")
 
     def stop(self) -> None:
-        """Stops watching."""
         if self._looking is not None:
             self._looking.cancel()
 
@@ -113,11 +111,3 @@ class UnfinishedMessages:
 def _owner(peer: Peer) -> str:
     host, port = peer
     return f"{host} {port}"
-
-
-def _too_much_unfinished() -> ServiceError:
-    message = (
-        "unfinished messages hold too much memory, and this stream's connection has the most of them; open the stream "
-        "again, and send complete messages"
-    )
-    return ServiceError(Reason.MESSAGES_IN_FLIGHT, message)
