@@ -4,6 +4,7 @@ its events. Knows nothing about spans."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from penstock.scheduler.timeline import EntryKind, Timeline, TimelineEntry
 
@@ -23,16 +24,6 @@ class PhaseName(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     HELD = "held"
-
-
-class MomentName(Enum):
-    """The name of an event."""
-
-    ACCEPTED = "penstock.accepted"
-    FIRST_TOKEN = "penstock.first_token"
-    PREEMPTED = "penstock.preempted"
-    WORKER_DIED = "penstock.worker_died"
-    UPDATED = "penstock.updated"
 
 
 @dataclass(slots=True, eq=False)
@@ -67,21 +58,21 @@ class Phase:
         return attributes
 
 
-@dataclass(slots=True, frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Something that happened to a request at one time."""
 
-    name: MomentName
+    name: str
+    """The name of the event."""
     at: float
     attributes: Attributes
 
 
 _COMPUTING = (PhaseName.PREFILL, PhaseName.DECODE)
 _MOMENTS = {
-    EntryKind.ACCEPTED: MomentName.ACCEPTED,
-    EntryKind.PREEMPTED: MomentName.PREEMPTED,
-    EntryKind.RESTARTED: MomentName.WORKER_DIED,
-    EntryKind.UPDATED: MomentName.UPDATED,
+    EntryKind.ACCEPTED: "penstock.accepted",
+    EntryKind.PREEMPTED: "penstock.preempted",
+    EntryKind.RESTARTED: "penstock.worker_died",
+    EntryKind.UPDATED: "penstock.updated",
 }
 
 
@@ -93,7 +84,7 @@ def moments_of(timeline: Timeline) -> list[Moment]:
         if entry.kind in _MOMENTS
     ]
     if timeline.first_token_at is not None:
-        moments.append(Moment(MomentName.FIRST_TOKEN, timeline.first_token_at, {}))
+        moments.append(Moment("penstock.first_token", timeline.first_token_at, {}))
     return sorted(moments, key=lambda moment: moment.at)
 
 

@@ -21,7 +21,6 @@ class StatsLog:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts to log."""
         self._task = asyncio.create_task(self._run(), name="penstock stats")
 
     def stop(self) -> None:
