@@ -43,16 +43,14 @@ class AdminListener:
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         add_reflection((ADMIN_SERVICE, health_name), self._server)
 
-    def bind(self) -> str:
-        """Returns the address with the bound port. Only this user can open a Unix socket. Raises ListenError."""
+    async def start(self) -> str:
+        """Starts to serve; returns the address with the bound port. Only this user can open a Unix socket. Raises
+        ListenError."""
         with only_for_this_user():
             bound = bind(self._server, self._address, self._tls)
         self._connections.add_listener(Address.parse(bound), MAX_ADMIN_CONNECTIONS)
-        return bound
-
-    async def start(self) -> None:
-        """Starts to serve."""
         await self._server.start()
+        return bound
 
     async def stop(self) -> None:
         """Ends all calls and closes the listener."""

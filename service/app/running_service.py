@@ -170,10 +170,7 @@ class RunningService:
         finally:
             # After a failure too: gRPC frees only the ports of servers that were started.
             await self._server.start()
-        admin = []
-        for listener in self._admin_listeners:
-            admin.append(listener.bind())
-            await listener.start()
+        admin = [await listener.start() for listener in self._admin_listeners]
         self._limits.start()
         self._recent_stats.start(asyncio.get_running_loop())
         return bound, admin
