@@ -53,7 +53,6 @@ class AdminListener:
         return bound
 
     async def stop(self) -> None:
-        """Ends all calls and closes the listener."""
         self._service.close()
         await self._server.stop(_LAST_WORDS_S)
         self._address.remove()

@@ -52,7 +52,6 @@ class StatsFeed:
             raise ServiceError(Reason.SHUTDOWN, "the service is shutting down")
 
     def close(self) -> None:
-        """Ends all watches, because the service shuts down."""
         self._closed.set()
 
     def _read(self, lag: Lag | None) -> pb.WatchStatsResponse:

@@ -108,7 +108,6 @@ class HttpProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the running child, if any."""
         return None if self._process is None else self._process.pid
 
     def open(self) -> Address:

@@ -154,7 +154,6 @@ class RunningService:
         ]
 
     def metrics_reader(self, loop_lag: LoopLag) -> MetricsReader:
-        """Returns a reader of all metrics."""
         return MetricsReader(self._engine, self._facts, self._metrics, loop_lag, self._config.model_name)
 
     async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, list[str]]:

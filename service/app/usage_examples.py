@@ -74,7 +74,6 @@ class UsageExamples:
         return f"{shlex.quote(sys.executable)} -P -c {shlex.quote(code)}"
 
     def chat(self, address: Address) -> str:
-        """Returns the command for a chat in the terminal."""
         target = shlex.quote(address.reached_at)
         return _command(f"chat {self.transport.penstock_flags}--target {target}", _KEY if self.wants_key else "")
 
@@ -141,7 +140,6 @@ class UsageExamples:
         )
 
     def status_page(self, address: Address) -> str:
-        """Returns the line that names the status page."""
         return f"Status page for operators: {self._url(address)}/"
 
     def metrics(self, address: Address) -> str:

@@ -67,7 +67,6 @@ class AllowAll:
     _CALLER = Principal(DEFAULT_TENANT, may_administer=True)
 
     def authenticate(self, metadata: Metadata) -> Principal:
-        """Never fails."""
         return self._CALLER
 
 

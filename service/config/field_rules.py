@@ -36,7 +36,6 @@ class ModelLimits:
     max_model_len: int
 
     def resolve(self, bound: float | Limit) -> float:
-        """Returns a bound as a number."""
         if bound is Limit.UNCUT:
             return max(self.max_model_len, MAX_UNCUT_IDS)
         if isinstance(bound, Limit):

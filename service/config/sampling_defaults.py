@@ -53,7 +53,6 @@ class SamplingDefaults:
         return merged
 
     def __str__(self) -> str:
-        """Returns names and values, for logs."""
         shown = [f"{each.name} {value:g}" for each, value in self.sampling.ListFields()]
         if self.token_limit is not None:
             shown.append(f"at most {self.token_limit:,} output tokens")
