@@ -101,11 +101,7 @@ class Reason(Enum):
         _Code.FAILED_PRECONDITION,
         "output cannot be constrained to a grammar with this model's tokenizer; omit constraint",
     )
-    GRAMMAR = (
-        _Code.RESOURCE_EXHAUSTED,
-        "the constraint became too costly to follow; make it simpler",
-        DONT_RETRY,
-    )
+    GRAMMAR = (_Code.RESOURCE_EXHAUSTED, "the constraint became too costly to follow; make it simpler", DONT_RETRY)
     DEAD_END = (
         _Code.INVALID_ARGUMENT,
         "the constraint allows a beginning of an output that cannot be completed; correct the constraint",

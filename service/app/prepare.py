@@ -131,7 +131,8 @@ def _check_addresses(config: ServeConfig, machine: Machine) -> _Addresses:
     for listener, flag in ((http, HTTP_FLAG), (status_page, ADMIN_HTTP_FLAG)):
         if listener is not None:
             check_installed(machine, flag)
-    warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=config.needs_certificates)
+    is_mutual = config.tls_client_ca is not None
+    warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=is_mutual)
     return _Addresses(admin, metrics, http, status_page)
 
 

@@ -5,7 +5,8 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 
 from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.span_exporter import export_spans
@@ -54,13 +55,9 @@ _STREAMS_BESIDES = 64
 """Streams on a connection besides those for requests: probes, multiplexed streams, tokenizing."""
 
 SERVICES = tuple(
-    file.DESCRIPTOR.services_by_name[name].full_name
-    for file, name in (
-        (embedding_pb2, "EmbeddingService"),
-        (generation_pb2, "GenerationService"),
-        (model_pb2, "ModelService"),
-        (tokenizer_pb2, "TokenizerService"),
-    )
+    service.full_name
+    for file in (embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
 )
 
 
@@ -137,8 +134,7 @@ class RunningService:
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_service, server)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(tokenizer_service, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)  # type: ignore[no-untyped-call]
-        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        add_reflection((*SERVICES, health_name), server)
+        add_reflection((*SERVICES, HEALTH_SERVICE), server)
 
     @property
     def num_live(self) -> int:

@@ -78,10 +78,7 @@ class ServeConfig:
         choices=["last", "mean", "cls"], shown="from the model's 1_Pooling/config.json, or last",
     )  # fmt: skip
     host: str | None = flag(
-        None,
-        "the address to listen on; 0.0.0.0 is every IPv4 address",
-        shown="127.0.0.1",
-        group="listeners",
+        None, "the address to listen on; 0.0.0.0 is every IPv4 address", shown="127.0.0.1", group="listeners"
     )
     port: int | None = flag(None, "the port to listen on; 0 is any free port", shown="50051", low=0, high=65535)
     listen: str | None = flag(
@@ -369,11 +366,6 @@ class ServeConfig:
         if self.scheduling_policy is not None:
             return Policy(self.scheduling_policy)
         return Policy.FAIR if self.has_credentials or self.tenants_file is not None else Policy.FCFS
-
-    @property
-    def needs_certificates(self) -> bool:
-        """Whether callers over gRPC need a certificate."""
-        return self.tls_client_ca is not None
 
     @property
     def speculation(self) -> SpeculationConfig | None:

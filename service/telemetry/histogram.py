@@ -24,7 +24,6 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """The number of all values."""
         return sum(self.counts)
 
 
@@ -40,7 +39,6 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -78,7 +76,6 @@ class LogHistogram:
 
     @classmethod
     def sum(cls, histograms: Iterable["LogHistogram"]) -> "LogHistogram":
-        """Returns a histogram with all values of these."""
         total = cls()
         for histogram in histograms:
             total.count += histogram.count

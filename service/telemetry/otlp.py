@@ -42,7 +42,6 @@ class MetricsPush:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread = threading.Thread(target=self._run, name="metrics to a collector", daemon=True)
         self._thread.start()
 

@@ -43,7 +43,6 @@ class Phase:
 
     @property
     def attributes(self) -> Attributes:
-        """The attributes of its span."""
         attributes: dict[str, str | int | Sequence[str]] = {}
         if self.name is PhaseName.QUEUE or self.name in _COMPUTING:
             attributes["penstock.choice"] = self.choice

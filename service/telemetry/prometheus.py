@@ -218,7 +218,6 @@ class _Handler(WSGIRequestHandler):
         return is_whole
 
     def finish(self) -> None:
-        """Stops the timer."""
         self._limit.cancel()
         super().finish()
 
@@ -284,7 +283,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._waiting.discard(connection)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Runs in the connection's thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -114,7 +114,6 @@ class RequestSpan:
 
     @property
     def is_recording(self) -> bool:
-        """Whether the request is sampled."""
         return self._span.is_recording()
 
     @property

@@ -165,7 +165,6 @@ class Connections:
             use.last = asyncio.get_running_loop().time()
 
     def end_call(self, name: str, tenant: str | None) -> None:
-        """Counts a call that ends."""
         peer = peer_of(name)
         use = None if peer is None else self._uses.get(peer)
         if peer is not None and use is not None:

@@ -88,7 +88,6 @@ class Places:
             raise self.rules.displaced()
 
     def leave(self, place: "HeldPlace") -> None:
-        """Gives a place back."""
         mine = self._taken[place.owner]
         del mine[place]
         if not mine:
