@@ -19,9 +19,8 @@ from penstock.models.executor.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
+from penstock.service.config.flag_checks import check_identity, check_listeners, host_port
 from penstock.service.config.flags import ConfigError, check, flag
-from penstock.service.config.host_flags import check_listeners, host_port
-from penstock.service.config.identity_flags import check_identity
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import check_override
 from penstock.service.config.speculative import parse_speculation
