@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import Enum, unique
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any as pb_any, duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
@@ -204,18 +204,17 @@ def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
     if error.reason in (Reason.INTERNAL, Reason.KILLED_WORKER):
         message += f" {request_id}"  # many tools show the details as base64
     details = [
-        _pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)),
-        _pack(error_details_pb2.RequestInfo(request_id=request_id)),
+        pb_any.pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)),
+        pb_any.pack(error_details_pb2.RequestInfo(request_id=request_id)),
     ]
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=_cut(error.field, _MAX_FIELD_BYTES), description=message
         )
-        details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+        details.append(pb_any.pack(error_details_pb2.BadRequest(field_violations=[violation])))
     if error.retry_after_ms is not None and error.retry_after_ms >= 0:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(error.retry_after_ms)
-        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+        delay = duration.from_milliseconds(error.retry_after_ms)
+        details.append(pb_any.pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     number: int = error.code.value[0]
     status = status_pb2.Status(code=number, message=message, details=details)
     assert status.ByteSize() <= MAX_STATUS_BYTES, "the caps on message and field keep a status small"
@@ -238,7 +237,7 @@ def with_finished(status: status_pb2.Status, finished: Message) -> status_pb2.St
     end = type(finished)()
     end.CopyFrom(finished)
     end.ClearField("status")  # the returned status contains the end
-    return status_pb2.Status(code=status.code, message=status.message, details=[*status.details, _pack(end)])
+    return status_pb2.Status(code=status.code, message=status.message, details=[*status.details, pb_any.pack(end)])
 
 
 def status_code(status: status_pb2.Status) -> grpc.StatusCode:
@@ -267,12 +266,6 @@ def _pushback_ms(status: status_pb2.Status) -> int | None:
             return retry.retry_delay.ToMilliseconds()
     # Clients retry calls that end with these codes; without a retry time they must not.
     return DONT_RETRY if status_code(status) in _RETRIED else None
-
-
-def _pack(detail: Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
 
 
 def _cut(text: str, limit: int) -> str:

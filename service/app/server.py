@@ -29,7 +29,7 @@ from penstock.service.rpc.health import Health
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.metrics_outlets import MetricsOutlets
 from penstock.service.telemetry.prometheus import Readiness
-from penstock.service.telemetry.stats_log import StatsLog
+from penstock.service.telemetry.stats_log import log_stats
 from penstock.service.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Server:
         if self._admin_address is not None and isinstance(config.authenticator, AllowAll):
             assert self._admin_address.is_local, "anyone could administer the service"
         self._health = Health(SERVICES if self._admin_address is None else (*SERVICES, ADMIN_SERVICE))
-        self._stats_log = StatsLog(engine.stats, config.stats_interval_s)
+        self._stats_log: asyncio.Task[None] | None = None
         self._loop_lag = LoopLag()
         self._file_watch = FileWatch(config.watched, config.check_interval_s)
         if config.tenants is not None:
@@ -147,7 +147,8 @@ class Server:
         self._outlets.publish(running.metrics_reader(self._loop_lag).read)
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
-        self._stats_log.start()
+        logging_stats = log_stats(self._engine.stats, self._config.stats_interval_s)
+        self._stats_log = asyncio.create_task(logging_stats, name="penstock stats")
         self._file_watch.start()
         self._loop_lag.start(asyncio.get_running_loop())
         return bound
@@ -223,7 +224,8 @@ class Server:
         if self._status_page is not None:  # until here it showed what the service waits for
             await self._status_page.stop()
         self._health.close()
-        self._stats_log.stop()
+        if self._stats_log is not None:
+            self._stats_log.cancel()
         self._file_watch.stop()
         self._loop_lag.stop()
         await running.stop_listening(FLUSH_S)
