@@ -112,7 +112,7 @@ class Server:
         if self._config.metrics_listen is not None:
             metrics = Address.parse(self._config.metrics_listen, METRICS_FLAG)
         self._outlets = MetricsOutlets(self._readiness, metrics, self._config.allowed_hosts)
-        self.metrics_target = self._outlets.open_page()
+        self.metrics_target = self._outlets.page_target
         async with AsyncExitStack() as on_failure:
             on_failure.callback(self._outlets.stop)
             bound = await self._start(on_failure)

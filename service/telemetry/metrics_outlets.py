@@ -11,26 +11,26 @@ from penstock.service.telemetry.prometheus import MetricsPage, Readiness
 
 
 class MetricsOutlets:
-    """The page and the push. Create it on the event loop."""
+    """The page and the push. Create it on the event loop, and stop it once."""
 
     def __init__(
         self, readiness: Callable[[], Readiness], address: Address | None, allowed_hosts: tuple[str, ...]
     ) -> None:
-        """``address``: of the page, None for no page. ``allowed_hosts``: further host names of the page."""
+        """Opens the page at ``address``; None: no page. ``allowed_hosts``: further host names of the page. Raises
+        ListenError."""
         self._read = read_starting
         self._read_from_thread = from_threads(self._read_now)
         self._page: MetricsPage | None = None
+        self.page_target: str | None = None
+        """The address of the page, with the port that was bound."""
         if address is not None:
             hosts = AllowedHosts(address.host, allowed_hosts)
             self._page = MetricsPage(address, hosts, self._read_from_thread, from_threads(readiness))
+            self.page_target = self._page.target
         self._push: MetricsPush | None = None
 
     def _read_now(self) -> list[Reading]:
         return self._read()  # ``publish`` replaces it
-
-    def open_page(self) -> str | None:
-        """Opens the page; returns its address, if there is one. Raises ListenError."""
-        return None if self._page is None else self._page.start()
 
     def publish(self, read: Callable[[], list[Reading]]) -> None:
         """Publishes what ``read`` returns from now on, and starts the push if OpenTelemetry's environment variables
@@ -41,7 +41,7 @@ class MetricsOutlets:
             self._push.start()
 
     def stop(self) -> None:
-        """Sends the last values, and stops both. Safe to call at any time, and twice."""
+        """Sends the last values, and stops both."""
         if self._page is not None:
             self._page.stop()
         if self._push is not None:

@@ -43,7 +43,6 @@ REQUEST_S = 30.0
 
 
 _WRONG_METHOD, _ALLOW = "405 Method Not Allowed", ("Allow", "GET, HEAD, OPTIONS")
-_WRONG_HOST = "421 Misdirected Request"
 _OK, _PLAIN, _OPENMETRICS = "200 OK", "text/plain; charset=utf-8", "application/openmetrics-text"
 _UNAVAILABLE = "503 Service Unavailable"
 _PATHS = (METRICS_PATH, LIVE_PATH, READY_PATH)
@@ -66,37 +65,27 @@ class MetricsPage:
         read: Callable[[], list[Reading]],
         readiness: Callable[[], Readiness],
     ) -> None:
-        """``hosts``: the host names that requests may use. ``read`` and ``readiness`` are called by threads, and raise
-        TimeoutError if the event loop does not respond."""
-        self._address = address
-        self._hosts = hosts
-        self._read = read
-        self._readiness = readiness
-        self._server: _Server | None = None
-
-    def start(self) -> str:
-        """Starts to listen; returns the address with the port that was bound. Raises ListenError."""
+        """Starts to listen. ``hosts``: the host names that requests may use. ``read`` and ``readiness`` are called by
+        threads, and raise TimeoutError if the event loop does not respond. Raises ListenError."""
         registry = CollectorRegistry()
-        registry.register(_Bridge(self._read))
+        registry.register(_Bridge(read))
         ProcessCollector(registry=registry)
         try:
-            self._server = _Server(self._address, _app(registry, self._hosts, self._readiness))
+            self._server = _Server(address, _app(registry, hosts, readiness))
         except OSError as error:
-            raise ListenError(f"{self._address.flag} {self._address}: {error.strerror}; choose another") from None
+            raise ListenError(f"{address.flag} {address}: {error.strerror}; choose another") from None
+        self.target = address.with_port(self._server.server_port)
+        """The address with the port that was bound."""
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
-        return self._address.with_port(self._server.server_port)
 
     def stop(self) -> None:
-        """Stops listening, without waiting for running requests. Safe to call before ``start``, and twice."""
-        server, self._server = self._server, None
-        if server is None:
-            return
+        """Stops listening, without waiting for running requests."""
 
         def end() -> None:
-            server.shutdown()
-            server.server_close()
+            self._server.shutdown()
+            self._server.server_close()
 
-        server.socket.shutdown(socket.SHUT_RDWR)  # accepts no more connections, and wakes its thread
+        self._server.socket.shutdown(socket.SHUT_RDWR)  # accepts no more connections, and wakes its thread
         threading.Thread(target=end, name="metrics end", daemon=True).start()
 
 
@@ -154,12 +143,10 @@ def _app(registry: CollectorRegistry, hosts: AllowedHosts, readiness: Callable[[
     """Returns the WSGI application. The library's own would rename metrics with a colon in OpenMetrics."""
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        method = environ["REQUEST_METHOD"]
+        method, path, form = environ["REQUEST_METHOD"], environ["PATH_INFO"], _PLAIN
         if not hosts.allows(environ.get("HTTP_HOST", "localhost")):
-            start_response(_WRONG_HOST, [("Content-Type", _PLAIN), ("Content-Length", str(len(_NOT_OURS)))])
-            return [] if method == "HEAD" else [_NOT_OURS]
-        path, form = environ["PATH_INFO"], _PLAIN
-        if path not in _PATHS:
+            status, text = "421 Misdirected Request", _NOT_OURS
+        elif path not in _PATHS:
             status, text = "404 Not Found", f"there is only: {', '.join(_PATHS)}\n".encode()
         elif method == "OPTIONS":
             start_response("204 No Content", [_ALLOW])

@@ -294,8 +294,8 @@ class Connections:
 def _connected(ports: Collection[int]) -> dict[int, list[ClientConnection]]:
     """Returns the connections of each port."""
     found: dict[int, list[ClientConnection]] = {port: [] for port in ports}
-    for port, peer, connection in _sockets(ports):
-        found[port].append(_named(peer, connection))
+    for port, client, _ in _sockets(ports):
+        found[port].append(client)
     return found
 
 
@@ -303,26 +303,22 @@ def _received(ports: Collection[int]) -> dict[ClientConnection, int]:
     """Returns the bytes received on each connection, minus the most that can be HTTP/2 acknowledgements of sent data:
     half of the bytes sent."""
     found: dict[ClientConnection, int] = {}
-    for _, peer, connection in _sockets(ports):
+    for _, client, connection in _sockets(ports):
         with contextlib.suppress(OSError, struct.error):  # an older system
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             num_sent, num_received = _RECEIVED.unpack_from(info, _RECEIVED_AT)
-            found[_named(peer, connection)] = num_received - num_sent // 2
+            found[client] = num_received - num_sent // 2
     return found
 
 
-def _named(peer: Peer, connection: socket.socket) -> ClientConnection:
-    return ClientConnection(peer, os.fstat(connection.fileno()).st_ino)
-
-
 def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> None:
-    for _, peer, connection in _sockets(ports):
-        if peer in peers:
+    for _, client, connection in _sockets(ports):
+        if client.peer in peers:
             with contextlib.suppress(OSError):  # it has ended
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]]:
+def _sockets(ports: Collection[int]) -> Iterator[tuple[int, ClientConnection, socket.socket]]:
     """Yields the connections of these ports as copies of gRPC's descriptors: a number may belong to another file a
     moment later, but a copy stays the same file."""
     try:
@@ -334,7 +330,8 @@ def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]
             address = connection.getsockname()
             if isinstance(address, tuple) and address[1] in ports:
                 host, port, *_ = connection.getpeername()
-                yield address[1], (host.removeprefix("::ffff:"), port), connection
+                inode = os.fstat(connection.fileno()).st_ino
+                yield address[1], ClientConnection((host.removeprefix("::ffff:"), port), inode), connection
 
 
 def _copy(number: int) -> socket.socket:
