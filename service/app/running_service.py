@@ -136,11 +136,6 @@ class RunningService:
         health_pb2_grpc.add_HealthServicer_to_server(health, server)  # type: ignore[no-untyped-call]
         add_reflection((*SERVICES, HEALTH_SERVICE), server)
 
-    @property
-    def num_live(self) -> int:
-        """The number of requests that have started and not ended."""
-        return self.generation.num_live + self.embedding.num_live
-
     def add_admin(self, addresses: Sequence[Address], loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Adds admin listeners, which ``listen`` then opens too."""
         service = AdminService(self._engine, self._validator, loop_lag, self._recent_stats, is_going_down)

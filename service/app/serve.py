@@ -129,7 +129,7 @@ class _Life:
         log_uncaught(loop)
         # A terminal that closes sends SIGHUP too, and then the service must end.
         if not os.isatty(0):
-            loop.add_signal_handler(signal.SIGHUP, self._server.check_files)
+            loop.add_signal_handler(signal.SIGHUP, self._server.file_watch.check_now)
         if lifeline is not None:
             loop.add_reader(lifeline, self._on_lifeline, lifeline)
         if not await self._server.run(self._on_start):

@@ -65,7 +65,7 @@ class Server:
         self._health = Health(SERVICES if self._admin_address is None else (*SERVICES, ADMIN_SERVICE))
         self._stats_log: asyncio.Task[None] | None = None
         self._loop_lag = LoopLag()
-        self._file_watch = FileWatch(config.watched, config.check_interval_s)
+        self.file_watch = FileWatch(config.watched, config.check_interval_s)
         if config.tenants is not None:
             config.tenants.on_change = self._take_tenants
         self._stop_requested = asyncio.Event()
@@ -149,7 +149,7 @@ class Server:
         self._on_state(self._engine.state)
         logging_stats = log_stats(self._engine.stats, self._config.stats_interval_s)
         self._stats_log = asyncio.create_task(logging_stats, name="penstock stats")
-        self._file_watch.start()
+        self.file_watch.start()
         self._loop_lag.start(asyncio.get_running_loop())
         return bound
 
@@ -193,10 +193,6 @@ class Server:
             self._hurry.set()
         self._stop_requested.set()
 
-    def check_files(self) -> None:
-        """Checks the operator's files for changes now. A change takes effect after the next check."""
-        self._file_watch.check_now()
-
     async def stop(self, grace_s: float = 0.0) -> None:
         """Gives running requests ``grace_s``, ends the rest with UNAVAILABLE, and stops everything. Safe to call
         twice."""
@@ -211,7 +207,8 @@ class Server:
         if self._http is not None:
             self._http.drain()
         self._engine.drain()
-        _log.info("stopping: requests that have %.0f s to finish: %d", grace_s, running.num_live)
+        num_live = running.generation.num_live + running.embedding.num_live
+        _log.info("stopping: requests that have %.0f s to finish: %d", grace_s, num_live)
         idle = asyncio.create_task(self._engine.wait_idle())
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({idle, hurry}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -226,7 +223,7 @@ class Server:
         self._health.close()
         if self._stats_log is not None:
             self._stats_log.cancel()
-        self._file_watch.stop()
+        self.file_watch.stop()
         self._loop_lag.stop()
         await running.stop_listening(FLUSH_S)
         await self._engine.stop()

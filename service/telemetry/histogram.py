@@ -91,18 +91,3 @@ class LogHistogram:
             if rank <= 0:
                 return _LEAST_S * math.pow(_GROWTH, bucket + 0.5)
         return 0.0
-
-
-def merged(*bounds: Sequence[float]) -> tuple[float, ...]:
-    """Returns the bounds of a histogram that can be read with any of these."""
-    return tuple(sorted(set().union(*bounds)))
-
-
-def one_two_five(limit: float) -> tuple[float, ...]:
-    """Returns 1, 2, 5, 10, 20, 50 ... up to ``limit``."""
-    found = []
-    decade = 1
-    while decade <= limit:
-        found += [decade * step for step in (1, 2, 5) if decade * step <= limit]
-        decade *= 10
-    return tuple(map(float, found))

@@ -23,7 +23,6 @@ from urllib.parse import unquote
 
 from penstock.service.config.addresses import Address
 
-CONNECTIONS_FLAG = "--max-connections"
 MAX_ADMIN_CONNECTIONS = 64
 RESERVED_FILES = 48
 """Open files that are reserved for purposes other than connections, above all for the pipes and sockets of a new worker

@@ -8,7 +8,7 @@ bytes of Unix sockets, so no streams end there.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 from penstock.clients.host.event_loop import process_bytes
@@ -30,7 +30,7 @@ _MANY = 1 << 30
 class UnfinishedMessages:
     """Keeps track of streams that wait for a later message. Belongs to the event loop; a thread lists connections."""
 
-    def __init__(self, connections: Connections, resident_bytes: Callable[[], int] = process_bytes) -> None:
+    def __init__(self, connections: Connections) -> None:
         self.reads = Places(
             Rules(
                 total=_MANY,
@@ -44,7 +44,6 @@ class UnfinishedMessages:
         )
         """The owner of a place is a connection."""
         self._connections = connections
-        self._resident_bytes = resident_bytes
         self._least_bytes = 0
         self._settled: dict[ClientConnection, int] = {}
         """Bytes of each connection that are not in a complete message and no longer held."""
@@ -58,7 +57,7 @@ class UnfinishedMessages:
     def start(self) -> None:
         """Starts to watch, if the system reports the size of the process."""
         with suppress(OSError):
-            self._least_bytes = self._resident_bytes()
+            self._least_bytes = process_bytes()
             self._looking = asyncio.create_task(self._check_again(), name="unfinished messages")
 
     def stop(self) -> None:
@@ -70,7 +69,7 @@ class UnfinishedMessages:
         calm_check = loop.time()
         while True:
             await asyncio.sleep(CHECK_S)
-            num_bytes = self._resident_bytes()
+            num_bytes = process_bytes()
             self._least_bytes = min(self._least_bytes, num_bytes)
             num_grown = num_bytes - self._least_bytes
             is_calm = num_grown < CALM_BYTES
