@@ -63,11 +63,12 @@ class Server:
         if self._admin_address is not None and isinstance(config.authenticator, AllowAll):
             assert self._admin_address.is_local, "anyone could administer the service"
         self._health = Health(SERVICES if self._admin_address is None else (*SERVICES, ADMIN_SERVICE))
-        self._stats_log: asyncio.Task[None] | None = None
         self._loop_lag = LoopLag()
         self.file_watch = FileWatch(config.watched, config.check_interval_s)
         if config.tenants is not None:
             config.tenants.on_change = self._take_tenants
+        self._resources = AsyncExitStack()
+        """What ``stop`` ends, and a start that fails, in the reverse order of their start."""
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._running: RunningService | None = None
@@ -76,7 +77,6 @@ class Server:
         self.stop_signal = 0
         """The first signal that ended ``run``; 0 if none did."""
         # ``start`` sets these; the targets are the addresses of the other listeners, with the bound ports.
-        self._outlets: MetricsOutlets
         self.tokenizer: Tokenizer
         self.admin_target: str | None = None
         self.http_target: str | None = None
@@ -105,53 +105,62 @@ class Server:
 
         Raises ListenError (if possible before the engine starts), ExecutorError, and what ``load_tokenizer`` raises.
         """
+        try:
+            return await self._start()
+        except BaseException:
+            await self._resources.aclose()
+            raise
+
+    async def _start(self) -> str:
         self._address.check_free()
         if self._admin_address is not None:
             self._admin_address.check_free()
         metrics = None
         if self._config.metrics_listen is not None:
             metrics = Address.parse(self._config.metrics_listen, METRICS_FLAG)
-        self._outlets = MetricsOutlets(self._readiness, metrics, self._config.allowed_hosts)
-        self.metrics_target = self._outlets.page_target
-        async with AsyncExitStack() as on_failure:
-            on_failure.callback(self._outlets.stop)
-            bound = await self._start(on_failure)
-            on_failure.pop_all()
-        return bound
-
-    async def _start(self, on_failure: AsyncExitStack) -> str:
+        outlets = MetricsOutlets(self._readiness, metrics, self._config.allowed_hosts)
+        self._resources.callback(outlets.stop)
+        self.metrics_target = outlets.page_target
         # The engine starts its worker before any gRPC object exists: a process with gRPC's threads must not be forked.
         facts = await self._load()
-        on_failure.push_async_callback(self._engine.stop)
+        self._resources.push_async_callback(self._engine.stop)
         running = RunningService(self._config, self._engine, self.tokenizer, facts, self._health)
-        on_failure.callback(running.close)
-        on_failure.push_async_callback(running.stop_listening, 0.0)
-        private, admin = [], [] if self._admin_address is None else [self._admin_address]
-        if self._http is not None:
-            on_failure.push_async_callback(self._http.stop)
-            private.append(self._http.open())
+        self._resources.callback(running.close)
+        self._resources.push_async_callback(running.stop_listening, FLUSH_S)
+        self._start_watches()
+        private: list[Address] = []
+        admin = [] if self._admin_address is None else [self._admin_address]
         if self._status_page is not None:
-            on_failure.push_async_callback(self._status_page.stop)
+            self._resources.push_async_callback(self._status_page.stop)
             admin.append(self._status_page.open())
+        if self._http is not None:
+            self._resources.push_async_callback(self._http.stop)
+            private.append(self._http.open())
         if admin:
             running.add_admin(admin, self._loop_lag, self._is_going_down)
         bound, bound_admin = await running.listen(self._address, private)
         if self._admin_address is not None:
             self.admin_target = bound_admin[0]
         if self._http is not None:
-            metrics = None if self.metrics_target is None else Address.parse(self.metrics_target, METRICS_FLAG)
-            self.http_target = str(await self._http.start(metrics))
+            page = None if self.metrics_target is None else Address.parse(self.metrics_target, METRICS_FLAG)
+            self.http_target = str(await self._http.start(page))
         if self._status_page is not None:
             self.status_page_target = str(await self._status_page.start())
         self._running = running
-        self._outlets.publish(running.metrics_reader(self._loop_lag).read)
+        outlets.publish(running.metrics_reader(self._loop_lag).read)
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
-        logging_stats = log_stats(self._engine.stats, self._config.stats_interval_s)
-        self._stats_log = asyncio.create_task(logging_stats, name="penstock stats")
+        return bound
+
+    def _start_watches(self) -> None:
+        stats = log_stats(self._engine.stats, self._config.stats_interval_s)
+        stats_log = asyncio.create_task(stats, name="penstock stats")
         self.file_watch.start()
         self._loop_lag.start(asyncio.get_running_loop())
-        return bound
+        self._resources.callback(self._loop_lag.stop)
+        self._resources.callback(self.file_watch.stop)
+        self._resources.callback(stats_log.cancel)
+        self._resources.callback(self._health.close)
 
     async def _load(self) -> WorkerFacts:
         """Reads the tokenizer while the worker loads the model: both take seconds."""
@@ -216,19 +225,7 @@ class Server:
         hurry.cancel()
         running.generation.shut_down()
         running.embedding.shut_down()
-        if self._http is not None:
-            await self._http.stop()
-        if self._status_page is not None:  # until here it showed what the service waits for
-            await self._status_page.stop()
-        self._health.close()
-        if self._stats_log is not None:
-            self._stats_log.cancel()
-        self.file_watch.stop()
-        self._loop_lag.stop()
-        await running.stop_listening(FLUSH_S)
-        await self._engine.stop()
-        running.close()
-        self._outlets.stop()
+        await self._resources.aclose()  # the status page shows until here what the service waits for
         _log.info("stopped")
 
     def _take_tenants(self, tenants: TenantLimitsFile) -> None:
