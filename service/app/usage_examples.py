@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from pathlib import Path
 
 from penstock.service.config.addresses import METRICS_PATH, Address
@@ -21,19 +21,18 @@ _CA, _CERTIFICATE, _PRIVATE_KEY = "CA.pem", "CLIENT.pem", "CLIENT.key"
 
 
 class Transport(Enum):
-    """The security of a listener, and the files that a client needs for it."""
+    """The security of a listener. The value is the number of files that a client needs for it."""
 
-    PLAIN = auto()
-    TLS = auto()
+    PLAIN = 0
+    TLS = 1
     """Needs the certificate of the authority that signed the service's certificate."""
-    MUTUAL_TLS = auto()
+    MUTUAL_TLS = 3
     """Needs a client certificate and its key as well."""
 
     def flags(self, ca: str, certificate: str, key: str) -> str:
         """Returns a program's flags, given their names, each followed by a space."""
         files = [(ca, _CA), (certificate, _CERTIFICATE), (key, _PRIVATE_KEY)]
-        num_files = {Transport.PLAIN: 0, Transport.TLS: 1, Transport.MUTUAL_TLS: 3}[self]
-        return "".join(f"{name} {file} " for name, file in files[:num_files])
+        return "".join(f"{name} {file} " for name, file in files[: self.value])
 
     @property
     def penstock_flags(self) -> str:

@@ -86,7 +86,12 @@ def read_sampling_defaults(model: Path, source: str, override: str | None = None
     if file.is_dir():
         file /= FILE
     if is_other or (source == AUTO and file.exists()):
-        values = _read(file)
+        found = read_json(file)
+        try:
+            values = _checked(found)
+        except ValueError as error:
+            remedy = "correct it, or ignore its sampling defaults with --generation-config none"
+            raise ModelError(f"{file}: {error}: {remedy}") from None
     limit = values.get(_MAX_NEW_TOKENS) if is_other else None
     if override is not None:
         overriding = check_override(override)
@@ -94,16 +99,6 @@ def read_sampling_defaults(model: Path, source: str, override: str | None = None
         limit = overriding.get(_MAX_NEW_TOKENS, limit)
     max_tokens = values.pop(_MAX_NEW_TOKENS, None)
     return SamplingDefaults(pb.Sampling(max_tokens=max_tokens, **values), limit)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    found = read_json(file)
-    try:
-        return _checked(found)
-    except ValueError as error:
-        raise ModelError(
-            f"{file}: {error}: correct it, or ignore its sampling defaults with --generation-config none"
-        ) from None
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:

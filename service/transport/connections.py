@@ -233,8 +233,10 @@ class Connections:
         while True:
             await asyncio.sleep(CHECK_S)
             num_files = _num_files()
+            # Few files and clients are not worth an occasional listing.
+            has_many = max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
             is_late = looked + LIST_S <= loop.time()
-            if not self.may_be_full(num_files) and not (is_late and self._has_many(num_files)):
+            if not self.may_be_full(num_files) and not (is_late and has_many):
                 continue
             listed = await self._list(_connected)
             looked = loop.time()
@@ -252,10 +254,6 @@ class Connections:
         """Returns whether a port may have too many connections if all new files belong to it."""
         num_new = max(0, num_files - self._num_files)
         return any(self._num_connected.get(port, 0) + num_new > limit * _FULL for port, limit in self._limits.items())
-
-    def _has_many(self, num_files: int) -> bool:
-        """Returns whether there are enough files or clients for an occasional listing to be worth it."""
-        return max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
 
     def by_age(self, listed: Mapping[int, Collection[ClientConnection]], now: float) -> dict[int, list[Peer]]:
         """Returns the clients of each port in the order in which they were first listed. Descriptor numbers do not show
