@@ -77,7 +77,7 @@ def test_a_preempted_request_waits_and_computes_again(clock):
     timeline.ended("LENGTH")
     assert names(timeline, clock) == ["prepare", *["queue", "prefill", "decode"] * 2]
     preempted = moments_of(timeline)[1]
-    assert preempted.name.value == "penstock.preempted"
+    assert preempted.name == "penstock.preempted"
     assert preempted.attributes == {
         "penstock.details": "no block was free",
         "penstock.choice": 0,
