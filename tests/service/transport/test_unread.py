@@ -27,7 +27,7 @@ def answers(monkeypatch):
     monkeypatch.setattr(unread, "SOON_S", 0.0)
     monkeypatch.setattr(unread, "CHECK_S", 3600.0)
     found = UnreadAnswers()
-    monkeypatch.setattr(found, "_ender", Ended())
+    monkeypatch.setattr(found, "ender", Ended())
     return found
 
 
