@@ -23,11 +23,14 @@ def explain(engine: Engine, request_id: str) -> pb.ExplainResponse:
             field="request_id",
         )
     now, arrival = time.monotonic(), timeline.arrival
-    response = pb.ExplainResponse(
+    predicted_s, first_token_at = timeline.predicted_ttft_s, timeline.first_token_at
+    return pb.ExplainResponse(
         request_id=timeline.request_id,
         tenant=timeline.tenant,
         client_request_id=timeline.client_request_id,
         arrived_unix_us=_microseconds(time.time() - (now - arrival)),
+        predicted_ttft_ms=None if predicted_s is None else milliseconds(predicted_s),
+        first_token_us=None if first_token_at is None else _microseconds(first_token_at - arrival),
         prompt_tokens=timeline.prompt_tokens,
         max_tokens=timeline.max_tokens,
         num_choices=timeline.num_choices,
@@ -35,11 +38,6 @@ def explain(engine: Engine, request_id: str) -> pb.ExplainResponse:
         timeline=[_entry(entry, arrival, now) for entry in timeline.entries()],
         omitted_entries=timeline.num_omitted,
     )
-    if timeline.predicted_ttft_s is not None:
-        response.predicted_ttft_ms = milliseconds(timeline.predicted_ttft_s)
-    if timeline.first_token_at is not None:
-        response.first_token_us = _microseconds(timeline.first_token_at - arrival)
-    return response
 
 
 def _entry(entry: TimelineEntry, arrival: float, now: float) -> pb.TimelineEntry:

@@ -4,7 +4,7 @@ A change replaces the whole configuration: it applies from the next plan on, or 
 """
 
 from collections.abc import Container, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from google.protobuf.message import Message
@@ -19,7 +19,6 @@ from penstock.v1 import admin_pb2 as pb
 _POLICIES = {policy: pb.SchedulingPolicy.Value(f"SCHEDULING_POLICY_{policy.name}") for policy in Policy}
 _POLICY_OF = {number: policy for policy, number in _POLICIES.items()}
 _LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens")
-_CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
 
 
 def get_settings(engine: Engine) -> pb.Settings:
@@ -29,8 +28,8 @@ def get_settings(engine: Engine) -> pb.Settings:
         policy=_POLICIES[config.policy],
         **{name: getattr(config, name) for name in _LIMITS},
         target_itl_ms=round(1000 * (config.target_itl_s or 0.0), 6),
-        default_tenant=_tenant_message("", config.default_tenant),
-        tenants=[_tenant_message(name, limits) for name, limits in sorted(config.tenants.items())],
+        default_tenant=pb.TenantSettings(**asdict(config.default_tenant)),
+        tenants=[pb.TenantSettings(tenant=name, **asdict(limits)) for name, limits in sorted(config.tenants.items())],
     )
 
 
@@ -88,15 +87,6 @@ def _check_rows(config: SchedulerConfig, given: Container[str], most_tokens: int
 def _given(message: Message) -> dict[str, Any]:
     """Returns the set fields by name."""
     return {descriptor.name: value for descriptor, value in message.ListFields()}
-
-
-def _tenant_message(name: str, limits: TenantLimits) -> pb.TenantSettings:
-    message = pb.TenantSettings(tenant=name, weight=limits.weight)
-    for cap in _CAPS:
-        value = getattr(limits, cap)
-        if value is not None:
-            setattr(message, cap, value)
-    return message
 
 
 def _tenant_limits(message: pb.TenantSettings) -> TenantLimits:
