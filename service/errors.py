@@ -28,7 +28,8 @@ _Code = grpc.StatusCode
 
 @unique
 class Reason(Enum):
-    """The catalogue: the status code, default message and retry hint of each reason. ErrorInfo carries the names."""
+    """The catalogue: the status code, default message and retry hint of each reason. ErrorInfo carries the names. The
+    engine's refusals and finish reasons have the same names."""
 
     INVALID_FIELD = (_Code.INVALID_ARGUMENT, "a field is out of range")
     CONTEXT_LENGTH = (
