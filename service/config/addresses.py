@@ -137,7 +137,7 @@ class Address:
                 probe.bind(where)
             except OSError as error:
                 flag = self.host_flag if self.host_flag and error.errno == errno.EADDRNOTAVAIL else self.flag
-                problem = _PROBLEMS.get(error.errno) or error.strerror or error
+                problem = _PROBLEMS.get(error.errno) or error.strerror or str(error)
                 raise ListenError(f"{flag} {self}: {problem}") from None
 
     def _check_path(self, path: Path) -> None:
