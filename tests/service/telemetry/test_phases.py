@@ -138,7 +138,7 @@ def test_a_request_that_is_not_read_is_held_and_its_changes_are_moments(clock):
     timeline.held()
     timeline.released()
     timeline.updated(Change(priority=3))
-    timeline.first_token(5.5)
+    timeline.first_token_at = 5.5
     timeline.ended("LENGTH")
     held = phases_of(timeline, clock())[-1]
     assert held.name is PhaseName.HELD
