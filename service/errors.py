@@ -6,15 +6,14 @@ exception is never sent. Knows neither streams nor the engine's internals.
 
 import asyncio
 from collections.abc import Mapping
-from enum import Enum, auto
-from typing import NamedTuple
+from enum import Enum, unique
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any as pb_any, duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from penstock.scheduler.request import EngineFinishReason, RefusalKind, Refused
+from penstock.scheduler.request import EngineFinishReason, Refused
 
 DOMAIN = "penstock"
 """The domain of every ErrorInfo: domain and reason identify the failure for programs."""
@@ -24,211 +23,121 @@ _MAX_MESSAGE_BYTES = 300
 _MAX_FIELD_BYTES = 80
 DONT_RETRY = -1
 """A retry hint: trying again cannot help (a negative pushback, by gRPC's retry design)."""
-
-
-class Reason(Enum):
-    """The reasons of the catalogue; ErrorInfo carries their names."""
-
-    INVALID_FIELD = auto()
-    CONTEXT_LENGTH = auto()
-    MALFORMED_MESSAGE = auto()
-    MESSAGE_COUNT = auto()
-    DUPLICATE_REF = auto()
-    METADATA_TOO_LARGE = auto()
-    TOO_LARGE = auto()
-    TOO_EXPENSIVE = auto()
-    NO_CHAT_TEMPLATE = auto()
-    NO_TOOLS_IN_TEMPLATE = auto()
-    CHAT_NOT_CONTINUABLE = auto()
-    CONTEXT_NOT_FOUND = auto()
-    REQUEST_UNKNOWN = auto()
-    UNKNOWN_SERVICE = auto()
-    UNAUTHENTICATED = auto()
-    METHOD_DENIED = auto()
-    TENANT_DENIED = auto()
-    ADMIN_DENIED = auto()
-    QUEUE_FULL = auto()
-    OVERLOADED = auto()
-    TENANT_BUSY = auto()
-    TENANT_RATE = auto()
-    TENANT_TOKENS = auto()
-    TENANT_CAP = auto()
-    PREPARATION_FULL = auto()
-    MESSAGES_IN_FLIGHT = auto()
-    READER_TOO_SLOW = auto()
-    NO_GRAMMARS = auto()
-    GRAMMAR = auto()
-    DEAD_END = auto()
-    SLOW_CONSTRAINT = auto()
-    DEADLINE = auto()
-    CANCELLED = auto()
-    DRAINING = auto()
-    SHUTDOWN = auto()
-    GOING_DOWN = auto()
-    WORKER_DOWN = auto()
-    WORKER_DIED = auto()
-    KILLED_WORKER = auto()
-    INTERNAL = auto()
-
-
-class CatalogueEntry(NamedTuple):
-    """The status code, default message and retry hint of a reason."""
-
-    code: grpc.StatusCode
-    message: str
-    """Sent if the error has no message of its own."""
-    retry_after_ms: int | None = None
-    """The time until a retry; or DONT_RETRY; or None: decided by the code."""
-
-
 _Code = grpc.StatusCode
-CATALOGUE: Mapping[Reason, CatalogueEntry] = {
-    Reason.INVALID_FIELD: CatalogueEntry(_Code.INVALID_ARGUMENT, "a field is out of range"),
-    Reason.CONTEXT_LENGTH: CatalogueEntry(
-        _Code.INVALID_ARGUMENT, "the request does not fit in the model's context; send or request fewer tokens"
-    ),
-    Reason.MALFORMED_MESSAGE: CatalogueEntry(
-        _Code.INVALID_ARGUMENT, "the message is not a valid protobuf of its type; regenerate the stubs"
-    ),
+
+
+@unique
+class Reason(Enum):
+    """The catalogue: the status code, default message and retry hint of each reason. ErrorInfo carries the names. The
+    engine's refusals and finish reasons have the same names."""
+
+    INVALID_FIELD = (_Code.INVALID_ARGUMENT, "a field is out of range")
+    CONTEXT_LENGTH = (
+        _Code.INVALID_ARGUMENT,
+        "the request does not fit in the model's context; send or request fewer tokens",
+    )
+    MALFORMED_MESSAGE = (
+        _Code.INVALID_ARGUMENT,
+        "the message is not a valid protobuf of its type; regenerate the stubs",
+    )
     # The code that gRPC's guide to status codes gives for a violation of a request's cardinality.
-    Reason.MESSAGE_COUNT: CatalogueEntry(
-        _Code.UNIMPLEMENTED, "this method takes exactly one message; send one, then half-close the call"
-    ),
+    MESSAGE_COUNT = (_Code.UNIMPLEMENTED, "this method takes exactly one message; send one, then half-close the call")
     # The status with which gRPC itself refuses metadata of a client that has acknowledged its limit.
-    Reason.METADATA_TOO_LARGE: CatalogueEntry(
-        _Code.RESOURCE_EXHAUSTED, "a call has at most 16 KiB of metadata; send less", DONT_RETRY
-    ),
-    Reason.DUPLICATE_REF: CatalogueEntry(
-        _Code.INVALID_ARGUMENT, "the ref is already in use on this stream; choose another"
-    ),
-    Reason.TOO_LARGE: CatalogueEntry(
-        _Code.INVALID_ARGUMENT, "the request can never fit in the KV cache; send fewer tokens"
-    ),
-    Reason.TOO_EXPENSIVE: CatalogueEntry(_Code.INVALID_ARGUMENT, "the request needs too much in total"),
-    Reason.NO_CHAT_TEMPLATE: CatalogueEntry(
-        _Code.FAILED_PRECONDITION, "this model has no chat template; send text or token_ids instead of chat"
-    ),
-    Reason.NO_TOOLS_IN_TEMPLATE: CatalogueEntry(
+    METADATA_TOO_LARGE = (_Code.RESOURCE_EXHAUSTED, "a call has at most 16 KiB of metadata; send less", DONT_RETRY)
+    DUPLICATE_REF = (_Code.INVALID_ARGUMENT, "the ref is already in use on this stream; choose another")
+    TOO_LARGE = (_Code.INVALID_ARGUMENT, "the request can never fit in the KV cache; send fewer tokens")
+    TOO_EXPENSIVE = (_Code.INVALID_ARGUMENT, "the request needs too much in total")
+    NO_CHAT_TEMPLATE = (
+        _Code.FAILED_PRECONDITION,
+        "this model has no chat template; send text or token_ids instead of chat",
+    )
+    NO_TOOLS_IN_TEMPLATE = (
         _Code.FAILED_PRECONDITION,
         "this model's chat template does not support tools; omit them, or describe them in a message",
-    ),
-    Reason.CHAT_NOT_CONTINUABLE: CatalogueEntry(
+    )
+    CHAT_NOT_CONTINUABLE = (
         _Code.FAILED_PRECONDITION,
-        "this model's chat template does not render answers unchanged, so none can be continued; send the whole "
-        "conversation without continue_from, or use text or token_ids with it",
-    ),
-    Reason.CONTEXT_NOT_FOUND: CatalogueEntry(
-        _Code.NOT_FOUND, "no context of that request is kept, or no longer; send the whole context instead"
-    ),
-    Reason.REQUEST_UNKNOWN: CatalogueEntry(_Code.NOT_FOUND, "no request with this id is known"),
-    Reason.UNKNOWN_SERVICE: CatalogueEntry(_Code.NOT_FOUND, "no service with this name is served here"),
-    Reason.UNAUTHENTICATED: CatalogueEntry(
-        _Code.UNAUTHENTICATED, "no valid API key or token; send the metadata 'authorization: Bearer <key>'"
-    ),
-    Reason.METHOD_DENIED: CatalogueEntry(_Code.PERMISSION_DENIED, "callers may not use this method"),
-    Reason.TENANT_DENIED: CatalogueEntry(
-        _Code.PERMISSION_DENIED, "this caller may not act for another tenant; leave start.tenant empty"
-    ),
-    Reason.ADMIN_DENIED: CatalogueEntry(
+        (
+            "this model's chat template does not render answers unchanged, so none can be continued; send the whole "
+            "conversation without continue_from, or use text or token_ids with it"
+        ),
+    )
+    CONTEXT_NOT_FOUND = (
+        _Code.NOT_FOUND,
+        "no context of that request is kept, or no longer; send the whole context instead",
+    )
+    REQUEST_UNKNOWN = (_Code.NOT_FOUND, "no request with this id is known")
+    UNKNOWN_SERVICE = (_Code.NOT_FOUND, "no service with this name is served here")
+    UNAUTHENTICATED = (
+        _Code.UNAUTHENTICATED,
+        "no valid API key or token; send the metadata 'authorization: Bearer <key>'",
+    )
+    METHOD_DENIED = (_Code.PERMISSION_DENIED, "callers may not use this method")
+    TENANT_DENIED = (_Code.PERMISSION_DENIED, "this caller may not act for another tenant; leave start.tenant empty")
+    ADMIN_DENIED = (
         _Code.PERMISSION_DENIED,
-        "this caller may not administer the service; add the word 'admin' to its key's line, or the right "
-        "'penstock:admin' to its token",
-    ),
-    Reason.QUEUE_FULL: CatalogueEntry(_Code.RESOURCE_EXHAUSTED, "the queue is full; try again", 1000),
-    Reason.OVERLOADED: CatalogueEntry(_Code.RESOURCE_EXHAUSTED, "the deadline cannot be met; allow more time", 1000),
-    Reason.TENANT_BUSY: CatalogueEntry(
-        _Code.RESOURCE_EXHAUSTED, "the tenant has too many live requests; try again", 1000
-    ),
-    Reason.TENANT_RATE: CatalogueEntry(
-        _Code.RESOURCE_EXHAUSTED, "the tenant exceeds its request rate; try again later", 1000
-    ),
-    Reason.TENANT_TOKENS: CatalogueEntry(
-        _Code.RESOURCE_EXHAUSTED, "the tenant has used up its tokens for now; try again later", 1000
-    ),
-    Reason.TENANT_CAP: CatalogueEntry(
-        _Code.INVALID_ARGUMENT, "the request exceeds a limit of its tenant; request less"
-    ),
-    Reason.PREPARATION_FULL: CatalogueEntry(
-        _Code.RESOURCE_EXHAUSTED, "too many prompts are waiting to be tokenized; try again", 250
-    ),
-    Reason.MESSAGES_IN_FLIGHT: CatalogueEntry(
+        (
+            "this caller may not administer the service; add the word 'admin' to its key's line, or the right "
+            "'penstock:admin' to its token"
+        ),
+    )
+    QUEUE_FULL = (_Code.RESOURCE_EXHAUSTED, "the queue is full; try again", 1000)
+    OVERLOADED = (_Code.RESOURCE_EXHAUSTED, "the deadline cannot be met; allow more time", 1000)
+    TENANT_BUSY = (_Code.RESOURCE_EXHAUSTED, "the tenant has too many live requests; try again", 1000)
+    TENANT_RATE = (_Code.RESOURCE_EXHAUSTED, "the tenant exceeds its request rate; try again later", 1000)
+    TENANT_TOKENS = (_Code.RESOURCE_EXHAUSTED, "the tenant has used up its tokens for now; try again later", 1000)
+    TENANT_CAP = (_Code.INVALID_ARGUMENT, "the request exceeds a limit of its tenant; request less")
+    PREPARATION_FULL = (_Code.RESOURCE_EXHAUSTED, "too many prompts are waiting to be tokenized; try again", 250)
+    MESSAGES_IN_FLIGHT = (
         _Code.RESOURCE_EXHAUSTED,
         "too many messages were in flight, and this one had taken the longest; try again, or send fewer at once",
         1000,
-    ),
-    Reason.READER_TOO_SLOW: CatalogueEntry(
+    )
+    READER_TOO_SLOW = (
         _Code.RESOURCE_EXHAUSTED,
         "the stream is not read as fast as it fills; read faster, or use more streams",
         DONT_RETRY,
-    ),
-    Reason.NO_GRAMMARS: CatalogueEntry(
+    )
+    NO_GRAMMARS = (
         _Code.FAILED_PRECONDITION,
         "output cannot be constrained to a grammar with this model's tokenizer; omit constraint",
-    ),
-    Reason.GRAMMAR: CatalogueEntry(
-        _Code.RESOURCE_EXHAUSTED,
-        "the constraint became too costly to follow; make it simpler",
-        DONT_RETRY,
-    ),
-    Reason.DEAD_END: CatalogueEntry(
+    )
+    GRAMMAR = (_Code.RESOURCE_EXHAUSTED, "the constraint became too costly to follow; make it simpler", DONT_RETRY)
+    DEAD_END = (
         _Code.INVALID_ARGUMENT,
         "the constraint allows a beginning of an output that cannot be completed; correct the constraint",
-    ),
-    Reason.SLOW_CONSTRAINT: CatalogueEntry(
+    )
+    SLOW_CONSTRAINT = (
         _Code.RESOURCE_EXHAUSTED,
         "the constraint takes too long to follow; make it smaller or less ambiguous",
         DONT_RETRY,
-    ),
-    Reason.DEADLINE: CatalogueEntry(_Code.DEADLINE_EXCEEDED, "the deadline passed"),
-    Reason.CANCELLED: CatalogueEntry(_Code.CANCELLED, "cancelled by the client"),
-    Reason.DRAINING: CatalogueEntry(_Code.UNAVAILABLE, "the service accepts no new requests; try another", 1000),
-    Reason.SHUTDOWN: CatalogueEntry(
-        _Code.UNAVAILABLE, "the service shut down before the request finished; try another", 1000
-    ),
-    Reason.GOING_DOWN: CatalogueEntry(_Code.FAILED_PRECONDITION, "the service is shutting down; start another"),
-    Reason.WORKER_DOWN: CatalogueEntry(
-        _Code.UNAVAILABLE, "the worker is starting; try another replica, or try again", 5000
-    ),
-    Reason.WORKER_DIED: CatalogueEntry(_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000),
-    Reason.KILLED_WORKER: CatalogueEntry(
+    )
+    DEADLINE = (_Code.DEADLINE_EXCEEDED, "the deadline passed")
+    CANCELLED = (_Code.CANCELLED, "cancelled by the client")
+    DRAINING = (_Code.UNAVAILABLE, "the service accepts no new requests; try another", 1000)
+    SHUTDOWN = (_Code.UNAVAILABLE, "the service shut down before the request finished; try another", 1000)
+    GOING_DOWN = (_Code.FAILED_PRECONDITION, "the service is shutting down; start another")
+    WORKER_DOWN = (_Code.UNAVAILABLE, "the worker is starting; try another replica, or try again", 5000)
+    WORKER_DIED = (_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000)
+    KILLED_WORKER = (
         _Code.INTERNAL,
-        "the request crashed the worker twice while it ran alone; do not send it again, and report it to the "
-        "service's operator with the request id",
-    ),
-    Reason.INTERNAL: CatalogueEntry(
-        _Code.INTERNAL, "an internal error; report it to the service's operator with the request id"
-    ),
-}
+        (
+            "the request crashed the worker twice while it ran alone; do not send it again, and report it to the "
+            "service's operator with the request id"
+        ),
+    )
+    INTERNAL = (_Code.INTERNAL, "an internal error; report it to the service's operator with the request id")
 
-_REFUSALS: Mapping[RefusalKind, Reason] = {
-    RefusalKind.QUEUE_FULL: Reason.QUEUE_FULL,
-    RefusalKind.TOO_LARGE: Reason.TOO_LARGE,
-    RefusalKind.DRAINING: Reason.DRAINING,
-    RefusalKind.WORKER_DOWN: Reason.WORKER_DOWN,
-    RefusalKind.DEADLINE: Reason.DEADLINE,
-    RefusalKind.OVERLOADED: Reason.OVERLOADED,
-    RefusalKind.TENANT_BUSY: Reason.TENANT_BUSY,
-    RefusalKind.TENANT_RATE: Reason.TENANT_RATE,
-    RefusalKind.TENANT_TOKENS: Reason.TENANT_TOKENS,
-    RefusalKind.TENANT_CAP: Reason.TENANT_CAP,
-}
+    def __init__(self, code: grpc.StatusCode, message: str, retry_after_ms: int | None = None) -> None:
+        """``message`` is sent if the error has none of its own. ``retry_after_ms`` is the time until a retry; or
+        DONT_RETRY; or None: decided by the code."""
+        self.code = code
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+
 
 _QUEUED = (Reason.QUEUE_FULL, Reason.OVERLOADED, Reason.TENANT_BUSY)
 """The refusals that other requests' ends resolve. Without a retry time, a retry cannot help."""
-
-_ENDINGS: Mapping[EngineFinishReason, Reason | None] = {
-    EngineFinishReason.STOP: None,
-    EngineFinishReason.LENGTH: None,
-    EngineFinishReason.CANCELLED: Reason.CANCELLED,
-    EngineFinishReason.DEADLINE: Reason.DEADLINE,
-    EngineFinishReason.WORKER_DIED: Reason.WORKER_DIED,
-    EngineFinishReason.KILLED_WORKER: Reason.KILLED_WORKER,
-    EngineFinishReason.SHUTDOWN: Reason.SHUTDOWN,
-    EngineFinishReason.GRAMMAR: Reason.GRAMMAR,
-    EngineFinishReason.DEAD_END: Reason.DEAD_END,
-    EngineFinishReason.SLOW_CONSTRAINT: Reason.SLOW_CONSTRAINT,
-    EngineFinishReason.INTERNAL: Reason.INTERNAL,
-}
 
 
 class ServiceError(Exception):
@@ -238,13 +147,12 @@ class ServiceError(Exception):
     def __init__(
         self, reason: Reason, message: str = "", *, field: str = "", retry_after_ms: int | None = None
     ) -> None:
-        entry = CATALOGUE[reason]
-        super().__init__(message or entry.message)
         self.reason = reason
-        self.code = entry.code
-        self.message = message or entry.message
+        self.code = reason.code
+        self.message = message or reason.message
         self.field = field
-        self.retry_after_ms = entry.retry_after_ms if retry_after_ms is None else retry_after_ms
+        self.retry_after_ms = reason.retry_after_ms if retry_after_ms is None else retry_after_ms
+        super().__init__(self.message)
 
 
 class StatusError(Exception):
@@ -262,7 +170,7 @@ def invalid(field: str, problem: str, reason: Reason = Reason.INVALID_FIELD) -> 
 
 def from_refusal(refused: Refused) -> ServiceError:
     """Returns the catalogue's error for a refusal by the engine."""
-    reason, message, retry_after_ms = _REFUSALS[refused.kind], refused.message, refused.retry_after_ms
+    reason, message, retry_after_ms = Reason[refused.kind.name], refused.message, refused.retry_after_ms
     if reason in (Reason.DRAINING, Reason.WORKER_DOWN):
         message = ""  # the catalogue's message has the remedy
     elif reason in _QUEUED and retry_after_ms is None:
@@ -297,18 +205,17 @@ def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
     if error.reason in (Reason.INTERNAL, Reason.KILLED_WORKER):
         message += f" {request_id}"  # many tools show the details as base64
     details = [
-        _pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)),
-        _pack(error_details_pb2.RequestInfo(request_id=request_id)),
+        pb_any.pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)),
+        pb_any.pack(error_details_pb2.RequestInfo(request_id=request_id)),
     ]
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=_cut(error.field, _MAX_FIELD_BYTES), description=message
         )
-        details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+        details.append(pb_any.pack(error_details_pb2.BadRequest(field_violations=[violation])))
     if error.retry_after_ms is not None and error.retry_after_ms >= 0:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(error.retry_after_ms)
-        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+        delay = duration.from_milliseconds(error.retry_after_ms)
+        details.append(pb_any.pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     number: int = error.code.value[0]
     status = status_pb2.Status(code=number, message=message, details=details)
     assert status.ByteSize() <= MAX_STATUS_BYTES, "the caps on message and field keep a status small"
@@ -317,9 +224,9 @@ def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
 
 def ending_status(reason: EngineFinishReason, message: str, request_id: str) -> status_pb2.Status:
     """Returns the status of a request that ended for ``reason``: OK if it succeeded."""
-    named = _ENDINGS[reason]
-    if named is None:
+    if reason in (EngineFinishReason.STOP, EngineFinishReason.LENGTH):
         return status_pb2.Status()
+    named = Reason[reason.name]
     # The text about a crash or an internal error is only for the log, where the request id finds it.
     is_ours = named in (Reason.INTERNAL, Reason.WORKER_DIED, Reason.KILLED_WORKER)
     return to_status(ServiceError(named, "" if is_ours else message), request_id)
@@ -331,7 +238,7 @@ def with_finished(status: status_pb2.Status, finished: Message) -> status_pb2.St
     end = type(finished)()
     end.CopyFrom(finished)
     end.ClearField("status")  # the returned status contains the end
-    return status_pb2.Status(code=status.code, message=status.message, details=[*status.details, _pack(end)])
+    return status_pb2.Status(code=status.code, message=status.message, details=[*status.details, pb_any.pack(end)])
 
 
 def status_code(status: status_pb2.Status) -> grpc.StatusCode:
@@ -360,12 +267,6 @@ def _pushback_ms(status: status_pb2.Status) -> int | None:
             return retry.retry_delay.ToMilliseconds()
     # Clients retry calls that end with these codes; without a retry time they must not.
     return DONT_RETRY if status_code(status) in _RETRIED else None
-
-
-def _pack(detail: Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
 
 
 def _cut(text: str, limit: int) -> str:

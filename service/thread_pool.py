@@ -173,7 +173,7 @@ class FairThreadPool:
             self._drop(tenant, done)
         # Called by the thread that did the work. The count belongs to the event loop, which may be closed by now.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._give_back, tenant, num_bytes)
+            loop.call_soon_threadsafe(_count_down, self._waiting_bytes, tenant, num_bytes)
 
     def _drop(self, tenant: str, done: Future[Any]) -> None:
         """Frees a cancelled job's input before its turn: otherwise clients that cancel could fill the memory."""
@@ -182,9 +182,6 @@ class FairThreadPool:
             queue.pop(done, None)
             if not queue:
                 self._queues.pop(tenant, None)
-
-    def _give_back(self, tenant: str, num_bytes: int) -> None:
-        _count_down(self._waiting_bytes, tenant, num_bytes)
 
 
 def _count_down(counts: Counter[str], tenant: str, number: int = 1) -> None:

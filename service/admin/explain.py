@@ -1,12 +1,9 @@
 """Explain: converts the scheduler's timeline of a request to a protobuf message."""
 
 import time
-from typing import Any
-
-import grpc
 
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.timeline import EntryKind, Timeline, TimelineEntry
+from penstock.scheduler.timeline import EntryKind, TimelineEntry
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.streaming.messages import milliseconds
 from penstock.v1 import admin_pb2 as pb
@@ -14,37 +11,26 @@ from penstock.v1 import admin_pb2 as pb
 _KINDS = {kind: pb.TimelineKind.Value(f"TIMELINE_KIND_{kind.name}") for kind in EntryKind}
 
 
-class Explainer:
-    """Explains live requests, and the last ones that ended."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def Explain(
-        self, request: pb.ExplainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
-    ) -> pb.ExplainResponse:
-        """Returns the timeline of a request. The message has been validated. Raises ServiceError REQUEST_UNKNOWN."""
-        timeline = self._engine.explain(request.request_id)
-        if timeline is None:
-            num_kept = self._engine.config.explain_requests
-            raise ServiceError(
-                Reason.REQUEST_UNKNOWN,
-                f"no request with this id is live or among the last {num_kept:,} that ended; "
-                "--explain-requests keeps more",
-                field="request_id",
-            )
-        return _explained(timeline, time.monotonic(), time.time())
-
-
-def _explained(timeline: Timeline, now: float, unix_now: float) -> pb.ExplainResponse:
-    """Builds the response. Entries that have not ended are shown as if they ended ``now``, which is ``unix_now`` in
-    Unix time."""
-    arrival = timeline.arrival
-    response = pb.ExplainResponse(
+def explain(engine: Engine, request_id: str) -> pb.ExplainResponse:
+    """Returns the timeline of a live request, or of one of the last that ended. Entries that have not ended are shown
+    as if they ended now. Raises ServiceError REQUEST_UNKNOWN."""
+    timeline = engine.explain(request_id)
+    if timeline is None:
+        raise ServiceError(
+            Reason.REQUEST_UNKNOWN,
+            f"no request with this id is live or among the last {engine.config.explain_requests:,} that ended; "
+            "--explain-requests keeps more",
+            field="request_id",
+        )
+    now, arrival = time.monotonic(), timeline.arrival
+    predicted_s, first_token_at = timeline.predicted_ttft_s, timeline.first_token_at
+    return pb.ExplainResponse(
         request_id=timeline.request_id,
         tenant=timeline.tenant,
         client_request_id=timeline.client_request_id,
-        arrived_unix_us=_microseconds(unix_now - (now - arrival)),
+        arrived_unix_us=_microseconds(time.time() - (now - arrival)),
+        predicted_ttft_ms=None if predicted_s is None else milliseconds(predicted_s),
+        first_token_us=None if first_token_at is None else _microseconds(first_token_at - arrival),
         prompt_tokens=timeline.prompt_tokens,
         max_tokens=timeline.max_tokens,
         num_choices=timeline.num_choices,
@@ -52,11 +38,6 @@ def _explained(timeline: Timeline, now: float, unix_now: float) -> pb.ExplainRes
         timeline=[_entry(entry, arrival, now) for entry in timeline.entries()],
         omitted_entries=timeline.num_omitted,
     )
-    if timeline.predicted_ttft_s is not None:
-        response.predicted_ttft_ms = milliseconds(timeline.predicted_ttft_s)
-    if timeline.first_token_at is not None:
-        response.first_token_us = _microseconds(timeline.first_token_at - arrival)
-    return response
 
 
 def _entry(entry: TimelineEntry, arrival: float, now: float) -> pb.TimelineEntry:

@@ -53,7 +53,6 @@ class KvEvents:
         raise ServiceError(Reason.SHUTDOWN, "the service is shutting down")
 
     def close(self) -> None:
-        """Ends all watches, because the service shuts down."""
         self._is_closed = True
         for changed in self._watching:
             changed.set()

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 
 from penstock.service.admin.operations import AdminService
 from penstock.service.auth.tls import ServerTls
@@ -40,22 +41,18 @@ class AdminListener:
         self._server = new_server(interceptors, _MAX_STREAMS, MAX_ADMIN_CONNECTIONS, connections.cut)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
-        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        add_reflection((ADMIN_SERVICE, health_name), self._server)
+        add_reflection((ADMIN_SERVICE, HEALTH_SERVICE), self._server)
 
-    def bind(self) -> str:
-        """Returns the address with the bound port. Only this user can open a Unix socket. Raises ListenError."""
+    async def start(self) -> str:
+        """Starts to serve; returns the address with the bound port. Only this user can open a Unix socket. Raises
+        ListenError."""
         with only_for_this_user():
             bound = bind(self._server, self._address, self._tls)
         self._connections.add_listener(Address.parse(bound), MAX_ADMIN_CONNECTIONS)
+        await self._server.start()
         return bound
 
-    async def start(self) -> None:
-        """Starts to serve."""
-        await self._server.start()
-
     async def stop(self) -> None:
-        """Ends all calls and closes the listener."""
         self._service.close()
         await self._server.stop(_LAST_WORDS_S)
         self._address.remove()

@@ -12,10 +12,10 @@ import grpc
 from google.protobuf import text_format
 
 from penstock.scheduler.loop.engine import Engine
-from penstock.service.admin.explain import Explainer
+from penstock.service.admin.explain import explain
 from penstock.service.admin.kv_events import KvEvents
 from penstock.service.admin.live_requests import LiveRequests
-from penstock.service.admin.settings import LiveSettings
+from penstock.service.admin.settings import get_settings, update_settings
 from penstock.service.admin.stats import StatsFeed
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
@@ -33,7 +33,7 @@ _MAX_LOGGED = 1000
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
-    """The servicer. Needs a started engine."""
+    """Needs a started engine."""
 
     def __init__(
         self,
@@ -47,8 +47,6 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._engine = engine
         self._validator = validator
         self._is_going_down = is_going_down
-        self._settings = LiveSettings(engine)
-        self._explainer = Explainer(engine)
         self._live_requests = LiveRequests(engine)
         self._stats = StatsFeed(engine, loop_lag, recent_stats)
         self._kv_events = KvEvents(engine.kv_events)
@@ -62,7 +60,6 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def WatchStats(  # type: ignore[override]
         self, request: pb.WatchStatsRequest, context: Context
     ) -> None:
-        """Sends statistics until the caller leaves."""
         self._validator.check(request)
         await self._stats.WatchStats(request, context)
 
@@ -87,28 +84,23 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return pb.FlushCacheResponse(flushed_blocks=num_blocks)
 
     async def GetSettings(self, request: pb.GetSettingsRequest, context: Context) -> pb.GetSettingsResponse:
-        """Returns the current settings."""
-        return pb.GetSettingsResponse(settings=self._settings.get())
+        return pb.GetSettingsResponse(settings=get_settings(self._engine))
 
     async def UpdateSettings(self, request: pb.UpdateSettingsRequest, context: Context) -> pb.UpdateSettingsResponse:
-        """Makes all changes or none; returns the new settings."""
         self._validator.check(request)
-        settings = self._settings.update(request)
+        settings = update_settings(self._engine, request)
         _log_change(f"settings: {text_format.MessageToString(request, as_one_line=True)}")
         return pb.UpdateSettingsResponse(settings=settings)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
-        """Returns the timeline of a live or ended request."""
         self._validator.check(request)
-        return await self._explainer.Explain(request, context)
+        return explain(self._engine, request.request_id)
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
-        """Returns a page of the live requests."""
         self._validator.check(request)
         return await self._live_requests.list_requests(request)
 
     async def CancelRequests(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:
-        """Cancels live requests; returns how many."""
         self._validator.check(request)
         response = pb.CancelRequestsResponse()
         try:
@@ -122,7 +114,6 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def WatchKvEvents(  # type: ignore[override]
         self, request: pb.WatchKvEventsRequest, context: Context
     ) -> None:
-        """Sends KV events until the caller leaves."""
         self._validator.check(request)
         await self._kv_events.WatchKvEvents(request, context)
 

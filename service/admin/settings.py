@@ -4,7 +4,7 @@ A change replaces the whole configuration: it applies from the next plan on, or 
 """
 
 from collections.abc import Container, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from google.protobuf.message import Message
@@ -13,62 +13,54 @@ from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.policy import Policy
 from penstock.service.config.limits import MAX_NAMED_TENANTS
-from penstock.service.errors import ServiceError, invalid
+from penstock.service.errors import invalid
 from penstock.v1 import admin_pb2 as pb
 
-_POLICIES: Mapping[Policy, "pb.SchedulingPolicy.ValueType"] = {
-    Policy.FCFS: pb.SCHEDULING_POLICY_FCFS,
-    Policy.PRIORITY: pb.SCHEDULING_POLICY_PRIORITY,
-    Policy.DEADLINE: pb.SCHEDULING_POLICY_DEADLINE,
-    Policy.FAIR: pb.SCHEDULING_POLICY_FAIR,
-}
+_POLICIES = {policy: pb.SchedulingPolicy.Value(f"SCHEDULING_POLICY_{policy.name}") for policy in Policy}
 _POLICY_OF = {number: policy for policy, number in _POLICIES.items()}
 _LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens")
-_CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
 
 
-class LiveSettings:
-    """Reads and changes the settings of a started engine."""
+def get_settings(engine: Engine) -> pb.Settings:
+    """Returns the current settings of a started engine."""
+    config = _effective_config(engine)
+    return pb.Settings(
+        policy=_POLICIES[config.policy],
+        **{name: getattr(config, name) for name in _LIMITS},
+        target_itl_ms=round(1000 * (config.target_itl_s or 0.0), 6),
+        default_tenant=pb.TenantSettings(**asdict(config.default_tenant)),
+        tenants=[pb.TenantSettings(tenant=name, **asdict(limits)) for name, limits in sorted(config.tenants.items())],
+    )
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
 
-    def get(self) -> pb.Settings:
-        """Returns the current settings."""
-        config = self._effective()
-        return pb.Settings(
-            policy=_POLICIES[config.policy],
-            **{name: getattr(config, name) for name in _LIMITS},
-            target_itl_ms=round(1000 * (config.target_itl_s or 0.0), 6),
-            default_tenant=_tenant_message("", config.default_tenant),
-            tenants=[_tenant_message(name, limits) for name, limits in sorted(config.tenants.items())],
-        )
+def update_settings(engine: Engine, request: pb.UpdateSettingsRequest) -> pb.Settings:
+    """Makes all changes and returns the new settings. Raises ServiceError INVALID_FIELD and changes nothing if one is
+    invalid. The fields of ``request`` have been validated one by one."""
+    before, given = _effective_config(engine), _given(request)
+    changes: dict[str, Any] = {name: given[name] for name in _LIMITS if name in given}
+    if request.policy:
+        changes["policy"] = _POLICY_OF[request.policy]
+    if "target_itl_ms" in given:
+        changes["target_itl_s"] = request.target_itl_ms / 1000 or None
+    if "default_tenant" in given:
+        if request.default_tenant.tenant:
+            raise invalid("default_tenant.tenant", "must be empty; put the settings of a single tenant into tenants")
+        changes["default_tenant"] = _tenant_limits(request.default_tenant)
+    after = replace(before, **changes, tenants=_tenants(before.tenants, request))
+    try:
+        after.check_fits(engine.facts, before)
+        _check_rows(after, given, engine.facts.max_num_batched_tokens)
+        engine.reconfigure(after)
+    except ValueError as error:
+        name, _, problem = str(error).partition(" ")  # the text begins with the name of the field as in the protos
+        raise invalid(name, problem) from None
+    return get_settings(engine)
 
-    def update(self, request: pb.UpdateSettingsRequest) -> pb.Settings:
-        """Makes all changes and returns the new settings. Raises ServiceError INVALID_FIELD and changes nothing if one
-        is invalid. The fields of ``request`` have been validated one by one."""
-        before, given = self._effective(), _given(request)
-        changes: dict[str, Any] = {name: given[name] for name in _LIMITS if name in given}
-        if request.policy:
-            changes["policy"] = _POLICY_OF[request.policy]
-        if "target_itl_ms" in given:
-            changes["target_itl_s"] = request.target_itl_ms / 1000 or None
-        if request.HasField("default_tenant"):
-            changes["default_tenant"] = _default_tenant(request.default_tenant)
-        changes["tenants"] = _tenants(before.tenants, request)
-        after = replace(before, **changes)
-        try:
-            after.check_fits(self._engine.facts, before)
-            _check_rows(after, given, self._engine.facts.max_num_batched_tokens)
-            self._engine.reconfigure(after)
-        except ValueError as error:
-            raise _refusal(error) from None
-        return self.get()
 
-    def _effective(self) -> SchedulerConfig:
-        """Returns the configuration with the worker's effective limits, which may be lower than those configured."""
-        config, facts = self._engine.config, self._engine.facts
-        return replace(config, max_num_seqs=config.max_rows(facts), max_num_batched_tokens=config.token_budget(facts))
+def _effective_config(engine: Engine) -> SchedulerConfig:
+    """Returns the configuration with the worker's effective limits, which may be lower than those configured."""
+    config, facts = engine.config, engine.facts
+    return replace(config, max_num_seqs=config.max_rows(facts), max_num_batched_tokens=config.token_budget(facts))
 
 
 def _check_rows(config: SchedulerConfig, given: Container[str], most_tokens: int) -> None:
@@ -97,23 +89,8 @@ def _given(message: Message) -> dict[str, Any]:
     return {descriptor.name: value for descriptor, value in message.ListFields()}
 
 
-def _tenant_message(name: str, limits: TenantLimits) -> pb.TenantSettings:
-    message = pb.TenantSettings(tenant=name, weight=limits.weight)
-    for cap in _CAPS:
-        value = getattr(limits, cap)
-        if value is not None:
-            setattr(message, cap, value)
-    return message
-
-
 def _tenant_limits(message: pb.TenantSettings) -> TenantLimits:
     return TenantLimits(**{name: value for name, value in _given(message).items() if name != "tenant"})
-
-
-def _default_tenant(message: pb.TenantSettings) -> TenantLimits:
-    if message.tenant:
-        raise invalid("default_tenant.tenant", "must be empty; put the settings of a single tenant into tenants")
-    return _tenant_limits(message)
 
 
 def _tenants(before: Mapping[str, TenantLimits], request: pb.UpdateSettingsRequest) -> dict[str, TenantLimits]:
@@ -135,9 +112,3 @@ def _tenants(before: Mapping[str, TenantLimits], request: pb.UpdateSettingsReque
             "tenants", f"at most {MAX_NAMED_TENANTS:,} tenants may have settings; remove some with forget_tenants"
         )
     return after
-
-
-def _refusal(error: ValueError) -> ServiceError:
-    """Converts the engine's refusal, whose text begins with the name of the field as in the protos."""
-    name, _, problem = str(error).partition(" ")
-    return invalid(name, problem)

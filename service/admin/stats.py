@@ -52,12 +52,11 @@ class StatsFeed:
             raise ServiceError(Reason.SHUTDOWN, "the service is shutting down")
 
     def close(self) -> None:
-        """Ends all watches, because the service shuts down."""
         self._closed.set()
 
     def _read(self, lag: Lag | None) -> pb.WatchStatsResponse:
         stats = self._engine.stats()
-        answer = pb.WatchStatsResponse(
+        return pb.WatchStatsResponse(
             state=_STATES[stats.state],
             uptime_ms=round((time.monotonic() - self._began) * 1000),
             live_requests=stats.requests,
@@ -81,6 +80,8 @@ class StatsFeed:
             refused_requests=stats.refused,
             worker_restarts=stats.restarts,
             step_us=round(stats.step_s * 1e6),
+            predicted_ttft_ms=None if stats.predicted_ttft_s is None else milliseconds(stats.predicted_ttft_s),
+            loop_lag=None if lag is None else _loop_lag(lag),
             tenants=[
                 pb.TenantStats(tenant=use.name, live_requests=use.num_live, served_tokens=use.served)
                 for use in self._engine.busiest_tenants(MAX_TENANTS)
@@ -88,12 +89,11 @@ class StatsFeed:
             last_10s=_window(self._recent_stats.over(10)),
             last_60s=_window(self._recent_stats.over(60)),
         )
-        if stats.predicted_ttft_s is not None:
-            answer.predicted_ttft_ms = milliseconds(stats.predicted_ttft_s)
-        if lag is not None:
-            p50_us, p99_us, max_us = (round(seconds * 1e6) for seconds in (lag.p50_s, lag.p99_s, lag.max_s))
-            answer.loop_lag.CopyFrom(pb.LoopLag(p50_us=p50_us, p99_us=p99_us, max_us=max_us))
-        return answer
+
+
+def _loop_lag(lag: Lag) -> pb.LoopLag:
+    p50_us, p99_us, max_us = (round(seconds * 1e6) for seconds in (lag.p50_s, lag.p99_s, lag.max_s))
+    return pb.LoopLag(p50_us=p50_us, p99_us=p99_us, max_us=max_us)
 
 
 def _window(recent: RecentWindow) -> pb.StatsWindow:

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -108,7 +108,6 @@ class HttpProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the running child, if any."""
         return None if self._process is None else self._process.pid
 
     def open(self) -> Address:
@@ -158,9 +157,7 @@ class HttpProcess:
     def _listen(self) -> socket.socket:
         self._address.check_free()
         try:
-            family, _, _, _, where = socket.getaddrinfo(
-                self._address.host, self._address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
+            family, where = self._address.resolve()
             return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
         except OSError as error:
             raise ListenError(f"{self._address.flag} {self._address}: {error.strerror}") from None
@@ -193,13 +190,16 @@ class HttpProcess:
             return f"cannot be started ({error.strerror})"
         target = f"{self._serves.target_flag}=unix:{self._directory}/socket"
         command = [sys.executable, "-P", "-c", _CHILD, self._directory, self._serves.command, target]
+        environment = child_environment(os.environ)
+        if self._serves.sends_spans:
+            environment |= {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
         try:
             process = subprocess.Popen(  # noqa: ASYNC220 - returns at once; the child is waited for on a thread
                 [*command, f"--fd={listener.fileno()}", f"--heartbeat-fd={write_end}", *self._options],
                 pass_fds=[listener.fileno(), write_end],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                env=child_environment(os.environ) | (_of_telemetry(os.environ) if self._serves.sends_spans else {}),
+                env=environment,
                 process_group=0,  # Ctrl-C in a terminal reaches only the service, which ends the child when it is time
             )
         except OSError as error:
@@ -220,11 +220,6 @@ class HttpProcess:
             transport.close()
         self._process = None
         return ending(process.returncode)
-
-
-def _of_telemetry(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns OpenTelemetry's own variables."""
-    return {name: value for name, value in environ.items() if name.startswith("OTEL_")}
 
 
 class _Pulse(asyncio.Protocol):

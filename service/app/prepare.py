@@ -18,17 +18,17 @@ from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, WorkerConfig
-from penstock.service.app.http_process import check_installed
+from penstock.service.app.http_process import STATUS_PAGE, HttpProcess, check_installed
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.config.addresses import (
     ADMIN_HTTP_FLAG,
     HTTP_FLAG,
+    HTTP_HOST_FLAG,
     Address,
     admin_address,
     admin_http_address,
-    http_address,
     metrics_address,
     warn_of_exposure,
 )
@@ -51,14 +51,8 @@ class Prepared:
     server: ServerConfig
     worker: WorkerConfig
     load_tokenizer: Callable[[], Tokenizer]
-    http: Address | None
-    """The HTTP gateway's address; None: no gateway."""
-    http_options: Sequence[str]
-    """Further flags of the gateway."""
-    status_page: Address | None
-    """The status page's address; None: no such page."""
-    status_page_options: Sequence[str]
-    """Further flags of the status page's command."""
+    http: HttpProcess | None
+    status_page: HttpProcess | None
 
 
 def prepare(config: ServeConfig) -> Prepared:
@@ -107,15 +101,12 @@ def prepare(config: ServeConfig) -> Prepared:
         checks_grammars_soon=True,
     )
     worker = replace(_worker_config(config, path, facts, machine), speculation=speculation)
-    return Prepared(
-        server,
-        worker,
-        load_tokenizer,
-        addresses.http,
-        http_options(config),
-        addresses.status_page,
-        status_page_options(config),
-    )
+    http = status_page = None
+    if addresses.http is not None:
+        http = HttpProcess(addresses.http, http_options(config))
+    if addresses.status_page is not None:
+        status_page = HttpProcess(addresses.status_page, status_page_options(config), serves=STATUS_PAGE)
+    return Prepared(server, worker, load_tokenizer, http, status_page)
 
 
 class _Addresses(NamedTuple):
@@ -133,14 +124,15 @@ def _check_addresses(config: ServeConfig, machine: Machine) -> _Addresses:
     admin = admin_address(config.admin_listen, address, has_keys=config.has_credentials)
     metrics = metrics_address(config.metrics_listen, address)
     address.check_free()
-    http = http_address(config.http_address)
+    http = None if config.http_address is None else Address.parse(config.http_address, HTTP_FLAG, HTTP_HOST_FLAG)
     status_page = admin_http_address(config.admin_http_address, has_keys=config.has_credentials)
     for other in filter(None, (admin, metrics, http, status_page)):
         other.check_free()
     for listener, flag in ((http, HTTP_FLAG), (status_page, ADMIN_HTTP_FLAG)):
         if listener is not None:
             check_installed(machine, flag)
-    warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=config.needs_certificates)
+    is_mutual = config.tls_client_ca is not None
+    warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=is_mutual)
     return _Addresses(admin, metrics, http, status_page)
 
 
@@ -182,34 +174,34 @@ def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Cal
 
 def http_options(config: ServeConfig) -> Sequence[str]:
     """Returns the flags of ``penstock gateway`` that follow from the service's flags."""
-    # The gateway's responses end with the service's requests; its own grace period must not end them earlier.
-    grace_s = math.ceil(config.shutdown_grace) + _HTTP_GRACE_S
-    return (
-        *_tls_options(config),
-        *([] if config.http_host is None else [f"--host={config.http_host}"]),
-        *([] if config.allowed_origins is None else [f"--allowed-origins={config.allowed_origins}"]),
-        *([] if config.allowed_hosts is None else [f"--allowed-hosts={config.allowed_hosts}"]),
-        f"--unknown-fields={config.unknown_fields}",
-        f"--sse-keep-alive={config.sse_keep_alive}",
-        f"--tool-call-parser={config.tool_call_parser}",
-        f"--reasoning-parser={config.reasoning_parser}",
-        f"--shutdown-grace={grace_s}",
+    return _flags(
+        http_tls_cert=config.tls_cert,
+        http_tls_key=config.tls_key,
+        host=config.http_host,
+        allowed_origins=config.allowed_origins,
+        allowed_hosts=config.allowed_hosts,
+        unknown_fields=config.unknown_fields,
+        sse_keep_alive=config.sse_keep_alive,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        # The gateway's responses end with the service's requests; its own grace period must not end them earlier.
+        shutdown_grace=math.ceil(config.shutdown_grace) + _HTTP_GRACE_S,
     )
 
 
 def status_page_options(config: ServeConfig) -> Sequence[str]:
     """Returns the flags of ``penstock status-page`` that follow from the service's flags."""
-    return (
-        *_tls_options(config),
-        *([] if config.admin_http_host is None else [f"--host={config.admin_http_host}"]),
-        *([] if config.allowed_hosts is None else [f"--allowed-hosts={config.allowed_hosts}"]),
+    return _flags(
+        http_tls_cert=config.tls_cert,
+        http_tls_key=config.tls_key,
+        host=config.admin_http_host,
+        allowed_hosts=config.allowed_hosts,
     )
 
 
-def _tls_options(config: ServeConfig) -> Sequence[str]:
-    if config.tls_cert is None:
-        return ()
-    return f"--http-tls-cert={config.tls_cert}", f"--http-tls-key={config.tls_key}"
+def _flags(**values: object) -> Sequence[str]:
+    """Returns a flag for each value that is not None."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
 
 
 def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, machine: Machine) -> WorkerConfig:

@@ -5,7 +5,8 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 
 from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.span_exporter import export_spans
@@ -16,7 +17,8 @@ from penstock.service.admin.operations import AdminService
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import IdentityInterceptor
 from penstock.service.config.addresses import Address
-from penstock.service.config.limits import ModelLimits, Validator
+from penstock.service.config.field_rules import ModelLimits
+from penstock.service.config.limits import Validator
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.embed import EmbedRequestBuilder
 from penstock.service.requests.generate import RequestBuilder
@@ -53,13 +55,9 @@ _STREAMS_BESIDES = 64
 """Streams on a connection besides those for requests: probes, multiplexed streams, tokenizing."""
 
 SERVICES = tuple(
-    file.DESCRIPTOR.services_by_name[name].full_name
-    for file, name in (
-        (embedding_pb2, "EmbeddingService"),
-        (generation_pb2, "GenerationService"),
-        (model_pb2, "ModelService"),
-        (tokenizer_pb2, "TokenizerService"),
-    )
+    service.full_name
+    for file in (embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
 )
 
 
@@ -136,13 +134,7 @@ class RunningService:
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_service, server)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(tokenizer_service, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)  # type: ignore[no-untyped-call]
-        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        add_reflection((*SERVICES, health_name), server)
-
-    @property
-    def num_live(self) -> int:
-        """The number of requests that have started and not ended."""
-        return self.generation.num_live + self.embedding.num_live
+        add_reflection((*SERVICES, HEALTH_SERVICE), server)
 
     def add_admin(self, addresses: Sequence[Address], loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Adds admin listeners, which ``listen`` then opens too."""
@@ -153,7 +145,6 @@ class RunningService:
         ]
 
     def metrics_reader(self, loop_lag: LoopLag) -> MetricsReader:
-        """Returns a reader of all metrics."""
         return MetricsReader(self._engine, self._facts, self._metrics, loop_lag, self._config.model_name)
 
     async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, list[str]]:
@@ -169,10 +160,7 @@ class RunningService:
         finally:
             # After a failure too: gRPC frees only the ports of servers that were started.
             await self._server.start()
-        admin = []
-        for listener in self._admin_listeners:
-            admin.append(listener.bind())
-            await listener.start()
+        admin = [await listener.start() for listener in self._admin_listeners]
         self._limits.start()
         self._recent_stats.start(asyncio.get_running_loop())
         return bound, admin

@@ -28,18 +28,11 @@ from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
-from penstock.service.app.http_process import STATUS_PAGE, HttpFailed, HttpProcess
+from penstock.service.app.http_process import HttpFailed
 from penstock.service.app.prepare import Prepared, prepare
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
-from penstock.service.app.usage_examples import (
-    Administration,
-    HttpCalls,
-    Transport,
-    UsageExamples,
-    metrics_call,
-    status_page_url,
-)
+from penstock.service.app.usage_examples import Transport, UsageExamples
 from penstock.service.auth.identity import AllowAll
 from penstock.service.config.addresses import ADMIN_FLAG, Address, ListenError
 from penstock.service.config.command_line import PROGRAM, parse_config
@@ -125,13 +118,9 @@ class _Life:
     def __init__(self, prepared: Prepared, worker: Spawned | None) -> None:
         self._prepared = prepared
         self._engine = Engine(new_executor(prepared.worker, worker), prepared.server.scheduler)
-        self._http = None
-        if prepared.http is not None:
-            self._http = HttpProcess(prepared.http, prepared.http_options)
-        self._status_page = None
-        if prepared.status_page is not None:
-            self._status_page = HttpProcess(prepared.status_page, prepared.status_page_options, serves=STATUS_PAGE)
-        self._server = Server(prepared.server, self._engine, prepared.load_tokenizer, self._http, self._status_page)
+        self._server = Server(
+            prepared.server, self._engine, prepared.load_tokenizer, prepared.http, prepared.status_page
+        )
         self._has_failed = False
 
     async def run(self, lifeline: int | None) -> int:
@@ -140,7 +129,7 @@ class _Life:
         log_uncaught(loop)
         # A terminal that closes sends SIGHUP too, and then the service must end.
         if not os.isatty(0):
-            loop.add_signal_handler(signal.SIGHUP, self._server.check_files)
+            loop.add_signal_handler(signal.SIGHUP, self._server.file_watch.check_now)
         if lifeline is not None:
             loop.add_reader(lifeline, self._on_lifeline, lifeline)
         if not await self._server.run(self._on_start):
@@ -154,31 +143,24 @@ class _Life:
         self._print_greeting(bound)
 
     def _print_greeting(self, bound: str) -> None:
-        config, facts = self._prepared.server, self._engine.facts
-        has_chat_template = self._server.tokenizer.has_chat_template
-        wants_key = not isinstance(config.authenticator, AllowAll)
+        config, server = self._prepared.server, self._server
         transport = Transport.PLAIN
         if config.tls is not None:
             transport = Transport.MUTUAL_TLS if config.tls.is_mutual else Transport.TLS
-        calls = str(UsageExamples(Address.parse(bound), has_chat_template, wants_key, transport))
-        if self._server.http_target is not None:
-            http = Address.parse(self._server.http_target)
-            has_tls = transport is not Transport.PLAIN
-            calls += f"\n\n{HttpCalls(http, config.model_name, has_chat_template, wants_key, has_tls)}"
-        if self._server.admin_target is not None:
-            admin = Address.parse(self._server.admin_target)
-            admin_transport = Transport.PLAIN if admin.is_local else transport
-            calls += f"\n\n{Administration(admin, wants_key, admin_transport)}"
-        if self._server.status_page_target is not None:
-            page = Address.parse(self._server.status_page_target)
-            calls += f"\n\n{status_page_url(page, has_tls=transport is not Transport.PLAIN)}"
-        if self._server.metrics_target is not None:
-            calls += f"\n\n{metrics_call(Address.parse(self._server.metrics_target))}"
-        version = installed_version()
+        wants_key = not isinstance(config.authenticator, AllowAll)
+        examples = UsageExamples(config.model_name, server.tokenizer.has_chat_template, wants_key, transport)
+        listeners = (
+            (bound, examples.grpc),
+            (server.http_target, examples.http),
+            (server.admin_target, examples.admin),
+            (server.status_page_target, examples.status_page),
+            (server.metrics_target, examples.metrics),
+        )
+        calls = "\n\n".join(show(Address.parse(target)) for target, show in listeners if target is not None)
         with contextlib.suppress(OSError):  # a closed stdout must not end the service
             sys.stdout.write(
-                f"penstock {version} serves {config.model_name} on {bound}\n"
-                f"{describe(facts, config.scheduler, config.speculation)}\n\n"
+                f"penstock {installed_version()} serves {config.model_name} on {bound}\n"
+                f"{describe(self._engine.facts, config.scheduler, config.speculation)}\n\n"
                 f"{calls}\n\nCtrl-C stops it.\n"
             )
             sys.stdout.flush()

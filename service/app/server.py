@@ -8,10 +8,9 @@ serves until then.
 
 import asyncio
 import logging
-import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
 from penstock.clients.host.event_loop import MemoryWatch, calm_collector
@@ -27,11 +26,10 @@ from penstock.service.auth.identity import AllowAll
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.config.addresses import ADMIN_FLAG, METRICS_FLAG, Address
 from penstock.service.rpc.health import Health
-from penstock.service.telemetry.collector import read_starting
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.metrics_outlets import MetricsOutlets
 from penstock.service.telemetry.prometheus import Readiness
-from penstock.service.telemetry.stats_log import StatsLog
+from penstock.service.telemetry.stats_log import log_stats
 from penstock.service.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -65,29 +63,25 @@ class Server:
         if self._admin_address is not None and isinstance(config.authenticator, AllowAll):
             assert self._admin_address.is_local, "anyone could administer the service"
         self._health = Health(SERVICES if self._admin_address is None else (*SERVICES, ADMIN_SERVICE))
-        self._stats_log = StatsLog(engine.stats, config.stats_interval_s)
         self._loop_lag = LoopLag()
-        self._file_watch = FileWatch(config.watched, config.check_interval_s)
+        self.file_watch = FileWatch(config.watched, config.check_interval_s)
         if config.tenants is not None:
             config.tenants.on_change = self._take_tenants
+        self._resources = AsyncExitStack()
+        """What ``stop`` ends, and a start that fails, in the reverse order of their start."""
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._running: RunningService | None = None
-        self._outlets: MetricsOutlets | None = None
         self._starting: asyncio.Task[str] | None = None
         self._stopped: asyncio.Task[None] | None = None
         self.stop_signal = 0
         """The first signal that ended ``run``; 0 if none did."""
+        # ``start`` sets these; the targets are the addresses of the other listeners, with the bound ports.
         self.tokenizer: Tokenizer
-        """Set by ``start``."""
         self.admin_target: str | None = None
-        """The admin listener's address, set by ``start``."""
         self.http_target: str | None = None
-        """The HTTP gateway's address, set by ``start``."""
         self.status_page_target: str | None = None
-        """The status page's address, set by ``start``."""
         self.metrics_target: str | None = None
-        """The address of the metrics page, set by ``start``."""
 
     async def run(self, on_start: Callable[[str], None] = lambda address: None) -> bool:
         """Starts, serves until SIGTERM, SIGINT or ``request_stop``, and stops. ``on_start`` is called with the address
@@ -111,58 +105,62 @@ class Server:
 
         Raises ListenError (if possible before the engine starts), ExecutorError, and what ``load_tokenizer`` raises.
         """
+        try:
+            return await self._start()
+        except BaseException:
+            await self._resources.aclose()
+            raise
+
+    async def _start(self) -> str:
         self._address.check_free()
         if self._admin_address is not None:
             self._admin_address.check_free()
         metrics = None
         if self._config.metrics_listen is not None:
             metrics = Address.parse(self._config.metrics_listen, METRICS_FLAG)
-        self._outlets = MetricsOutlets(read_starting, self._readiness, metrics, self._config.allowed_hosts)
-        self.metrics_target = self._outlets.open_page()
-        try:
-            return await self._start()
-        except BaseException:
-            self._outlets.stop()
-            raise
-
-    async def _start(self) -> str:
+        outlets = MetricsOutlets(self._readiness, metrics, self._config.allowed_hosts)
+        self._resources.callback(outlets.stop)
+        self.metrics_target = outlets.page_target
         # The engine starts its worker before any gRPC object exists: a process with gRPC's threads must not be forked.
         facts = await self._load()
-        running = None
-        try:
-            running = RunningService(self._config, self._engine, self.tokenizer, facts, self._health)
-            private = () if self._http is None else (self._http.open(),)
-            private_admin = None if self._status_page is None else self._status_page.open()
-            admin = [address for address in (self._admin_address, private_admin) if address is not None]
-            if admin:
-                running.add_admin(admin, self._loop_lag, self._is_going_down)
-            bound, bound_admin = await running.listen(self._address, private)
-            if self._admin_address is not None:
-                self.admin_target = bound_admin[0]
-            if self._http is not None:
-                metrics = None if self.metrics_target is None else Address.parse(self.metrics_target, METRICS_FLAG)
-                self.http_target = str(await self._http.start(metrics))
-            if self._status_page is not None:
-                self.status_page_target = str(await self._status_page.start())
-        except BaseException:
-            for child in (self._http, self._status_page):
-                if child is not None:
-                    await child.stop()
-            if running is not None:
-                await running.stop_listening(0.0)
-            await self._engine.stop()
-            if running is not None:
-                running.close()
-            raise
+        self._resources.push_async_callback(self._engine.stop)
+        running = RunningService(self._config, self._engine, self.tokenizer, facts, self._health)
+        self._resources.callback(running.close)
+        self._resources.push_async_callback(running.stop_listening, FLUSH_S)
+        self._start_watches()
+        private: list[Address] = []
+        admin = [] if self._admin_address is None else [self._admin_address]
+        if self._status_page is not None:
+            self._resources.push_async_callback(self._status_page.stop)
+            admin.append(self._status_page.open())
+        if self._http is not None:
+            self._resources.push_async_callback(self._http.stop)
+            private.append(self._http.open())
+        if admin:
+            running.add_admin(admin, self._loop_lag, self._is_going_down)
+        bound, bound_admin = await running.listen(self._address, private)
+        if self._admin_address is not None:
+            self.admin_target = bound_admin[0]
+        if self._http is not None:
+            page = None if self.metrics_target is None else Address.parse(self.metrics_target, METRICS_FLAG)
+            self.http_target = str(await self._http.start(page))
+        if self._status_page is not None:
+            self.status_page_target = str(await self._status_page.start())
         self._running = running
-        assert self._outlets is not None
-        self._outlets.publish(running.metrics_reader(self._loop_lag).read, os.environ)
+        outlets.publish(running.metrics_reader(self._loop_lag).read)
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
-        self._stats_log.start()
-        self._file_watch.start()
-        self._loop_lag.start(asyncio.get_running_loop())
         return bound
+
+    def _start_watches(self) -> None:
+        stats = log_stats(self._engine.stats, self._config.stats_interval_s)
+        stats_log = asyncio.create_task(stats, name="penstock stats")
+        self.file_watch.start()
+        self._loop_lag.start(asyncio.get_running_loop())
+        self._resources.callback(self._loop_lag.stop)
+        self._resources.callback(self.file_watch.stop)
+        self._resources.callback(stats_log.cancel)
+        self._resources.callback(self._health.close)
 
     async def _load(self) -> WorkerFacts:
         """Reads the tokenizer while the worker loads the model: both take seconds."""
@@ -204,10 +202,6 @@ class Server:
             self._hurry.set()
         self._stop_requested.set()
 
-    def check_files(self) -> None:
-        """Checks the operator's files for changes now. A change takes effect after the next check."""
-        self._file_watch.check_now()
-
     async def stop(self, grace_s: float = 0.0) -> None:
         """Gives running requests ``grace_s``, ends the rest with UNAVAILABLE, and stops everything. Safe to call
         twice."""
@@ -222,7 +216,8 @@ class Server:
         if self._http is not None:
             self._http.drain()
         self._engine.drain()
-        _log.info("stopping: requests that have %.0f s to finish: %d", grace_s, running.num_live)
+        num_live = running.generation.num_live + running.embedding.num_live
+        _log.info("stopping: requests that have %.0f s to finish: %d", grace_s, num_live)
         idle = asyncio.create_task(self._engine.wait_idle())
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({idle, hurry}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -230,19 +225,7 @@ class Server:
         hurry.cancel()
         running.generation.shut_down()
         running.embedding.shut_down()
-        if self._http is not None:
-            await self._http.stop()
-        if self._status_page is not None:  # until here it showed what the service waits for
-            await self._status_page.stop()
-        self._health.close()
-        self._stats_log.stop()
-        self._file_watch.stop()
-        self._loop_lag.stop()
-        await running.stop_listening(FLUSH_S)
-        await self._engine.stop()
-        running.close()
-        if self._outlets is not None:
-            self._outlets.stop()
+        await self._resources.aclose()  # the status page shows until here what the service waits for
         _log.info("stopped")
 
     def _take_tenants(self, tenants: TenantLimitsFile) -> None:

@@ -67,7 +67,6 @@ class AllowAll:
     _CALLER = Principal(DEFAULT_TENANT, may_administer=True)
 
     def authenticate(self, metadata: Metadata) -> Principal:
-        """Never fails."""
         return self._CALLER
 
 
@@ -102,7 +101,7 @@ class ApiKeys:
         """See ``Credentials``."""
         if len(credential) > _MAX_KEY_BYTES:
             return None
-        digest = _digest(credential)
+        digest = hashlib.sha256(credential.encode()).digest()
         known, principal = self._callers.get(self._blind(digest), self._nobody)
         return principal if hmac.compare_digest(known, digest) else None
 
@@ -236,7 +235,3 @@ def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Principal]:
     if len(set(rights)) < len(rights) or not set(rights) <= {ACT_FOR_OTHERS, ADMIN}:
         raise FileError(f"{where}: after the tenant only '{ACT_FOR_OTHERS}' and '{ADMIN}' may follow, each once")
     return bytes.fromhex(match[1]), Principal(tenant, ACT_FOR_OTHERS in rights, ADMIN in rights)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

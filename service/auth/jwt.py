@@ -20,7 +20,6 @@ from penstock.service.errors import Reason, ServiceError
 JWKS_FLAG = "--jwt-jwks-file"
 RIGHT_PREFIX = "penstock:"
 """Prefix of a right in the rights claim, since that claim may contain words for other services too."""
-MAX_LEEWAY_S = 300.0
 _MAX_TOKEN_BYTES = 8192
 _MIN_RSA_BITS = 2048
 _ALGORITHMS: Mapping[tuple[object, object], str] = {

@@ -64,9 +64,5 @@ def _token_rules(config: ServeConfig) -> TokenRules:
     assert config.jwt_issuer is not None, "the configuration is checked"
     assert config.jwt_audience is not None, "the configuration is checked"
     return TokenRules(
-        config.jwt_issuer,
-        config.jwt_audience,
-        config.jwt_tenant_claim,
-        config.jwt_rights_claim,
-        config.jwt_leeway,
+        config.jwt_issuer, config.jwt_audience, config.jwt_tenant_claim, config.jwt_rights_claim, config.jwt_leeway
     )

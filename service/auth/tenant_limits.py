@@ -3,7 +3,7 @@
 The keys below each tenant are those of ``_KEYS``; all are optional.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -33,20 +33,18 @@ class TenantLimitsFile:
 
 
 class _LimitKey(NamedTuple):
-    name: str
-    parse: Callable[[str], float]
-    wanted: str
+    kind: type[int] | type[float]
     low: float
     high: float
 
 
 _KEYS: Mapping[str, _LimitKey] = {
-    "weight": _LimitKey("weight", float, "a number", MIN_WEIGHT, MAX_WEIGHT),
-    "max-prompt-tokens": _LimitKey("max_prompt_tokens", int, "a whole number", 1, MAX_TOKENS_CAP),
-    "max-tokens": _LimitKey("max_tokens", int, "a whole number", 1, MAX_TOKENS_CAP),
-    "max-live-requests": _LimitKey("max_live_requests", int, "a whole number", 1, MAX_LIVE_REQUESTS_CAP),
-    "requests-per-second": _LimitKey("requests_per_second", float, "a number", MIN_REQUEST_RATE, MAX_REQUEST_RATE),
-    "tokens-per-minute": _LimitKey("tokens_per_minute", int, "a whole number", 1, MAX_TOKEN_BUDGET),
+    "weight": _LimitKey(float, MIN_WEIGHT, MAX_WEIGHT),
+    "max-prompt-tokens": _LimitKey(int, 1, MAX_TOKENS_CAP),
+    "max-tokens": _LimitKey(int, 1, MAX_TOKENS_CAP),
+    "max-live-requests": _LimitKey(int, 1, MAX_LIVE_REQUESTS_CAP),
+    "requests-per-second": _LimitKey(float, MIN_REQUEST_RATE, MAX_REQUEST_RATE),
+    "tokens-per-minute": _LimitKey(int, 1, MAX_TOKEN_BUDGET),
 }
 
 
@@ -78,16 +76,17 @@ def _limits(node: yaml.Node, where: str) -> TenantLimits:
         key = _KEYS.get(written.replace("_", "-"))
         if key is None:
             _fail(f"{where}: {written}", f"is not a key; there are {', '.join(_KEYS)}")
-        given[key.name] = _value(key, value, f"{where}: {written}")
+        given[written.replace("-", "_")] = _value(key, value, f"{where}: {written}")
     return TenantLimits(**given)  # type: ignore[arg-type]  # each was parsed by its field's type
 
 
 def _value(key: _LimitKey, node: yaml.Node, where: str) -> float:
     text = node.value if isinstance(node, yaml.ScalarNode) else ""
     try:
-        value = key.parse(text)
+        value = key.kind(text)
     except ValueError:
-        _fail(where, f"must be {key.wanted} of {key.low:,} to {key.high:,.0f}; it is {text or 'none'!r}")
+        wanted = "a whole number" if key.kind is int else "a number"
+        _fail(where, f"must be {wanted} of {key.low:,} to {key.high:,.0f}; it is {text or 'none'!r}")
     if not key.low <= value <= key.high:
         _fail(where, f"must be {key.low:,} to {key.high:,.0f}; it is {value:,}")
     return value

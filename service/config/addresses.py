@@ -6,9 +6,10 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from penstock.clients.host.loopback import is_loopback, resolves_to_loopback
 from penstock.clients.host.socket_lock import PathTaken, socket_lock
@@ -24,6 +25,11 @@ ADMIN_HTTP_HOST_FLAG = "--admin-http-host"
 METRICS_FLAG = "--metrics-listen"
 METRICS_PATH, LIVE_PATH, READY_PATH = "/metrics", "/livez", "/readyz"
 """The paths of the metrics listener."""
+_PROBLEMS: Mapping[int | None, str] = {
+    errno.EADDRINUSE: "the port is in use; stop what uses it or choose another",
+    errno.EACCES: "this user may not listen there; choose a port of 1024 or more",
+    errno.EADDRNOTAVAIL: "this machine has no such address; choose 127.0.0.1 or 0.0.0.0",
+}
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - only compared with
 OFF = "off"
 """The address that turns a listener off."""
@@ -107,6 +113,13 @@ class Address:
                 raise self._unusable(f"cannot be locked ({error.strerror or error})") from None
             yield
 
+    def resolve(self) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+        """Returns the family and the address for a socket that listens here. Raises socket.gaierror."""
+        family, _, _, _, where = socket.getaddrinfo(
+            self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return family, where
+
     def remove(self) -> None:
         """Removes a Unix socket's path."""
         if self.path is not None:
@@ -114,19 +127,18 @@ class Address:
 
     def _check_port(self) -> None:
         try:
-            family, kind, protocol, _, where = socket.getaddrinfo(
-                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
+            family, where = self.resolve()
         except socket.gaierror as error:
             problem = f"no address for this host: {error.strerror}; choose 127.0.0.1 or 0.0.0.0"
             raise ListenError(f"{self.host_flag or self.flag} {self}: {problem}") from None
-        with socket.socket(family, kind, protocol) as probe:
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(where)
             except OSError as error:
                 flag = self.host_flag if self.host_flag and error.errno == errno.EADDRNOTAVAIL else self.flag
-                raise ListenError(f"{flag} {self}: {_explained(error)}") from None
+                problem = _PROBLEMS.get(error.errno) or error.strerror or str(error)
+                raise ListenError(f"{flag} {self}: {problem}") from None
 
     def _check_path(self, path: Path) -> None:
         try:
@@ -156,14 +168,9 @@ class Address:
         return ListenError(f"{self.flag} {self}: the socket {why}; stop that service or choose another path")
 
 
-def _explained(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "the port is in use; stop what uses it or choose another"
-    if error.errno == errno.EACCES:
-        return "this user may not listen there; choose a port of 1024 or more"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "this machine has no such address; choose 127.0.0.1 or 0.0.0.0"
-    return error.strerror or str(error)
+def _beside(service: Address, distance: int) -> str:
+    port = service.port + distance if service.port <= MAX_PORT - distance else service.port - distance
+    return f"127.0.0.1:{port if service.port else 0}"
 
 
 def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Address | None:
@@ -177,8 +184,7 @@ def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Addr
     if text is None and service.path is not None:
         text = f"unix:{service.path}.admin"
     elif text is None:
-        beside = service.port - 1 if service.port == MAX_PORT else service.port + 1
-        text = f"127.0.0.1:{beside if service.port else 0}"
+        text = _beside(service, 1)
     address = Address.parse(text, ADMIN_FLAG)
     if address == service and (address.path is not None or address.port):
         raise ListenError(f"{ADMIN_FLAG} {text}: the service listens there; choose another address, or {OFF}")
@@ -199,18 +205,11 @@ def metrics_address(text: str | None, service: Address) -> Address | None:
     if text == OFF or (text is None and service.path is not None):
         return None
     if text is None:
-        beside = service.port - 2 if service.port > MAX_PORT - 2 else service.port + 2
-        text = f"127.0.0.1:{beside if service.port else 0}"
+        text = _beside(service, 2)
     address = Address.parse(text, METRICS_FLAG)
     if address.path is not None:
         raise ListenError(f"{METRICS_FLAG} {text}: must be HOST:PORT, or {OFF}; Prometheus reads metrics over HTTP")
     return address
-
-
-def http_address(text: str | None) -> Address | None:
-    """Returns the address of the HTTP listener, by ``--http-host`` and ``--http-port``; None if it is off. Raises
-    ListenError."""
-    return None if text is None else Address.parse(text, HTTP_FLAG, HTTP_HOST_FLAG)
 
 
 def admin_http_address(text: str | None, *, has_keys: bool) -> Address | None:

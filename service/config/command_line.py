@@ -50,11 +50,8 @@ OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317 sends traces and metrics there
 """
 
 
-_RIVALS = (
-    ("kv_cache_memory_bytes", "gpu_memory_utilization"),
-    ("gpu_memory_utilization", "kv_cache_memory_bytes"),
-)
-"""If one source sets the first flag of a pair, the second one is ignored in the sources that come after it."""
+_RIVALS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+"""If a source sets only one of the two, the other one is ignored in the sources that come after it."""
 
 
 def parse_config(arguments: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> ServeConfig:
@@ -78,7 +75,8 @@ def _overridden(values: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
     ignored = {"listen"} if by.keys() & {"host", "port"} else set()
     if "listen" in by:
         ignored |= {"host", "port"}
-    ignored |= {other for one, other in _RIVALS if one in by and other not in by}
+    if len(by.keys() & set(_RIVALS)) == 1:
+        ignored |= set(_RIVALS)
     return {name: value for name, value in values.items() if name not in ignored} | by
 
 

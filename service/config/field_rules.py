@@ -2,10 +2,10 @@
 value."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from penstock.service.config.text_size import utf8_bytes
 
@@ -36,7 +36,6 @@ class ModelLimits:
     max_model_len: int
 
     def resolve(self, bound: float | Limit) -> float:
-        """Returns a bound as a number."""
         if bound is Limit.UNCUT:
             return max(self.max_model_len, MAX_UNCUT_IDS)
         if isinstance(bound, Limit):
@@ -58,51 +57,37 @@ class Problem(NamedTuple):
         return self._replace(at=place + self.at)
 
 
-class Bound(Protocol):
-    """A bound on a field's value."""
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A bound on a field's value. This one allows any value of the field's type, such as a bool."""
 
-    @property
-    def required(self) -> bool:
-        """Whether the field must be set."""
-        ...
+    required: bool = field(default=False, kw_only=True)
+    """Whether the field must be set."""
 
     def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
         """Returns what is wrong with ``value``; None if it is within the bound."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Any value of the field's type, such as a bool."""
-
-    required: bool = False
-
-    def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
-        """Returns None."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Known(Bound):
     """A value that the enum has."""
 
     numbers: frozenset[int]
-    required: bool = False
 
     def problem(self, value: int, limits: ModelLimits) -> Problem | None:
         """Refuses unknown values: enums are open on the wire, so any number may arrive."""
         if value in self.numbers:
             return None
-        return Problem(f"must be one of the enum's values, {_listed(self.numbers)}; it is {value}")
+        return Problem(f"must be one of the enum's values, {', '.join(map(str, sorted(self.numbers)))}; it is {value}")
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class Number(Bound):
     """``low <= value <= high``; neither NaN nor infinite."""
 
     low: float
     high: float | Limit
-    required: bool = False
 
     def problem(self, value: float, limits: ModelLimits) -> Problem | None:
         """Refuses NaN too, since it compares false with everything."""
@@ -114,7 +99,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(Bound):
     """``low`` to ``high`` bytes of UTF-8 that match ``pattern`` from beginning to end."""
 
     low: int
@@ -122,7 +107,6 @@ class Text:
     pattern: re.Pattern[str] | None = None
     allowed: str = ""
     """The pattern in words."""
-    required: bool = False
 
     def problem(self, value: str, limits: ModelLimits) -> Problem | None:
         """Never repeats the text itself."""
@@ -136,15 +120,13 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class Items(Bound):
     """At most ``high`` items, each within the bound ``each``."""
 
     high: int
     each: Bound
-    required: bool = False
 
     def problem(self, value: Sequence[Any], limits: ModelLimits) -> Problem | None:
-        """Names the first item that is out of bounds."""
         if len(value) > self.high:
             return Problem(f"at most {self.high:,} items; it has {len(value):,}")
         for index, item in enumerate(value):
@@ -155,23 +137,20 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Refs:
+class Refs(Bound):
     """At most ``high`` numbers that the client chooses freely."""
 
     high: int
-    required: bool = False
 
     def problem(self, value: Sequence[int], limits: ModelLimits) -> Problem | None:
-        """Checks only how many there are."""
         return None if len(value) <= self.high else Problem(f"at most {self.high:,} refs; it has {len(value):,}")
 
 
 @dataclass(frozen=True, slots=True)
-class Ids:
+class Ids(Bound):
     """At most ``high`` token ids, each below the vocabulary size. The values of long lists are checked later."""
 
     high: int | Limit
-    required: bool = False
 
     def problem(self, value: Sequence[int], limits: ModelLimits) -> Problem | None:
         """Checks the length first, so that a long list costs nothing."""
@@ -182,15 +161,13 @@ class Ids:
 
 
 @dataclass(frozen=True, slots=True)
-class Biases:
+class Biases(Bound):
     """At most ``high`` entries; ids below the vocabulary size, values from ``-most`` to ``most``."""
 
     high: int
     most: float
-    required: bool = False
 
     def problem(self, value: Mapping[int, float], limits: ModelLimits) -> Problem | None:
-        """Checks keys and values."""
         if len(value) > self.high:
             return Problem(f"at most {self.high:,} entries; it has {len(value):,}")
         for token_id, bias in value.items():
@@ -202,29 +179,25 @@ class Biases:
 
 
 @dataclass(frozen=True, slots=True)
-class NestedIds:
+class NestedIds(Bound):
     """A list of ids in a message of its own, with a different bound than the message has elsewhere. There may be
     thousands of such lists: their values are checked when the request is prepared."""
 
     high: int | Limit
-    required: bool = False
 
     def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
-        """Checks only the length."""
         found = too_many_ids(value.ids, self.high, limits)
         return None if found is None else found.inside(".ids")
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class Texts(Bound):
     """At most ``high`` non-empty texts of ``max_bytes`` of UTF-8 in total."""
 
     high: int
     max_bytes: int
-    required: bool = False
 
     def problem(self, value: Sequence[str], limits: ModelLimits) -> Problem | None:
-        """Checks each text, then their total."""
         found = Items(self.high, Text(1, self.max_bytes)).problem(value, limits)
         if found is not None:
             return found
@@ -252,7 +225,3 @@ def too_many_ids(ids: Sequence[int], high: int | Limit, limits: ModelLimits) -> 
 
 def _shown(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))

@@ -6,9 +6,10 @@ This module knows no flag by name.
 
 import argparse
 import dataclasses
+import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
@@ -24,8 +25,9 @@ _SWITCHES = {"true": True, "false": False, "1": True, "0": False, "on": True, "o
 """The values of a variable for a flag that is on or off, in any case."""
 
 
-class ConfigError(Exception):
-    """A flag, a key or its value is wrong. The text is one line with its name and a correct value."""
+class ConfigError(argparse.ArgumentTypeError):
+    """A flag, a key or its value is wrong. The text is one line with its name and a correct value. If the parser of a
+    value raises it, argparse adds the flag's name."""
 
     def __init__(self, text: str) -> None:
         super().__init__(shortened(text))
@@ -65,8 +67,7 @@ def read_file(path: Path, of: "type[DataclassInstance]", listed: str) -> dict[st
     for key, value in loaded.items():
         field = fields.get(f"--{str(key).replace('_', '-')}")
         if field is None:
-            near = nearest(str(key).replace("_", "-"), [name.removeprefix("--") for name in fields])
-            hint = f"; did you mean {near}?" if near else ""
+            hint = _hint(str(key).replace("_", "-"), [name.removeprefix("--") for name in fields])
             raise ConfigError(f"--config {path}: {key} is not a flag{hint}; {listed}")
         try:
             values[field.name] = _from_file(field, value)
@@ -88,9 +89,7 @@ def read_environment(
     for name, text in texts.items():
         field = fields.get(name)
         if field is None:
-            near = nearest(name, list(fields))
-            hint = f"; did you mean {near}?" if near else ""
-            raise ConfigError(f"{name} in the environment is not a flag{hint}; {listed}")
+            raise ConfigError(f"{name} in the environment is not a flag{_hint(name, fields)}; {listed}")
         try:
             values[field.name] = _from_text(field, text)
         except ConfigError as error:
@@ -98,6 +97,11 @@ def read_environment(
             hint = "; set enableServiceLinks: false in the pod's spec" if text.startswith("tcp://") else ""
             raise ConfigError(f"{name} in the environment: {error}{hint}") from None
     return values, file
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = nearest(name, known)
+    return f"; did you mean {near}?" if near else ""
 
 
 def _from_text(field: "dataclasses.Field[Any]", text: str) -> Any:
@@ -109,13 +113,12 @@ def _from_text(field: "dataclasses.Field[Any]", text: str) -> Any:
 
 
 def _from_file(field: "dataclasses.Field[Any]", value: object) -> Any:
-    if bool in _types(field) or isinstance(value, bool):
-        if isinstance(value, bool) and bool in _types(field):
-            return value
-        raise ConfigError(f"must be {'true or false' if bool in _types(field) else _wanted(field)}; it is {value!r}")
+    is_switch = bool in _types(field)
+    if is_switch and isinstance(value, bool):
+        return value
     if field.metadata["is_json"] and isinstance(value, dict):
         return json.dumps(value, default=str)
-    if not isinstance(value, str | int | float):
+    if is_switch or isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ConfigError(f"must be {_wanted(field)}; it is {value!r}")
     return _parse(field, str(value))
 
@@ -214,18 +217,5 @@ class FlagParser(argparse.ArgumentParser):
                 choices = field.metadata["choices"]
                 metavar = field.metadata["metavar"] or (f"{{{','.join(map(str, choices))}}}" if choices else None)
                 help_text = f"{text} (default: {shown})"
-                flags.add_argument(_name(field), type=_Argument(field), metavar=metavar, help=help_text)
+                flags.add_argument(_name(field), type=functools.partial(_parse, field), metavar=metavar, help=help_text)
         flags.add_argument("--config", metavar="FILE", help="a YAML file with flags (default: none)")
-
-
-class _Argument:
-    """Parses a flag's value for argparse."""
-
-    def __init__(self, field: "dataclasses.Field[Any]") -> None:
-        self._field = field
-
-    def __call__(self, text: str) -> Any:
-        try:
-            return _parse(self._field, text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None

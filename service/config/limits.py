@@ -15,7 +15,6 @@ from penstock.scheduler.config import MAX_REQUEST_RATE, MAX_TOKEN_BUDGET, MIN_RE
 from penstock.service.config.field_rules import (
     Biases,
     Bound,
-    Free,
     Ids,
     Items,
     Known,
@@ -33,8 +32,6 @@ from penstock.service.config.field_rules import (
 from penstock.service.config.speculative import MAX_DRAFTS
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, invalid
-
-__all__ = ["FIELD_BOUNDS", "Limit", "ModelLimits", "Validator", "chat_bytes"]
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
@@ -57,13 +54,10 @@ MAX_TOOL_CALLS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Nested:
+class Nested(Bound):
     """A message with bounds of its own."""
 
-    required: bool = False
-
     def problem(self, value: Message, limits: ModelLimits) -> Problem | None:
-        """Checks the message's own fields."""
         return _walk(value, limits)
 
 
@@ -78,16 +72,14 @@ def chat_bytes(messages: Iterable[Any]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class Messages(Bound):
     """At most ``high`` chat messages, with at most ``max_calls`` calls and ``max_bytes`` of text in total."""
 
     high: int
     max_calls: int
     max_bytes: int
-    required: bool = False
 
     def problem(self, value: Sequence[Any], limits: ModelLimits) -> Problem | None:
-        """Checks how many there are, then each of them, then the total size of their texts."""
         if len(value) <= self.high and (num_calls := sum(len(each.tool_calls) for each in value)) > self.max_calls:
             return Problem(f"at most {self.max_calls:,} tool_calls in all; they have {num_calls:,}")
         found = Items(self.high, Nested()).problem(value, limits)
@@ -105,7 +97,7 @@ _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _HUNDREDTH = 0.009999999776482582
 """0.01 as a 32-bit float, which the wire has."""
 _UINT32 = Number(0, UINT32_MAX)
-_FLAG = Free()
+_FLAG = Bound()
 _TENANT = Text(1, 64, TENANT_NAME, "letters, digits, '_', '.' and '-' only")
 _TRACE = Text(55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex")
 _TRUNCATION = Number(-1, Limit.CONTEXT)

@@ -53,7 +53,6 @@ class SamplingDefaults:
         return merged
 
     def __str__(self) -> str:
-        """Returns names and values, for logs."""
         shown = [f"{each.name} {value:g}" for each, value in self.sampling.ListFields()]
         if self.token_limit is not None:
             shown.append(f"at most {self.token_limit:,} output tokens")
@@ -83,10 +82,16 @@ def read_sampling_defaults(model: Path, source: str, override: str | None = None
     directory. ``override`` takes precedence. Raises ModelError and ConfigError."""
     is_other = source not in (AUTO, NONE, _VLLM)
     values: dict[str, Any] = {}
-    if is_other or source == AUTO:
-        file = _other_file(source) if is_other else model / FILE
-        if is_other or file.exists():
-            values = _read(file)
+    file = Path(source).expanduser() if is_other else model / FILE
+    if file.is_dir():
+        file /= FILE
+    if is_other or (source == AUTO and file.exists()):
+        found = read_json(file)
+        try:
+            values = _checked(found)
+        except ValueError as error:
+            remedy = "correct it, or ignore its sampling defaults with --generation-config none"
+            raise ModelError(f"{file}: {error}: {remedy}") from None
     limit = values.get(_MAX_NEW_TOKENS) if is_other else None
     if override is not None:
         overriding = check_override(override)
@@ -94,21 +99,6 @@ def read_sampling_defaults(model: Path, source: str, override: str | None = None
         limit = overriding.get(_MAX_NEW_TOKENS, limit)
     max_tokens = values.pop(_MAX_NEW_TOKENS, None)
     return SamplingDefaults(pb.Sampling(max_tokens=max_tokens, **values), limit)
-
-
-def _other_file(source: str) -> Path:
-    path = Path(source).expanduser()
-    return path / FILE if path.is_dir() else path
-
-
-def _read(file: Path) -> dict[str, Any]:
-    found = read_json(file)
-    try:
-        return _checked(found)
-    except ValueError as error:
-        raise ModelError(
-            f"{file}: {error}: correct it, or ignore its sampling defaults with --generation-config none"
-        ) from None
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:

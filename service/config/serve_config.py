@@ -19,9 +19,8 @@ from penstock.models.executor.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
+from penstock.service.config.flag_checks import check_identity, check_listeners, host_port
 from penstock.service.config.flags import ConfigError, check, flag
-from penstock.service.config.host_flags import DEFAULT_HOST, check_listeners, host_port
-from penstock.service.config.identity_flags import check_identity
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import check_override
 from penstock.service.config.speculative import parse_speculation
@@ -78,10 +77,7 @@ class ServeConfig:
         choices=["last", "mean", "cls"], shown="from the model's 1_Pooling/config.json, or last",
     )  # fmt: skip
     host: str | None = flag(
-        None,
-        "the address to listen on; 0.0.0.0 is every IPv4 address",
-        shown="127.0.0.1",
-        group="listeners",
+        None, "the address to listen on; 0.0.0.0 is every IPv4 address", shown="127.0.0.1", group="listeners"
     )
     port: int | None = flag(None, "the port to listen on; 0 is any free port", shown="50051", low=0, high=65535)
     listen: str | None = flag(
@@ -341,7 +337,7 @@ class ServeConfig:
         """The listen address: ``host:port`` or ``unix:PATH``."""
         if self.listen is not None:
             return self.listen
-        return host_port(self.host or DEFAULT_HOST, 50051 if self.port is None else self.port)
+        return host_port(self.host, 50051 if self.port is None else self.port)
 
     @property
     def address_flags(self) -> tuple[str, ...]:
@@ -351,16 +347,12 @@ class ServeConfig:
     @property
     def http_address(self) -> str | None:
         """The listen address for HTTP, as ``host:port``; None without HTTP."""
-        if self.http_port is None:
-            return None
-        return host_port(self.http_host or DEFAULT_HOST, self.http_port)
+        return None if self.http_port is None else host_port(self.http_host, self.http_port)
 
     @property
     def admin_http_address(self) -> str | None:
         """The listen address of the status page, as ``host:port``; None without it."""
-        if self.admin_http_port is None:
-            return None
-        return host_port(self.admin_http_host or DEFAULT_HOST, self.admin_http_port)
+        return None if self.admin_http_port is None else host_port(self.admin_http_host, self.admin_http_port)
 
     @property
     def has_credentials(self) -> bool:
@@ -373,11 +365,6 @@ class ServeConfig:
         if self.scheduling_policy is not None:
             return Policy(self.scheduling_policy)
         return Policy.FAIR if self.has_credentials or self.tenants_file is not None else Policy.FCFS
-
-    @property
-    def needs_certificates(self) -> bool:
-        """Whether callers over gRPC need a certificate."""
-        return self.tls_client_ca is not None
 
     @property
     def speculation(self) -> SpeculationConfig | None:

@@ -12,7 +12,8 @@ from penstock.kv.block_hash import tenant_salt
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Event, Prompt, Request
-from penstock.service.config.limits import Limit, Validator
+from penstock.service.config.field_rules import Limit
+from penstock.service.config.limits import Validator
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.requests.generate import Origin

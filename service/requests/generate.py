@@ -16,7 +16,8 @@ from google.protobuf.message import Message
 from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import MAX_FORCED_DRAFTS, SamplingParams
 from penstock.scheduler.request import Event, Prompt, Request, TextState
-from penstock.service.config.limits import Limit, Validator
+from penstock.service.config.field_rules import Limit
+from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.requests.chat import check_chat, parse_chat

@@ -256,7 +256,7 @@ class RequestLifecycle:
         self.was_accepted = True
         ttft_s = event.predicted_ttft_s
         if self._span.is_recording:
-            self._span.follow(self._request_context.engine.explain(self.request_id))
+            self._span.timeline = self._request_context.engine.explain(self.request_id)
         self._receiver.accepted(
             pb.Accepted(
                 ref=self.ref,

@@ -123,7 +123,7 @@ class _LiveEmbedding:
         """The request's sink: never raises."""
         if isinstance(event, RequestAccepted):
             if self._span.is_recording:
-                self._span.follow(self._engine.explain(self._request_id))
+                self._span.timeline = self._engine.explain(self._request_id)
         elif isinstance(event, Embedded):
             self._vectors[event.choice] = event.vector[: self._vector_bytes]
         elif isinstance(event, RequestFinished):

@@ -236,7 +236,7 @@ async def _end(context: Context, error: BaseException, request_id: str, answers:
     except TimeoutError:
         task = asyncio.current_task()
         assert task is not None
-        answers.end(task)  # and with it the unread messages before the status
+        answers.ender.end(task)  # and with it the unread messages before the status
         raise asyncio.CancelledError from None
 
 

@@ -1,7 +1,5 @@
 """The bounds of the histograms' buckets, in seconds or in tokens."""
 
-from penstock.service.telemetry.histogram import merged, one_two_five
-
 # From OpenTelemetry's conventions for generative AI.
 GENAI_DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 GENAI_FIRST_TOKEN = (
@@ -20,6 +18,6 @@ FINE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.
 
 FIRST_TOKEN_BOUNDS = VLLM_FIRST_TOKEN
 """Each of these four holds the bounds of all metrics that are read from the same histogram."""
-OUTPUT_TOKEN_BOUNDS = merged(VLLM_OUTPUT_TOKEN, FINE)
-REQUEST_BOUNDS = merged(VLLM_REQUEST, GENAI_DURATION, FINE)
-TOKEN_BOUNDS = one_two_five(1_000_000)
+OUTPUT_TOKEN_BOUNDS = tuple(sorted({*VLLM_OUTPUT_TOKEN, *FINE}))
+REQUEST_BOUNDS = tuple(sorted({*VLLM_REQUEST, *GENAI_DURATION, *FINE}))
+TOKEN_BOUNDS = (*(float(step * 10**power) for power in range(6) for step in (1, 2, 5)), 1e6)

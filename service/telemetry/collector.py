@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from penstock.clients.host.distribution import installed_version
 from penstock.scheduler.engine_stats import EngineState
@@ -90,25 +90,24 @@ def read_starting() -> list[Reading]:
     return [Reading(STATE, [Point(labels, value) for labels, value in state_points(EngineState.STARTING)])]
 
 
-class LoopReader(Generic[T]):
-    """Calls a function from other threads, on the event loop that this object is created on."""
+def from_threads(read: Callable[[], T]) -> Callable[[], T]:
+    """Returns a function that calls ``read`` on the current event loop, from other threads. It raises TimeoutError if
+    the loop is too busy, or closed."""
+    loop = asyncio.get_running_loop()
 
-    def __init__(self, read: Callable[[], T]) -> None:
-        self._read = read
-        self._loop = asyncio.get_running_loop()
-
-    def read(self) -> T:
-        """Returns the result. Raises TimeoutError if the loop is too busy, or closed."""
+    def read_on_loop() -> T:
         answer: Future[T] = Future()
 
         def work() -> None:
             try:
-                answer.set_result(self._read())
+                answer.set_result(read())
             except Exception as error:
                 answer.set_exception(error)
 
         try:
-            self._loop.call_soon_threadsafe(work)
+            loop.call_soon_threadsafe(work)
         except RuntimeError:
             raise TimeoutError("the event loop is closed") from None
         return answer.result(READ_S)
+
+    return read_on_loop

@@ -40,12 +40,12 @@ class LoopLag:
         """``clock`` returns seconds; uvloop's own clock has a resolution of 1 ms."""
         self._clock = clock
         self._samples: deque[float] = deque(maxlen=MAX_SAMPLES)
-        self._num_samples = 0
+        self.num_samples = 0
+        """The number of samples since the start, including those no longer kept."""
         self._due = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts sampling."""
         self._due = self._clock() + PERIOD_S
         self._timer = loop.call_later(PERIOD_S, self._sample, loop)
 
@@ -53,11 +53,6 @@ class LoopLag:
         """Stops sampling. Safe to call before ``start``, and twice."""
         if self._timer is not None:
             self._timer.cancel()
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples since the start, including those no longer kept."""
-        return self._num_samples
 
     def over(self, num_samples: int) -> Lag | None:
         """Returns the lag over the last ``num_samples``, or fewer if fewer are kept; None if there are none."""
@@ -70,7 +65,7 @@ class LoopLag:
         # The longest ones are kept if there is no room for all.
         num_due = min(1 + int(late_s / PERIOD_S), MAX_SAMPLES)
         self._samples.extend(late_s - i * PERIOD_S for i in range(num_due))
-        self._num_samples += num_due
+        self.num_samples += num_due
         self.start(loop)
 
 

@@ -24,7 +24,6 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """The number of all values."""
         return sum(self.counts)
 
 
@@ -40,7 +39,6 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -78,7 +76,6 @@ class LogHistogram:
 
     @classmethod
     def sum(cls, histograms: Iterable["LogHistogram"]) -> "LogHistogram":
-        """Returns a histogram with all values of these."""
         total = cls()
         for histogram in histograms:
             total.count += histogram.count
@@ -94,18 +91,3 @@ class LogHistogram:
             if rank <= 0:
                 return _LEAST_S * math.pow(_GROWTH, bucket + 0.5)
         return 0.0
-
-
-def merged(*bounds: Sequence[float]) -> tuple[float, ...]:
-    """Returns the bounds of a histogram that can be read with any of these."""
-    return tuple(sorted(set().union(*bounds)))
-
-
-def one_two_five(limit: float) -> tuple[float, ...]:
-    """Returns 1, 2, 5, 10, 20, 50 ... up to ``limit``."""
-    found = []
-    decade = 1
-    while decade <= limit:
-        found += [decade * step for step in (1, 2, 5) if decade * step <= limit]
-        decade *= 10
-    return tuple(map(float, found))

@@ -68,7 +68,6 @@ class Instrument:
 
     @property
     def prometheus_name(self) -> str:
-        """The name on the page that Prometheus scrapes."""
         if self.is_prometheus_only:
             return self.name
         suffix = "_total" if self.kind is MetricKind.COUNTER else ""

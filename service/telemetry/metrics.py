@@ -101,7 +101,6 @@ class Metrics:
         return tenant
 
     def ended(self, end: "End") -> None:
-        """Counts a request that ended, for any reason."""
         finished, code = end.finished, end.code.name
         self.ends[code, end.reason] += 1
         usage = finished.usage

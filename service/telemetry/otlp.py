@@ -7,11 +7,11 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.clients.host.span_exporter import CLOSE_S
-from penstock.service.telemetry.collector import LoopReader, Point, Reading
+from penstock.service.telemetry.collector import Point, Reading
 from penstock.service.telemetry.histogram import Distribution
 from penstock.service.telemetry.instrument import MetricKind
 
@@ -31,18 +31,17 @@ class MetricsPush:
     environment prefers."""
 
     def __init__(
-        self, exporter: "MetricExporter", resource: "Resource", interval_s: float, reader: LoopReader[list[Reading]]
+        self, exporter: "MetricExporter", resource: "Resource", interval_s: float, read: Callable[[], list[Reading]]
     ) -> None:
         self._exporter = exporter
         self._resource = resource
         self._interval_s = interval_s
-        self._reader = reader
+        self._read = read
         self._began_ns = time.time_ns()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread = threading.Thread(target=self._run, name="metrics to a collector", daemon=True)
         self._thread.start()
 
@@ -64,7 +63,7 @@ class MetricsPush:
     def _run(self) -> None:
         while not self._is_over.wait(self._interval_s):
             try:
-                readings = self._reader.read()
+                readings = self._read()
             except TimeoutError:
                 continue
             except Exception as error:
@@ -95,7 +94,7 @@ def _warn(error: Exception) -> None:
     _log.error("metrics could not be sent (%s in %s); the next ones are tried", type(error).__name__, place)
 
 
-def push_from(environ: Mapping[str, str], reader: LoopReader[list[Reading]]) -> MetricsPush | None:
+def push_from(environ: Mapping[str, str], read: Callable[[], list[Reading]]) -> MetricsPush | None:
     """Returns the push that the environment configures; None if it names no collector. Call it after the worker has
     started: it opens a channel."""
     wanted = any(environ.get(name) for name in _ENDPOINTS) and environ.get("OTEL_METRICS_EXPORTER") != "none"
@@ -109,7 +108,7 @@ def push_from(environ: Mapping[str, str], reader: LoopReader[list[Reading]]) -> 
         interval_ms = float(environ.get("OTEL_METRIC_EXPORT_INTERVAL") or _DEFAULT_INTERVAL_MS)
     except ValueError:
         interval_ms = _DEFAULT_INTERVAL_MS
-    return MetricsPush(OTLPMetricExporter(), resource, max(_MIN_INTERVAL_S, interval_ms / 1000), reader)
+    return MetricsPush(OTLPMetricExporter(), resource, max(_MIN_INTERVAL_S, interval_ms / 1000), read)
 
 
 def to_otlp(readings: Sequence[Reading], began_ns: int, now_ns: int) -> "list[Metric]":

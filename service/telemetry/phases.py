@@ -4,6 +4,7 @@ its events. Knows nothing about spans."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from penstock.scheduler.timeline import EntryKind, Timeline, TimelineEntry
 
@@ -25,16 +26,6 @@ class PhaseName(Enum):
     HELD = "held"
 
 
-class MomentName(Enum):
-    """The name of an event."""
-
-    ACCEPTED = "penstock.accepted"
-    FIRST_TOKEN = "penstock.first_token"
-    PREEMPTED = "penstock.preempted"
-    WORKER_DIED = "penstock.worker_died"
-    UPDATED = "penstock.updated"
-
-
 @dataclass(slots=True, eq=False)
 class Phase:
     """A stretch of a request's life. Times are by the timeline's clock."""
@@ -52,7 +43,6 @@ class Phase:
 
     @property
     def attributes(self) -> Attributes:
-        """The attributes of its span."""
         attributes: dict[str, str | int | Sequence[str]] = {}
         if self.name is PhaseName.QUEUE or self.name in _COMPUTING:
             attributes["penstock.choice"] = self.choice
@@ -67,21 +57,21 @@ class Phase:
         return attributes
 
 
-@dataclass(slots=True, frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Something that happened to a request at one time."""
 
-    name: MomentName
+    name: str
+    """The name of the event."""
     at: float
     attributes: Attributes
 
 
 _COMPUTING = (PhaseName.PREFILL, PhaseName.DECODE)
 _MOMENTS = {
-    EntryKind.ACCEPTED: MomentName.ACCEPTED,
-    EntryKind.PREEMPTED: MomentName.PREEMPTED,
-    EntryKind.RESTARTED: MomentName.WORKER_DIED,
-    EntryKind.UPDATED: MomentName.UPDATED,
+    EntryKind.ACCEPTED: "penstock.accepted",
+    EntryKind.PREEMPTED: "penstock.preempted",
+    EntryKind.RESTARTED: "penstock.worker_died",
+    EntryKind.UPDATED: "penstock.updated",
 }
 
 
@@ -93,7 +83,7 @@ def moments_of(timeline: Timeline) -> list[Moment]:
         if entry.kind in _MOMENTS
     ]
     if timeline.first_token_at is not None:
-        moments.append(Moment(MomentName.FIRST_TOKEN, timeline.first_token_at, {}))
+        moments.append(Moment("penstock.first_token", timeline.first_token_at, {}))
     return sorted(moments, key=lambda moment: moment.at)
 
 

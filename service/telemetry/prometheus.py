@@ -27,7 +27,7 @@ from prometheus_client.utils import floatToGoString
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.service.config.addresses import LIVE_PATH, METRICS_PATH, READY_PATH, Address, ListenError
 from penstock.service.telemetry.catalog import INSTRUMENTS
-from penstock.service.telemetry.collector import LoopReader, Reading
+from penstock.service.telemetry.collector import Reading
 from penstock.service.telemetry.histogram import Distribution
 from penstock.service.telemetry.instrument import Instrument, MetricKind
 
@@ -43,7 +43,6 @@ REQUEST_S = 30.0
 
 
 _WRONG_METHOD, _ALLOW = "405 Method Not Allowed", ("Allow", "GET, HEAD, OPTIONS")
-_WRONG_HOST = "421 Misdirected Request"
 _OK, _PLAIN, _OPENMETRICS = "200 OK", "text/plain; charset=utf-8", "application/openmetrics-text"
 _UNAVAILABLE = "503 Service Unavailable"
 _PATHS = (METRICS_PATH, LIVE_PATH, READY_PATH)
@@ -63,39 +62,30 @@ class MetricsPage:
         self,
         address: Address,
         hosts: AllowedHosts,
-        reader: LoopReader[list[Reading]],
-        readiness: LoopReader[Readiness],
+        read: Callable[[], list[Reading]],
+        readiness: Callable[[], Readiness],
     ) -> None:
-        """``hosts``: the host names that requests may use."""
-        self._address = address
-        self._hosts = hosts
-        self._reader = reader
-        self._readiness = readiness
-        self._server: _Server | None = None
-
-    def start(self) -> str:
-        """Starts to listen; returns the address with the port that was bound. Raises ListenError."""
+        """Starts to listen. ``hosts``: the host names that requests may use. ``read`` and ``readiness`` are called by
+        threads, and raise TimeoutError if the event loop does not respond. Raises ListenError."""
         registry = CollectorRegistry()
-        registry.register(_Bridge(self._reader))
+        registry.register(_Bridge(read))
         ProcessCollector(registry=registry)
         try:
-            self._server = _Server(self._address, _app(registry, self._hosts, self._readiness))
+            self._server = _Server(address, _app(registry, hosts, readiness))
         except OSError as error:
-            raise ListenError(f"{self._address.flag} {self._address}: {error.strerror}; choose another") from None
+            raise ListenError(f"{address.flag} {address}: {error.strerror}; choose another") from None
+        self.target = address.with_port(self._server.server_port)
+        """The address with the port that was bound."""
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
-        return self._address.with_port(self._server.server_port)
 
     def stop(self) -> None:
-        """Stops listening, without waiting for running requests. Safe to call before ``start``, and twice."""
-        server, self._server = self._server, None
-        if server is None:
-            return
+        """Stops listening, without waiting for running requests."""
 
         def end() -> None:
-            server.shutdown()
-            server.server_close()
+            self._server.shutdown()
+            self._server.server_close()
 
-        server.socket.shutdown(socket.SHUT_RDWR)  # accepts no more connections, and wakes its thread
+        self._server.socket.shutdown(socket.SHUT_RDWR)  # accepts no more connections, and wakes its thread
         threading.Thread(target=end, name="metrics end", daemon=True).start()
 
 
@@ -115,8 +105,8 @@ def to_families(readings: Iterable[Reading]) -> Iterator[Metric]:
 class _Bridge(Collector):
     """Converts readings to the library's families, for each scrape."""
 
-    def __init__(self, reader: LoopReader[list[Reading]]) -> None:
-        self._reader = reader
+    def __init__(self, read: Callable[[], list[Reading]]) -> None:
+        self._read = read
 
     def describe(self) -> Iterator[Metric]:
         """Returns all metrics without values, so that a scrape may select some by name."""
@@ -124,7 +114,7 @@ class _Bridge(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Returns all metrics. Raises TimeoutError if the event loop does not respond."""
-        return to_families(self._reader.read())
+        return to_families(self._read())
 
 
 def _family(instrument: Instrument) -> Any:
@@ -149,16 +139,14 @@ _NOT_OURS = b"the header Host is not a name of this server; use its address, or 
 App = Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]
 
 
-def _app(registry: CollectorRegistry, hosts: AllowedHosts, readiness: LoopReader[Readiness]) -> App:
+def _app(registry: CollectorRegistry, hosts: AllowedHosts, readiness: Callable[[], Readiness]) -> App:
     """Returns the WSGI application. The library's own would rename metrics with a colon in OpenMetrics."""
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        method = environ["REQUEST_METHOD"]
+        method, path, form = environ["REQUEST_METHOD"], environ["PATH_INFO"], _PLAIN
         if not hosts.allows(environ.get("HTTP_HOST", "localhost")):
-            start_response(_WRONG_HOST, [("Content-Type", _PLAIN), ("Content-Length", str(len(_NOT_OURS)))])
-            return [] if method == "HEAD" else [_NOT_OURS]
-        path, form = environ["PATH_INFO"], _PLAIN
-        if path not in _PATHS:
+            status, text = "421 Misdirected Request", _NOT_OURS
+        elif path not in _PATHS:
             status, text = "404 Not Found", f"there is only: {', '.join(_PATHS)}\n".encode()
         elif method == "OPTIONS":
             start_response("204 No Content", [_ALLOW])
@@ -190,10 +178,10 @@ def _answer(registry: CollectorRegistry, environ: WSGIEnvironment) -> tuple[str,
         return _UNAVAILABLE, _PLAIN, b"the service is too busy to report its metrics; try again\n"
 
 
-def _probe(path: str, readiness: LoopReader[Readiness]) -> tuple[str, bytes]:
+def _probe(path: str, readiness: Callable[[], Readiness]) -> tuple[str, bytes]:
     """Returns status and body of a probe. The body names the state."""
     try:
-        found = readiness.read()
+        found = readiness()
     except TimeoutError:
         return _UNAVAILABLE, b"the event loop does not respond\n"
     is_good = path == LIVE_PATH or found.is_ready
@@ -217,7 +205,6 @@ class _Handler(WSGIRequestHandler):
         return is_whole
 
     def finish(self) -> None:
-        """Stops the timer."""
         self._limit.cancel()
         super().finish()
 
@@ -234,16 +221,13 @@ class _Server(ThreadingMixIn, WSGIServer):
     request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, address: Address, app: App) -> None:
-        family, _, _, _, where = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        self.address_family = family
+        self.address_family, where = address.resolve()
         self._counting = threading.Lock()
         self._open: dict[socket.socket, float] = {}
         """Connections, oldest first, and the time of each."""
         self._waiting: set[socket.socket] = set()
         """The open connections that have not sent a complete request head."""
-        super().__init__((str(where[0]), int(where[1])), _Handler)
+        super().__init__(where[:2], _Handler)
         self.set_app(app)
 
     def server_bind(self) -> None:
@@ -286,7 +270,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._waiting.discard(connection)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Runs in the connection's thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:

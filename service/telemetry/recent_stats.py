@@ -67,7 +67,6 @@ class RecentStats:
             self._timer.cancel()
 
     def begin_second(self) -> None:
-        """Ends the current second and begins the next one."""
         self._metrics.recent = RecentLatencies()
         self._seconds.append(self._now())
 

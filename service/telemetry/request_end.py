@@ -16,12 +16,12 @@ def report_end(span: RequestSpan, metrics: Metrics, end: End) -> None:
     span.end_request(finished, reason, code)
     if not _log.isEnabledFor(logging.INFO):
         return
-    usage, timings, client_request_id = finished.usage, finished.timings, end.client_request_id[:128]
+    usage, timings = finished.usage, finished.timings
     speculation = finished.speculation or SpeculationCounts()
     field = "" if end.refusal is None else end.refusal.field
     data: dict[str, object] = {
         "request_id": end.request_id,
-        "client_request_id": client_request_id,
+        "client_request_id": end.client_request_id[:128],
         "tenant": end.tenant,
         "operation": end.operation,
         "code": code.name,
@@ -40,17 +40,8 @@ def report_end(span: RequestSpan, metrics: Metrics, end: End) -> None:
     }
     if span.trace_id:
         data["trace_id"] = span.trace_id
-    _log.info(
-        "request %s (tenant %s, client id %r): %s%s, %s after %d ms; tokens: prompt %d, cached %d, output %d",
-        end.request_id,
-        end.tenant,
-        client_request_id,
-        reason,
-        f" at {field}" if field else "",
-        code.name,
-        timings.total_us // 1000,
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.output_tokens,
-        extra={"data": data},
-    )
+    line = "request %(request_id)s (tenant %(tenant)s, client id %(client_request_id)r): %(reason)s"
+    if field:
+        line += " at %(field)s"
+    line += ", %(code)s after %(total_ms)d ms; tokens: prompt %(prompt_tokens)d, cached %(cached_tokens)d, "
+    _log.info(line + "output %(output_tokens)d", data, extra={"data": data})

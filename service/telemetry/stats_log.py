@@ -12,31 +12,15 @@ INTERVAL_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-class StatsLog:
-    """Logs the engine's load and throughput while it has requests, and nothing while it is idle."""
-
-    def __init__(self, stats: Callable[[], EngineStats], interval_s: float) -> None:
-        self._stats = stats
-        self._interval_s = interval_s
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Starts to log."""
-        self._task = asyncio.create_task(self._run(), name="penstock stats")
-
-    def stop(self) -> None:
-        """Stops logging. Safe to call before ``start``, and twice."""
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _run(self) -> None:
-        before, then = self._stats(), time.monotonic()
-        while True:
-            await asyncio.sleep(self._interval_s)
-            stats, now = self._stats(), time.monotonic()
-            if stats.requests or stats.steps > before.steps:
-                _report(before, stats, now - then)
-            before, then = stats, now
+async def log_stats(stats: Callable[[], EngineStats], interval_s: float) -> None:
+    """Logs the engine's load and throughput while it has requests, and nothing while it is idle. Never returns."""
+    before, then = stats(), time.monotonic()
+    while True:
+        await asyncio.sleep(interval_s)
+        current, now = stats(), time.monotonic()
+        if current.requests or current.steps > before.steps:
+            _report(before, current, now - then)
+        before, then = current, now
 
 
 def _report(before: EngineStats, stats: EngineStats, seconds: float) -> None:

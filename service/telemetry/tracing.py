@@ -109,11 +109,11 @@ class RequestSpan:
         self._tracer = tracer
         self._began_ns = began_ns
         self._began = time.monotonic()
-        self._timeline: Timeline | None = None
+        self.timeline: Timeline | None = None
+        """Its phases become child spans when the span ends."""
 
     @property
     def is_recording(self) -> bool:
-        """Whether the request is sampled."""
         return self._span.is_recording()
 
     @property
@@ -121,10 +121,6 @@ class RequestSpan:
         """The trace's id; empty if there is no trace."""
         context = self._span.get_span_context()
         return trace.format_trace_id(context.trace_id) if context.is_valid else ""
-
-    def follow(self, timeline: Timeline | None) -> None:
-        """Takes the phases from a timeline, when the span ends."""
-        self._timeline = timeline
 
     def end_request(self, finished: RequestFinished, ended: str, code: grpc.StatusCode) -> None:
         """Records how the request ended and what it used, and ends the span. ``ended`` is the name of the reason."""
@@ -146,14 +142,14 @@ class RequestSpan:
         if finished.speculation is not None:
             span.set_attribute("penstock.drafted_tokens", finished.speculation.drafted)
             span.set_attribute("penstock.accepted_tokens", finished.speculation.accepted)
-        if self._timeline is not None:
-            self._add_phases(self._timeline, now)
+        if self.timeline is not None:
+            self._add_phases(self.timeline, now)
         _end_call(span, code)
         span.end(self._unix_ns(now))
 
     def _add_phases(self, timeline: Timeline, now: float) -> None:
         for moment in moments_of(timeline):
-            self._span.add_event(moment.name.value, moment.attributes, self._unix_ns(moment.at))
+            self._span.add_event(moment.name, moment.attributes, self._unix_ns(moment.at))
         parent = trace.set_span_in_context(self._span, otel_context.Context())
         for phase in phases_of(timeline, now):
             begin_ns, attributes = self._unix_ns(phase.begin), phase.attributes

@@ -1,10 +1,7 @@
 """Limits the memory of calls before they are checked and after they are handled: messages in flight, unread responses,
 connections. The limit on metadata is in early_refusals.py."""
 
-from functools import partial
-
 from penstock.clients.host.parse_turns import ParseTurns
-from penstock.service.errors import Reason, ServiceError
 from penstock.service.transport.connections import Connections
 from penstock.service.transport.places import Places, Rules
 from penstock.service.transport.unfinished import UnfinishedMessages
@@ -43,22 +40,24 @@ class CallLimits:
     def __init__(self, connections: Connections | None = None) -> None:
         """``connections``: shared by the whole service; None creates new ones."""
         self.open_messages = Places(
-            _message_rules(OPEN_PATIENCE_S)(
+            Rules(
                 total=OPEN_MESSAGES,
                 each=OPEN_MESSAGES_OF_HOST,
                 waiting_each=_WAITING_OF_HOST,
                 max_waiting=_MAX_WAITING_OPEN,
                 hold_s=OPEN_HOLD_S,
+                patience_s=OPEN_PATIENCE_S,
             )
         )
         """The owner of a place is a host."""
         self.messages = Places(
-            _message_rules(PATIENCE_S)(
+            Rules(
                 total=MESSAGES,
                 each=MESSAGES_OF_TENANT,
                 waiting_each=_WAITING_OF_TENANT,
                 max_waiting=_MAX_WAITING,
                 hold_s=HOLD_S,
+                patience_s=PATIENCE_S,
                 spare=SPARE_MESSAGES,
             )
         )
@@ -70,8 +69,7 @@ class CallLimits:
                 waiting_each=_WAITING_OF_HOST,
                 max_waiting=_MAX_WAITING_OPEN,
                 hold_s=OPEN_HOLD_S,
-                patience_s=None,
-                displaced=_too_many_calls,
+                message="too many calls without a key were open, and this one was open the longest; call again",
             )
         )
         """The owner of a place is a host."""
@@ -85,29 +83,9 @@ class CallLimits:
         return self.open_messages if is_open else self.messages
 
     def start(self) -> None:
-        """Starts to watch connections and unfinished messages."""
         self.connections.start()
         self.unfinished.start()
 
     def stop(self) -> None:
-        """Stops watching."""
         self.connections.stop()
         self.unfinished.stop()
-
-
-def _message_rules(patience_s: float) -> "partial[Rules]":
-    def late() -> ServiceError:
-        return ServiceError(
-            Reason.DEADLINE, f"the message did not arrive within {patience_s:g} s; call again when it is ready"
-        )
-
-    return partial(Rules, patience_s=patience_s, displaced=_too_many_messages, late=late)
-
-
-def _too_many_messages() -> ServiceError:
-    return ServiceError(Reason.MESSAGES_IN_FLIGHT)
-
-
-def _too_many_calls() -> ServiceError:
-    message = "too many calls without a key were open, and this one was open the longest; call again"
-    return ServiceError(Reason.MESSAGES_IN_FLIGHT, message)

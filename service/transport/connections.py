@@ -23,7 +23,6 @@ from urllib.parse import unquote
 
 from penstock.service.config.addresses import Address
 
-CONNECTIONS_FLAG = "--max-connections"
 MAX_ADMIN_CONNECTIONS = 64
 RESERVED_FILES = 48
 """Open files that are reserved for purposes other than connections, above all for the pipes and sockets of a new worker
@@ -141,13 +140,11 @@ class Connections:
             self._limits[address.port] = limit
 
     def start(self) -> None:
-        """Starts to watch."""
         if self._limits and not self._is_blind:
             self._spare = _open_spare()
             self._looking = asyncio.create_task(self._check(), name="connections")
 
     def stop(self) -> None:
-        """Stops watching."""
         if self._looking is not None:
             self._looking.cancel()
         if self._spare is not None:
@@ -167,7 +164,6 @@ class Connections:
             use.last = asyncio.get_running_loop().time()
 
     def end_call(self, name: str, tenant: str | None) -> None:
-        """Counts a call that ends."""
         peer = peer_of(name)
         use = None if peer is None else self._uses.get(peer)
         if peer is not None and use is not None:
@@ -237,8 +233,10 @@ class Connections:
         while True:
             await asyncio.sleep(CHECK_S)
             num_files = _num_files()
+            # Few files and clients are not worth an occasional listing.
+            has_many = max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
             is_late = looked + LIST_S <= loop.time()
-            if not self.may_be_full(num_files) and not (is_late and self._has_many(num_files)):
+            if not self.may_be_full(num_files) and not (is_late and has_many):
                 continue
             listed = await self._list(_connected)
             looked = loop.time()
@@ -256,10 +254,6 @@ class Connections:
         """Returns whether a port may have too many connections if all new files belong to it."""
         num_new = max(0, num_files - self._num_files)
         return any(self._num_connected.get(port, 0) + num_new > limit * _FULL for port, limit in self._limits.items())
-
-    def _has_many(self, num_files: int) -> bool:
-        """Returns whether there are enough files or clients for an occasional listing to be worth it."""
-        return max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
 
     def by_age(self, listed: Mapping[int, Collection[ClientConnection]], now: float) -> dict[int, list[Peer]]:
         """Returns the clients of each port in the order in which they were first listed. Descriptor numbers do not show
@@ -297,8 +291,8 @@ class Connections:
 def _connected(ports: Collection[int]) -> dict[int, list[ClientConnection]]:
     """Returns the connections of each port."""
     found: dict[int, list[ClientConnection]] = {port: [] for port in ports}
-    for port, peer, connection in _sockets(ports):
-        found[port].append(_named(peer, connection))
+    for port, client, _ in _sockets(ports):
+        found[port].append(client)
     return found
 
 
@@ -306,30 +300,22 @@ def _received(ports: Collection[int]) -> dict[ClientConnection, int]:
     """Returns the bytes received on each connection, minus the most that can be HTTP/2 acknowledgements of sent data:
     half of the bytes sent."""
     found: dict[ClientConnection, int] = {}
-    for _, peer, connection in _sockets(ports):
+    for _, client, connection in _sockets(ports):
         with contextlib.suppress(OSError, struct.error):  # an older system
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             num_sent, num_received = _RECEIVED.unpack_from(info, _RECEIVED_AT)
-            found[_named(peer, connection)] = num_received - num_sent // 2
+            found[client] = num_received - num_sent // 2
     return found
 
 
-def _named(peer: Peer, connection: socket.socket) -> ClientConnection:
-    return ClientConnection(peer, os.fstat(connection.fileno()).st_ino)
-
-
-def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> int:
-    """Shuts connections down; returns how many."""
-    num_ended = 0
-    for _, peer, connection in _sockets(ports):
-        if peer in peers:
+def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> None:
+    for _, client, connection in _sockets(ports):
+        if client.peer in peers:
             with contextlib.suppress(OSError):  # it has ended
                 connection.shutdown(socket.SHUT_RDWR)
-                num_ended += 1
-    return num_ended
 
 
-def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]]:
+def _sockets(ports: Collection[int]) -> Iterator[tuple[int, ClientConnection, socket.socket]]:
     """Yields the connections of these ports as copies of gRPC's descriptors: a number may belong to another file a
     moment later, but a copy stays the same file."""
     try:
@@ -341,7 +327,8 @@ def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]
             address = connection.getsockname()
             if isinstance(address, tuple) and address[1] in ports:
                 host, port, *_ = connection.getpeername()
-                yield address[1], (host.removeprefix("::ffff:"), port), connection
+                inode = os.fstat(connection.fileno()).st_ino
+                yield address[1], ClientConnection((host.removeprefix("::ffff:"), port), inode), connection
 
 
 def _copy(number: int) -> socket.socket:

@@ -3,14 +3,14 @@ waiter."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import islice
 from operator import itemgetter
 from types import TracebackType
 
-from penstock.service.errors import ServiceError
+from penstock.service.errors import Reason, ServiceError
 
 _TURNS = 3
 """Iterations of the event loop between the time at which a holder has to leave and the check whether it still holds its
@@ -30,14 +30,16 @@ class Rules:
     """Limit on all waiters. Beyond it, the newest waiter of the owner with the most is refused."""
     hold_s: float
     """How long a place may be held while others wait."""
-    patience_s: float | None
-    """How long a place may be held in any case; None is unlimited."""
-    displaced: Callable[[], ServiceError]
-    """Makes the error for holders that had to give way, and for refused waiters."""
-    late: Callable[[], ServiceError] | None = None
-    """Makes the error for holders whose ``patience_s`` is over. None: the same as ``displaced``."""
+    patience_s: float | None = None
+    """How long a place for a message may be held in any case; None is unlimited."""
     spare: int = 0
     """Places beyond ``total`` for owners that have none, so that other owners cannot keep them waiting."""
+    message: str = ""
+    """The message of the error for holders that had to give way, and for refused waiters, if not the catalogue's."""
+
+    def displaced(self) -> ServiceError:
+        """Returns that error."""
+        return ServiceError(Reason.MESSAGES_IN_FLIGHT, self.message)
 
 
 class Places:
@@ -46,7 +48,8 @@ class Places:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self._taken: dict[str, dict[HeldPlace, None]] = {}
-        self._num_taken = 0
+        self.num_taken = 0
+        """Number of places that are held."""
         self._waiting: dict[str, deque[HeldPlace]] = {}
         """Waiters by owner; the first owner is next."""
         self._num_waiting = 0
@@ -54,11 +57,6 @@ class Places:
         """Fires when a holder has to give way."""
         self._late_timer: asyncio.TimerHandle | None = None
         """Fires when a holder's ``patience_s`` may be over. One timer for all is cheaper than one per place."""
-
-    @property
-    def num_taken(self) -> int:
-        """Number of places that are held."""
-        return self._num_taken
 
     def place(self, owner: str) -> "HeldPlace":
         """Returns a place. Enter it once with ``async with``."""
@@ -90,19 +88,18 @@ class Places:
             raise self.rules.displaced()
 
     def leave(self, place: "HeldPlace") -> None:
-        """Gives a place back."""
         mine = self._taken[place.owner]
         del mine[place]
         if not mine:
             del self._taken[place.owner]
-        self._num_taken -= 1
+        self.num_taken -= 1
         if self._num_waiting:
             self._admit()
 
     def _has_room(self, owner: str) -> bool:
         num_mine = len(self._taken.get(owner, ()))
         total = self.rules.total + (0 if num_mine else self.rules.spare)
-        return self._num_taken < total and num_mine < self.rules.each
+        return self.num_taken < total and num_mine < self.rules.each
 
     def _make_room_to_wait(self, owner: str) -> None:
         """Refuses another owner's newest waiter if there are too many. Raises ServiceError if this owner has too many,
@@ -134,7 +131,7 @@ class Places:
         if self._late_timer is None and self.rules.patience_s is not None:
             self._late_timer = loop.call_later(self.rules.patience_s, self._end_late)
         self._taken.setdefault(place.owner, {})[place] = None
-        self._num_taken += 1
+        self.num_taken += 1
 
     def _admit(self) -> None:
         """Gives places to waiters, in turn by owner, and sets the timer that makes holders leave."""
@@ -145,20 +142,17 @@ class Places:
                 if not self._has_room(owner):
                     continue
                 given = True
-                place = self._waiting[owner].popleft()
-                self._drop_turn(owner)
+                waiting = self._waiting.pop(owner)
+                place = waiting.popleft()
+                self._num_waiting -= 1
+                if waiting:
+                    self._waiting[owner] = waiting  # behind the others
                 self._give(place)
                 assert place.turn is not None
                 if not place.turn.done():  # else it was cancelled, and leaves in a moment
                     place.turn.set_result(None)
         if self._num_waiting and self._timer is None:
             self._set_timer()
-
-    def _drop_turn(self, owner: str) -> None:
-        self._num_waiting -= 1
-        waiting = self._waiting.pop(owner)
-        if waiting:
-            self._waiting[owner] = waiting  # behind the others
 
     def _end_late(self) -> None:
         loop, patience_s = asyncio.get_running_loop(), self.rules.patience_s
@@ -257,4 +251,7 @@ class HeldPlace:
 
     def _error(self) -> ServiceError:
         rules = self._places.rules
-        return rules.late() if self._is_late and rules.late is not None else rules.displaced()
+        if not self._is_late:
+            return rules.displaced()
+        text = f"the message did not arrive within {rules.patience_s:g} s; call again when it is ready"
+        return ServiceError(Reason.DEADLINE, text)

@@ -14,11 +14,6 @@ from penstock.service.config.addresses import Address, ListenError
 from penstock.service.transport.call_limits import MAX_MESSAGE_BYTES
 from penstock.service.transport.early_refusals import MAX_METADATA_BYTES, Cut, refuse_early
 
-_STREAM_WINDOW_BYTES = 64 << 10
-"""How much of a message gRPC buffers before the service reads it."""
-_SETTINGS_TIMEOUT_MS = 10_000
-"""A client that does not acknowledge the connection's limits in this time is disconnected, since they do not apply
-before."""
 _IDLE_CONNECTION_MS = 600_000
 """Connections without a call are closed after this time; clients reconnect automatically."""
 
@@ -43,13 +38,14 @@ def new_server(
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.server_handshake_timeout_ms", 10_000),
-        ("grpc.http2.settings_timeout", _SETTINGS_TIMEOUT_MS),
+        # A client that does not acknowledge the connection's limits is disconnected, since they do not apply before.
+        ("grpc.http2.settings_timeout", 10_000),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
         # With its bandwidth estimate, gRPC would buffer 4 MiB of every message before the service reads it. A message
         # that is being read has a window of its own size, up to 1 MiB, in any case.
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", _STREAM_WINDOW_BYTES),
+        ("grpc.http2.lookahead_bytes", 64 << 10),
         # Otherwise two services could share a port, and each would get half of the calls.
         ("grpc.so_reuseport", 0),
     ]

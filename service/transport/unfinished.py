@@ -8,11 +8,10 @@ bytes of Unix sockets, so no streams end there.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 from penstock.clients.host.event_loop import process_bytes
-from penstock.service.errors import Reason, ServiceError
 from penstock.service.transport.connections import ClientConnection, Connections, Peer, peer_of
 from penstock.service.transport.places import HeldPlace, Places, Rules
 
@@ -31,7 +30,7 @@ _MANY = 1 << 30
 class UnfinishedMessages:
     """Keeps track of streams that wait for a later message. Belongs to the event loop; a thread lists connections."""
 
-    def __init__(self, connections: Connections, resident_bytes: Callable[[], int] = process_bytes) -> None:
+    def __init__(self, connections: Connections) -> None:
         self.reads = Places(
             Rules(
                 total=_MANY,
@@ -39,13 +38,12 @@ class UnfinishedMessages:
                 waiting_each=0,
                 max_waiting=0,
                 hold_s=0.0,
-                patience_s=None,
-                displaced=_too_much_unfinished,
+                message="unfinished messages hold too much memory, and this stream's connection has the most of them; "
+                "open the stream again, and send complete messages",
             )
         )
         """The owner of a place is a connection."""
         self._connections = connections
-        self._resident_bytes = resident_bytes
         self._least_bytes = 0
         self._settled: dict[ClientConnection, int] = {}
         """Bytes of each connection that are not in a complete message and no longer held."""
@@ -59,11 +57,10 @@ class UnfinishedMessages:
     def start(self) -> None:
         """Starts to watch, if the system reports the size of the process."""
         with suppress(OSError):
-            self._least_bytes = self._resident_bytes()
+            self._least_bytes = process_bytes()
             self._looking = asyncio.create_task(self._check_again(), name="unfinished messages")
 
     def stop(self) -> None:
-        """Stops watching."""
         if self._looking is not None:
             self._looking.cancel()
 
@@ -72,7 +69,7 @@ class UnfinishedMessages:
         calm_check = loop.time()
         while True:
             await asyncio.sleep(CHECK_S)
-            num_bytes = self._resident_bytes()
+            num_bytes = process_bytes()
             self._least_bytes = min(self._least_bytes, num_bytes)
             num_grown = num_bytes - self._least_bytes
             is_calm = num_grown < CALM_BYTES
@@ -113,11 +110,3 @@ class UnfinishedMessages:
 def _owner(peer: Peer) -> str:
     host, port = peer
     return f"{host} {port}"
-
-
-def _too_much_unfinished() -> ServiceError:
-    message = (
-        "unfinished messages hold too much memory, and this stream's connection has the most of them; open the stream "
-        "again, and send complete messages"
-    )
-    return ServiceError(Reason.MESSAGES_IN_FLIGHT, message)

@@ -48,7 +48,8 @@ class UnreadAnswers:
         self._sent: dict[str, asyncio.Event] = {}
         """Set when a large response of the tenant has been sent, if a call waits for that."""
         self._timer: asyncio.TimerHandle | None = None
-        self._ender = CallEnder()
+        self.ender = CallEnder()
+        """Ends the call of a task, and drops everything that it has to send."""
         _log.addFilter(_log_rate)
 
     def add_answer(self, tenant: str, request_id: str, num_bytes: int) -> None:
@@ -75,10 +76,6 @@ class UnreadAnswers:
         if tenant in self._sent:
             self._sent.pop(tenant).set()
 
-    def end(self, task: asyncio.Task[object]) -> None:
-        """Ends the call of ``task``, and drops everything that it has to send."""
-        self._ender.end(task)
-
     def _check(self) -> None:
         loop = asyncio.get_running_loop()
         for task in [task for task in self._answers if task.done()]:
@@ -87,7 +84,7 @@ class UnreadAnswers:
         now = loop.time()
         for task in self._too_many(now):
             answer = self._answers.pop(task)
-            self._ender.end(task)
+            self.ender.end(task)
             _log.warning(
                 "call %s: its response of %d bytes was not read in %.0f s; it is dropped",
                 answer.request_id,

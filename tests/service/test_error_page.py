@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import from_failure
-from penstock.service.errors import CATALOGUE
+from penstock.service.errors import Reason
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
@@ -22,10 +22,10 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 def test_every_reason_of_the_service_has_a_row_with_its_status() -> None:
     expected = {}
-    for reason, entry in CATALOGUE.items():
-        failure = RequestFailed(entry.code, entry.message)
+    for reason in Reason:
+        failure = RequestFailed(reason.code, reason.message)
         failure.reason = reason.name
-        expected[reason.name] = [entry.code.name, str(from_failure(failure).status)]
+        expected[reason.name] = [reason.code.name, str(from_failure(failure).status)]
     listed = rows("Reasons of the service")
     assert {name: row[:2] for name, row in listed.items()} == expected
     assert all(meaning and remedy for _, _, meaning, remedy in listed.values())
@@ -48,8 +48,8 @@ def test_every_code_of_the_gateway_has_a_row_with_its_statuses() -> None:
 
 
 def test_reasons_that_have_another_name_over_http_are_named() -> None:
-    for reason, entry in CATALOGUE.items():
-        failure = RequestFailed(entry.code, entry.message)
+    for reason in Reason:
+        failure = RequestFailed(reason.code, reason.message)
         failure.reason = reason.name
         if (code := from_failure(failure).code) != reason.name.lower():
             assert re.search(rf"`{reason.name}` is\s+`{code}`", PAGE)

@@ -123,10 +123,10 @@ def test_the_page_gets_its_options():
     ]
     config = parse_config(flags)
     assert config.admin_http_address == "[::1]:0"
-    assert prepare.status_page_options(config) == (
+    assert prepare.status_page_options(config) == [
         "--http-tls-cert=c",
         "--http-tls-key=k",
         "--host=::1",
         "--allowed-hosts=ops.example",
-    )
-    assert prepare.status_page_options(parse_config([])) == ()
+    ]
+    assert prepare.status_page_options(parse_config([])) == []

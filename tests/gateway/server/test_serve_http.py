@@ -24,7 +24,7 @@ from penstock.clients.host.machine import Package, inspect_machine
 from penstock.clients.requests import Options
 from penstock.service.app import http_process, prepare, serve
 from penstock.service.app.http_process import HttpFailed, HttpProcess, Patience, check_installed
-from penstock.service.app.usage_examples import HttpCalls
+from penstock.service.app.usage_examples import Transport, UsageExamples
 from penstock.service.config.addresses import HTTP_FLAG, Address, ListenError
 from penstock.service.config.command_line import parse_config
 from penstock.service.config.flags import ConfigError
@@ -271,7 +271,7 @@ def test_the_gateway_gets_its_options():
     other = ["--allowed-origins=*", "--allowed-hosts=llm.example", "--unknown-fields=ignore", "--sse-keep-alive=5"]
     config = parse_config([*http, *other, "--tool-call-parser=mistral"])
     assert config.http_address == "[::1]:0"
-    assert prepare.http_options(config) == (
+    assert prepare.http_options(config) == [
         "--http-tls-cert=c",
         "--http-tls-key=k",
         "--host=::1",
@@ -282,7 +282,7 @@ def test_the_gateway_gets_its_options():
         "--tool-call-parser=mistral",
         "--reasoning-parser=auto",
         "--shutdown-grace=13",
-    )
+    ]
 
 
 # With the gateway itself ----------------------------------------------------------------------------------------------
@@ -318,14 +318,15 @@ def paste(line):
 
 
 def test_what_is_printed_fits_what_is_served():
-    text = str(HttpCalls(Address("0.0.0.0", 80), "my model", takes_chat=False, wants_key=True))
+    text = UsageExamples("my model", takes_chat=False, wants_key=True).http(Address("0.0.0.0", 80))
     assert "API at http://127.0.0.1:80/v1" in text
     *_, line = text.splitlines()
     words = shlex.split(line)
     assert words[:2] == ["curl", "http://127.0.0.1:80/v1/completions"]
     assert "authorization: Bearer YOUR_KEY" in words
     assert json.loads(words[-1]) == {"model": "my model", "prompt": "The kernel is", "max_tokens": 64}
-    secure = str(HttpCalls(Address("0.0.0.0", 80), "m", takes_chat=True, wants_key=False, has_tls=True))
+    with_tls = UsageExamples("m", takes_chat=True, wants_key=False, transport=Transport.TLS)
+    secure = with_tls.http(Address("0.0.0.0", 80))
     assert "curl --cacert CA.pem https://127.0.0.1:80/v1/chat/completions -H 'content-type" in secure
 
 

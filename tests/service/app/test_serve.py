@@ -18,7 +18,7 @@ from serve_process import PENSTOCK, SHARD_B, serving, target_of, write_shard, wr
 
 from penstock.kernels.cpu.bindings import LEVELS, find_kernels
 from penstock.service.app import serve
-from penstock.service.app.usage_examples import Administration, Transport, UsageExamples
+from penstock.service.app.usage_examples import Transport, UsageExamples
 from penstock.service.config.addresses import Address
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -109,37 +109,33 @@ def call_as_buf_would(arguments):
 
 
 def test_a_call_fits_where_the_service_listens():
-    def calls(listen, **options):
-        return UsageExamples(Address.parse(listen), **{"takes_chat": False, "wants_key": False, **options})
-
-    everywhere = calls("0.0.0.0:80")
-    assert 'Client("127.0.0.1:80")' in everywhere.python
-    assert everywhere.buf.endswith(" http://127.0.0.1:80/penstock.v1.GenerationService/GenerateOne")
-    assert everywhere.grpcurl.endswith(" 127.0.0.1:80 penstock.v1.GenerationService/GenerateOne")
-    assert "'http://[::1]:80/" in calls("[::]:80").buf
-    private = calls("unix:/run/a b/socket", wants_key=True)
-    assert "--unix-socket '/run/a b/socket' -H 'authorization: Bearer YOUR_KEY'" in private.buf
-    assert " http://localhost/penstock.v1." in private.buf
-    assert "-unix '/run/a b/socket' penstock.v1.GenerationService/GenerateOne" in private.grpcurl
-    assert 'api_key="YOUR_KEY"' in private.python
-    assert "penstock chat" not in str(private)
-    assert "penstock chat" in str(calls("unix:/run/socket", takes_chat=True))
+    plain = UsageExamples("m", takes_chat=False, wants_key=False)
+    everywhere = Address.parse("0.0.0.0:80")
+    assert 'Client("127.0.0.1:80")' in plain.python(everywhere)
+    assert plain.buf(everywhere).endswith(" http://127.0.0.1:80/penstock.v1.GenerationService/GenerateOne")
+    assert plain.grpcurl(everywhere).endswith(" 127.0.0.1:80 penstock.v1.GenerationService/GenerateOne")
+    assert "'http://[::1]:80/" in plain.buf(Address.parse("[::]:80"))
+    with_key, private = UsageExamples("m", takes_chat=False, wants_key=True), Address.parse("unix:/run/a b/socket")
+    assert "--unix-socket '/run/a b/socket' -H 'authorization: Bearer YOUR_KEY'" in with_key.buf(private)
+    assert " http://localhost/penstock.v1." in with_key.buf(private)
+    assert "-unix '/run/a b/socket' penstock.v1.GenerationService/GenerateOne" in with_key.grpcurl(private)
+    assert 'api_key="YOUR_KEY"' in with_key.python(private)
+    assert "penstock chat" not in with_key.grpc(private)
+    assert "penstock chat" in UsageExamples("m", takes_chat=True, wants_key=False).grpc(private)
 
 
 def test_a_call_has_what_tls_asks_for():
-    def calls(transport):
-        return UsageExamples(Address.parse("10.0.0.5:80"), takes_chat=True, wants_key=False, transport=transport)
-
-    one_way, mutual = calls(Transport.TLS), calls(Transport.MUTUAL_TLS)
-    assert 'import Client, Tls; client = Client("10.0.0.5:80", tls=Tls(ca="CA.pem"))' in one_way.python
-    assert "curl --protocol grpc --cacert CA.pem -d " in one_way.buf
-    assert " https://10.0.0.5:80/" in one_way.buf
-    assert one_way.grpcurl.startswith("grpcurl -cacert CA.pem -d ")
-    assert one_way.chat.endswith("penstock chat --tls-ca CA.pem --target 10.0.0.5:80")
-    assert 'tls=Tls(ca="CA.pem", certificate="CLIENT.pem", key="CLIENT.key")' in mutual.python
-    assert " --cacert CA.pem --cert CLIENT.pem --key CLIENT.key -d " in mutual.buf
-    assert mutual.grpcurl.startswith("grpcurl -cacert CA.pem -cert CLIENT.pem -key CLIENT.key -d ")
-    admin = str(Administration(Address.parse("10.0.0.5:81"), wants_key=True, transport=Transport.TLS))
+    address = Address.parse("10.0.0.5:80")
+    one_way, mutual = (UsageExamples("m", True, False, kind) for kind in (Transport.TLS, Transport.MUTUAL_TLS))
+    assert 'import Client, Tls; client = Client("10.0.0.5:80", tls=Tls(ca="CA.pem"))' in one_way.python(address)
+    assert "curl --protocol grpc --cacert CA.pem -d " in one_way.buf(address)
+    assert " https://10.0.0.5:80/" in one_way.buf(address)
+    assert one_way.grpcurl(address).startswith("grpcurl -cacert CA.pem -d ")
+    assert one_way.chat(address).endswith("penstock chat --tls-ca CA.pem --target 10.0.0.5:80")
+    assert 'tls=Tls(ca="CA.pem", certificate="CLIENT.pem", key="CLIENT.key")' in mutual.python(address)
+    assert " --cacert CA.pem --cert CLIENT.pem --key CLIENT.key -d " in mutual.buf(address)
+    assert mutual.grpcurl(address).startswith("grpcurl -cacert CA.pem -cert CLIENT.pem -key CLIENT.key -d ")
+    admin = one_way.admin(Address.parse("10.0.0.5:81"))
     assert "penstock top --tls-ca CA.pem --admin 10.0.0.5:81" in admin
 
 

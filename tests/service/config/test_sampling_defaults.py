@@ -11,8 +11,9 @@ from penstock.models.errors import ModelError
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.prepare import prepare
 from penstock.service.config.command_line import parse_config
+from penstock.service.config.field_rules import ModelLimits
 from penstock.service.config.flags import ConfigError
-from penstock.service.config.limits import ModelLimits, Validator
+from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from penstock.service.requests.generate import Origin, RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks

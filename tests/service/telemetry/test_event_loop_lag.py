@@ -172,13 +172,13 @@ async def test_an_interval_is_reported_once(start_service):
     sampler = service.server._loop_lag
     sampler.stop()
     sampler._samples.extend([0.5] * 4)
-    sampler._num_samples += 4
+    sampler.num_samples += 4
     answers = service.admin.WatchStats(admin_pb2.WatchStatsRequest(interval_ms=100))
     async with asyncio.timeout(120):
         assert (await answers.read()).loop_lag.max_us == 500_000
         assert not (await answers.read()).HasField("loop_lag")
         sampler._samples.extend([0.25, 0.125])
-        sampler._num_samples += 2
+        sampler.num_samples += 2
         third = (await answers.read()).loop_lag
     assert (third.p50_us, third.p99_us, third.max_us) == (125_000, 250_000, 250_000)
 

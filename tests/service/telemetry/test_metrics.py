@@ -14,8 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from penstock.scheduler.request import EngineFinishReason, RequestFinished, RequestTimings, TokenUsage
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.identity import Principal
+from penstock.service.telemetry.buckets import TOKEN_BOUNDS
 from penstock.service.telemetry.catalog import INSTRUMENTS
-from penstock.service.telemetry.histogram import Histogram, merged, one_two_five
+from penstock.service.telemetry.histogram import Histogram
 from penstock.service.telemetry.instrument import MetricKind
 from penstock.service.telemetry.metrics import MAX_TENANTS, OTHER_TENANTS, End, Metrics
 from penstock.v1 import embedding_pb2, generation_pb2 as pb
@@ -190,7 +191,7 @@ def test_names_follow_the_rules_of_both():
 
 @given(st.lists(st.floats(0, 20000), max_size=60), st.data())
 def test_a_histogram_is_read_as_if_it_had_other_bounds(values, data):
-    own = merged((0.5, 2.0, 100.0), one_two_five(10_000))
+    own = (0.5, *TOKEN_BOUNDS[:13])
     bounds = tuple(sorted(data.draw(st.sets(st.sampled_from(own), min_size=1))))
     kept, direct = Histogram(own), Histogram(bounds)
     for value in values:

@@ -13,7 +13,7 @@ from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
 from opentelemetry.sdk.resources import Resource
 from waiting import until
 
-from penstock.service.telemetry.collector import LoopReader, Reading
+from penstock.service.telemetry.collector import from_threads
 from penstock.service.telemetry.otlp import MetricsPush, push_from
 from penstock.v1 import generation_pb2 as pb
 
@@ -141,7 +141,7 @@ async def test_what_fails_once_ends_nothing_and_its_text_is_not_logged(caplog):
         def shutdown(self, timeout_millis=0.0, **kwargs):
             """Nothing is open."""
 
-    push = MetricsPush(Exporter(), Resource({}), 0.01, LoopReader(read))
+    push = MetricsPush(Exporter(), Resource({}), 0.01, from_threads(read))
     push.start()
     assert await asyncio.to_thread(done.wait, 30)
     push.stop([])
@@ -154,9 +154,8 @@ async def test_what_fails_once_ends_nothing_and_its_text_is_not_logged(caplog):
 
 
 async def test_the_environment_decides():
-    reader = LoopReader[list[Reading]](list)
-    assert push_from({}, reader) is None
-    assert push_from({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, reader) is None
+    assert push_from({}, list) is None
+    assert push_from({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, list) is None
     collector = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
-    assert push_from({**collector, "OTEL_METRICS_EXPORTER": "none"}, reader) is None
-    assert push_from({**collector, "OTEL_METRIC_EXPORT_INTERVAL": "often"}, reader) is not None
+    assert push_from({**collector, "OTEL_METRICS_EXPORTER": "none"}, list) is None
+    assert push_from({**collector, "OTEL_METRIC_EXPORT_INTERVAL": "often"}, list) is not None

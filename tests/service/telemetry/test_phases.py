@@ -77,7 +77,7 @@ def test_a_preempted_request_waits_and_computes_again(clock):
     timeline.ended("LENGTH")
     assert names(timeline, clock) == ["prepare", *["queue", "prefill", "decode"] * 2]
     preempted = moments_of(timeline)[1]
-    assert preempted.name.value == "penstock.preempted"
+    assert preempted.name == "penstock.preempted"
     assert preempted.attributes == {
         "penstock.details": "no block was free",
         "penstock.choice": 0,
@@ -102,7 +102,7 @@ def test_a_request_waits_from_the_workers_death_and_only_sequences_with_rows_do(
     assert again.details == ["the new worker"]
     [preempted] = [phase for phase in queues if phase.choice == 1]
     assert preempted.begin < died
-    assert [moment.name.value for moment in moments_of(timeline)] == [
+    assert [moment.name for moment in moments_of(timeline)] == [
         "penstock.accepted",
         "penstock.preempted",
         "penstock.worker_died",
@@ -138,12 +138,12 @@ def test_a_request_that_is_not_read_is_held_and_its_changes_are_moments(clock):
     timeline.held()
     timeline.released()
     timeline.updated(Change(priority=3))
-    timeline.first_token(5.5)
+    timeline.first_token_at = 5.5
     timeline.ended("LENGTH")
     held = phases_of(timeline, clock())[-1]
     assert held.name is PhaseName.HELD
     assert held.attributes == {"penstock.details": ["its stream is not read"]}
-    assert [moment.name.value for moment in moments_of(timeline)] == [
+    assert [moment.name for moment in moments_of(timeline)] == [
         "penstock.accepted",
         "penstock.first_token",
         "penstock.updated",

@@ -9,18 +9,7 @@ import pytest
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.transport.places import Places, Rules
 
-
-def displaced() -> ServiceError:
-    return ServiceError(Reason.MESSAGES_IN_FLIGHT)
-
-
-def late() -> ServiceError:
-    return ServiceError(Reason.DEADLINE)
-
-
-RULES = Rules(
-    total=3, each=2, waiting_each=8, max_waiting=8, hold_s=0.0, patience_s=None, displaced=displaced, late=late
-)
+RULES = Rules(total=3, each=2, waiting_each=8, max_waiting=8, hold_s=0.0)
 
 
 class Holder:

@@ -112,7 +112,7 @@ async def test_unfinished_messages_end_and_idle_streams_go_on(start_service, mon
             await guilty.put(stream, struct.pack(">BI", 0, 8 * MIB) + bytes(MIB))
         await asyncio.sleep(0.5)
         assert not guilty.ended  # as long as the process is small
-        monkeypatch.setattr(limits.unfinished, "_resident_bytes", lambda: 1 << 40)
+        monkeypatch.setattr(unfinished, "process_bytes", lambda: 1 << 40)
         assert await guilty.end(guilty_streams[0]) == EXHAUSTED
         assert b"unfinished messages" in guilty.details[guilty_streams[0]]
         assert not set(idle_streams) & set(idle.ended)

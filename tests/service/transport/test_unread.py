@@ -27,7 +27,7 @@ def answers(monkeypatch):
     monkeypatch.setattr(unread, "SOON_S", 0.0)
     monkeypatch.setattr(unread, "CHECK_S", 3600.0)
     found = UnreadAnswers()
-    monkeypatch.setattr(found, "_ender", Ended())
+    monkeypatch.setattr(found, "ender", Ended())
     return found
 
 
@@ -50,8 +50,8 @@ async def test_where_all_have_too_much_the_tenant_with_the_most_loses_its_oldest
     slow = await waiting(answers, "slow", 100_000)
     much = [await waiting(answers, "much", 100_000) for _ in range(6)]
     answers._check()
-    assert answers._ender.tasks == much[:2]
-    assert slow not in answers._ender.tasks
+    assert answers.ender.tasks == much[:2]
+    assert slow not in answers.ender.tasks
 
 
 async def test_a_tenant_with_too_much_loses_its_oldest(answers, monkeypatch):
@@ -59,15 +59,15 @@ async def test_a_tenant_with_too_much_loses_its_oldest(answers, monkeypatch):
     other = await waiting(answers, "b", 100_000)
     mine = [await waiting(answers, "a", 100_000) for _ in range(3)]
     answers._check()
-    assert answers._ender.tasks == mine[:1]
-    assert other not in answers._ender.tasks
+    assert answers.ender.tasks == mine[:1]
+    assert other not in answers.ender.tasks
 
 
 async def test_many_small_answers_are_too_many(answers, monkeypatch):
     monkeypatch.setattr(unread, "MAX_BYTES_OF_TENANT", 3 * CALL_BYTES + 100)
     mine = [await waiting(answers, "a", CALL_BYTES + 2) for _ in range(5)]
     answers._check()
-    assert answers._ender.tasks == mine[:2]
+    assert answers.ender.tasks == mine[:2]
 
 
 async def test_a_call_waits_until_large_answers_of_its_tenant_are_sent(answers, monkeypatch):
