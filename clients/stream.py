@@ -154,8 +154,8 @@ class GenerateStream:
             self._outgoing.put_nowait(pb.GenerateRequest(update=update))
 
     async def close(self, failure: RequestFailed | None = None) -> None:
-        """Cancels live requests, lets the service end the stream, and aborts it after a second. ``failure``: what live
-        requests raise; the default is that the client was closed."""
+        """Cancels live requests, lets the service end the stream, and aborts it after a second. ``failure`` is the
+        exception that live requests raise; by default, that the client was closed."""
         if self.is_open:
             if self._live:
                 self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.Cancel(refs=list(self._live))))

@@ -146,7 +146,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     top: list[float]
 
     def part(self, start: int, stop: int) -> "TokenLogprobs":
-        """Returns those of the tokens in [start, stop)."""
+        """Returns the log-probabilities of the tokens in [start, stop)."""
         tops = slice(start * self.num_top, stop * self.num_top)
         return TokenLogprobs(self.num_top, self.chosen[start:stop], self.top_token_ids[tops], self.top[tops])
 

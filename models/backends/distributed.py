@@ -47,7 +47,7 @@ class Distributed:
         return torch.cat(parts, dim=1)[:, :num_columns].contiguous()
 
     def least(self, number: int) -> int:
-        """Supports numbers below 2^63."""
+        """Returns the smallest number of all ranks; numbers are below 2^63."""
         least = torch.tensor(number, dtype=torch.int64, device=self._device)
         with _peers():
             distributed.all_reduce(least, distributed.ReduceOp.MIN)

@@ -57,7 +57,7 @@ class TokenIndex:
         self.start += count
 
     def places(self, first: int, second: int) -> Iterator[int]:
-        """Yields the indices into ``tokens`` of what followed the pair, newest first."""
+        """Yields the indices in ``tokens`` of the tokens that followed the pair, newest first."""
         start, older = self.start, self._older
         place = self._newest.get(first << 32 | second, -1)
         while place >= start:

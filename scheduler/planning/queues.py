@@ -240,7 +240,7 @@ def _due_of(sequence: SequenceState) -> tuple[float, Rank] | None:
 
 
 class RunningQueue:
-    """Sequences with a row."""
+    """The sequences that have a row."""
 
     def __init__(self) -> None:
         self.prefilling: list[SequenceState] = []

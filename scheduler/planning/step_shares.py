@@ -82,7 +82,7 @@ class StepShares:
         return num_drafts
 
     def _rows_s(self, tenant: TenantUse) -> float:
-        """Returns what the tenant's decoding rows and their drafts may take."""
+        """Returns the seconds of a step that the tenant's decoding rows and their drafts may take."""
         weight = tenant.limits.weight
         others_s = self._total_s - self._wanted_s.get(tenant, 0.0)
         others_weight = self._total_weight - (weight if tenant in self._wanted_s else 0.0)

@@ -44,7 +44,7 @@ class RefusalRates:
             bucket.full_at = max(bucket.full_at, self._clock()) + 1.0 / bucket.per_s
 
     def wait_s(self, tenant: str) -> float:
-        """Returns how long the tenant has to wait before its next request; 0: not at all."""
+        """Returns the seconds that the tenant has to wait before its next request; 0 if it may send one now."""
         if (bucket := self._buckets.get(tenant)) is None:
             return 0.0
         full_s = max(1.0, bucket.per_s) / bucket.per_s  # in which an empty bucket fills

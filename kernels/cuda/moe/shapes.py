@@ -44,7 +44,7 @@ PREFILL = ExpertsTiles(128, float("inf"), MoeTiles(128, 64, 8, 4), MoeTiles(256,
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """How the experts of a model's layers are compiled."""
+    """The sizes and types for which the kernels of a model's experts are compiled."""
 
     mixture: Mixture
     hidden_size: int

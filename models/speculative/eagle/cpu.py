@@ -25,7 +25,7 @@ SamplingLines = np.dtype(SamplingRow)
 
 
 class CpuEagleHead:
-    """An ``EagleHead``."""
+    """An ``EagleHead`` of the CPU library."""
 
     def __init__(
         self, head: EagleCheckpoint, model: CpuModel, target: CpuModel, pages: Memory, num_threads: int
