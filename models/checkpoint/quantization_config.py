@@ -37,6 +37,8 @@ class QuantLayout(Enum):
     """compressed-tensors' signed bytes; activations are quantised at run time."""
     FP8 = auto()
     """float8_e4m3fn, from compressed-tensors or the method fp8."""
+    Q4_0 = auto()
+    """GGUF's blocks of 32 columns: a scale, then four-bit codes."""
 
 
 @dataclass(frozen=True)

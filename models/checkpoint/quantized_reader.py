@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.checkpoint.files.ggml import stored_shape
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
 from penstock.models.checkpoint.quantized_layout import CODES_PER_WORD, QuantizedLinear
@@ -15,7 +16,7 @@ Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 
-NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "I8": "u1", "F8_E4M3": "u1"}
+NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "I8": "u1", "F8_E4M3": "u1", "Q4_0": "u1"}
 """The numpy type that represents each dtype. numpy has no bfloat16, so its bits are read."""
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -116,6 +117,9 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
             codes = _read(parts["weight"])
             scales = _read_fp8_scales(linear)
             zeros = np.zeros(scales.shape, np.float32)
+        case QuantLayout.Q4_0:
+            codes, scales = _read_q4_0(parts["weight"])
+            zeros = np.full(scales.shape, MIDDLE, np.float32)
     rows, columns = linear.rows, linear.columns
     codes, order, zeros = codes[:rows, :columns], _order(linear), zeros[:rows]
     if linear.row_order is not None:
@@ -151,6 +155,16 @@ def _read_fp8_scales(linear: QuantizedLinear) -> Floats:
     stored = _read_floats(parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"])
     shared = stored.reshape(-1, scheme.num_groups(linear.columns))
     return np.repeat(shared, scheme.rows or linear.rows, axis=0)[: linear.rows]
+
+
+def _read_q4_0(entry: TensorEntry) -> tuple[Bytes, Floats]:
+    """A block has a scale in float16 and 16 bytes: their low nibbles are its first 16 columns, their high ones the
+    others."""
+    rows, columns = entry.shape
+    blocks = _read(entry).reshape(rows, columns // 32, 18)
+    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
+    nibbles = blocks[..., 2:]
+    return np.concatenate((nibbles & 15, nibbles >> 4), axis=-1).reshape(rows, columns), _floats(scales)
 
 
 def _unpack(words: Words) -> Bytes:
@@ -213,4 +227,4 @@ def _read(entry: TensorEntry) -> NDArray[Any]:
         raise ModelError(f"{entry.file}: cannot be read ({error}): check the path and its rights") from error
     if values.size != count:
         raise ModelError(f"{entry.file}: became shorter since it was checked: download it again")
-    return values.reshape(entry.shape)
+    return values.reshape(stored_shape(entry.dtype, entry.shape))
