@@ -64,7 +64,8 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(_first(config, "max_position_embeddings"))
     writer.add_embedding_length(config.hidden_size)
-    inner = _first(config, "intermediate_size", "ffn_hidden_size", "n_inner") or 4 * config.hidden_size
+    inner = config.n_inner if kind == "GPT2" else _first(config, "ffn_hidden_size", "intermediate_size")
+    inner = inner or 4 * config.hidden_size
     writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     kv_heads = _first(config, "num_key_value_heads") or config.num_attention_heads
@@ -173,16 +174,16 @@ def _split(name: str, tensor: Tensor, config: Any, kind: str) -> Iterator[tuple[
         name += ".weight"
     elif ".shared_expert_gate." in name:
         tensor = tensor.reshape(-1)
-    elif ".experts.gate_up_proj" in name or "input_linear" in name:
+    elif ".experts.gate_up_proj" in name:
         yield from _gates(name, tensor, kind)
         return
     elif ".experts.down_proj" in name:
         turned = kind == "GPT_OSS" and not name.endswith("bias")
-        name = name.replace("down_proj_bias", "down_proj.bias")
+        name = name.replace("down_proj_bias", "down_proj.bias").replace("block_sparse_moe.", "mlp.")
         name = name if name.endswith("bias") else f"{name}.weight"
         tensor = tensor.transpose(-1, -2) if turned else tensor
-    elif name.endswith("output_linear.weight"):
-        name = name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")
+    elif "block_sparse_moe.router." in name:
+        name = name.replace("router.weight", "router.layer.weight")
     yield name, tensor
 
 

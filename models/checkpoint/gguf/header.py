@@ -31,7 +31,7 @@ VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
 _MAGIC = b"GGUF"
 _FETCH = "download the file again"
-_STRING, _ARRAY = 8, 9
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _SCALARS = {
     0: "<u1",
     1: "<i1",
@@ -133,7 +133,9 @@ class _Reader:
         elif kind == _STRING:
             metadata[key] = self._string(f"field {key}", self._end)
         else:
-            metadata[key] = self._items(key, kind, 1)[0]
+            [value] = self._items(key, kind, 1)
+            # The shortest number that rounds to the same float32, which is the one that the config had.
+            metadata[key] = float(str(np.float32(value))) if kind == _FLOAT32 else value
 
     def _array(self, key: str, kind: int, count: int, is_kept: bool) -> list[Any] | None:
         if kind != _STRING:
