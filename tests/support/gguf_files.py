@@ -133,10 +133,10 @@ def _add_others(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
             writer.add_parallel_residual(config.use_parallel_residual)
         case "PHI3":
             writer.add_sliding_window(config.sliding_window or 0)
-    if kind in ("GEMMA2", "GEMMA3", "COHERE2", "EXAONE4", "GPT_OSS") or "Olmo3" in type(config).__name__:
-        if config.sliding_window is not None:
-            writer.add_sliding_window(config.sliding_window)
-            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    has_windows = kind in ("GEMMA2", "GEMMA3", "COHERE2", "EXAONE4", "GPT_OSS") or "Olmo3" in type(config).__name__
+    if has_windows and config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
 
 
 def _tensors(module: Any, config: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -148,7 +148,7 @@ def _tensors(module: Any, config: Any, kind: str) -> Iterator[tuple[str, Tensor]
     for side in ("short", "long") if rope.get("rope_type") == "longrope" else ():
         yield f"rope_factors_{side}.weight", torch.tensor(rope[f"{side}_factor"], dtype=torch.float32)
     for name, tensor in module.state_dict().items():
-        if is_tied and name in ("lm_head.weight", "embed_out.weight") or name.endswith((".attn.bias", "inv_freq")):
+        if (is_tied and name in ("lm_head.weight", "embed_out.weight")) or name.endswith((".attn.bias", "inv_freq")):
             continue
         for part, value in _split(name, tensor, config, kind):
             found = names.get_name(part, try_suffixes=(".weight", ".bias"))
@@ -230,3 +230,45 @@ def _llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
             smooth = (context / wavelength - low) / (high - low)
             factors.append(1 / ((1 - smooth) / factor + smooth))
     return torch.tensor(factors, dtype=torch.float32)
+
+
+def add_tokenizer(
+    writer: gguf.GGUFWriter,
+    described: dict[str, Any],
+    config: dict[str, Any],
+    pre: str | None = None,
+    scores: list[float] | None = None,
+) -> None:
+    """Adds the content of a tokenizer.json and a tokenizer_config.json. ``pre`` is the converter's name of a byte-level
+    tokenizer's words, ``scores`` are those of a SentencePiece model."""
+    ids: dict[str, int] = dict(described["model"]["vocab"])
+    added = {token["content"]: token for token in described.get("added_tokens", [])}
+    ids |= {content: token["id"] for content, token in added.items()}
+    tokens = sorted(ids, key=lambda token: ids[token])
+    writer.add_tokenizer_model("llama" if pre is None else "gpt2")
+    writer.add_tokenizer_pre("default" if pre is None else pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([_kind(token, added.get(token), pre is None) for token in tokens])
+    if scores is not None:
+        writer.add_token_scores(scores)
+    else:
+        writer.add_token_merges([" ".join(merge) for merge in described["model"]["merges"]])
+    for name, add in (
+        ("bos_token", writer.add_bos_token_id),
+        ("eos_token", writer.add_eos_token_id),
+        ("unk_token", writer.add_unk_token_id),
+        ("pad_token", writer.add_pad_token_id),
+    ):
+        if config.get(name) is not None:
+            add(ids[config[name]])
+    if config.get("chat_template") is not None:
+        writer.add_chat_template(config["chat_template"])
+
+
+def _kind(token: str, added: dict[str, Any] | None, is_sentencepiece: bool) -> gguf.TokenType:
+    if token == "<unk>":
+        return gguf.TokenType.UNKNOWN
+    if added is not None:
+        return gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+    is_byte = is_sentencepiece and len(token) == 6 and token.startswith("<0x")
+    return gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL

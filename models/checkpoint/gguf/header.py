@@ -141,11 +141,17 @@ class _Reader:
         if kind != _STRING:
             return self._items(key, kind, count) if is_kept else self._skip(key, kind, count)
         what = f"field {key}"
-        if not is_kept:
-            for _ in range(count):
-                self._take(self._number("<Q"), what)
-            return None
-        return [self._string(what, self._end) for _ in range(count)]
+        if is_kept:
+            return [self._string(what, self._end) for _ in range(count)]
+        at, last, data, unpack = self._at, self._end - 8, self._data, struct.Struct("<Q").unpack_from
+        for _ in range(count):  # half a million of them, so each has to be quick
+            if at > last:
+                raise self._cut_off(what)
+            at += 8 + unpack(data, at)[0]
+        if at > self._end:
+            raise self._cut_off(what)
+        self._at = at
+        return None
 
     def _items(self, key: str, kind: int, count: int) -> list[Any]:
         dtype = self._dtype(key, kind)
@@ -218,13 +224,14 @@ class _Reader:
         """Goes on by this many bytes and returns where they begin."""
         begin = self._at
         if num_bytes > self._end - begin:
-            raise self._damaged(
-                f"it is cut off in {what}"
-                if self._end == len(self._data)
-                else f"{what} exceeds {MAX_HEADER_BYTES >> 20} MiB"
-            )
+            raise self._cut_off(what)
         self._at = begin + num_bytes
         return begin
+
+    def _cut_off(self, what: str) -> ModelError:
+        if self._end == len(self._data):
+            return self._damaged(f"it is cut off in {what}")
+        return self._damaged(f"{what} reaches beyond {MAX_HEADER_BYTES >> 20} MiB, the limit for a header")
 
     def _damaged(self, what: str) -> ModelError:
         return damaged(self._file, what)

@@ -3,15 +3,10 @@
 import json
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from gguf_files import QuantType, write_gguf
+from gguf_files import write_gguf
 
-from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.files.safetensors import TensorFiles
-from penstock.models.checkpoint.quantized_reader import read_matrix
 from penstock.scheduler.plan import SamplingParams
 
 VARIANTS = json.loads((Path(__file__).parents[1] / "variants.json").read_text())
