@@ -21,7 +21,7 @@ from penstock.models.checkpoint.files.model_files import (
     read_model_file,
 )
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry, read_header
-from penstock.models.checkpoint.gguf.check import SUFFIX, check_gguf, shard_names
+from penstock.models.checkpoint.gguf_check import SUFFIX, check_gguf, shard_names
 from penstock.models.checkpoint.info import CONFIG, EMBEDDING, FLOAT_DTYPES, HEAD, CheckpointInfo
 from penstock.models.checkpoint.quantization_config import quantization_from_config
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear, find_quantized
@@ -36,7 +36,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NO_PICKLES = "pickled weights are never loaded: use the model's safetensors version"
 OTHER_WEIGHTS = {
-    "*.gguf": "is chosen by its name: give it with --gguf-file",
+    "*.gguf": "is a GGUF file: choose it with --gguf-file",
     **dict.fromkeys(("pytorch_model*.bin*", "*.pth", "*.pt", "*.ckpt"), _NO_PICKLES),
     "consolidated*.safetensors": "Mistral's own layout is not supported: use the model's Hugging Face layout, with "
     f"{CONFIG} and {SINGLE}",

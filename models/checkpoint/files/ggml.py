@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.checkpoint.files.safetensors_header import ELEMENT_BITS
+from penstock.models.errors import ModelError
 
 BLOCKS = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
@@ -44,9 +45,14 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dequantize(stored: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
-    """Returns the values of a tensor with ``stored_shape``."""
+    """Returns the values of a tensor with ``stored_shape``. Raises ModelError."""
     # The library imports others that only a file with quantised tensors needs.
-    from gguf import GGMLQuantizationType, quants
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"{dtype}: PyPI's gguf, which dequantises this type, is not installed: pip install 'penstock-llm[serve]'"
+        ) from error
 
     if not math.prod(stored.shape):
         return np.empty((*stored.shape[:-1], 0), np.float32)

@@ -38,8 +38,8 @@ class TensorFiles:
         """Returns the tensor, with the strides that it has in the file. It may be unaligned. A tensor with an order of
         rows of its own is copied, and a quantised one of a GGUF file becomes float32. Raises ModelError."""
         if entry.dtype in BLOCKS:
-            stored = replace(entry, dtype="U8", shape=stored_shape(entry.dtype, entry.shape))
-            return dequantize(self.array(stored), entry.dtype)
+            in_bytes = replace(entry, dtype="U8", shape=stored_shape(entry.dtype, entry.shape))
+            return dequantize(self.array(in_bytes), entry.dtype)
         dtype = np.dtype(NUMPY_DTYPES[entry.dtype])
         strides = None if entry.strides is None else tuple(dtype.itemsize * stride for stride in entry.strides)
         rows, shape = entry.rows, entry.shape

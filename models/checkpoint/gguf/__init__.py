@@ -1,1 +1,1 @@
-"""GGUF files: their header, the config and the tokenizer that they describe, and the names of their tensors."""
+"""GGUF files: their header, and the config and the tokenizer that they describe."""

@@ -247,7 +247,7 @@ def _olmo2(metadata: Metadata, config: Config) -> Config:
 
 
 def _phi3(metadata: Metadata, config: Config) -> Config:
-    """Phi-3 and Phi-4. LongRoPE's factors are tensors, which ``tensors.rope_factors`` reads."""
+    """Phi-3 and Phi-4. LongRoPE's factors are tensors, which ``gguf_tensors.with_rope_factors`` reads."""
     window = metadata.get("attention.sliding_window")
     found: Config = {"architectures": ["Phi3ForCausalLM"], "sliding_window": window or None}
     if metadata.has(FACTORS_SHORT):

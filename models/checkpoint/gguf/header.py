@@ -139,7 +139,10 @@ class _Reader:
 
     def _array(self, key: str, kind: int, count: int, is_kept: bool) -> list[Any] | None:
         if kind != _STRING:
-            return self._items(key, kind, count) if is_kept else self._skip(key, kind, count)
+            if is_kept:
+                return self._items(key, kind, count)
+            self._take(count * self._dtype(key, kind).itemsize, f"field {key}")
+            return None
         what = f"field {key}"
         if is_kept:
             return [self._string(what, self._end) for _ in range(count)]
@@ -156,10 +159,8 @@ class _Reader:
     def _items(self, key: str, kind: int, count: int) -> list[Any]:
         dtype = self._dtype(key, kind)
         begin = self._take(count * dtype.itemsize, f"field {key}")
-        return np.frombuffer(self._data[begin : self._at], dtype).tolist()
-
-    def _skip(self, key: str, kind: int, count: int) -> None:
-        self._take(count * self._dtype(key, kind).itemsize, f"field {key}")
+        values: list[Any] = np.frombuffer(self._data[begin : self._at], dtype).tolist()
+        return values
 
     def _dtype(self, key: str, kind: int) -> "np.dtype[Any]":
         if kind not in _SCALARS:

@@ -217,7 +217,7 @@ class _Tokenizer:
 
     def _id(self, name: str) -> int | None:
         key = f"{name}_token_id"
-        token_id = self._value(key, int, None)
+        token_id: int | None = self._value(key, int, None)
         if token_id is not None and not 0 <= token_id < len(self._tokens):
             raise damaged(self._path, f"{_KEY}{key} is {token_id:,}, and there are {len(self._tokens):,} tokens")
         return token_id

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-from gguf_files import write_gguf
+from model_files.gguf_files import write_gguf
 
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.gguf.header import read_header

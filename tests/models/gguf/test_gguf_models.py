@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import write_gguf
+from model_files.gguf_files import write_gguf
 
 from penstock.scheduler.plan import SamplingParams
 

@@ -7,7 +7,7 @@ import gguf
 import pytest
 import tokenizers
 import transformers
-from gguf_files import add_tokenizer
+from model_files.gguf_files import add_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.tokenization_utils_base import generate_merges
 
@@ -167,7 +167,7 @@ def test_the_demo_models_tokenizer_survives(tmp_path):
     check_same(original, found)
 
 
-BROKEN = {
+BROKEN: dict[str, dict[str, object]] = {
     "model is 'bert', and must be gpt2 or llama": {"model": "bert"},
     "pre is 'klingon', and this way to cut texts": {"pre": "klingon"},
     "tokens has a token twice": {"tokens": ["a", "b", "a"]},
@@ -182,7 +182,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("message", BROKEN)
 def test_broken_metadata_is_refused_by_its_key(message, tmp_path):
-    values = {
+    values: dict[str, object] = {
         "model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "token_type": [1, 1, 1], "merges": ["a b"]
     } | BROKEN[message]  # fmt: skip
     file = tmp_path / "model.gguf"
@@ -193,7 +193,7 @@ def test_broken_metadata_is_refused_by_its_key(message, tmp_path):
             writer.add_string(key, value)
         elif isinstance(value, list):
             writer.add_array(key, value)
-        elif value is not None:
+        elif isinstance(value, int):
             writer.add_uint32(key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

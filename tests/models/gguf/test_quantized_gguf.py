@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, quants
-from gguf_files import QuantType, write_gguf
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as QuantType, quants
+from model_files.gguf_files import write_gguf
 
 from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import check_checkpoint

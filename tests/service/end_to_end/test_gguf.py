@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import pytest
 import transformers
-from gguf_files import add_tokenizer, write_gguf
+from model_files.gguf_files import add_tokenizer, write_gguf
 from safetensors.torch import load_file
 from serve_process import PENSTOCK, SHARD_A, SHARD_B, write_small_model
 

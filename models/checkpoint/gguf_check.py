@@ -13,7 +13,7 @@ from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.ggml import BLOCKS
 from penstock.models.checkpoint.gguf.config import ARCHITECTURE, PERMUTED, config_of, described
 from penstock.models.checkpoint.gguf.header import GgufHeader, damaged, read_header
-from penstock.models.checkpoint.gguf.tensors import FoundTensor, find_four_bit, find_tensors, with_rope_factors
+from penstock.models.checkpoint.gguf_tensors import FoundTensor, find_four_bit, find_tensors, with_rope_factors
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
 

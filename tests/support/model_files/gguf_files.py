@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as QuantType
 from torch import Tensor
 
 ARCHITECTURES = {
@@ -19,7 +20,6 @@ ARCHITECTURES = {
 }  # fmt: skip
 PERMUTED = ("LLAMA", "SMOLLM3", "GRANITE", "GRANITE_MOE")
 ONE_ADDED = ("GEMMA", "GEMMA2", "GEMMA3")
-QuantType = gguf.GGMLQuantizationType
 
 
 def write_gguf(
@@ -57,7 +57,7 @@ def _first(config: Any, *names: str) -> Any:
 
 
 def _head_dim(config: Any) -> int:
-    return _first(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    return int(_first(config, "head_dim") or config.hidden_size // config.num_attention_heads)
 
 
 def _add_sizes(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
@@ -192,9 +192,9 @@ def _gates(name: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]
     is_bias = name.endswith("bias")
     if kind == "GPT_OSS":
         tensor = tensor if is_bias else tensor.transpose(-1, -2)
-        halves = tensor[:, ::2], tensor[:, 1::2]
+        halves = [tensor[:, ::2], tensor[:, 1::2]]
     else:
-        halves = tensor.chunk(2, dim=1)
+        halves = [*tensor.chunk(2, dim=1)]
     prefix = name.partition(".mlp.")[0].partition(".block_sparse_moe.")[0]
     for half, value in zip(("gate_proj", "up_proj"), halves, strict=True):
         yield f"{prefix}.mlp.experts.{half}.{'bias' if is_bias else 'weight'}", value
