@@ -56,7 +56,7 @@ class GgufHeader:
 
     path: Path
     metadata: Mapping[str, Any]
-    """The fields by key; long arrays are missing unless they were asked for."""
+    """The fields by key; without long arrays, unless ``read_header`` returns these too."""
     lengths: Mapping[str, int]
     """The number of items of every array, by key."""
     tensors: Mapping[str, TensorEntry]

@@ -73,7 +73,7 @@ PRE_TOKENIZERS = {
     "dbrx": PreTokenizer(_split(LLAMA3)),
     "deepseek-r1-qwen": PreTokenizer(_split(QWEN2)),
     "exaone": _digits(),
-    "exaone4": PreTokenizer(_split(LLAMA3)),
+    "exaone4": _PLAIN,
     "falcon": PreTokenizer(_FALCON),
     "falcon3": _LLAMA3,
     "glm4": PreTokenizer(_split(LLAMA3)),
@@ -91,4 +91,4 @@ PRE_TOKENIZERS = {
     "starcoder": _digits(),
     "tekken": PreTokenizer(_split(TEKKEN), ignore_merges=True, adds_bos=True),
 }
-"""By the value of ``tokenizer.ggml.pre``, as llama.cpp and the models' own tokenizer.json define them."""
+"""The pre-tokenizer for each value of ``tokenizer.ggml.pre``, as in llama.cpp and the models' own tokenizer.json."""

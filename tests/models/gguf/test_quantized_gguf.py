@@ -6,7 +6,9 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as QuantType, quants
 from model_files.gguf_files import write_gguf
 
+from penstock.kernels.cuda.quantized.weights import multiplied_out, pack_int4
 from penstock.models.backends.base import load_backend
+from penstock.models.backends.cuda.linear import has_products
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.files.ggml import BLOCKS, TYPES, dequantize
 from penstock.models.checkpoint.files.safetensors import TensorFiles
@@ -83,6 +85,16 @@ def test_codes_and_scales_of_q4_0_are_those_of_the_file(model, tmp_path):
     matrix = read_matrix(info.quantized[name])
     assert (matrix.bits, matrix.group) == (4, 32)
     np.testing.assert_array_equal(matrix.dequantized(), quants.dequantize(stored, QuantType.Q4_0))
+
+
+def test_the_cuda_backend_packs_q4_0_as_it_is(model, tmp_path):
+    info = check_checkpoint(write_gguf(tmp_path / "model.gguf", model.module, QuantType.Q4_0))
+    linear = info.quantized["model.layers.0.self_attn.q_proj"]
+    assert has_products(linear.scheme)
+    matrix = read_matrix(linear)
+    codes, scales, zeros = (torch.from_numpy(part) for part in (matrix.codes, matrix.scales, matrix.zeros))
+    packed = pack_int4(codes, scales, zeros, group=matrix.group, order=None)
+    np.testing.assert_array_equal(multiplied_out(packed, 0, linear.rows).numpy(), matrix.dequantized())
 
 
 def test_q8_0_is_int8_on_the_cpu_backend(model, worker_config, tmp_path, cpu_library, caplog):
