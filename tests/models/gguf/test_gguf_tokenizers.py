@@ -152,7 +152,7 @@ def test_the_service_reads_names_templates_and_ends(tmp_path):
     _, directory = rewritten(
         tmp_path, original, pre="llama-bpe", bos_token=SPECIAL[0], eos_token=SPECIAL[1], chat_template=template
     )
-    served = ServedTokenizer.load(directory)
+    served = ServedTokenizer(directory)
     assert served.has_chat_template
     assert served.eos_token_ids == tuple(sorted(original.token_to_id(token) for token in (SPECIAL[1], "<|eot_id|>")))
     assert served.special_ids == {original.token_to_id(token) for token in (*SPECIAL, "<|eot_id|>")}
