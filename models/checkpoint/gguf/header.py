@@ -144,17 +144,20 @@ class _Reader:
             self._take(count * self._dtype(key, kind).itemsize, f"field {key}")
             return None
         what = f"field {key}"
-        if is_kept:
-            return [self._string(what, self._end) for _ in range(count)]
-        at, last, data, unpack = self._at, self._end - 8, self._data, struct.Struct("<Q").unpack_from
+        at, end, data, unpack = self._at, self._end, self._data, struct.Struct("<Q").unpack_from
+        strings: list[Any] = []
         for _ in range(count):  # half a million of them, so each has to be quick
-            if at > last:
+            begin = at + 8
+            at = begin + unpack(data, at)[0] if begin <= end else begin
+            if at > end:
                 raise self._cut_off(what)
-            at += 8 + unpack(data, at)[0]
-        if at > self._end:
-            raise self._cut_off(what)
+            if is_kept:
+                strings.append(data[begin:at])
         self._at = at
-        return None
+        try:
+            return [str(string, "utf-8") for string in strings] if is_kept else None
+        except UnicodeDecodeError:
+            raise self._damaged(f"{what} has an item that is not UTF-8") from None
 
     def _items(self, key: str, kind: int, count: int) -> list[Any]:
         dtype = self._dtype(key, kind)

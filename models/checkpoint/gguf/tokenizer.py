@@ -2,11 +2,13 @@
 library; who reads the files checks them.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from enum import IntEnum
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from penstock.models.checkpoint.gguf.config import ARCHITECTURE
 from penstock.models.checkpoint.gguf.header import damaged, read_header
@@ -39,7 +41,7 @@ class TokenKind(IntEnum):
 def write_tokenizer(path: Path, directory: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and generation_config.json. Raises ModelError."""
     for name, content in tokenizer_files(path).items():
-        (directory / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        (directory / name).write_bytes(msgspec.json.encode(content))
 
 
 def tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
@@ -161,11 +163,15 @@ class _Tokenizer:
         vocab = {token: token_id for token_id, token in enumerate(self._tokens)}
         merges = []
         for token, score in zip(self._tokens, scores, strict=True):
-            pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
-            known = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
-            merges += [(score, pair) for pair in sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))]
-        merges.sort(key=lambda merge: (merge[0], len(merge[1][0]), len(merge[1][1])), reverse=True)
-        return [pair for _, pair in merges]
+            found = [
+                (left, right)
+                for at in range(1, len(token))
+                if (left := token[:at]) in vocab and (right := token[at:]) in vocab
+            ]
+            found.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+            merges += [(score, len(left), len(right), left, right) for left, right in found]
+        merges.sort(key=itemgetter(0, 1, 2), reverse=True)
+        return [merge[3:] for merge in merges]
 
     def _added(self) -> list[Part]:
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
