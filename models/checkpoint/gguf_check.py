@@ -15,12 +15,15 @@ from penstock.models.checkpoint.gguf.config import ARCHITECTURE, PERMUTED, confi
 from penstock.models.checkpoint.gguf.header import GgufHeader, damaged, read_header
 from penstock.models.checkpoint.gguf_tensors import FoundTensor, find_four_bit, find_tensors, with_rope_factors
 from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.quantization_config import ModulePatterns, Quantization
 from penstock.models.errors import ModelError
 
 SUFFIX = ".gguf"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_SHARDS = 1000
 _EIGHT_BIT = "Q8_0"
+KEPT = Quantization("gguf", (), ModulePatterns(()))
+"""The quantisation of files with linears that are kept as they are stored."""
 
 
 def check_gguf(path: Path, weights: bool = True) -> CheckpointInfo:
@@ -52,7 +55,7 @@ def check_gguf(path: Path, weights: bool = True) -> CheckpointInfo:
         config,
         spec,
         entries,
-        None,
+        KEPT if quantized else None,
         quantized,
         _warnings(path, sizes),
         is_eight_bit=sizes[_EIGHT_BIT] * 2 > sizes.total(),

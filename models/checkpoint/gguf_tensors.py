@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import LongRope, NormPlacement, NoRope
+from penstock.models.architecture.spec_parts import DefaultRope, LongRope, NormPlacement, NoRope
 from penstock.models.checkpoint.files.ggml import BLOCKS, byte_size
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
@@ -118,6 +118,8 @@ def with_rope_factors(header: GgufHeader, spec: ModelSpec) -> ModelSpec:
     scale = header.metadata.get(key, 1.0) if name == FACTORS_SHORT else 1.0
     if not isinstance(scale, float) or not 0 < scale < math.inf:
         raise ModelError(f"{header.path}: {key} is {str(scale)[:60]}, and must be above zero: download the file again")
+    if not all(isinstance(rope, DefaultRope | NoRope) for rope in spec.ropes):
+        raise ModelError(f"{entry.file}: tensor {name} and rope.scaling.type exclude each other: use another file")
     values = tuple(factors.tolist())
     ropes = tuple(rope if isinstance(rope, NoRope) else LongRope(rope.theta, values, scale) for rope in spec.ropes)
     return replace(spec, ropes=ropes)

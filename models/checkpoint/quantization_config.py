@@ -101,7 +101,7 @@ class Quantization:
     """The quantisation of a checkpoint."""
 
     method: str
-    """gptq, awq, compressed-tensors or fp8."""
+    """gptq, awq, compressed-tensors, fp8 or gguf."""
     schemes: tuple[tuple[ModulePatterns, QuantScheme], ...]
     """Each linear has the scheme whose patterns match it most precisely."""
     ignored: ModulePatterns

@@ -13,6 +13,7 @@ from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.files.ggml import BLOCKS, TYPES, dequantize
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.errors import ModelError
 from penstock.scheduler.plan import SamplingParams
 
 NUM_TOKENS = 12
@@ -76,6 +77,13 @@ async def test_output_is_that_of_the_dequantised_weights(
             assert answer.token_ids == logits.argmax(-1).tolist()
 
 
+def test_q4_0_runs_as_it_is(model, worker_config, tmp_path, cpu_library):
+    file = write_gguf(tmp_path / "model.gguf", model.module, QuantType.Q4_0)
+    assert load_backend(worker_config(file, backend="cpu")).facts.quantization == "gguf"
+    with pytest.raises(ModelError, match="--quantization int8: the checkpoint is quantised already, by gguf"):
+        load_backend(worker_config(file, backend="cpu", quantization="int8"))
+
+
 def test_codes_and_scales_of_q4_0_are_those_of_the_file(model, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", model.module, QuantType.Q4_0)
     info = check_checkpoint(file)
@@ -83,7 +91,7 @@ def test_codes_and_scales_of_q4_0_are_those_of_the_file(model, tmp_path):
     weight = model.module.get_parameter(f"{name}.weight").detach().numpy()
     stored = quants.quantize(weight, QuantType.Q4_0)
     matrix = read_matrix(info.quantized[name])
-    assert (matrix.bits, matrix.group) == (4, 32)
+    assert (matrix.scheme.bits, matrix.scheme.group) == (4, 32)
     np.testing.assert_array_equal(matrix.dequantized(), quants.dequantize(stored, QuantType.Q4_0))
 
 
@@ -93,7 +101,7 @@ def test_the_cuda_backend_packs_q4_0_as_it_is(model, tmp_path):
     assert has_products(linear.scheme)
     matrix = read_matrix(linear)
     codes, scales, zeros = (torch.from_numpy(part) for part in (matrix.codes, matrix.scales, matrix.zeros))
-    packed = pack_int4(codes, scales, zeros, group=matrix.group, order=None)
+    packed = pack_int4(codes, scales, zeros, group=matrix.scheme.group, order=None)
     np.testing.assert_array_equal(multiplied_out(packed, 0, linear.rows).numpy(), matrix.dequantized())
 
 
