@@ -10,7 +10,7 @@ import numpy as np
 from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import DefaultRope, LongRope, NormPlacement, NoRope
-from penstock.models.checkpoint.files.ggml import BLOCKS, byte_size
+from penstock.models.checkpoint.files.ggml import block_size, byte_size
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.gguf.config import FACTORS_LONG, FACTORS_SHORT
@@ -180,7 +180,7 @@ def _split(entry: TensorEntry, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
 def _rows(entry: TensorEntry, first: int, count: int) -> TensorEntry:
     """Returns some of a tensor's rows, along its first dimension."""
     row = math.prod(entry.shape[1:])
-    assert row % BLOCKS.get(entry.dtype, (1, 0))[0] == 0, "blocks do not reach from one row to another"
+    assert row % block_size(entry.dtype) == 0, "blocks do not reach from one row to another"
     return replace(
         entry,
         shape=(count, *entry.shape[1:]),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock.models.architecture.decoder import MAX_LAYERS
 from penstock.models.architecture.rope_config import FULL, SLIDING
 from penstock.models.checkpoint.gguf.header import GgufHeader
 from penstock.models.errors import ModelError
@@ -58,11 +59,15 @@ class Metadata:
         """Whether the file has the tensor, or the first layer has it."""
         return tensor in self._header.tensors or f"blk.0.{tensor}" in self._header.tensors
 
+    @property
+    def num_layers(self) -> int:
+        """The number of layers; 0 if it is invalid, which the family's reader reports."""
+        count = self.get("block_count")
+        return count if isinstance(count, int) and 0 < count <= MAX_LAYERS else 0
+
     def layers_without(self, tensor: str) -> list[int]:
         """The layers that lack a tensor."""
-        count = self.get("block_count")
-        names = range(count if isinstance(count, int) and 0 < count < 4096 else 0)
-        return [layer for layer in names if f"blk.{layer}.{tensor}" not in self._header.tensors]
+        return [layer for layer in range(self.num_layers) if f"blk.{layer}.{tensor}" not in self._header.tensors]
 
 
 Family = Callable[[Metadata, Config], Config]
@@ -219,7 +224,7 @@ def _layer_types(metadata: Metadata) -> Config:
     """The layers that have a window, if the file lists them."""
     pattern = metadata.get("attention.sliding_window_pattern")
     if isinstance(pattern, bool):
-        pattern = [pattern] * (metadata.get("block_count") or 0)
+        pattern = [pattern] * metadata.num_layers
     if isinstance(pattern, int):
         return {"sliding_window_pattern": pattern}
     if not isinstance(pattern, list):

@@ -184,7 +184,9 @@ class _Reader:
                 "such as Q8_0 or Q4_0"
             )
         dtype = TYPES[kind]
-        if not all(0 < size < 1 << 40 for size in shape) or shape[-1] % block_size(dtype):
+        has_blocks = block_size(dtype) > 1
+        is_whole = shape[-1] % block_size(dtype) == 0 and (len(shape) > 1 or not has_blocks)
+        if not all(0 < size < 1 << 40 for size in shape) or not is_whole:
             raise self._damaged(f"tensor {name} ({dtype}) has the shape {list(shape)}")
         return name, dtype, shape, offset
 

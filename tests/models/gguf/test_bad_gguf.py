@@ -63,12 +63,19 @@ BAD = {
     "tensor x has the type 99, which is not supported": content(tensor("x", kind=99), tensors=1),
     r"tensor x \(F32\) has the shape \[0, 4\]": content(tensor("x", (4, 0)), tensors=1),
     r"tensor x \(Q8_0\) has the shape \[8, 48\]": content(tensor("x", (48, 8), kind=8), tensors=1),
+    r"tensor x \(Q8_0\) has the shape \[64\]": content(tensor("x", (64,), kind=8), tensors=1),
     "tensor x has 5 dimensions": content(tensor("x", (1, 1, 1, 1, 1)), tensors=1),
     "tensor x has 0 dimensions": content(tensor("x", ()), tensors=1),
     "general.architecture is 'None'": content(),
     "tensor token_embd.weight is missing": content(ARCHITECTURE, fields=1),
     "llama.block_count is missing: download the file again": content(
         ARCHITECTURE, tensor("token_embd.weight"), fields=1, tensors=1
+    ),
+    "gemma2.block_count is 4294967295: it must be an integer": content(
+        text("general.architecture") + struct.pack("<I", 8) + text("gemma2"),
+        number("gemma2.block_count", (1 << 32) - 1),
+        text("gemma2.attention.sliding_window_pattern") + struct.pack("<I?", 7, True),
+        tensor("token_embd.weight"), fields=3, tensors=1,
     ),
     "llama.block_count is 4294967295: it must be an integer from 1 to 1024": content(
         ARCHITECTURE, number("llama.embedding_length", 8), number("llama.attention.head_count", 2),
