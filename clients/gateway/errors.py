@@ -128,7 +128,7 @@ def invalid(param: str, problem: str, *, code: str | None = None) -> GatewayErro
     return GatewayError(400, f"{param}: {problem}", param=param, code=code)
 
 
-def try_again(status: int, message: str, code: str, retry_after_s: float = RETRY_S) -> GatewayError:
+def try_again(status: int, message: str, *, code: str, retry_after_s: float = RETRY_S) -> GatewayError:
     """Returns the error of a request that may succeed later."""
     return GatewayError(status, message, code=code, retry_after_s=retry_after_s, may_retry=True)
 
@@ -138,7 +138,7 @@ def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_
     caller's."""
     if isinstance(failure, Unreachable):
         down = "the gateway cannot reach the service, which may be starting, restarting or stopped; try again"
-        return try_again(503, down, "service_unavailable")
+        return try_again(503, down, code="service_unavailable")
     status = _HTTP_CODES.get(failure.code, 500)
     message, param = failure.message, None
     if failure.violations:

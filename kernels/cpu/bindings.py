@@ -59,6 +59,7 @@ class StorageFormat(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
+    FP4 = 4
 
 
 class GemmActivation(IntEnum):

@@ -1,7 +1,7 @@
 """The properties of a model that its kernels are compiled for, and examples of models whose kernels differ."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,6 +60,8 @@ class ModelShape:
     """The experts that replace the MLP, in some layers or in all."""
     expert_size: int = 0
     """The intermediate size of an expert."""
+    has_fp4_experts: bool = False
+    """Whether experts are in MXFP4."""
     windows: tuple[int | None, ...] = (None,)
     """The attention windows of the model's kinds of layers, each once; None for full attention."""
     attention_scale: float | None = None
@@ -262,3 +264,4 @@ SHAPES = {
         max_positions=32768,
     ),
 }
+SHAPES["gpt-oss-20b-mxfp4"] = replace(SHAPES["gpt-oss-20b"], has_fp4_experts=True)

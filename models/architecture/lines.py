@@ -65,7 +65,7 @@ LINES = (
         "Phi-3.5-MoE: only by the backend transformers; Phi-4-multimodal: adapters are not supported",
         has_template=False,
     ),
-    ModelLine("gpt-oss", ("GptOssForCausalLM",), "the published files, in MXFP4; copies in bf16 are served"),
+    ModelLine("gpt-oss", ("GptOssForCausalLM",)),
     ModelLine("DeepSeek V3, V3.1, R1, V3.2, V4", (), _LATENT),
     ModelLine(
         "GLM-4-9B, GLM-4-0414, GLM-4.5 and later",

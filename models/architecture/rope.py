@@ -17,6 +17,7 @@ from penstock.models.architecture.spec_parts import (
     Llama3Rope,
     LongRope,
     NoRope,
+    QkNorm,
     Rope,
     YarnRope,
 )
@@ -24,15 +25,19 @@ from penstock.models.architecture.spec_parts import (
 Floats = NDArray[np.float32]
 
 
-def row_order(spec: ModelSpec, linear: str) -> NDArray[np.int64] | None:
-    """Returns the order in which a backend gets the rows of a linear, by its name, where the checkpoint rotates
-    neighbouring dimensions: in each head first the even ones, then the odd ones. None for other linears."""
-    if not spec.interleaved_rope or not linear.endswith(("self_attn.q_proj", "self_attn.k_proj")):
+def row_order(spec: ModelSpec, module: str) -> NDArray[np.int64] | None:
+    """Returns the order in which a backend gets the rows of a module, by its name, where the checkpoint rotates
+    neighbouring dimensions: in each head first the even ones, then the odd ones. For norms of queries and keys, the
+    order is that of the weight's entries, in the weight's shape. None for other modules."""
+    name = module.rpartition(".self_attn.")[2]
+    if not spec.interleaved_rope or name not in ("q_proj", "k_proj", "q_norm", "k_norm"):
         return None
-    heads = spec.num_heads if linear.endswith("q_proj") else spec.num_kv_heads
     dims, rotated = np.arange(spec.head_dim), spec.rotary_dim
     order = np.concatenate((dims[:rotated:2], dims[1:rotated:2], dims[rotated:]))
-    return (np.arange(heads)[:, None] * spec.head_dim + order).reshape(-1)
+    is_query, is_norm = name.startswith("q"), name.endswith("norm")
+    heads = 1 if is_norm and spec.qk_norm is QkNorm.HEAD else spec.num_heads if is_query else spec.num_kv_heads
+    whole: NDArray[np.int64] = np.arange(heads)[:, None] * spec.head_dim + order
+    return whole.reshape(spec.qk_norm_shapes[0 if is_query else 1] if is_norm else -1)
 
 
 def attention_factor(rope: Rope) -> float:

@@ -25,7 +25,13 @@ from penstock.models.checkpoint.gguf_check import SUFFIX, check_gguf, shard_name
 from penstock.models.checkpoint.info import CONFIG, EMBEDDING, FLOAT_DTYPES, HEAD, CheckpointInfo
 from penstock.models.checkpoint.quantization_config import quantization_from_config
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear, find_quantized
-from penstock.models.checkpoint.tensor_names import find_text_model, find_views, rename_prefixes
+from penstock.models.checkpoint.tensor_names import (
+    DERIVED_TENSORS,
+    find_text_model,
+    find_views,
+    rename_prefixes,
+    without_kv_scales,
+)
 from penstock.models.errors import ModelError
 
 DEMO = "demo"
@@ -70,9 +76,6 @@ HUB_FILES = (
 )
 """The files that are fetched from a repository on the hub. penstock reads all of them except tokenizer.model, which
 transformers converts to a tokenizer.json. The last two patterns are those of sentence-transformers."""
-
-DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
-"""Endings of tensors that old checkpoints contain although they follow from the config."""
 
 
 def resolve_model(name: str, weights: bool = True, revision: str | None = None, gguf_file: str | None = None) -> Path:
@@ -240,6 +243,8 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
             f"{path / CONFIG}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}: both are used, as "
             "in transformers; set tie_word_embeddings to false"
         )
+    entries, unused = without_kv_scales(entries)
+    warnings += [f"{path}: {unused}"] if unused else []
     entries = find_views(spec, entries)
     quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
     tensors = _match(spec, entries, quantized, path)

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Iterable
 
 from penstock.models.errors import ModelError
 
@@ -36,6 +37,28 @@ class Patterns:
             if is_match:
                 return True
         return False
+
+
+class ModulePatterns:
+    """Names of modules in compressed-tensors' notation: whole names, classes, and regular expressions after ``re:``."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """Raises ``re.error``."""
+        names = tuple(names)
+        self._exact = frozenset(name for name in names if not name.startswith("re:"))
+        self._patterns = Patterns(tuple(name[3:] for name in names if name.startswith("re:")))
+
+    def __contains__(self, module: str) -> bool:
+        return self.precision(module) is not None
+
+    def precision(self, module: str) -> int | None:
+        """How precisely the linear of this name is matched, in compressed-tensors' order: 0 by its whole name, 1 by an
+        expression, 2 by its class; None: not matched."""
+        if module in self._exact:
+            return 0
+        if self._patterns.match(module):
+            return 1
+        return 2 if "Linear" in self._exact else None
 
 
 def _compiled(text: str) -> "re.Pattern[str]":

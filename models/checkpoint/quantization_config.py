@@ -1,13 +1,15 @@
-"""Reads a checkpoint's ``quantization_config``, of GPTQ, AWQ, compressed-tensors or fp8, into a typed description."""
+"""Reads a checkpoint's ``quantization_config``, of GPTQ, AWQ, compressed-tensors, fp8 or MXFP4, into a typed
+description."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.checkpoint.module_patterns import MAX_CHARS, Patterns
+from penstock.models.checkpoint.module_patterns import MAX_CHARS, ModulePatterns
 from penstock.models.errors import ModelError
 
 CONFIG_FIELD = "quantization_config"
@@ -15,6 +17,8 @@ CONFIG_FIELD = "quantization_config"
 GROUP_STEP = 32
 """The number of columns in a group is a multiple of this."""
 MAX_GROUP = 1 << 20
+MX_GROUP = 32
+"""The number of columns in a group of MXFP4."""
 
 AT_LOAD = ("int8", "int4", "fp8")
 """What a float checkpoint can be quantised to. fp8 needs the CUDA backend, and is a checkpoint's method too."""
@@ -26,7 +30,7 @@ class QuantLayout(Enum):
     """How a quantised matrix is stored."""
 
     GPTQ = auto()
-    """Four bits, packed along the columns; zero points are stored minus one."""
+    """Four or eight bits, packed along the columns; zero points are stored minus one."""
     GPTQ_V2 = auto()
     """The same, with zero points as they are."""
     AWQ = auto()
@@ -39,6 +43,11 @@ class QuantLayout(Enum):
     """float8_e4m3fn, from compressed-tensors or the method fp8."""
     Q4_0 = auto()
     """GGUF's blocks of 32 columns: a scale, then four-bit codes."""
+    MXFP4 = auto()
+    """Four-bit floats, packed along the columns, with a power of two for each group: gpt-oss's experts, and
+    compressed-tensors."""
+    NVFP4 = auto()
+    """The same with groups of 16, whose scales are float8_e4m3fn, and one more scale for the matrix."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +63,18 @@ class QuantScheme:
     """Whether a stored index assigns each column to a group."""
     rows: int = 1
     """The number of rows that share scales, for FP8; 0: all."""
+    is_wide: bool = False
+    """Whether codes of GPTQ have eight bits."""
     narrows_inputs: bool = False
     """Whether inputs are quantised too, at run time: per token, and per group of columns if weights have groups."""
 
     @property
     def bits(self) -> int:
-        return 8 if self.layout in (QuantLayout.INT8, QuantLayout.FP8) else 4
+        return 8 if self.is_wide or self.layout in (QuantLayout.INT8, QuantLayout.FP8) else 4
 
     @property
     def is_float(self) -> bool:
-        return self.layout is QuantLayout.FP8
+        return self.layout in (QuantLayout.FP8, QuantLayout.MXFP4, QuantLayout.NVFP4)
 
     def num_row_groups(self, rows: int) -> int:
         """The number of groups in a column; the last one may be short."""
@@ -74,34 +85,12 @@ class QuantScheme:
         return -(-columns // self.group) if self.group else 1
 
 
-class ModulePatterns:
-    """Names of modules in compressed-tensors' notation: whole names, classes, and regular expressions after ``re:``."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        """Raises ``re.error``."""
-        names = tuple(names)
-        self._exact = frozenset(name for name in names if not name.startswith("re:"))
-        self._patterns = Patterns(tuple(name[3:] for name in names if name.startswith("re:")))
-
-    def __contains__(self, module: str) -> bool:
-        return self.precision(module) is not None
-
-    def precision(self, module: str) -> int | None:
-        """How precisely the linear of this name is matched, in compressed-tensors' order: 0 by its whole name, 1 by an
-        expression, 2 by its class; None: not matched."""
-        if module in self._exact:
-            return 0
-        if self._patterns.match(module):
-            return 1
-        return 2 if "Linear" in self._exact else None
-
-
 @dataclass(frozen=True)
 class Quantization:
     """The quantisation of a checkpoint."""
 
     method: str
-    """gptq, awq, compressed-tensors, fp8 or gguf."""
+    """gptq, awq, compressed-tensors, fp8, mxfp4 or gguf."""
     schemes: tuple[tuple[ModulePatterns, QuantScheme], ...]
     """Each linear has the scheme whose patterns match it most precisely."""
     ignored: ModulePatterns
@@ -154,7 +143,8 @@ def choose_quantization(requested: str, stored: Quantization | None) -> str:
 
 def _gptq(fields: HfConfigReader) -> Quantization:
     """Reads AutoGPTQ's and GPTQModel's config. ``format`` is the later name of ``checkpoint_format``."""
-    _check_bits(fields, "bits", 4)
+    bits = fields.integer("bits", 1, 64)
+    _require(bits in (4, 8), fields, "bits", "must be 4 or 8")
     name = "checkpoint_format" if "checkpoint_format" in fields else "format"
     layouts = {"gptq": QuantLayout.GPTQ, "gptq_v2": QuantLayout.GPTQ_V2}
     layout = fields.text(name, "gptq")
@@ -164,7 +154,8 @@ def _gptq(fields: HfConfigReader) -> Quantization:
     are_skipped = all(pattern.startswith("-:") for pattern in fields.part("dynamic").names())
     _require(are_skipped, fields, "dynamic", "must not quantise some modules otherwise than the rest")
     fields.flag("sym", True)  # zero points are stored either way
-    scheme = QuantScheme(layouts[layout], _group(fields), has_zeros=True, is_ordered=fields.flag("desc_act", False))
+    is_ordered = fields.flag("desc_act", False)
+    scheme = QuantScheme(layouts[layout], _group(fields), has_zeros=True, is_ordered=is_ordered, is_wide=bits == 8)
     return Quantization("gptq", ((ModulePatterns(("Linear",)), scheme),), _not_converted(fields))
 
 
@@ -184,7 +175,6 @@ def _fp8(fields: HfConfigReader) -> Quantization:
         _require(fields.text(name, right) == right, fields, name, f"must be {right}")
     activations = fields.text("activation_scheme", "dynamic")
     _require(activations in ("dynamic", "static"), fields, "activation_scheme", "must be dynamic or static")
-    _require("kv_cache_scheme" not in fields, fields, "kv_cache_scheme", "must be null")
     rows, columns = _block(fields, "weight_block_size") if "weight_block_size" in fields else (0, 0)
     scheme = QuantScheme(QuantLayout.FP8, columns, rows=rows, narrows_inputs=True)
     # The field's name before transformers supported the method.
@@ -192,9 +182,15 @@ def _fp8(fields: HfConfigReader) -> Quantization:
     return Quantization("fp8", ((ModulePatterns(("Linear",)), scheme),), _not_converted(fields, skipped))
 
 
+def _mxfp4(fields: HfConfigReader) -> Quantization:
+    """Reads gpt-oss's config. Only experts are quantised."""
+    scheme = QuantScheme(QuantLayout.MXFP4, MX_GROUP)
+    return Quantization("mxfp4", ((ModulePatterns(("re:.*\\.experts\\.",)), scheme),), _not_converted(fields))
+
+
 def _compressed_tensors(fields: HfConfigReader) -> Quantization:
     """Reads llm-compressor's config. ``quantization_status`` is ignored: published checkpoints have any stage."""
-    for name in ("kv_cache_scheme", "moe_sparsity_config", "transform_config"):
+    for name in ("moe_sparsity_config", "transform_config"):
         _require(not fields.part(name).names(), fields, name, "must be null")
     sparsity = fields.part("sparsity_config").text("format", "dense")
     _require(sparsity == "dense", fields, "sparsity_config", "must be null or dense")
@@ -284,9 +280,24 @@ def _fp8_scheme(group: HfConfigReader, weights: HfConfigReader) -> QuantScheme:
     return QuantScheme(QuantLayout.FP8, columns, rows=rows, narrows_inputs="input_activations" in group)
 
 
+def _fp4_scheme(
+    layout: QuantLayout, strategy: str, size: int, _: HfConfigReader, weights: HfConfigReader
+) -> QuantScheme:
+    """Inputs that the checkpoint quantises too stay as they are."""
+    _check_bits(weights, "num_bits", 4)
+    fits = weights.text("strategy", "") == strategy and weights.integer("group_size", 1, MAX_GROUP) == size
+    _require(fits, weights, "strategy", f"must be {strategy} with a group_size of {size} in this format")
+    return QuantScheme(layout, size)
+
+
 FORMATS: dict[str, dict[str, Callable[[HfConfigReader, HfConfigReader], QuantScheme]]] = {
     "int": {"pack-quantized": _packed_scheme, "int-quantized": _int8_scheme, "naive-quantized": _int8_scheme},
-    "float": {"float-quantized": _fp8_scheme, "naive-quantized": _fp8_scheme},
+    "float": {
+        "float-quantized": _fp8_scheme,
+        "naive-quantized": _fp8_scheme,
+        "mxfp4-pack-quantized": partial(_fp4_scheme, QuantLayout.MXFP4, "group", MX_GROUP),
+        "nvfp4-pack-quantized": partial(_fp4_scheme, QuantLayout.NVFP4, "tensor_group", 16),
+    },
 }
 """The reader of a group's scheme, for each type of weights and each of its formats in compressed-tensors."""
 
@@ -336,5 +347,6 @@ METHODS: dict[str, Callable[[HfConfigReader], Quantization]] = {
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }
 """The reader of each ``quant_method``."""

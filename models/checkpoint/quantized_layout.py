@@ -12,15 +12,19 @@ from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.quantization_config import Quantization, QuantLayout, QuantScheme
+from penstock.models.checkpoint.tensor_names import stored_name
 from penstock.models.errors import ModelError
 
 CODES_PER_WORD = 8
 """Four-bit codes in an int32."""
+WORD_BITS = 32
 
 FLOATS = ("F32", "F16", "BF16")
 INT32 = ("I32",)
 INT8 = ("I8",)
 FP8 = ("F8_E4M3",)
+PAIRS = ("U8",)
+MX_SCALES = ("U8", "F8_E8M0")
 
 EMBEDDING = "model.embed_tokens"
 
@@ -67,9 +71,14 @@ def find_quantized(
         wanted = _wanted_parts(scheme, rows, columns)
         if scheme.layout is QuantLayout.FP8 and f"{name}.weight_scale" not in entries:
             wanted["weight_scale_inv"] = wanted.pop("weight_scale")  # transformers' name
+        if scheme.layout is QuantLayout.MXFP4 and f"{name}.weight_packed" in entries:  # compressed-tensors' names
+            wanted = {
+                "weight_packed": _StoredTensor((rows, -(-columns // 2)), PAIRS),
+                "weight_scale": wanted["scales"],
+            }
         if f"{name}.bias" in shapes:
             wanted.pop("bias", None)
-        parts = {part: _match(f"{name}.{part}", want, entries, path) for part, want in wanted.items()}
+        parts = {part: _match(spec, f"{name}.{part}", want, entries, path) for part, want in wanted.items()}
         stored = {part: entry for part, entry in parts.items() if entry is not None}
         found[name] = QuantizedLinear(name, scheme, rows, columns, stored, row_order(spec, name))
     return found
@@ -77,7 +86,8 @@ def find_quantized(
 
 def _wanted_parts(scheme: QuantScheme, rows: int, columns: int) -> dict[str, _StoredTensor]:
     groups = scheme.num_groups(columns)
-    row_words, column_words = -(-rows // CODES_PER_WORD), -(-columns // CODES_PER_WORD)
+    per_word = WORD_BITS // scheme.bits
+    row_words, column_words = -(-rows // per_word), -(-columns // per_word)
     match scheme.layout:
         case QuantLayout.GPTQ | QuantLayout.GPTQ_V2:
             return {
@@ -117,15 +127,29 @@ def _wanted_parts(scheme: QuantScheme, rows: int, columns: int) -> dict[str, _St
                 "input_scale": _StoredTensor((1, 1), FLOATS, False),
                 "activation_scale": _StoredTensor((1, 1), FLOATS, False),
             }
+        case QuantLayout.MXFP4:
+            return {
+                "blocks": _StoredTensor((rows, groups, scheme.group // 2), PAIRS),
+                "scales": _StoredTensor((rows, groups), MX_SCALES),
+            }
+        case QuantLayout.NVFP4:
+            return {
+                "weight_packed": _StoredTensor((rows, -(-columns // 2)), PAIRS),
+                "weight_scale": _StoredTensor((rows, groups), FP8),
+                "weight_global_scale": _StoredTensor((1,), FLOATS),
+                "input_global_scale": _StoredTensor((1,), FLOATS, False),  # is ignored
+            }
 
 
-def _match(name: str, want: _StoredTensor, entries: Mapping[str, TensorEntry], path: Path) -> TensorEntry | None:
+def _match(
+    spec: ModelSpec, name: str, want: _StoredTensor, entries: Mapping[str, TensorEntry], path: Path
+) -> TensorEntry | None:
     entry = entries.get(name)
     if entry is None:
         if want.is_needed:
             raise ModelError(
-                f"{path}: tensor {name} is missing, and quantization_config in config.json calls for it: download the "
-                "weights again"
+                f"{path}: tensor {stored_name(spec, name)} is missing, and quantization_config in config.json calls "
+                "for it: download the weights again"
             )
         return None
     is_single = math.prod(want.shape) == math.prod(entry.shape) == 1  # of any shape
@@ -133,7 +157,7 @@ def _match(name: str, want: _StoredTensor, entries: Mapping[str, TensorEntry], p
         entry.check_shape(name, want.shape, "quantization_config in config.json")
     if entry.dtype not in want.dtypes:
         raise ModelError(
-            f"{entry.file}: tensor {name} has dtype {entry.dtype}, and quantization_config in config.json calls for "
-            f"{' or '.join(want.dtypes)}: config and weights belong to different models"
+            f"{entry.file}: tensor {stored_name(spec, name)} has dtype {entry.dtype}, and quantization_config in "
+            f"config.json calls for {' or '.join(want.dtypes)}: config and weights belong to different models"
         )
     return entry

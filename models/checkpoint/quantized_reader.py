@@ -16,14 +16,24 @@ Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 
-NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "I8": "u1", "F8_E4M3": "u1", "Q4_0": "u1"}
+NUMPY_DTYPES = {
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I32": "<u4",
+    "I8": "u1",
+    "U8": "u1",
+    "F8_E4M3": "u1",
+    "F8_E8M0": "u1",
+    "Q4_0": "u1",
+}
 """The numpy type that represents each dtype. numpy has no bfloat16, so its bits are read."""
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that holds its first row, its second, and so on."""
 
-ONE_EACH = np.uint32(0x11111111)
-"""A one in each nibble."""
+ONE_EACH = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
+"""A one in each code of a word, by the number of bits."""
 
 
 def _e4m3_values() -> Floats:
@@ -37,6 +47,16 @@ def _e4m3_values() -> Floats:
 
 E4M3_VALUES = _e4m3_values()
 """The value of each float8_e4m3fn: one sign bit, four bits of exponent and three of significand; no infinities."""
+
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The value of each four-bit float: one sign bit, two bits of exponent and one of significand."""
+
+NO_SCALE = 255
+"""The only byte that is not a scale of MXFP4. All others are the exponent of a power of two, plus EXPONENT_BIAS."""
+EXPONENT_BIAS = 127
+
+SIGN = 128
+"""The sign bit of a byte, and what the bytes from 0 to 255 are shifted by to become signed."""
 
 MIDDLE = 8
 """The zero point of four-bit codes in symmetric quantisation."""
@@ -82,7 +102,7 @@ class QuantizedMatrix:
         """W in float32, with its columns in their original order."""
         columns = self.codes.shape[1]
         if self.scheme.is_float:
-            out = E4M3_VALUES[self.codes]
+            out = (E4M3_VALUES if self.scheme.bits == 8 else E2M1_VALUES)[self.codes]
         else:
             out = (self.codes.view(np.int8) if self.scheme.bits == 8 else self.codes).astype(np.float32)
         group = self.scheme.group or columns
@@ -120,6 +140,15 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
         case QuantLayout.Q4_0:
             codes, scales = _read_q4_0(parts["weight"])
             zeros = np.full(scales.shape, MIDDLE, np.float32)
+        case QuantLayout.MXFP4:
+            packed, exponents = read_fp4(linear)
+            codes = _unpack(packed)
+            scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - EXPONENT_BIAS)
+            zeros = np.zeros(scales.shape, np.float32)
+        case QuantLayout.NVFP4:
+            codes = _unpack(_read(parts["weight_packed"]))
+            scales = E4M3_VALUES[_read(parts["weight_scale"])] / _read_floats(parts["weight_global_scale"]).reshape(())
+            zeros = np.zeros(scales.shape, np.float32)
     rows, columns = linear.rows, linear.columns
     codes, order, zeros = codes[:rows, :columns], _order(linear), zeros[:rows]
     if linear.row_order is not None:
@@ -134,6 +163,19 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
     )
 
 
+def read_fp4(linear: QuantizedLinear) -> tuple[Bytes, Bytes]:
+    """Returns the weight of a linear in MXFP4 as it is stored: two codes a byte, the low half first, and a biased
+    exponent for each group. Raises ModelError."""
+    parts = linear.parts
+    blocks, scales = (parts["blocks"], parts["scales"]) if "blocks" in parts else (
+        parts["weight_packed"], parts["weight_scale"]
+    )  # fmt: skip
+    exponents: Bytes = _read(scales)
+    if (exponents == NO_SCALE).any():
+        raise ModelError(f"{scales.file}: a scale of {linear.name} is not a number: download the weights again")
+    return _read(blocks).reshape(linear.rows, -1), exponents
+
+
 def _read_gptq(linear: QuantizedLinear) -> tuple[Bytes, Floats, Floats]:
     bias = linear.parts.get("bias")
     if bias is not None and _read_floats(bias).any():
@@ -144,9 +186,13 @@ def _read_gptq(linear: QuantizedLinear) -> tuple[Bytes, Floats, Floats]:
     zero_words = _read_words(linear.parts["qzeros"])
     if linear.scheme.layout is QuantLayout.GPTQ:
         # Stored minus one. The quantiser subtracts it from whole words, with borrows, so it is added to whole words.
-        zero_words = zero_words + ONE_EACH
-    codes = _unpack(_read_words(linear.parts["qweight"]).T)
-    return codes, _read_floats(linear.parts["scales"]).T, _floats(_unpack(zero_words).T)
+        zero_words = zero_words + ONE_EACH[linear.scheme.bits]
+    words, scales = _read_words(linear.parts["qweight"]).T, _read_floats(linear.parts["scales"]).T
+    if linear.scheme.bits == 4:
+        return _unpack(words), scales, _floats(_unpack(zero_words).T)
+    # Signed bytes: codes and zero points are both shifted.
+    codes = np.ascontiguousarray(words).view(np.uint8) ^ np.uint8(SIGN)
+    return codes, scales, _floats(zero_words.view(np.uint8).T) - np.float32(SIGN)
 
 
 def _read_fp8_scales(linear: QuantizedLinear) -> Floats:
@@ -167,8 +213,8 @@ def _read_q4_0(entry: TensorEntry) -> tuple[Bytes, Floats]:
     return np.concatenate((nibbles & 15, nibbles >> 4), axis=-1).reshape(rows, columns), _floats(scales)
 
 
-def _unpack(words: Words) -> Bytes:
-    """(n, w) -> (n, 8 w): the nibbles of each word, from the lowest on."""
+def _unpack(words: Words | Bytes) -> Bytes:
+    """(n, w) -> (n, nibbles): the nibbles of each word or byte, from the lowest on."""
     pairs = np.ascontiguousarray(words).view(np.uint8).astype(np.uint16)
     pairs |= pairs << np.uint16(4)
     pairs &= np.uint16(0x0F0F)
@@ -218,13 +264,18 @@ def _floats(values: NDArray[Any]) -> Floats:
 
 
 def _read(entry: TensorEntry) -> NDArray[Any]:
-    """Returns a tensor with the shape that it has in its file."""
+    """Returns a tensor with the shape that it has in its file. One whose rows alternate with others is read with
+    them."""
     dtype = np.dtype(NUMPY_DTYPES[entry.dtype])
     count = entry.num_bytes // dtype.itemsize
+    if entry.strides is not None:
+        count = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.strides, strict=True))
     try:
         values = np.fromfile(entry.file, dtype, count, offset=entry.offset)
     except OSError as error:
         raise ModelError(f"{entry.file}: cannot be read ({error}): check the path and its rights") from error
     if values.size != count:
         raise ModelError(f"{entry.file}: became shorter since it was checked: download it again")
+    if entry.strides is not None:
+        return np.ndarray(entry.shape, dtype, values, 0, tuple(dtype.itemsize * stride for stride in entry.strides))
     return values.reshape(stored_shape(entry.dtype, entry.shape))

@@ -1,5 +1,6 @@
 """The names and layouts of tensors in checkpoints, by architecture, where they are not those of Llama."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import Experts
+from penstock.models.checkpoint.quantization_config import MX_GROUP
 
 WRAPPED = (
     ("model.language_model.", "model."),
@@ -121,7 +123,9 @@ def _fused_experts(spec: ModelSpec) -> Wholes:
 
 
 def _gpt_oss(spec: ModelSpec) -> Wholes:
-    """gpt-oss's layout: experts' matrices are (in, out), and the columns of gate and up alternate."""
+    """gpt-oss's layout: experts' matrices are (in, out), and the columns of gate and up alternate. In MXFP4 they are
+    (out, in), and their rows alternate.
+    """
     experts = _experts(spec)
     num, inner, hidden = experts.num_experts, experts.intermediate_size, spec.hidden_size
     gate_up, gate_up_bias, down, down_bias = [], [], [], []
@@ -138,7 +142,25 @@ def _gpt_oss(spec: ModelSpec) -> Wholes:
         "mlp.experts.gate_up_proj_bias": _Whole((num, 2 * inner), tuple(gate_up_bias)),
         "mlp.experts.down_proj": _Whole((num, inner, hidden), tuple(down)),
         "mlp.experts.down_proj_bias": _Whole((num, hidden), tuple(down_bias)),
+        **_mxfp4_experts(num, "gate_up_proj", ("gate_proj", "up_proj"), inner, hidden),
+        **_mxfp4_experts(num, "down_proj", ("down_proj",), hidden, inner),
     }
+
+
+def _mxfp4_experts(num: int, whole: str, linears: Sequence[str], rows: int, columns: int) -> Wholes:
+    """Four-bit codes (experts, rows, groups, 16) and scales (experts, rows, groups). Rows of the linears alternate."""
+    groups, turns = -(-columns // MX_GROUP), len(linears)
+    found = {}
+    for kind, inner in (("blocks", (groups, MX_GROUP // 2)), ("scales", (groups,))):
+        size = math.prod(inner)
+        strides = (turns * size, *((MX_GROUP // 2, 1) if kind == "blocks" else (1,)))
+        parts = [
+            _Part(f"mlp.experts.{expert}.{name}.{kind}", (expert * rows * turns + turn) * size, (rows, *inner), strides)
+            for expert in range(num)
+            for turn, name in enumerate(linears)
+        ]
+        found[f"mlp.experts.{whole}_{kind}"] = _Whole((num, turns * rows, *inner), tuple(parts))
+    return found
 
 
 def _experts(spec: ModelSpec) -> Experts:

@@ -14,6 +14,10 @@ from penstock.models.checkpoint.tensor_layouts import NAMINGS, WRAPPED, Naming, 
 from penstock.models.errors import ModelError
 
 LAYER = re.compile(r"(model\.layers\.(\d+)\.)(.+)")
+DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+"""Endings of tensors that old checkpoints contain although they follow from the config."""
+KV_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.([kv]_proj\.)?(k|v|kv|output)_(scale|zero_point)")
+"""Names of the scales of a quantised KV cache, by various tools."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -60,6 +64,28 @@ def find_text_model(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, Tenso
                 found[new + name.removeprefix(old)] = entry
                 break
     return found, len(entries) - len(found)
+
+
+def without_kv_scales(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], str]:
+    """Returns the tensors without scales of the KV cache, and a line for the log if there are any."""
+    kept = {name: entry for name, entry in entries.items() if not KV_SCALE.fullmatch(name)}
+    count = len(entries) - len(kept)
+    text = (
+        f"its {count} scales of quantised keys and values are not used: the KV cache has the type of the activations "
+        "unless --kv-cache-dtype changes it"
+    )
+    return kept, text if count else ""
+
+
+def stored_name(spec: ModelSpec, name: str) -> str:
+    """Returns the name of the tensor that combines the one of this name with others, or the name itself."""
+    match = LAYER.fullmatch(name)
+    if match is not None:
+        prefix, _, local = match.groups()
+        for whole, layout in NAMINGS.get(spec.architecture, Naming()).wholes(spec).items():
+            if any(part.name == local for part in layout.parts):
+                return prefix + whole
+    return name
 
 
 def _views(name: str, entry: TensorEntry, wholes: Wholes, naming: Naming) -> Iterator[tuple[str, TensorEntry]]:

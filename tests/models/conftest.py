@@ -147,7 +147,7 @@ def build_model(path: Path, config_class: str, changes: dict[str, Any], **saving
     module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if parameter.ndim == 1 or name.endswith("bias"):
+            if parameter.ndim == 1 or name.endswith(("bias", "norm.weight")):
                 parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
     module.eval().save_pretrained(path, **saving)
     return TinyModel(path, module)

@@ -143,10 +143,10 @@ async def _too_deep(body: Body, turns: ParseTurns) -> GatewayError:
 
 def _nested(field: str) -> GatewayError:
     problem = f"nested too deeply; at most {MAX_DEPTH} lists and objects inside each other"
-    return _invalid(field, problem, "nested_too_deeply")
+    return _invalid(field, problem, code="nested_too_deeply")
 
 
-def _invalid(field: str, problem: str, code: str) -> GatewayError:
+def _invalid(field: str, problem: str, *, code: str) -> GatewayError:
     """Returns the error of a field, or of the whole body if ``field`` is empty."""
     return GatewayError(400, f"{field or 'the body'}: {problem}", param=field or None, code=code)
 
@@ -158,7 +158,7 @@ async def _not_utf8(body: Body, turns: ParseTurns) -> GatewayError:
         field, where = await _path_at(body, turns, error.start), f"byte {error.start:,}"
     else:
         field, where = "", "a byte"
-    return _invalid(field, f"{where} of the body is not UTF-8; encode the JSON as UTF-8", "invalid_unicode")
+    return _invalid(field, f"{where} of the body is not UTF-8; encode the JSON as UTF-8", code="invalid_unicode")
 
 
 async def _large_number(body: Body, turns: ParseTurns) -> GatewayError:
@@ -166,7 +166,7 @@ async def _large_number(body: Body, turns: ParseTurns) -> GatewayError:
         if scan.large_number is not None:
             break
     problem = "the number is too large: it may have at most 4,300 digits and must be less than 1.8e308"
-    return _invalid(scan.large_number or "", problem, "invalid_number")
+    return _invalid(scan.large_number or "", problem, code="invalid_number")
 
 
 async def _malformed(body: Body, turns: ParseTurns, problem: str) -> GatewayError:
@@ -180,7 +180,7 @@ async def _malformed(body: Body, turns: ParseTurns, problem: str) -> GatewayErro
     literal = _NOT_JSON.match(body, position)
     if literal is not None:
         field = await _path_at(body, turns, position)
-        return _invalid(field, f"{literal[0].decode()} is not JSON; send a number or null", "invalid_json")
+        return _invalid(field, f"{literal[0].decode()} is not JSON; send a number or null", code="invalid_json")
     what = problem[: found.start()].removeprefix("JSON is malformed: ") if found else "the text ends too early"
     message = f"the body is not valid JSON: {what}, at {_line_and_column(body, position)}"
     return GatewayError(400, message, code="invalid_json")
@@ -200,7 +200,7 @@ async def _lone_surrogate(body: Body, turns: ParseTurns) -> int | None:
 async def _half_a_pair(body: Body, turns: ParseTurns, position: int) -> GatewayError:
     field, escape = await _path_at(body, turns, position), body[position : position + 6].decode()
     problem = f"{escape} is half of a surrogate pair, which is not text; send both halves or neither"
-    return _invalid(field, problem, "invalid_unicode")
+    return _invalid(field, problem, code="invalid_unicode")
 
 
 def _line_and_column(body: Body, position: int) -> str:

@@ -159,7 +159,7 @@ async def _receive_body(request: Request, caller: UpstreamCaller) -> bytearray:
     except TimeoutError:
         if counted.evict is None:
             text = "the memory for bodies ran out, and this one was the slowest to arrive; try again, or send it faster"
-            raise try_again(408, text, "body_too_slow") from None
+            raise try_again(408, text, code="body_too_slow") from None
         raise GatewayError(408, f"the body did not arrive within {timeout_s:g} s; send less, or faster") from None
     except NoRoomForBody as error:
         raise _no_room(error, budget) from None
@@ -178,5 +178,7 @@ def _end_soon(limit: asyncio.Timeout) -> None:
 def _no_room(error: NoRoomForBody, budget: BodyBudget) -> GatewayError:
     if error.is_tenants:
         message = f"the bodies of one tenant may take at most {budget.max_tenant_bytes:,} bytes; send fewer at once"
-        return try_again(429, message, "bodies_full")
-    return try_again(503, f"all bodies together may take at most {budget.max_bytes:,} bytes; try again", "gateway_full")
+        return try_again(429, message, code="bodies_full")
+    return try_again(
+        503, f"all bodies together may take at most {budget.max_bytes:,} bytes; try again", code="gateway_full"
+    )

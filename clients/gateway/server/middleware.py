@@ -93,7 +93,7 @@ class OuterMiddleware:
 
         try:
             if is_refused:
-                raise try_again(503, "the server has reached its limit of connections; try again", "gateway_full")
+                raise try_again(503, "the server has reached its limit of connections; try again", code="gateway_full")
             headers = Headers(scope=scope)
             _check_host(headers, scope["http_version"])
             await self._check_host_is_ours(headers.get("host"), scope)

@@ -152,7 +152,7 @@ class UpstreamCaller:
         wait_s = self._link.refusals.wait_s(self.counted_as)
         if wait_s > 0:
             message = f"this tenant exceeds its rate of requests; try again in {wait_s:.3g} s"
-            raise try_again(429, message, "tenant_rate", wait_s)
+            raise try_again(429, message, code="tenant_rate", retry_after_s=wait_s)
 
     def count_refusal(self) -> None:
         """Counts a request that the gateway refused against the tenant's rate."""
@@ -286,7 +286,7 @@ class ServiceLink:
             return
         idle = [place for place in self._places.values() if not place.num_live]
         if not idle:
-            raise try_again(503, "too many tenants at once; try again", "gateway_full")
+            raise try_again(503, "too many tenants at once; try again", code="gateway_full")
         self._drop(min(idle, key=lambda place: place.last_used))
 
     def _withdraw(self, identity: Identity, failure: RequestFailed) -> None:

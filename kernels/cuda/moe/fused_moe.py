@@ -15,26 +15,39 @@ from penstock.kernels.cuda.core.common import check
 from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.moe.gemm import down_variant, gate_up_variant, sum_variant
 from penstock.kernels.cuda.moe.routing import Routes, group_variant, route, route_variant
-from penstock.kernels.cuda.moe.shapes import ExpertsShape
+from penstock.kernels.cuda.moe.shapes import FP4_GROUP, ExpertsShape
 
 
 @dataclass(frozen=True)
 class ExpertsWeights:
-    """The weights of a layer's E experts, in the model's dtype."""
+    """The weights of a layer's E experts, in the model's dtype, or in MXFP4 if the shape has it. Then two columns share
+    a byte, the first one its low half, and each 32 columns of a row have an exponent."""
 
     gate_up: Tensor
-    """(E, 2I, H): gate, then up."""
+    """(E, 2I, H): gate, then up. In MXFP4 (E, 2I, H / 2)."""
     down: Tensor
-    """(E, H, I)."""
+    """(E, H, I). In MXFP4 (E, H, I / 2)."""
     gate_up_bias: Tensor | None = None
     """(E, 2I). Either both biases are given or neither."""
     down_bias: Tensor | None = None
     """(E, H)."""
+    gate_up_exponents: Tensor | None = None
+    """(E, 2I, H / 32) uint8: powers of 2, plus 127."""
+    down_exponents: Tensor | None = None
+    """(E, H, I / 32) uint8."""
 
     def check(self, shape: ExpertsShape) -> None:
         experts, hidden, inner = shape.mixture.num_experts, shape.hidden_size, shape.intermediate_size
-        check(self.gate_up, (experts, 2 * inner, hidden), shape.dtype)
-        check(self.down, (experts, hidden, inner), shape.dtype)
+        for weight, exponents, rows, columns in (
+            (self.gate_up, self.gate_up_exponents, 2 * inner, hidden),
+            (self.down, self.down_exponents, hidden, inner),
+        ):
+            assert (exponents is not None) == shape.is_fp4
+            if exponents is None:
+                check(weight, (experts, rows, columns), shape.dtype)
+            else:
+                check(weight, (experts, rows, columns // 2), torch.uint8)
+                check(exponents, (experts, rows, columns // FP4_GROUP), torch.uint8)
         for bias, width in ((self.gate_up_bias, 2 * inner), (self.down_bias, hidden)):
             assert (bias is not None) == shape.mixture.biased
             if bias is not None:
@@ -111,13 +124,20 @@ def fused_moe(
     max_tiles = shape.max_tiles(num_tokens, tiles.block_m)
     inner_blocks = triton.cdiv(shape.intermediate_size, tiles.gate_up.block_n)
     gate_up_variant(shape, tiles).launch(
-        (max_tiles * inner_blocks,), x, weights.gate_up, weights.gate_up_bias, *routes.grouped, room.activations
+        (max_tiles * inner_blocks,),
+        x,
+        weights.gate_up,
+        weights.gate_up_exponents,
+        weights.gate_up_bias,
+        *routes.grouped,
+        room.activations,
     )
     hidden_blocks = triton.cdiv(shape.hidden_size, tiles.down.block_n)
     down_variant(shape, tiles).launch(
         (max_tiles * hidden_blocks,),
         room.activations,
         weights.down,
+        weights.down_exponents,
         weights.down_bias,
         routes.weights,
         *routes.grouped,

@@ -13,11 +13,12 @@ from penstock.kernels.cuda.activation import activated, clamped_gate
 from penstock.kernels.cuda.core.common import await_inputs, load_wide, num_warps, product_dtype
 from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.moe.routing import GROUPED
-from penstock.kernels.cuda.moe.shapes import ExpertsShape, ExpertsTiles, MoeTiles
+from penstock.kernels.cuda.moe.shapes import FP4_GROUP, ExpertsShape, ExpertsTiles, MoeTiles
 
 TILES_TOGETHER = tl.constexpr(16)
 """Tiles that are multiplied with the same block of columns, one after another, before the next block. The weights that
 an expert's tiles share, and the rows that a tile reads again, then come from cache."""
+GROUP = tl.constexpr(FP4_GROUP)
 BLOCK_SUMMED = 1024
 """The maximum number of columns of a sum per program."""
 
@@ -63,9 +64,82 @@ def _multiplied(
 
 
 @triton.jit
+def _fp4_values(codes, exponents, PRODUCT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(BLOCK_N, BLOCK_K) in PRODUCT, exactly, from (BLOCK_N, BLOCK_K / 2) bytes and (BLOCK_N, BLOCK_K / 32) exponents.
+    2^-127 becomes zero."""
+    both = tl.reshape(tl.join(codes & 15, codes >> 4), (BLOCK_N, BLOCK_K)).to(tl.int32)
+    # A hexadecimal digit for each magnitude, doubled: 0, 1, 2, 3, and then 4, 6, 8, 12.
+    place = (both & 3) * 4
+    doubled = tl.where((both & 4) != 0, 0xC864 >> place, 0x3210 >> place) & 15
+    signed = tl.where((both & 8) != 0, -doubled, doubled).to(tl.float32)
+    scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 0.5
+    groups = tl.reshape(signed, (BLOCK_N, BLOCK_K // GROUP, GROUP)) * scales[:, :, None]
+    return tl.reshape(groups, (BLOCK_N, BLOCK_K)).to(PRODUCT)
+
+
+@triton.jit
+def _multiplied_fp4(
+    left,
+    live,
+    codes,
+    exponents,
+    SIZE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``_multiplied`` with rows in MXFP4 at ``codes`` and ``exponents`` (BLOCK_N,)."""
+    inner = tl.arange(0, BLOCK_K)
+    pairs = tl.arange(0, BLOCK_K // 2)
+    groups = tl.arange(0, BLOCK_K // GROUP)
+    left = left[:, None] + inner[None, :]
+    codes = codes[:, None] + pairs[None, :]
+    exponents = exponents[:, None] + groups[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, SIZE, BLOCK_K):
+        if SIZE % BLOCK_K == 0:
+            rows = tl.load(left + start, mask=live[:, None], other=0.0)
+            packed = tl.load(codes + start // 2)
+            powers = tl.load(exponents + start // GROUP)
+        else:
+            rest = SIZE - start
+            rows = tl.load(left + start, mask=live[:, None] & (inner < rest)[None, :], other=0.0)
+            packed = tl.load(codes + start // 2, mask=(pairs < rest // 2)[None, :], other=0)
+            powers = tl.load(exponents + start // GROUP, mask=(groups < rest // GROUP)[None, :], other=0)
+        columns = _fp4_values(packed, powers, PRODUCT, BLOCK_N, BLOCK_K)
+        sums = tl.dot(rows.to(PRODUCT), tl.trans(columns), sums, input_precision="tf32x3")
+    return sums
+
+
+@triton.jit
+def _multiplied_rows(
+    left,
+    live,
+    weight,
+    exponents,
+    row,
+    SIZE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The products with the rows ``row`` (BLOCK_N,) of a weight of SIZE columns, in either form."""
+    if exponents is None:
+        made = _multiplied(left, live, weight + row * SIZE, SIZE, PRODUCT, BLOCK_M, BLOCK_N, BLOCK_K)
+    else:
+        codes = weight + row * (SIZE // 2)
+        powers = exponents + row * (SIZE // GROUP)
+        made = _multiplied_fp4(left, live, codes, powers, SIZE, PRODUCT, BLOCK_M, BLOCK_N, BLOCK_K)
+    return made
+
+
+@triton.jit
 def gate_up_kernel(
     x,
     weight,
+    exponents,
     bias,
     pairs,
     tiles,
@@ -98,9 +172,8 @@ def gate_up_kernel(
     # Gate and up alternate, so that both values of a column are in one thread. After the last column, it is read again.
     turn = tl.arange(0, 2 * BLOCK_N)
     row = expert * (2 * INNER) + turn % 2 * INNER + tl.minimum(block * BLOCK_N + turn // 2, INNER - 1)
-    made = _multiplied(
-        x + token.to(tl.int64) * HIDDEN, live, weight + row * HIDDEN, HIDDEN, PRODUCT, BLOCK_M, 2 * BLOCK_N, BLOCK_K
-    )
+    left = x + token.to(tl.int64) * HIDDEN
+    made = _multiplied_rows(left, live, weight, exponents, row, HIDDEN, PRODUCT, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
     if bias is not None:
         made += tl.load(bias + row).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(made, (BLOCK_M, BLOCK_N, 2)))
@@ -117,6 +190,7 @@ def gate_up_kernel(
 def down_kernel(
     x,
     weight,
+    exponents,
     bias,
     pair_weights,
     pairs,
@@ -144,9 +218,8 @@ def down_kernel(
 
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     row = expert * HIDDEN + tl.minimum(column, HIDDEN - 1)
-    made = _multiplied(
-        x + at.to(tl.int64) * INNER, live, weight + row * INNER, INNER, PRODUCT, BLOCK_M, BLOCK_N, BLOCK_K
-    )
+    left = x + at.to(tl.int64) * INNER
+    made = _multiplied_rows(left, live, weight, exponents, row, INNER, PRODUCT, BLOCK_M, BLOCK_N, BLOCK_K)
     if bias is not None:
         made += tl.load(bias + row).to(tl.float32)[None, :]
     result = made * tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
@@ -191,7 +264,9 @@ def _product_variant(
     return KernelVariant(
         kernel,
         {
-            **dict.fromkeys(("x", "weight"), shape.dtype),
+            "x": shape.dtype,
+            "weight": torch.uint8 if shape.is_fp4 else shape.dtype,
+            "exponents": torch.uint8 if shape.is_fp4 else None,
             "bias": shape.dtype if shape.mixture.biased else None,
             **dict.fromkeys(names, torch.float32),
             **dict.fromkeys(GROUPED, torch.int32),

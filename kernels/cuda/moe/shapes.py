@@ -1,12 +1,15 @@
 """The shapes that the kernels of a mixture of experts are compiled for, and the sizes of its tiles. A *pair* is a token
 with one of its experts; a *tile* is up to ``block_m`` pairs of the same expert, which are computed together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
+
+FP4_GROUP = 32
+"""The columns that share a scale in MXFP4."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ MIDDLE = ExpertsTiles(64, 64, MoeTiles(64, 64, 4, 4), MoeTiles(128, 64, 4, 4))
 """The smallest tiles for Hopper's wgmma instructions, which are still faster than reading the weights."""
 PREFILL = ExpertsTiles(128, float("inf"), MoeTiles(128, 64, 8, 4), MoeTiles(256, 64, 8, 4))
 """For many tokens, bound by matrix products: as large as registers allow, to read as little as possible per product."""
+PREFILL_FP4 = replace(PREFILL, down=PREFILL.gate_up)
+"""The same with weights in MXFP4, whose conversion takes registers."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class ExpertsShape:
     """silu, gelu or gelu_tanh."""
     clamped_gate: tuple[float, float] | None = None
     """Alpha and limit of the clamped gate that replaces the activation."""
+    is_fp4: bool = False
+    """Whether weights are in MXFP4."""
     deterministic: bool = False
     """Whether a token's result is bitwise the same in every batch. Tiles of different sizes use different instructions,
     so all steps then use ``MIDDLE``."""
@@ -65,6 +72,7 @@ class ExpertsShape:
         assert 1 <= self.mixture.per_token <= self.mixture.num_experts
         assert self.dtype in (torch.float32, torch.bfloat16, torch.float16)
         assert self.logits_dtype in (torch.float32, self.dtype)
+        assert not self.is_fp4 or self.hidden_size % FP4_GROUP == self.intermediate_size % FP4_GROUP == 0
 
     @classmethod
     def of(cls, shape: ModelShape) -> "ExpertsShape":
@@ -78,6 +86,7 @@ class ExpertsShape:
             shape.dtype,
             shape.activation,
             shape.clamped_gate,
+            shape.has_fp4_experts,
             shape.deterministic,
         )
 
@@ -91,7 +100,9 @@ class ExpertsShape:
         """All tiles, from those for few tokens to those for many. The largest need too many registers with fp32."""
         if self.deterministic:
             return (MIDDLE,)
-        return (DECODE, MIDDLE) if self.dtype == torch.float32 else (DECODE, MIDDLE, PREFILL)
+        if self.dtype == torch.float32:
+            return DECODE, MIDDLE
+        return DECODE, MIDDLE, PREFILL_FP4 if self.is_fp4 else PREFILL
 
     def num_pairs(self, num_tokens: int) -> int:
         return num_tokens * self.mixture.per_token

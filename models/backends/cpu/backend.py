@@ -14,7 +14,7 @@ from penstock.models.backends.cpu.cores import choose_cores
 from penstock.models.backends.cpu.memory import FirstPages
 from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.sampling import SamplingRows
-from penstock.models.backends.cpu.weights import DummyTensors, FileTensors, Tensors
+from penstock.models.backends.cpu.weights import DummyTensors, FileTensors, Tensors, is_kept
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
 from penstock.models.batch.batch import Batch, BatchResult, Sampled
 from penstock.models.batch.pooled_row import PooledRow
@@ -243,7 +243,7 @@ def _experts_differ(info: CheckpointInfo) -> bool:
     """Whether experts need differently prepared inputs: inputs are prepared once for all of them."""
     experts = [name.removesuffix(".weight") for name, shape in info.spec.tensors() if ".experts." in name and shape[1:]]
     linears = [info.quantized.get(name) for name in experts]
-    schemes = {None if linear is None or linear.scheme.is_float else linear.scheme for linear in linears}
+    schemes = {linear.scheme if linear is not None and is_kept(linear.scheme) else None for linear in linears}
     return len(schemes) > 1 or any(scheme is not None and scheme.is_ordered for scheme in schemes)
 
 

@@ -28,6 +28,7 @@ from penstock.models.backends.cpu.weights import (
     Packer,
     Tensors,
     group_made,
+    is_kept,
     narrowed,
     stored_format,
     widened,
@@ -113,8 +114,8 @@ def max_weight_bytes(
             is_float = name.endswith((f"{ROUTER}.weight", f"{SHARED_GATE}.weight", "_norm.weight"))
             kind, group = (StorageFormat.F32, 0) if is_float else (kind, group_made(kind))
             linear = quantized.get(name.removesuffix(".weight"))
-            if linear is not None and not linear.scheme.is_float:
-                kind, group = stored_format(linear.scheme.bits, linear.scheme.group, columns)
+            if linear is not None and is_kept(linear.scheme):
+                kind, group = stored_format(linear.scheme, columns)
             total += -(-rows // LANES) * int(kernels.panel_bytes(kind, columns, group))
         total += ALIGNMENT
     return total

@@ -12,6 +12,7 @@ from penstock.kernels.cpu.bindings import LANES, Kernels, Matrix, StorageFormat
 from penstock.kernels.cpu.program import ElementType, Library, PackedLinear
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
 from penstock.models.checkpoint.quantized_reader import QuantizationError, QuantizedMatrix, read_matrix
 
 Floats = NDArray[np.float32]
@@ -48,9 +49,9 @@ class FileTensors:
         self._files = TensorFiles(entry.file for entry in info.tensors.values())
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
-        """Returns the linear's weight if the checkpoint contains it quantised to integers."""
+        """Returns the linear's weight if the checkpoint contains it quantised in a form that is kept."""
         linear = self._info.quantized.get(name)
-        return None if linear is None or linear.scheme.is_float else read_matrix(linear)
+        return None if linear is None or not is_kept(linear.scheme) else read_matrix(linear)
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
         """Returns a matrix, or a vector as one row. Its data is read when it is used, but fp8 is dequantised here."""
@@ -187,7 +188,7 @@ class Packer:
             np.concatenate(arrays)
             for arrays in zip(*((part.codes, part.scales, part.zeros) for part in parts), strict=True)
         )
-        kind, group = stored_format(parts[0].scheme.bits, parts[0].scheme.group, codes.shape[1])
+        kind, group = stored_format(parts[0].scheme, codes.shape[1])
         order = _order([len(part.codes) for part in parts], gated)
         matrix = self.matrix(kind, len(order), codes.shape[1], group, _rearranged(biases, order))
         if parts[0].order is not None:
@@ -227,11 +228,19 @@ def group_made(format: StorageFormat) -> int:
     return GROUP if format is StorageFormat.INT4 else 0
 
 
-def stored_format(bits: int, group: int, columns: int) -> tuple[StorageFormat, int]:
-    """Returns the packed format and panel group of a matrix that is quantised in the checkpoint."""
-    if bits == 8:
+def is_kept(scheme: QuantScheme) -> bool:
+    """Whether weights stay as they are quantised in the checkpoint. Those in fp8 and NVFP4, and in eight bits by GPTQ,
+    are dequantised."""
+    return scheme.layout not in (QuantLayout.FP8, QuantLayout.NVFP4) and not scheme.is_wide
+
+
+def stored_format(scheme: QuantScheme, columns: int) -> tuple[StorageFormat, int]:
+    """Returns the packed format and panel group of a matrix that stays as it is in the checkpoint."""
+    if scheme.bits == 8:
         return StorageFormat.INT8, 0
-    return StorageFormat.INT4, group or -(-columns // 32) * 32
+    if scheme.is_float:
+        return StorageFormat.FP4, scheme.group
+    return StorageFormat.INT4, scheme.group or -(-columns // 32) * 32
 
 
 def _order(sizes: Sequence[int], gated: bool) -> NDArray[np.int64]:

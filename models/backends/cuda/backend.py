@@ -31,6 +31,7 @@ from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.device import torch_device
+from penstock.models.backends.torch_common.fp4_experts import has_fp4_experts, stored_fp4_bytes
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import add_to_vectors, prompt_parts
@@ -232,7 +233,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     check_weights_fit(config, spec.architecture, weight_bytes(config, info, num_logits, dtype), wanted, parallel)
     at_load = info.at_load(config.quantization)
     linears = CudaLinears(info, at_load, device, deterministic=config.deterministic)
-    weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel, linears.make)
+    keeps_fp4 = has_fp4_experts(info, parallel.size)
+    weights = load_weights(
+        info, dtype, device, config.load_format, num_logits, parallel, linears.make, keeps_fp4=keeps_fp4
+    )
     if at_load is not None:
         logger.info("%s: the weights' relative error is %.2f %%", at_load, 100 * linears.error.relative)
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
@@ -248,6 +252,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         max(max_batched_tokens, config.max_num_seqs, PAGE_SLOTS),
         deterministic=config.deterministic,
         max_drafts=max_drafts(config),
+        has_fp4_experts=keeps_fp4,
     )
     memory = StepMemory(shape, device)
     linears.take_room(dtype, shape.max_tokens)
@@ -270,11 +275,15 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
 
 
 def weight_bytes(config: WorkerConfig, info: CheckpointInfo, num_logits: int, dtype: torch.dtype) -> int:
-    """Returns the approximate size of a rank's weights. Embedding, head, routers and experts are not quantised."""
+    """Returns the approximate size of a rank's weights. Embedding, head, routers and experts are not quantised, except
+    experts in MXFP4."""
     spec, at_load = info.spec.divided(config.tensor_parallel_size), info.at_load(config.quantization)
     total = spec.num_loaded(num_logits, config.tensor_parallel_size) * dtype.itemsize
+    keeps_fp4 = has_fp4_experts(info, config.tensor_parallel_size)
     for name, shape in spec.tensors():
-        if len(shape) == 2 and "_proj." in name and ".experts." not in name:
+        if keeps_fp4 and len(shape) == 2 and ".experts." in name:
+            total += stored_fp4_bytes(*shape) - math.prod(shape) * dtype.itemsize
+        elif len(shape) == 2 and "_proj." in name and ".experts." not in name:
             # A rank's part of a quantised checkpoint is dequantised.
             linear = info.quantized.get(name.removesuffix(".weight")) if config.tensor_parallel_size == 1 else None
             stored = stored_bytes(*shape, at_load, None if linear is None else linear.scheme)

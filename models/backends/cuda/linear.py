@@ -130,7 +130,7 @@ class CudaLinear:
 
 def has_products(scheme: QuantScheme) -> bool:
     """Whether a kernel supports this quantisation; otherwise weights are dequantised."""
-    return scheme.narrows_inputs or not (scheme.is_float and scheme.group)
+    return scheme.narrows_inputs or not (scheme.is_wide or (scheme.is_float and scheme.group))
 
 
 def stored_bytes(rows: int, columns: int, at_load: str | None, scheme: QuantScheme | None) -> int | None:

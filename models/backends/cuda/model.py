@@ -261,7 +261,9 @@ class CudaModel:
     def _experts(self, mlp: ExpertMlp, x: Tensor, query_starts: Tensor) -> Tensor:
         assert self._mixture is not None
         shape, room = self._mixture
-        weights = ExpertsWeights(mlp.gate_up, mlp.down, mlp.gate_up_bias, mlp.down_bias)
+        weights = ExpertsWeights(
+            mlp.gate_up, mlp.down, mlp.gate_up_bias, mlp.down_bias, mlp.gate_up_exponents, mlp.down_exponents
+        )
         out = torch.zeros_like(x)  # tokens without a sequence get nothing
         logits, factor = self._route(mlp, x)
         fused_moe(shape, x, logits, weights, query_starts, room, out)

@@ -12,7 +12,7 @@ from penstock.scheduler.plan import MAX_FORCED_DRAFTS, WorkerConfig
 
 def shape_of(
     spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int,
-    max_tokens: int, *, deterministic: bool, max_drafts: int = 0,
+    max_tokens: int, *, deterministic: bool, max_drafts: int = 0, has_fp4_experts: bool = False,
 ) -> ModelShape:  # fmt: skip
     """Returns the shape whose ``ahead.variants`` the backend launches."""
     experts = spec.experts
@@ -26,6 +26,7 @@ def shape_of(
         clamped_gate=None if experts is None or experts.gate is None else (experts.gate.alpha, experts.gate.limit),
         experts=None if experts is None else _mixture(experts),
         expert_size=0 if experts is None else experts.intermediate_size,
+        has_fp4_experts=has_fp4_experts,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

@@ -20,6 +20,7 @@ from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, QkNorm, Scoring
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
+from penstock.models.backends.torch_common.fp4_experts import Fp4Experts
 from penstock.models.backends.torch_common.weights import (
     DenseLinear,
     ExpertMlp,
@@ -97,6 +98,8 @@ class _Filler:
     device: torch.device
     parallel: TensorParallel
     make_linear: "MakeLinear"
+    fp4_experts: Fp4Experts | None
+    """The reader of experts that stay in MXFP4."""
 
     def tensor(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
         out = self.empty(*shape)
@@ -185,13 +188,15 @@ def load_weights(
     parallel: TensorParallel = ALONE,
     make_linear: "MakeLinear | None" = None,
     embedding: Tensor | None = None,
+    keeps_fp4: bool = False,
 ) -> Weights:
     """Loads a checked checkpoint, or a rank's part of it according to ``info.spec.divided``. ``num_logits`` is the
     number of the head's first rows that are used; a rank has its ``share`` of them. ``embedding`` is another model's,
-    and replaces the checkpoint's."""
+    and replaces the checkpoint's. ``keeps_fp4``: the experts stay in MXFP4; see ``has_fp4_experts``."""
     spec = info.spec.divided(parallel.size)
     source: FileSource | DummySource = DummySource(info, device) if load_format == "dummy" else FileSource(info)
-    fill = _Filler(source, spec, dtype, device, parallel, make_linear or _dense)
+    fp4_experts = Fp4Experts(info, spec, device, parallel) if keeps_fp4 else None
+    fill = _Filler(source, spec, dtype, device, parallel, make_linear or _dense, fp4_experts)
     if embedding is None:
         embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     table = spec.position_table
@@ -267,17 +272,23 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
     if experts.gate is not None:
         activation = partial(clamped_gate, alpha=experts.gate.alpha, limit=experts.gate.limit)
     num, hidden, inner = experts.num_experts, spec.hidden_size, experts.intermediate_size
-    gate_up, down = fill.empty(num, 2 * inner, hidden), fill.empty(num, hidden, inner)
+    gate_up_exponents, down_exponents = None, None
+    if fill.fp4_experts is not None:
+        gate_up, gate_up_exponents = fill.fp4_experts.gate_up(prefix)
+        down, down_exponents = fill.fp4_experts.down(prefix)
+    else:
+        gate_up, down = fill.empty(num, 2 * inner, hidden), fill.empty(num, hidden, inner)
     gate_up_bias = fill.empty(num, 2 * inner) if experts.biased else None
     # The ranks' outputs are summed, so only rank 0 adds the bias.
     down_bias = fill.empty(num, hidden).zero_() if experts.biased else None
     for expert in range(num):
         name = f"{prefix}experts.{expert}."
         halves = (f"{name}gate_proj", f"{name}up_proj"), (inner, inner)
-        fill.stacked(gate_up[expert], "weight", *halves)
+        if fill.fp4_experts is None:
+            fill.stacked(gate_up[expert], "weight", *halves)
+            fill.source.fill(f"{name}down_proj.weight", down[expert], fill.inputs(inner))
         if gate_up_bias is not None:
             fill.stacked(gate_up_bias[expert], "bias", *halves)
-        fill.source.fill(f"{name}down_proj.weight", down[expert], fill.inputs(inner))
         if down_bias is not None and fill.parallel.rank == 0:
             fill.source.fill(f"{name}down_proj.bias", down_bias[expert])
     shared = experts.shared_size
@@ -291,6 +302,8 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
         choose=_choice(fill, f"{prefix}gate.e_score_correction_bias", experts),
         shared=_load_mlp(fill, f"{prefix}shared_expert.", shared, experts.biased) if shared else None,
         shared_gate=fill.router(f"{prefix}shared_expert_gate", 1, hidden) if experts.shared_gated else None,
+        gate_up_exponents=gate_up_exponents,
+        down_exponents=down_exponents,
     )
 
 

@@ -124,9 +124,10 @@ class ExpertMlp:
 
     router: Linear
     gate_up: Tensor
-    """(E, 2I, hidden): per expert, rows of the gate, then of up."""
+    """(E, 2I, hidden): per expert, rows of the gate, then of up. With exponents it is (E, 2I, hidden / 2), two codes of
+    MXFP4 a byte, for kernels that read them."""
     down: Tensor
-    """(E, hidden, I)."""
+    """(E, hidden, I), or (E, hidden, I / 2)."""
     gate_up_bias: Tensor | None
     """(E, 2I)."""
     down_bias: Tensor | None
@@ -138,8 +139,14 @@ class ExpertMlp:
     """Runs on every token."""
     shared_gate: Linear | None
     """The shared MLP's output is multiplied by the sigmoid of this."""
+    gate_up_exponents: Tensor | None = None
+    """(E, 2I, hidden / 32) uint8: the scales of MXFP4 are 2 to the power of these minus 127. Both are given or
+    neither."""
+    down_exponents: Tensor | None = None
+    """(E, hidden, I / 32) uint8."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        assert self.gate_up_exponents is None, "only kernels read codes"
         chosen, factors = self.choose(self.router(x))
         out = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):

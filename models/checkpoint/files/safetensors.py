@@ -45,7 +45,9 @@ class TensorFiles:
         rows, shape = entry.rows, entry.shape
         try:
             if rows is not None:
-                stored = np.ndarray((int(rows.max()) + 1, *shape[1:]), dtype, self._mapped[entry.file], entry.offset)
+                stored = np.ndarray(
+                    (int(rows.max()) + 1, *shape[rows.ndim :]), dtype, self._mapped[entry.file], entry.offset
+                )
                 return stored[rows]
             return np.ndarray(shape, dtype, self._mapped[entry.file], entry.offset, strides)
         except (TypeError, ValueError) as error:

@@ -42,7 +42,8 @@ class TensorEntry:
     strides: tuple[int, ...] | None = None
     """Elements from one index to the next in each dimension, for parts of other tensors; None: contiguous."""
     rows: NDArray[np.int64] | None = field(default=None, compare=False)
-    """The rows of the stored tensor, from ``offset`` on, that this one consists of; None: as many as it has."""
+    """The rows of the stored tensor, from ``offset`` on, that this one consists of, in the shape of its first
+    dimensions; None: the tensor is stored as it is."""
 
     def check_shape(self, name: str, shape: tuple[int, ...], source: str, kind: str = "models") -> None:
         """Raises ModelError unless the tensor has the shape that ``source`` calls for."""

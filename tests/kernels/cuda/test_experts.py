@@ -31,8 +31,26 @@ def random_weights(shape, device):
         return torch.randn(sizes, device=device).mul_(scale).to(shape.dtype)
 
     biases = [made(experts, width, scale=1) if shape.mixture.biased else None for width in (2 * inner, hidden)]
+    if shape.is_fp4:
+        codes = [torch.randint(0, 256, sizes, dtype=torch.uint8, device=device)
+                 for sizes in ((experts, 2 * inner, hidden // 2), (experts, hidden, inner // 2))]  # fmt: skip
+        exponents = [torch.randint(0, 2, (*part.shape[:2], part.shape[2] // 16), device=device) for part in codes]
+        exponents = [part.add_(124).to(torch.uint8) for part in exponents]
+        return ExpertsWeights(*codes, *biases, *exponents)
     gate_up = made(experts, 2 * inner, hidden, scale=3 * hidden**-0.5)  # some beyond a gate's limit
     return ExpertsWeights(gate_up, made(experts, hidden, inner, scale=inner**-0.5), *biases)
+
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def dequantised(codes, exponents, dtype):
+    """What transformers makes of MXFP4."""
+    if exponents is None:
+        return codes.to(dtype)
+    both = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
+    values = torch.tensor(E2M1, dtype=dtype, device=codes.device)[both].unflatten(-1, (-1, 32))
+    return torch.ldexp(values, exponents.unsqueeze(-1).int() - 127).flatten(-2)
 
 
 def random_inputs(shape, tokens, device):
@@ -64,8 +82,8 @@ def expected_of(shape, x, logits, weights, dtype=torch.float64):
     )
     mlp = ExpertMlp(
         router=lambda _: logits.to(dtype),
-        gate_up=weights.gate_up.to(dtype),
-        down=weights.down.to(dtype),
+        gate_up=dequantised(weights.gate_up, weights.gate_up_exponents, dtype),
+        down=dequantised(weights.down, weights.down_exponents, dtype),
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         activation=activation,
@@ -100,6 +118,9 @@ FP32, BF16, FP16 = ULP
         (20, (3, 3, 64, 64, FP32, True), {"deterministic": True}),
         (130, (2, 2, 40, 136, BF16), {}),
         (130, (2, 2, 40, 136, FP32), {}),
+        (3, (4, 2, 96, 160, BF16, True), {"clamped_gate": (1.702, 1.0), "is_fp4": True}),
+        (7, (5, 3, 64, 32, FP32), {"is_fp4": True}),
+        (40, (2, 2, 160, 64, FP16), {"is_fp4": True, "deterministic": True}),
     ],
 )
 def test_mixture(tokens, sizes, changes, device):
@@ -184,7 +205,7 @@ def test_tiles_follow_the_pairs_of_an_expert():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 17, 300, 4096])
-@pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b"])
+@pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b", "gpt-oss-20b-mxfp4"])
 def test_mixture_at_size(model, tokens, device):
     shape = ExpertsShape.of(SHAPES[model])
     x, logits = random_inputs(shape, tokens, device)
@@ -230,3 +251,5 @@ def test_what_does_not_fit_is_refused(device):
         run(shape, x, logits, weights, room=fewer_tiles)
     with pytest.raises(AssertionError):
         replace(shape, logits_dtype=torch.float16)
+    with pytest.raises(AssertionError):
+        replace(shape, is_fp4=True)  # groups of 32 do not fit

@@ -157,13 +157,6 @@ def test_what_is_refused_names_the_field(config, changes, named):
         spec_from_config({**config, **changes})
 
 
-def test_a_checkpoint_in_mxfp4_is_refused(tiny_model, tmp_path, edit_config):
-    path = shutil.copytree(tiny_model("gpt-oss").path, tmp_path / "mxfp4")
-    edit_config(path, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(ModelError, match=r"quantization_config\.quant_method is 'mxfp4'.* use "):
-        check_checkpoint(path)
-
-
 ROPES = {
     "linear": {"factor": 2.5},
     "llama3": {

@@ -80,7 +80,6 @@ REFUSED = {
     "fp8 in cubes": ({**FP8, "weight_block_size": [128, 128, 128]}, "weight_block_size"),
     "fp8 with scales in bytes": ({**FP8, "scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
     "fp8 of unknown inputs": ({**FP8, "activation_scheme": "none"}, "activation_scheme is 'none'"),
-    "fp8 with KV": ({**FP8, "kv_cache_scheme": "static"}, "kv_cache_scheme is 'static'"),
 }
 
 
@@ -137,6 +136,28 @@ def test_parts_of_fp8_that_do_not_fit_are_named(fp8, part, value, says):
     replace(fp8, f"{Q_PROJ}.{part}", value)
     with pytest.raises(ModelError, match=re.escape(says)):
         check_checkpoint(fp8)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale",), ("kv_scale",)],
+)
+def test_scales_of_keys_and_values_are_left_out_with_a_line(fp8, names):
+    assert not check_checkpoint(fp8).warnings
+    for name in names:
+        replace(fp8, f"model.layers.1.self_attn.{name}", torch.tensor(0.5))
+    info = check_checkpoint(fp8)
+    [line] = info.warnings
+    assert line.startswith(f"{fp8}: its {len(names)} scales of quantised keys and values are not used: the KV cache")
+    assert not any(name.endswith("_scale") for name in info.tensors)
+
+
+@pytest.mark.parametrize("config", [FP8, compressed(FP8_WEIGHTS)])
+def test_a_scheme_of_keys_and_values_is_left_out(config):
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    quantised, plain = parse({**config, "kv_cache_scheme": scheme}), parse(config)
+    assert quantised.method == plain.method
+    assert quantised.scheme_of(Q_PROJ) == plain.scheme_of(Q_PROJ)
 
 
 def test_every_fp8_is_read_as_torch_reads_it(fp8):

@@ -102,7 +102,7 @@ def test_the_most_precise_of_several_targets_counts(names):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "method is missing": ({"bits": 4}, "quant_method"),
     "method is unknown": ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
-    "gptq of 8 bits": ({**GPTQ, "bits": 8}, "bits is 8: it must be 4"),
+    "gptq of 3 bits": ({**GPTQ, "bits": 3}, "bits is 3: it must be 4 or 8"),
     "gptq of no bits": ({**GPTQ, "bits": None}, "bits is missing"),
     "gptq of groups of 48": ({**GPTQ, "group_size": 48}, "group_size is 48"),
     "gptq of groups of 0": ({**GPTQ, "group_size": 0}, "group_size is 0"),
@@ -121,7 +121,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ignore is no pattern": ({**W4A16, "ignore": ["re:("]}, "ignore"),
     "format is missing": ({**W4A16, "format": None}, "format is missing"),
     "format of floats": (compressed(INT8_WEIGHTS, "float-quantized"), "format is 'float-quantized'"),
-    "KV is quantised": ({**W4A16, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     "weights are rotated": ({**W4A16, "transform_config": {"config_groups": {"r": {}}}}, "transform_config"),
     "weights are sparse": ({**W4A16, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     "a type of its own": (compressed({**INT8_WEIGHTS, "type": "posit"}), "weights.type is 'posit'"),
@@ -280,10 +279,10 @@ def test_a_file_that_changed_after_the_check(gptq):
 
 
 def test_an_error_names_the_whole_path_of_the_config(gptq):
-    set_config(gptq, {**GPTQ, "bits": 8})
+    set_config(gptq, {**GPTQ, "bits": 3})
     with pytest.raises(ModelError) as caught:
         check_checkpoint(gptq)
-    assert str(caught.value).startswith(f"{gptq / 'config.json'}: quantization_config.bits is 8: it must be 4")
+    assert str(caught.value).startswith(f"{gptq / 'config.json'}: quantization_config.bits is 3: it must be 4 or 8")
 
 
 # ---------------------------------------------------------------------------------------------------------------- flags

@@ -7,6 +7,7 @@
 #include "gemm/bf16_amx.h"
 #endif
 #include "gemm/float.h"
+#include "gemm/fp4.h"
 #include "gemm/int4.h"
 #include "gemm/int8.h"
 
@@ -21,6 +22,7 @@ static int64_t panel_bytes(Format format, int columns, int group) {
     case penstock::FORMAT_BF16: return bf16_panel_bytes(columns);
     case penstock::FORMAT_INT8: return int8_panel_bytes(columns);
     case penstock::FORMAT_INT4: return int4_panel_bytes(columns, group);
+    case penstock::FORMAT_FP4: return fp4_panel_bytes(columns);
     default: return f32_panel_bytes(columns);
   }
 }
@@ -30,6 +32,7 @@ static int64_t input_bytes(Format format, int columns, int group) {
     case penstock::FORMAT_BF16: return bf16_input_bytes(columns);
     case penstock::FORMAT_INT8: return int8_input_bytes(columns);
     case penstock::FORMAT_INT4: return int4_input_bytes(columns, group);
+    case penstock::FORMAT_FP4: return fp4_input_bytes(columns);
     default: return f32_input_bytes(columns);
   }
 }
@@ -51,6 +54,7 @@ static void pack_panel_bf16(int columns, const uint16_t* const rows[LANES], uint
 static void pack_panel_codes(Format format, int columns, int group, const uint8_t* const codes[LANES],
                              const float* const scales[LANES], const float* const zeros[LANES], uint8_t* panel) {
   if (format == penstock::FORMAT_INT8) return int8_pack_codes(columns, codes, scales, zeros, panel);
+  if (format == penstock::FORMAT_FP4) return fp4_pack_codes(columns, codes, scales, panel);
   int4_pack_codes(columns, group, codes, scales, zeros, panel);
 }
 
@@ -59,6 +63,7 @@ static void unpack_row(const Matrix& matrix, int row, float* out) {
     case penstock::FORMAT_BF16: return bf16_unpack_row(matrix, row, out);
     case penstock::FORMAT_INT8: return int8_unpack_row(matrix, row, out);
     case penstock::FORMAT_INT4: return int4_unpack_row(matrix, row, out);
+    case penstock::FORMAT_FP4: return fp4_unpack_row(matrix, row, out);
     default: return f32_unpack_row(matrix, row, out);
   }
 }
@@ -68,6 +73,7 @@ static void prepare(Format format, int columns, int group, const float* x, uint8
     case penstock::FORMAT_BF16: return bf16_prepare(columns, x, out);
     case penstock::FORMAT_INT8: return int8_prepare(columns, x, out);
     case penstock::FORMAT_INT4: return int4_prepare(columns, group, x, out);
+    case penstock::FORMAT_FP4: return fp4_prepare(columns, x, out);
     default: return f32_prepare(columns, x, out);
   }
 }
@@ -77,6 +83,7 @@ static void product(const Matrix& matrix, const Inputs& inputs, int begin, int e
     case penstock::FORMAT_BF16: return bf16_product(matrix, inputs, begin, end, output);
     case penstock::FORMAT_INT8: return int8_product(matrix, inputs, begin, end, output);
     case penstock::FORMAT_INT4: return int4_product(matrix, inputs, begin, end, output);
+    case penstock::FORMAT_FP4: return compute_tiles<Fp4>(matrix, inputs, begin, end, output);
     default: return f32_product(matrix, inputs, begin, end, output);
   }
 }

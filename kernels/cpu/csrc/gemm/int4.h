@@ -53,7 +53,8 @@ struct Int4 {
         for (int p = 0; p < P; p++) dot[m][p] = sums_of(0);
       ahead.next();
       line += 64;
-      add_lines(dot, divide_up(end - begin, 8), [&](auto& sums, int first, int count) __attribute__((always_inline)) {
+      const int lines = divide_up(end - begin, 8);
+      add_lines<15>(dot, lines, [&](auto& sums, int first, int count) __attribute__((always_inline)) {
         const uint8_t* x = inputs + begin + first * 8;
         for (int i = 0; i < count; i++, line += 64, x += 8) {
           DotNibbles weights[P];

@@ -11,6 +11,7 @@
 namespace PENSTOCK_LEVEL {
 
 #if !defined(__AVX512F__) && (defined(__AVX2__) || defined(__SSE2__))
+#define DOT_IN_PARTS
 
 #if defined(__AVX2__)
 typedef __m256i DotPart;
@@ -196,11 +197,12 @@ INLINE DotSums add_nibbles(DotSums sums, const DotNibbles& weights, const uint8_
 
 #endif
 
-// Adds the sums of `lines` lines of nibbles; `add(sums, first, count)` adds those of `count` lines from `first` on.
-template <int M, int P, class Add>
+// Adds the sums of `lines` lines of nibbles, each at most LARGEST; `add(sums, first, count)` adds those of `count` lines
+// from `first` on.
+template <int LARGEST, int M, int P, class Add>
 INLINE void add_lines(DotSums (&sums)[M][P], int lines, const Add& add) {
 #if defined(WIDENS_NIBBLES)
-  constexpr int MOST = 4;  // 16 bits hold the sums of this many lines of four products, each at most 15 * 128
+  constexpr int MOST = 32767 / (4 * LARGEST * 128);  // lines of four products, whose sums fit 16 bits
   for (int first = 0; first < lines; first += MOST) {
     NibbleSums some[M][P] = {};
     add(some, first, lines - first < MOST ? lines - first : MOST);

@@ -135,7 +135,7 @@ void StepRun::keep_wanted_rows() {
 }
 
 // out = or += down(act(gate) * up), or down(act(up)), of x after a norm.
-void StepRun::mlp(const Mlp& mlp, int inner, const Norm& norm, float* out, OutputMode mode) {
+void StepRun::mlp(const PackedMlp& mlp, int inner, const Norm& norm, float* out, OutputMode mode) {
   // A gated product writes whole panels.
   int64_t stride = (inner + LANES - 1) / LANES * LANES;
   auto activation = static_cast<Activation>(model_.activation);

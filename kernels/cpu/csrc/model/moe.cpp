@@ -112,7 +112,7 @@ uint8_t* StepRun::gather(const Routing& routing, const Inputs& inputs) {
 }
 
 // Computes one product of all experts, each with its rows of the prepared inputs.
-void StepRun::multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear Mlp::*linear,
+void StepRun::multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear PackedMlp::*linear,
                                const uint8_t* inputs, float* out, int64_t stride, OutputMode mode) {
   const Matrix& first = (layer.experts[0].*linear).parts[0];
   int64_t bytes = kernels_.input_bytes(first.format, first.columns, first.group);
@@ -175,7 +175,7 @@ void StepRun::experts(const DecoderLayer& layer) {
   uint8_t* inputs = gather(routing, shared.parts[0]);
   int64_t stride = (m.expert_size + LANES - 1) / LANES * LANES;  // a gated product writes whole panels
   float* inner = arena_.take<float>(routing.num_pairs * stride);
-  multiply_experts(routing, layer, &Mlp::gate_up, inputs, inner, stride, OUTPUT_GATED);
+  multiply_experts(routing, layer, &PackedMlp::gate_up, inputs, inner, stride, OUTPUT_GATED);
 
   const Matrix& down = layer.experts[0].down.parts[0];
   int64_t bytes = kernels_.input_bytes(down.format, down.columns, down.group);
@@ -184,7 +184,7 @@ void StepRun::experts(const DecoderLayer& layer) {
     kernels_.prepare(down.format, down.columns, down.group, inner + row * stride, inner_inputs + row * bytes);
   });
   float* outputs = arena_.take<float>(static_cast<int64_t>(routing.num_pairs) * m.hidden_size);
-  multiply_experts(routing, layer, &Mlp::down, inner_inputs, outputs, m.hidden_size, OUTPUT_STORE);
+  multiply_experts(routing, layer, &PackedMlp::down, inner_inputs, outputs, m.hidden_size, OUTPUT_STORE);
   combine(routing, outputs);
   arena_.give_back(before);
   if (layer.shared.down.num_parts) add_shared(layer);

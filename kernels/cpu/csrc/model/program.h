@@ -32,7 +32,7 @@ struct Rope {
 
 // An MLP, or one expert. Gate and up are one part in alternating panels, or two parts: gate, then up. An MLP without a
 // gate has only up.
-struct Mlp {
+struct PackedMlp {
   PackedLinear gate_up, down;
 };
 
@@ -46,12 +46,12 @@ struct DecoderLayer {
   int32_t window;                      // 0: none
   int32_t rope;                        // index
   PackedLinear qkv, output;
-  Mlp mlp;
+  PackedMlp mlp;
   PackedLinear router;  // for a mixture of experts; else no parts
-  const Mlp* experts;
+  const PackedMlp* experts;
   const float* selection_bias;  // (num_experts,): added to scores for the choice only; or null
-  Mlp shared;                   // also runs on every token; or no parts
-  PackedLinear shared_gate;     // its output is multiplied by the sigmoid of this; or no parts
+  PackedMlp shared;          // also runs on every token; or no parts
+  PackedLinear shared_gate;  // its output is multiplied by the sigmoid of this; or no parts
 };
 
 struct DecoderModel {

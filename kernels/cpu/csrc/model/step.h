@@ -68,7 +68,7 @@ class StepRun {
   void keep_wanted_rows();
   void add_attention(const DecoderLayer& layer);
   void feed_forward(const DecoderLayer& layer);
-  void mlp(const Mlp& mlp, int inner, const Norm& norm, float* out, OutputMode mode);
+  void mlp(const PackedMlp& mlp, int inner, const Norm& norm, float* out, OutputMode mode);
   void add_sublayer(const Norm& post_norm);
   void norm(const Norm& norm, const float* x, int size, float* out);
 
@@ -78,7 +78,7 @@ class StepRun {
   void choose_experts(const float* logits, const float* bias, int32_t* chosen, float* weights);
   void rank_experts(const float* scores, const float* bias, float* ranks);
   uint8_t* gather(const Routing& routing, const Inputs& inputs);
-  void multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear Mlp::*linear,
+  void multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear PackedMlp::*linear,
                         const uint8_t* inputs, float* out, int64_t stride, OutputMode mode);
   void combine(const Routing& routing, float* outputs);
   void add_shared(const DecoderLayer& layer);
