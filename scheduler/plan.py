@@ -360,7 +360,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes: int
     quantization: str = "none"
-    """The format of the weights: none, int8, int4, fp8, gptq, awq, compressed-tensors or mxfp4."""
+    """The format of the weights: none, int8, int4, fp8, gptq, awq, compressed-tensors, mxfp4 or gguf."""
     instruction_set: str = ""
     """The CPU instruction set of the kernels; empty where the backend does not choose one."""
     num_threads: int = 0

@@ -13,7 +13,8 @@ from penstock.models.architecture.foreign import ForeignSpec
 from penstock.models.architecture.registry import nearest
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.batch.batch import Batch, BatchResult
-from penstock.models.checkpoint.checkpoint import CheckpointInfo, check_checkpoint
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import WorkerConfig, WorkerFacts
 

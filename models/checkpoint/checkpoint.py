@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,9 @@ from penstock.models.checkpoint.files.model_files import (
     read_model_file,
 )
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry, read_header
-from penstock.models.checkpoint.quantization_config import (
-    AT_LOAD,
-    METHODS,
-    Quantization,
-    choose_quantization,
-    quantization_from_config,
-)
+from penstock.models.checkpoint.gguf_check import SUFFIX, check_gguf, shard_names
+from penstock.models.checkpoint.info import CONFIG, EMBEDDING, FLOAT_DTYPES, HEAD, CheckpointInfo
+from penstock.models.checkpoint.quantization_config import quantization_from_config
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear, find_quantized
 from penstock.models.checkpoint.tensor_names import (
     DERIVED_TENSORS,
@@ -42,13 +38,11 @@ DEMO = "demo"
 DEMO_DRAFTERS = ("demo_draft", "demo_eagle3")
 """The built-in drafters: a draft model and an EAGLE-3 head for the built-in model."""
 
-CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NO_PICKLES = "pickled weights are never loaded: use the model's safetensors version"
 OTHER_WEIGHTS = {
-    "*.gguf": "GGUF files are not supported: give the model's safetensors version, with --quantization int4 or int8 if "
-    "it is to be small",
+    "*.gguf": "is a GGUF file: choose it with --gguf-file",
     **dict.fromkeys(("pytorch_model*.bin*", "*.pth", "*.pt", "*.ckpt"), _NO_PICKLES),
     "consolidated*.safetensors": "Mistral's own layout is not supported: use the model's Hugging Face layout, with "
     f"{CONFIG} and {SINGLE}",
@@ -56,12 +50,8 @@ OTHER_WEIGHTS = {
 }
 """File names of weights that cannot be loaded, each with a remedy."""
 
-FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Dtypes of tensors that can be loaded, with torch's names for them."""
-
 _BASE, _TABLE = "model.", "embed_tokens.weight"
 """The prefix of tensor names, which base-model checkpoints lack; and the name of a tensor that both kinds contain."""
-_EMBEDDING, _HEAD = f"{_BASE}{_TABLE}", "lm_head.weight"
 _COMPARED_BYTES = 1 << 24
 """How many bytes of two tensors are compared at a time."""
 _MAX_COMPARED_BYTES = 1 << 34
@@ -88,68 +78,51 @@ HUB_FILES = (
 transformers converts to a tokenizer.json. The last two patterns are those of sentence-transformers."""
 
 
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """A model directory that passed every check."""
-
-    path: Path
-    config: Mapping[str, Any]
-    spec: ModelSpec
-    tensors: Mapping[str, TensorEntry]
-    """The tensors of ``spec.tensors()``, except the weights in ``quantized``; empty if the weights were not checked."""
-    quantization: Quantization | None
-    """The scheme in config.json. None: all weights are floats, or were not checked."""
-    quantized: Mapping[str, QuantizedLinear]
-    """The linears that are stored quantised, by name; empty if the weights were not checked."""
-    warnings: tuple[str, ...] = ()
-    """What config.json contains that is ignored or contradictory, for the log."""
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the weights, as torch names it. Without weights it comes from the config."""
-        entry = self.tensors.get(_EMBEDDING)
-        if entry is not None:
-            return FLOAT_DTYPES[entry.dtype]
-        named = str(self.config.get("dtype") or self.config.get("torch_dtype"))
-        return named if named in FLOAT_DTYPES.values() else "float32"
-
-    def choose_quantization(self, requested: str) -> str:
-        """The quantisation that the model runs with. Raises ModelError if that contradicts --quantization."""
-        if requested in METHODS and requested not in AT_LOAD and not self.tensors:
-            raise ModelError(
-                f"--quantization {requested}: with --load-format dummy no checkpoint is read, and the dummy weights "
-                "are floats: leave one of the two flags out, or give --quantization int8 or int4"
-            )
-        return choose_quantization(requested, self.quantization)
-
-    def at_load(self, requested: str) -> str | None:
-        """The member of AT_LOAD that float weights are quantised to, or None. ``requested`` is --quantization."""
-        return requested if self.quantization is None and requested in AT_LOAD else None
-
-
-def resolve_model(name: str, weights: bool = True, revision: str | None = None) -> Path:
-    """Returns a model's directory. ``name`` is a path, ``demo`` or one of its drafters, or a repository id of the
-    Hugging Face hub.
+def resolve_model(name: str, weights: bool = True, revision: str | None = None, gguf_file: str | None = None) -> Path:
+    """Returns a model's directory, or its GGUF file. ``name`` is a path, ``demo`` or one of its drafters, or a
+    repository id of the Hugging Face hub. ``gguf_file`` is the name of a file in the directory or repository.
 
     A repository is fetched into huggingface_hub's cache unless it is there, with its weights if ``weights`` is set.
-    HF_HUB_OFFLINE=1 uses only the cache. ``revision`` is a branch, tag or commit of the repository. Raises ModelError.
+    Only a GGUF file is fetched if one is named. HF_HUB_OFFLINE=1 uses only the cache. ``revision`` is a branch, tag or
+    commit of the repository. Raises ModelError.
     """
     is_local = name in (DEMO, *DEMO_DRAFTERS) or Path(name).expanduser().exists()
     if is_local and revision is not None:
         raise ModelError(
             f"--revision {revision}: {name} is not on the hub, and only a model there has revisions: leave it out"
         )
+    path = Path(name).expanduser()
+    if gguf_file is not None:
+        _check_gguf_name(name, gguf_file)
     if name in (DEMO, *DEMO_DRAFTERS):
         return _demo_model(name)
-    path = Path(name).expanduser()
     if path.is_dir():
-        return path
-    if path.exists() or name.endswith(".gguf"):
+        return path if gguf_file is None else _existing(path / gguf_file)
+    if path.suffix == SUFFIX:
+        return _existing(path)
+    if path.exists():
         _refuse_other(name, [path.name])
         raise ModelError(f"{name}: is a file: give the directory that holds {CONFIG}")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(f"{name}: no such directory: give a model's directory, an id like owner/name, or {DEMO}")
-    return _from_hub(name, weights, revision)
+    return _from_hub(name, weights, revision, gguf_file)
+
+
+def _check_gguf_name(name: str, gguf_file: str) -> None:
+    """Raises ModelError if a file of this name cannot be chosen in a model."""
+    if name in (DEMO, *DEMO_DRAFTERS) or Path(name).suffix == SUFFIX:
+        raise ModelError(
+            f"--gguf-file {gguf_file}: {name} is not a directory or repository with such files: leave it out"
+        )
+    parts = Path(gguf_file).parts
+    if not gguf_file.endswith(SUFFIX) or gguf_file.startswith("/") or ".." in parts:
+        raise ModelError(f"--gguf-file {gguf_file}: must be the name of a {SUFFIX} file in {name}")
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ModelError(f"{path}: no such file: give a GGUF file, or a directory with --gguf-file")
+    return path
 
 
 def _demo_model(name: str) -> Path:
@@ -172,7 +145,7 @@ def _refuse_other(where: object, names: Iterable[str]) -> None:
             raise ModelError(f"{at}: {remedy}")
 
 
-def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
+def _from_hub(name: str, weights: bool, revision: str | None, gguf_file: str | None) -> Path:
     # The library takes half a second to import, and a local directory does not need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -185,6 +158,12 @@ def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
     at = name if revision is None else f"{name} at {revision}"
     at_revision: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
+        if gguf_file is not None:
+            shards = [str(Path(gguf_file).with_name(shard)) for shard in shard_names(Path(gguf_file).name)]
+            fetched = snapshot_download(name, allow_patterns=[glob.escape(shard) for shard in shards], **at_revision)
+            if not (Path(fetched) / gguf_file).exists():
+                raise ModelError(f"--gguf-file {gguf_file}: {at} has no such file: give another")
+            return Path(fetched) / gguf_file
         files = [file for file in HUB_FILES if weights or file not in HUB_WEIGHTS]
         path = Path(snapshot_download(name, allow_patterns=files, **at_revision))
         if weights and (path / INDEX).exists():
@@ -223,6 +202,8 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     """Checks config.json and, if ``weights`` is set, every header of the safetensors files against the file's length
     and the model that the config describes. Reads no tensor, except an output head that should equal the embedding.
     Raises ModelError."""
+    if path.is_file() and path.suffix == SUFFIX:
+        return check_gguf(path, weights)
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory: give a model's directory")
     if not (path / CONFIG).exists():
@@ -249,17 +230,17 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
             f"{path / CONFIG}: only the language model of {', '.join(whole['architectures'])} is served, for text: "
             f"{num_skipped} tensors of its other parts are not loaded"
         )
-    elif _EMBEDDING not in entries and _TABLE in entries:
+    elif EMBEDDING not in entries and _TABLE in entries:
         # Embedding models are saved like this, without a head. The embedding stands in for it; its logits are never
         # used.
         spec = replace(spec, tied_embeddings=True)
         entries = {f"{_BASE}{name}": entry for name, entry in entries.items()}
-    elif spec.tied_embeddings and _EMBEDDING not in entries and _HEAD in entries:
-        entries[_EMBEDDING] = entries[_HEAD]
+    elif spec.tied_embeddings and EMBEDDING not in entries and HEAD in entries:
+        entries[EMBEDDING] = entries[HEAD]
     if spec.tied_embeddings and _has_own_head(entries):
         spec = replace(spec, tied_embeddings=False)
         warnings.append(
-            f"{path / CONFIG}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}: both are used, as "
+            f"{path / CONFIG}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}: both are used, as "
             "in transformers; set tie_word_embeddings to false"
         )
     entries, unused = without_kv_scales(entries)
@@ -272,10 +253,10 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
 
 def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:
     """Whether a checkpoint has an output head that differs from the embedding, quantised or not."""
-    parts = {name for name in entries if name.startswith(_HEAD.removesuffix("weight"))}
-    if parts != {_HEAD} or _EMBEDDING not in entries:
+    parts = {name for name in entries if name.startswith(HEAD.removesuffix("weight"))}
+    if parts != {HEAD} or EMBEDDING not in entries:
         return bool(parts)
-    head, embedding = entries[_HEAD], entries[_EMBEDDING]
+    head, embedding = entries[HEAD], entries[EMBEDDING]
     if (head.file, head.offset) == (embedding.file, embedding.offset):
         return False
     if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or head.num_bytes > _MAX_COMPARED_BYTES:
@@ -370,7 +351,7 @@ def _match(
     parts = {f"{linear.name}.{part}" for linear in quantized.values() for part in linear.parts}
     for name in entries.keys() - matched.keys() - parts:
         # An unused tensor means that the model would compute something other than what was trained.
-        if not name.endswith(DERIVED_TENSORS) and not (name == _HEAD and spec.tied_embeddings):
+        if not name.endswith(DERIVED_TENSORS) and not (name == HEAD and spec.tied_embeddings):
             raise ModelError(
                 f"{entries[name].file}: tensor {name} has no place in {spec.architecture} as {CONFIG} describes it: "
                 "config and weights belong to different models"

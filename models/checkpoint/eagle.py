@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.registry import spec_from_config
 from penstock.models.architecture.spec import ModelSpec, NamedShape
-from penstock.models.checkpoint.checkpoint import CONFIG, FLOAT_DTYPES, CheckpointInfo, read_entries, read_json
+from penstock.models.checkpoint.checkpoint import read_entries, read_json
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
+from penstock.models.checkpoint.info import CONFIG, FLOAT_DTYPES, CheckpointInfo
 from penstock.models.errors import ModelError
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

@@ -41,6 +41,8 @@ class QuantLayout(Enum):
     """compressed-tensors' signed bytes; activations are quantised at run time."""
     FP8 = auto()
     """float8_e4m3fn, from compressed-tensors or the method fp8."""
+    Q4_0 = auto()
+    """GGUF's blocks of 32 columns: a scale, then four-bit codes."""
     MXFP4 = auto()
     """Four-bit floats, packed along the columns, with a power of two for each group: gpt-oss's experts, and
     compressed-tensors."""
@@ -88,7 +90,7 @@ class Quantization:
     """The quantisation of a checkpoint."""
 
     method: str
-    """gptq, awq, compressed-tensors, fp8 or mxfp4."""
+    """gptq, awq, compressed-tensors, fp8, mxfp4 or gguf."""
     schemes: tuple[tuple[ModulePatterns, QuantScheme], ...]
     """Each linear has the scheme whose patterns match it most precisely."""
     ignored: ModulePatterns

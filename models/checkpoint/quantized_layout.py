@@ -115,6 +115,8 @@ def _wanted_parts(scheme: QuantScheme, rows: int, columns: int) -> dict[str, _St
             if scheme.is_ordered:
                 parts["weight_g_idx"] = _StoredTensor((columns,), INT32)
             return parts
+        case QuantLayout.Q4_0:
+            return {"weight": _StoredTensor((rows, columns), ("Q4_0",))}
         case QuantLayout.INT8:
             return {"weight": _StoredTensor((rows, columns), INT8), "weight_scale": _StoredTensor((rows, 1), FLOATS)}
         case QuantLayout.FP8:

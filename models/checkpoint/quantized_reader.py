@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.checkpoint.files.ggml import stored_shape
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
 from penstock.models.checkpoint.quantized_layout import CODES_PER_WORD, QuantizedLinear
@@ -24,6 +25,7 @@ NUMPY_DTYPES = {
     "U8": "u1",
     "F8_E4M3": "u1",
     "F8_E8M0": "u1",
+    "Q4_0": "u1",
 }
 """The numpy type that represents each dtype. numpy has no bfloat16, so its bits are read."""
 
@@ -135,6 +137,9 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
             codes = _read(parts["weight"])
             scales = _read_fp8_scales(linear)
             zeros = np.zeros(scales.shape, np.float32)
+        case QuantLayout.Q4_0:
+            codes, scales = _read_q4_0(parts["weight"])
+            zeros = np.full(scales.shape, MIDDLE, np.float32)
         case QuantLayout.MXFP4:
             packed, exponents = read_fp4(linear)
             codes = _unpack(packed)
@@ -196,6 +201,16 @@ def _read_fp8_scales(linear: QuantizedLinear) -> Floats:
     stored = _read_floats(parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"])
     shared = stored.reshape(-1, scheme.num_groups(linear.columns))
     return np.repeat(shared, scheme.rows or linear.rows, axis=0)[: linear.rows]
+
+
+def _read_q4_0(entry: TensorEntry) -> tuple[Bytes, Floats]:
+    """A block has a scale in float16 and 16 bytes: their low nibbles are its first 16 columns, their high ones the
+    others."""
+    rows, columns = entry.shape
+    blocks = _read(entry).reshape(rows, columns // 32, 18)
+    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
+    nibbles = blocks[..., 2:]
+    return np.concatenate((nibbles & 15, nibbles >> 4), axis=-1).reshape(rows, columns), _floats(scales)
 
 
 def _unpack(words: Words | Bytes) -> Bytes:
@@ -263,4 +278,4 @@ def _read(entry: TensorEntry) -> NDArray[Any]:
         raise ModelError(f"{entry.file}: became shorter since it was checked: download it again")
     if entry.strides is not None:
         return np.ndarray(entry.shape, dtype, values, 0, tuple(dtype.itemsize * stride for stride in entry.strides))
-    return values.reshape(entry.shape)
+    return values.reshape(stored_shape(entry.dtype, entry.shape))

@@ -4,6 +4,7 @@ files and the model before anything starts."""
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,13 @@ from msgspec.structs import replace
 from penstock.clients.host.allowed_hosts import read_hosts
 from penstock.clients.host.machine import Machine, inspect_machine
 from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
+from penstock.models.checkpoint.gguf.tokenizer import write_tokenizer
 from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, WorkerConfig
 from penstock.service.app.http_process import STATUS_PAGE, HttpProcess, check_installed
+from penstock.service.app.private_directory import private_directory
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.auth.tenant_limits import TenantLimitsFile
@@ -53,16 +56,23 @@ class Prepared:
     load_tokenizer: Callable[[], Tokenizer]
     http: HttpProcess | None
     status_page: HttpProcess | None
+    resources: ExitStack
+    """What must exist as long as the service; its owner closes it."""
 
 
 def prepare(config: ServeConfig) -> Prepared:
     """Checks ports, model and files, the fastest checks first. Raises ListenError, HttpFailed, FileError, ModelError
     and TokenizerError."""
+    with ExitStack() as resources:
+        return _prepare(config, resources)
+
+
+def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     machine = inspect_machine()
     addresses = _check_addresses(config, machine)
     files = OperatorFiles.load(config)
     has_weights = config.load_format != "dummy"
-    path = resolve_model(config.model, has_weights, config.revision)
+    path = resolve_model(config.model, has_weights, config.revision, config.gguf_file)
     checkpoint = check_checkpoint(path, has_weights)
     checkpoint.choose_quantization(config.quantization)
     checkpoint.spec.divided(config.tensor_parallel_size)
@@ -75,7 +85,8 @@ def prepare(config: ServeConfig) -> Prepared:
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))
-    load_tokenizer, facts = _find_tokenizer(path, config, checkpoint.spec.vocab_size)
+    tokenizer = path if path.is_dir() else _unpack_tokenizer(path, resources)
+    load_tokenizer, facts = _find_tokenizer(tokenizer, config, checkpoint.spec.vocab_size)
     for warning in facts.warnings:
         _log.warning("%s", warning)
     server = ServerConfig(
@@ -100,13 +111,13 @@ def prepare(config: ServeConfig) -> Prepared:
         closes_objects=not config.allow_additional_properties,
         checks_grammars_soon=True,
     )
-    worker = replace(_worker_config(config, path, facts, machine), speculation=speculation)
+    worker = replace(_worker_config(config, path, tokenizer, facts, machine), speculation=speculation)
     http = status_page = None
     if addresses.http is not None:
         http = HttpProcess(addresses.http, http_options(config))
     if addresses.status_page is not None:
         status_page = HttpProcess(addresses.status_page, status_page_options(config), serves=STATUS_PAGE)
-    return Prepared(server, worker, load_tokenizer, http, status_page)
+    return Prepared(server, worker, load_tokenizer, http, status_page, resources.pop_all())
 
 
 class _Addresses(NamedTuple):
@@ -149,6 +160,15 @@ def _scheduler_config(config: ServeConfig, tenants: TenantLimitsFile) -> Schedul
         tenants=tenants.named,
         explain_requests=config.explain_requests,
     )
+
+
+def _unpack_tokenizer(path: Path, resources: ExitStack) -> Path:
+    """Writes the tokenizer of a GGUF file into a directory, since service and worker read one from there."""
+    # Errors about the tokenizer's files then contain the name of the model's file.
+    directory = resources.enter_context(private_directory()) / path.name
+    directory.mkdir()
+    write_tokenizer(path, directory)
+    return directory
 
 
 def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
@@ -204,7 +224,9 @@ def _flags(**values: object) -> Sequence[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
 
 
-def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, machine: Machine) -> WorkerConfig:
+def _worker_config(
+    config: ServeConfig, path: Path, tokenizer: Path, facts: TokenizerFacts, machine: Machine
+) -> WorkerConfig:
     device = config.device
     if device == "auto":
         device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
@@ -224,7 +246,8 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, m
     if share is None:
         share = _CPU_SHARE if device == "cpu" else _GPU_SHARE
     return WorkerConfig(
-        model=str(path.resolve()),
+        # A GGUF file keeps its name, which a link in the hub's cache leads away from.
+        model=str(path.resolve() if path.is_dir() else path.absolute()),
         device=device,
         backend=config.backend,
         dtype=config.dtype,
@@ -238,12 +261,12 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, m
         num_threads=config.threads or machine.num_threads(),
         cpu_pinning=config.cpu_pinning,
         max_memory_bytes=machine.available_bytes,
-        tokenizer_vocab_size=tokenizer.vocab_size,
-        tokenizer_num_ids=tokenizer.num_ids,
-        tokenizer=str(path.resolve()),
-        special_tokens=tokenizer.special_tokens,
-        added_tokens=tokenizer.added_tokens,
-        eos_token_ids=tokenizer.eos_token_ids,
+        tokenizer_vocab_size=facts.vocab_size,
+        tokenizer_num_ids=facts.num_ids,
+        tokenizer=str(tokenizer.resolve()),
+        special_tokens=facts.special_tokens,
+        added_tokens=facts.added_tokens,
+        eos_token_ids=facts.eos_token_ids,
         load_format=config.load_format,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,

@@ -78,7 +78,11 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
     try:
         prepared = prepare(config)
         _report(config, logging.INFO, f"loading {config.model} ...")
-        with _reserved(prepared.server), asyncio.Runner(loop_factory=_new_loop) as runner:
+        with (
+            prepared.resources,
+            _reserved(prepared.server),
+            asyncio.Runner(loop_factory=_new_loop) as runner,
+        ):
             return runner.run(_Life(prepared, worker).run(lifeline))
     except _REFUSALS as error:
         _report(config, logging.CRITICAL, str(error))

@@ -34,12 +34,16 @@ class ServeConfig:
 
     model: str = flag(
         "demo",
-        "a directory in Hugging Face's layout, the id of a model on the Hugging Face Hub, or demo",
+        "a directory in Hugging Face's layout, a GGUF file, the id of a model on the Hugging Face Hub, or demo",
         group="the model",
     )
     revision: str | None = flag(
         None, "the branch, tag or commit of a model on the hub; only a commit always refers to the same files",
         metavar="NAME", shown="the main branch",
+    )  # fmt: skip
+    gguf_file: str | None = flag(
+        None, "the name of a GGUF file in that directory or repository, or of the first of its parts",
+        metavar="NAME", shown="none: the model is in Hugging Face's layout",
     )  # fmt: skip
     served_model_name: str | None = flag(
         None, "the model's name for clients", metavar="NAME", shown="the id on the hub, or the last part of the path"
@@ -202,7 +206,7 @@ class ServeConfig:
         choices=["none", "int8", "int4", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4"],
     )  # fmt: skip
     load_format: str = flag(
-        "auto", "auto reads safetensors; dummy makes up weights, for benchmarks", choices=["auto", "dummy"]
+        "auto", "auto reads the model's files; dummy makes up weights, for benchmarks", choices=["auto", "dummy"]
     )
     threads: int | None = flag(
         None, "compute threads on a CPU", metavar="N", low=1, high=1024, shown="the cores that the service may use"
@@ -330,7 +334,7 @@ class ServeConfig:
         if self.override_generation_config is not None:
             check_override(self.override_generation_config)
         if not self.model:
-            raise ConfigError("MODEL: is empty; give a directory, an id on the Hugging Face Hub, or demo")
+            raise ConfigError("MODEL: is empty; give a directory, a GGUF file, an id on the Hugging Face Hub, or demo")
 
     @property
     def address(self) -> str:
@@ -378,4 +382,4 @@ class ServeConfig:
             return self.served_model_name
         # An id on the hub keeps its owner; the last part of a path is enough.
         path = Path(self.model).expanduser()
-        return path.resolve().name if path.is_dir() or path.is_absolute() else self.model
+        return path.resolve().name if path.exists() or path.is_absolute() else self.model

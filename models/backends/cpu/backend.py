@@ -20,7 +20,7 @@ from penstock.models.batch.batch import Batch, BatchResult, Sampled
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.rows import Ids, Row
 from penstock.models.batch.sampled_positions import SampledPosition
-from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerConfig, WorkerFacts
 
@@ -254,6 +254,9 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     if dtype != info.dtype and config.dtype == "auto":
         logger.info("the checkpoint is in %s, which this backend computes in %s", info.dtype, dtype)
     quantization = info.choose_quantization(config.quantization)
+    if quantization == "none" and info.is_eight_bit:
+        quantization = "int8"
+        logger.info("the weights are stored in eight bits, with a scale for 32 columns; int8 has one for each row")
     if config.host_kv_cache_bytes:
         raise ModelError(
             "--host-kv-cache-bytes: on a CPU the KV cache is in host memory already, and copies gain nothing: give "

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import LANES, Kernels, Matrix, StorageFormat
 from penstock.kernels.cpu.program import ElementType, Library, PackedLinear
-from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.files.safetensors import TensorFiles
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
 from penstock.models.checkpoint.quantized_reader import QuantizationError, QuantizedMatrix, read_matrix
 
@@ -60,7 +60,8 @@ class FileTensors:
             return Rows(read_matrix(linear).dequantized(), ElementType.F32)
         entry = self._info.tensors[name]
         array = self._files.array(entry)
-        return Rows(array if array.ndim == 2 else array[None], SOURCES[entry.dtype])
+        # Quantised tensors of GGUF files are float32 by now.
+        return Rows(array if array.ndim == 2 else array[None], SOURCES.get(entry.dtype, ElementType.F32))
 
     def done(self) -> None:
         """Marks all data read before this call as no longer needed."""

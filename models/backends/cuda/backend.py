@@ -36,7 +36,7 @@ from penstock.models.backends.torch_common.host_pages import HostPages, take_hos
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import add_to_vectors, prompt_parts
 from penstock.models.batch.batch import Batch, BatchResult
-from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from penstock.kernels.cuda.quantized.weights import (
     pack_int4,
 )
 from penstock.models.backends.torch_common.weights import DenseLinear, Linear
-from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.quantization_config import QuantScheme
 from penstock.models.checkpoint.quantized_reader import QuantizationError, read_matrix
 

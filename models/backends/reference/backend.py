@@ -24,7 +24,7 @@ from penstock.models.backends.torch_common.paged_backend import PagedBackend
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
 from penstock.models.backends.torch_common.weights import LayerWeights, Weights, unchanged
 from penstock.models.batch.batch import Batch
-from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 

@@ -37,8 +37,8 @@ from penstock.models.backends.torch_common.weights import (
     num_bytes,
     unchanged,
 )
-from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.files.safetensors import TensorFiles
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.quantized_reader import read_matrix
 
 ACTIVATION_NAMES = {kind: kind.name.lower() for kind in Activation}

@@ -17,7 +17,7 @@ from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.paged_backend import PagedBackend
 from penstock.models.backends.transformers_module.attention import ModuleAttention
 from penstock.models.batch.batch import Batch
-from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
@@ -110,6 +110,8 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
         return (
             f"--tensor-parallel-size is {config.tensor_parallel_size}, and this backend has one process: leave it out"
         )
+    if info.path.is_file():
+        return "the model is a GGUF file, which this backend does not read: use the safetensors version"
     if info.config.get("quantization_config"):
         return "the checkpoint is quantised, which this backend does not support: use the unquantised one"
     if config.feature_layers:

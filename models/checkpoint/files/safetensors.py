@@ -1,18 +1,22 @@
-"""Tensors of safetensors files as numpy arrays over the mapped files: nothing is copied, or read before it is used."""
+"""Tensors of safetensors and GGUF files as numpy arrays over the mapped files. Nothing is read before it is used, and
+only quantised tensors of GGUF files are copied. Knows no model.
+"""
 
 import mmap
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.checkpoint.files.ggml import BLOCKS, dequantize, stored_shape
 from penstock.models.checkpoint.files.model_files import open_model_file
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.errors import ModelError
 
-NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
+NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "u1"}
 """The numpy type that represents each dtype. numpy has no bfloat16, so its bits are read."""
 
 
@@ -32,7 +36,10 @@ class TensorFiles:
 
     def array(self, entry: TensorEntry) -> NDArray[Any]:
         """Returns the tensor, with the strides that it has in the file. It may be unaligned. A tensor with an order of
-        rows of its own is copied. Raises ModelError."""
+        rows of its own is copied, and a quantised one of a GGUF file becomes float32. Raises ModelError."""
+        if entry.dtype in BLOCKS:
+            in_bytes = replace(entry, dtype="U8", shape=stored_shape(entry.dtype, entry.shape))
+            return dequantize(self.array(in_bytes), entry.dtype)
         dtype = np.dtype(NUMPY_DTYPES[entry.dtype])
         strides = None if entry.strides is None else tuple(dtype.itemsize * stride for stride in entry.strides)
         rows, shape = entry.rows, entry.shape

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from penstock.models.architecture.registry import spec_from_config
 from penstock.models.architecture.rope import inverse_frequencies
 from penstock.models.architecture.spec_parts import Activation, DefaultRope, LinearRope, Llama3Rope, QkNorm, YarnRope
-from penstock.models.checkpoint.checkpoint import CONFIG, DEMO, check_checkpoint, resolve_model
+from penstock.models.checkpoint.checkpoint import DEMO, check_checkpoint, resolve_model
+from penstock.models.checkpoint.info import CONFIG
 from penstock.models.errors import ModelError
 
 # As published: the fields of these models' config.json that matter here.

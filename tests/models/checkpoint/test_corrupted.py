@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.models.backends.base import load_backend
-from penstock.models.checkpoint.checkpoint import CONFIG, INDEX, SINGLE, check_checkpoint
+from penstock.models.checkpoint.checkpoint import INDEX, SINGLE, check_checkpoint
+from penstock.models.checkpoint.info import CONFIG
 from penstock.models.errors import ModelError
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.engine_stats import EngineState

@@ -85,7 +85,7 @@ def test_without_weights_none_are_fetched(hub):
 
 
 OTHERS = {
-    "x-Q4_K_M.gguf": "GGUF files are not supported: give the model's safetensors version",
+    "x-Q4_K_M.gguf": "is a GGUF file: choose it with --gguf-file",
     "pytorch_model.bin": "pickled weights are never loaded: use the model's safetensors version",
     "pytorch_model-00001-of-00002.bin": "pickled weights are never loaded",
     "consolidated.00.pth": "pickled weights are never loaded",
@@ -107,15 +107,38 @@ def test_weights_that_cannot_be_loaded_are_named(hub, tmp_path, tiny_model, othe
         (tmp_path / "config.json").write_text((tiny_model("llama").path / "config.json").read_text())
     with pytest.raises(ModelError, match=rf"{tmp_path}: {other}: {OTHERS[other]}"):
         check_checkpoint(tmp_path)
-    if other.endswith((".gguf", ".bin", ".pth")):
+    if other.endswith((".bin", ".pth")):
         with pytest.raises(ModelError, match=rf"^{tmp_path}/{other}: {OTHERS[other]}"):
             resolve_model(str(tmp_path / other))
 
 
-def test_a_gguf_file_that_is_not_there_is_refused_as_one():
+def test_a_gguf_file_is_found_by_its_path_or_its_name_in_a_directory(tmp_path):
+    file = tmp_path / "x.gguf"
+    file.touch()
+    assert resolve_model(str(file)) == resolve_model(str(tmp_path), gguf_file="x.gguf") == file
     for name in ("owner/model/x.gguf", "./x.gguf", "x.gguf"):
-        with pytest.raises(ModelError, match=rf"^{name}: GGUF files are not supported"):
+        with pytest.raises(ModelError, match=rf"^{Path(name)}: no such file: give a GGUF file"):
             resolve_model(name)
+    with pytest.raises(ModelError, match=rf"^{tmp_path}/y\.gguf: no such file"):
+        resolve_model(str(tmp_path), gguf_file="y.gguf")
+    for gguf_file in ("../x.gguf", f"{tmp_path}/x.gguf", "x.bin"):
+        with pytest.raises(ModelError, match=rf"^--gguf-file {gguf_file}: must be the name of a \.gguf file in"):
+            resolve_model(str(tmp_path), gguf_file=gguf_file)
+    for model in ("demo", str(file)):
+        with pytest.raises(ModelError, match=rf"^--gguf-file x\.gguf: {model} is not a directory or repository"):
+            resolve_model(model, gguf_file="x.gguf")
+
+
+def test_only_the_named_gguf_file_is_fetched_with_its_parts(hub):
+    shards = [f"q/m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    fetched = hub(["config.json", "m.gguf", "other.gguf", "model.safetensors", "q/m.gguf", *shards])
+    assert resolve_model("owner/model", gguf_file="m.gguf").name == "m.gguf"
+    assert fetched == ["m.gguf"]
+    fetched.clear()
+    assert resolve_model("owner/model", gguf_file=shards[0]).name == "m-00001-of-00003.gguf"
+    assert fetched == shards
+    with pytest.raises(ModelError, match=r"^--gguf-file z\.gguf: owner/model has no such file"):
+        resolve_model("owner/model", gguf_file="z.gguf")
 
 
 def test_a_hub_that_does_not_answer_leaves_the_missing_file(hub, monkeypatch):

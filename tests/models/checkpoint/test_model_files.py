@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models.checkpoint.checkpoint import CONFIG, DEMO, INDEX, SINGLE, check_checkpoint, resolve_model
+from penstock.models.checkpoint.checkpoint import DEMO, INDEX, SINGLE, check_checkpoint, resolve_model
 from penstock.models.checkpoint.files.model_files import (
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
@@ -16,6 +16,7 @@ from penstock.models.checkpoint.files.model_files import (
     MAX_TOKENIZER_BYTES,
     MAX_TOKENIZER_CONFIG_BYTES,
 )
+from penstock.models.checkpoint.info import CONFIG
 from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.service.config.sampling_defaults import AUTO, read_sampling_defaults

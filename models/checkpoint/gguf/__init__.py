@@ -1,0 +1,1 @@
+"""GGUF files: their header, and the config and the tokenizer that they describe."""

@@ -1,0 +1,189 @@
+"""Finds the tensors of a model in a GGUF file, and gives them the names and layouts of ``ModelSpec.tensors``."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.models.architecture.rope import row_order
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import DefaultRope, LongRope, NormPlacement, NoRope
+from penstock.models.checkpoint.files.ggml import block_size, byte_size
+from penstock.models.checkpoint.files.safetensors import TensorFiles
+from penstock.models.checkpoint.files.safetensors_header import TensorEntry
+from penstock.models.checkpoint.gguf.config import FACTORS_LONG, FACTORS_SHORT
+from penstock.models.checkpoint.gguf.header import GgufHeader
+from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
+from penstock.models.checkpoint.quantized_layout import QuantizedLinear
+from penstock.models.errors import ModelError
+
+FOUR_BIT = QuantScheme(QuantLayout.Q4_0, group=32, has_zeros=False, is_ordered=False)
+"""Q4_0: four-bit codes around 8, and a scale for 32 columns. Kernels read it as it is."""
+
+_FREQUENCIES = "rope_freqs.weight"
+_NOT_WEIGHTS = (_FREQUENCIES, FACTORS_SHORT, FACTORS_LONG)
+_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """A tensor of the model."""
+
+    source: str
+    """The name in the file of the tensor that contains it."""
+    entry: TensorEntry
+
+
+def find_tensors(header: GgufHeader, spec: ModelSpec) -> dict[str, FoundTensor]:
+    """Returns the tensors of the file under the names of ``spec.tensors()``, with their rows in a backend's order.
+    Unknown tensors keep their names. Raises ModelError if one comes twice."""
+    found: dict[str, FoundTensor] = {}
+    for source, entry in header.tensors.items():
+        if source in _NOT_WEIGHTS:
+            continue
+        for name, part in _parts(source, entry, spec):
+            if name in found:
+                raise ModelError(
+                    f"{entry.file}: tensor {source} is the same as {found[name].source}: download the file again"
+                )
+            rows = row_order(spec, name.rpartition(".")[0])
+            if rows is not None and len(rows) == part.shape[0]:
+                part = replace(part, rows=rows)
+            found[name] = FoundTensor(source, part)
+    return found
+
+
+def find_four_bit(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str, QuantizedLinear]:
+    """Returns the linears that are kept in four bits as they are stored. Experts are only if all of them can be."""
+    linears = {}
+    experts = []
+    for name, shape in spec.tensors():
+        linear = name.removesuffix(".weight")
+        if len(shape) != 2 or not linear.endswith(("_proj", "lm_head")):
+            continue
+        entry = entries[name]
+        is_expert = ".experts." in linear
+        if is_expert:
+            experts.append(linear)
+        if entry.dtype == "Q4_0":
+            stored = {"weight": replace(entry, rows=None)}
+            linears[linear] = QuantizedLinear(linear, FOUR_BIT, *shape, stored, entry.rows)
+    if any(expert not in linears for expert in experts):
+        for expert in experts:
+            linears.pop(expert, None)
+    return linears
+
+
+def with_rope_factors(header: GgufHeader, spec: ModelSpec) -> ModelSpec:
+    """Applies the factors of the rope's frequencies, which some files have as a tensor. Raises ModelError."""
+    name = next((name for name in (_FREQUENCIES, FACTORS_SHORT) if name in header.tensors), None)
+    if name is None:
+        return spec
+    entry = header.tensors[name]
+    if entry.dtype != "F32" or entry.shape != (spec.rotary_dim // 2,):
+        raise ModelError(
+            f"{entry.file}: tensor {name} is {entry.dtype} {list(entry.shape)}, and the model rotates "
+            f"{spec.rotary_dim} dimensions: download the file again"
+        )
+    factors = TensorFiles([entry.file]).array(entry).astype(np.float64)
+    if not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise ModelError(f"{entry.file}: tensor {name} has a factor that is not above zero: download the file again")
+    key = f"{header.metadata['general.architecture']}.rope.scaling.attn_factor"
+    scale = header.metadata.get(key, 1.0) if name == FACTORS_SHORT else 1.0
+    if not isinstance(scale, float) or not 0 < scale < math.inf:
+        raise ModelError(f"{header.path}: {key} is {str(scale)[:60]}, and must be above zero: download the file again")
+    if not all(isinstance(rope, DefaultRope | NoRope) for rope in spec.ropes):
+        raise ModelError(f"{entry.file}: tensor {name} and rope.scaling.type exclude each other: use another file")
+    values = tuple(factors.tolist())
+    ropes = tuple(rope if isinstance(rope, NoRope) else LongRope(rope.theta, values, scale) for rope in spec.ropes)
+    return replace(spec, ropes=ropes)
+
+
+def _parts(source: str, entry: TensorEntry, spec: ModelSpec) -> Iterator[tuple[str, TensorEntry]]:
+    """Yields the tensors of the model that a tensor of the file consists of."""
+    match = _LAYER.fullmatch(source)
+    if match is None:
+        outer, _, kind = source.rpartition(".")
+        yield f"{_OUTER.get(outer, outer)}.{kind}", entry
+        return
+    prefix, name, kind = f"model.layers.{match[1]}.", match[2], match[3]
+    experts = spec.experts
+    if name == "attn_qkv":
+        heads = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+        if entry.shape[0] == sum(heads.values()):
+            for part, piece in _split(entry, heads):
+                yield f"{prefix}self_attn.{part}.{kind}", piece
+            return
+    elif name == "ffn_up" and spec.gated_mlp and entry.shape[0] == 2 * spec.intermediate_size:
+        for part, piece in _split(entry, dict.fromkeys(("gate_proj", "up_proj"), spec.intermediate_size)):
+            yield f"{prefix}mlp.{part}.{kind}", piece
+        return
+    elif name in _EXPERTS and experts is not None and entry.shape[0] == experts.num_experts and len(entry.shape) > 1:
+        for expert in range(experts.num_experts):
+            piece = _rows(entry, expert, 1)
+            yield f"{prefix}mlp.experts.{expert}.{_EXPERTS[name]}.{kind}", replace(piece, shape=entry.shape[1:])
+        return
+    elif name == "attn_sinks":
+        yield f"{prefix}self_attn.sinks", entry
+        return
+    elif name == "ffn_gate_inp_shexp":
+        # The format drops the dimension of size one.
+        yield f"{prefix}mlp.shared_expert_gate.{kind}", replace(entry, shape=(1, entry.shape[-1]))
+        return
+    yield f"{prefix}{_in_layer(name, spec)}.{kind}", entry
+
+
+def _in_layer(name: str, spec: ModelSpec) -> str:
+    """Returns the name of a norm or a linear. The norms between attention and MLP depend on where a model has norms."""
+    _, after_attention, before_mlp, _ = spec.layer_norms
+    if spec.norm_placement is NormPlacement.PARALLEL_NORMS and spec.architecture.startswith("Falcon"):
+        norms = {"attn_norm": before_mlp, "attn_norm_2": "input_layernorm"}
+    else:
+        norms = {"ffn_norm": before_mlp, "post_attention_norm": after_attention or before_mlp}
+    return norms.get(name) or _IN_LAYER.get(name, name)
+
+
+def _split(entry: TensorEntry, sizes: Mapping[str, int]) -> Iterator[tuple[str, TensorEntry]]:
+    """Yields parts of a tensor that follow each other, by their numbers of rows."""
+    first = 0
+    for name, size in sizes.items():
+        yield name, _rows(entry, first, size)
+        first += size
+
+
+def _rows(entry: TensorEntry, first: int, count: int) -> TensorEntry:
+    """Returns some of a tensor's rows, along its first dimension."""
+    row = math.prod(entry.shape[1:])
+    assert row % block_size(entry.dtype) == 0, "blocks do not reach from one row to another"
+    return replace(
+        entry,
+        shape=(count, *entry.shape[1:]),
+        offset=entry.offset + byte_size(entry.dtype, first * row),
+        num_bytes=byte_size(entry.dtype, count * row),
+    )

@@ -1,0 +1,72 @@
+"""Models in GGUF files give the tokens of transformers' model with the same weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from model_files.gguf_files import write_gguf
+
+from penstock.scheduler.plan import SamplingParams
+
+VARIANTS = json.loads((Path(__file__).parents[1] / "variants.json").read_text())
+GREEDY = SamplingParams(temperature=0.0, logprobs=2)
+NUM_TOKENS = 12
+TOLERANCE = 1e-4
+
+WITHOUT = {
+    "gemma2": {"query_pre_attn_scalar": 24},
+    "gemma3": {"query_pre_attn_scalar": 24},
+    "gpt-oss": {"swiglu_limit": 7.0},
+    "mixtral": {"sliding_window": None},
+    "qwen2-moe": {"mlp_only_layers": []},
+    "qwen2-tied": {"sliding_window": None},
+    "qwen3-moe": {"mlp_only_layers": []},
+    "smollm3": {"no_rope_layers": [1, 1, 1]},
+    "starcoder2": {"sliding_window": None},
+}
+"""What the format cannot express of a variant."""
+NAMES = (
+    "cohere", "cohere2", "exaone4", "falcon40b", "falcon7b", "gemma1", "gemma2", "gemma3", "glm4", "gpt-neox",
+    "gpt-neox-serial", "gpt-oss", "gpt2", "granite", "granite-moe", "llama", "llama-rope-linear",
+    "llama-rope-llama3-head80", "llama-rope-yarn", "llama-tied-biases-head24", "mixtral", "olmo2", "olmo3", "phi",
+    "phi3-longrope", "phi3-partial-rotary", "qwen2-moe", "qwen2-tied", "qwen3", "qwen3-moe", "seed-oss", "smollm3",
+    "stablelm", "stablelm-parallel", "starcoder2",
+)  # fmt: skip
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request):
+    """Each backend that runs on a CPU, in turn."""
+    if request.param == "cpu":
+        request.getfixturevalue("cpu_library")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model_of(build_model, tmp_path_factory):
+    """Returns a model of a variant, with what the format cannot express left out."""
+    made = {}
+
+    def get(variant):
+        if variant not in made:
+            config, changes = VARIANTS[variant]["config"], VARIANTS[variant]["changes"]
+            made[variant] = build_model(tmp_path_factory.mktemp(variant), config, changes | WITHOUT.get(variant, {}))
+        return made[variant]
+
+    return get
+
+
+@pytest.mark.parametrize("variant", NAMES)
+async def test_greedy_output_equals_that_of_transformers(
+    variant, model_of, backend, in_process, start_engine, prompts, tmp_path
+):
+    model = model_of(variant)
+    file = write_gguf(tmp_path / "model.gguf", model.module)
+    engine = await start_engine(in_process(file, backend=backend), enable_prefix_caching=False)
+    answers = await engine.run(prompts, GREEDY, NUM_TOKENS)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = model.logits(prompt + answer.token_ids)[len(prompt) - 1 : -1]
+        assert answer.token_ids == logits.argmax(-1).tolist()
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, atol=TOLERANCE, rtol=0)
