@@ -5,7 +5,7 @@ from torch import Tensor
 
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.tensor_parallel import TensorParallel, share
-from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.quantization_config import MX_GROUP, QuantLayout
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear
 from penstock.models.checkpoint.quantized_reader import read_fp4
