@@ -42,7 +42,7 @@ def app(args: dict[str, Any]) -> "Application":
     _check(given)
     options["ray_actor_options"] = {**options.get("ray_actor_options", {}), **resources}
     options.setdefault("graceful_shutdown_timeout_s", _STOP_TIMEOUT_S)
-    options.setdefault("max_ongoing_requests", int(given.get("max_num_seqs", _MAX_NUM_SEQS)))
+    options.setdefault("max_ongoing_requests", _max_num_seqs(given))
     flags = {**_flags_for(options["ray_actor_options"]), **given}
     deployment = serve.deployment(name=DEPLOYMENT, **options)(ServeReplica)
     return deployment.bind(list(serve_arguments(flags)), float(options["graceful_shutdown_timeout_s"]))
@@ -61,6 +61,13 @@ def serve_arguments(flags: Mapping[str, object]) -> Iterator[str]:
             yield f"--{flag}={json.dumps(value)}"
         elif value is not None:
             yield f"--{flag}={value}"
+
+
+def _max_num_seqs(flags: Mapping[str, object]) -> int:
+    given = str(flags.get("max_num_seqs") or _MAX_NUM_SEQS)
+    if not given.isdecimal():
+        raise InvalidOption("max_num_seqs", "must be a positive integer")
+    return int(given)
 
 
 def _parsed(value: object) -> Any:

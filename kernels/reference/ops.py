@@ -122,7 +122,8 @@ def choose_experts_by_sigmoid(
         ranked = groups.masked_fill(hidden.unsqueeze(-1), -math.inf).flatten(1)
     chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     factors = scores.gather(-1, chosen)
-    return chosen, (factors / factors.sum(-1, keepdim=True) if normalise else factors) * scale
+    # Sigmoids may all be zero; transformers adds the same number.
+    return chosen, (factors / (factors.sum(-1, keepdim=True) + 1e-20) if normalise else factors) * scale
 
 
 def write_kv(pages: Tensor, slots: Tensor, values: Tensor) -> None:

@@ -97,8 +97,12 @@ def glm4_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
     name = "num_local_experts" if "num_local_experts" in fields else "n_routed_experts"
     experts = read_experts(fields, name, 128, 8, inner)
     groups = fields.integer("n_group", 1, experts.num_experts, 1)
-    if experts.num_experts % groups:
-        raise fields.wrong("n_group", f"must divide the number of experts, {experts.num_experts}")
+    # A group's score is the sum of its two best experts.
+    if groups > 1 and (experts.num_experts % groups or experts.num_experts < 2 * groups):
+        raise fields.wrong("n_group", f"must divide {experts.num_experts} experts into groups of at least 2")
+    groups_per_token = fields.integer("topk_group", 1, groups, 1)
+    if experts.per_token > groups_per_token * (experts.num_experts // groups):
+        raise fields.wrong("topk_group", f"must be enough groups for {experts.per_token} experts per token")
     return replace(
         spec,
         qkv_bias=fields.flag("attention_bias", False),
@@ -110,7 +114,7 @@ def glm4_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
             scoring=Scoring.SIGMOID,
             selection_bias=True,
             num_groups=groups,
-            groups_per_token=fields.integer("topk_group", 1, groups, 1),
+            groups_per_token=groups_per_token,
             scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
             shared_size=inner * fields.integer("n_shared_experts", 1, 64, 1),
         ),

@@ -186,7 +186,7 @@ def exaone4(fields: HfConfigReader, architecture: str) -> ModelSpec:
         pattern = fields.text("sliding_window_pattern")
     elif window is not None:
         pattern = "L" * (fields.integer("sliding_window_pattern", 1, MAX_LAYERS, 4) - 1) + "G"
-    if not set(pattern) <= {"L", "G"}:
+    if not pattern or not set(pattern) <= {"L", "G"}:
         raise fields.wrong("sliding_window_pattern", "must be a number, or consist of L and G")
     windows = windows_by_type(fields, window, lambda layer: window is not None and pattern[layer % len(pattern)] == "L")
     spec = read_decoder(fields, architecture, windows, Defaults(max_positions=2048, norm_eps=1e-5))

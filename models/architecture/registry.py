@@ -144,13 +144,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if wrapper is None:
         return config
     # Older checkpoints have the language model's fields beside those of the vision tower.
-    holder = fields.part("text_config") if "text_config" in fields else fields
+    has_part = "text_config" in fields
+    holder = fields.part("text_config") if has_part else fields
     model_type = holder.text("model_type")
     if model_type not in TEXT_MODELS:
         raise holder.wrong("model_type", f"names no supported language model of a {wrapper}")
     outside = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
     return {
-        **config.get("text_config", config),
+        **(config["text_config"] if has_part else config),
         **{name: config[name] for name in outside if name in config},
         **FIXED.get(model_type, {}),
         "architectures": [TEXT_MODELS[model_type]],
@@ -182,8 +183,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 def nearest(config: Mapping[str, Any]) -> str:
     """Returns the architecture with the most similar name."""
     given = HfConfigReader(config).texts("architectures")
-    known = [*FAMILIES, *WRAPPERS]
-    return difflib.get_close_matches(given[0] if given else "", known, n=1, cutoff=0.0)[0]
+    name = given[0][:100] if given else ""  # A file's name may be long, and the comparison takes time.
+    return difflib.get_close_matches(name, [*FAMILIES, *WRAPPERS], n=1, cutoff=0.0)[0]
 
 
 def _architecture(fields: HfConfigReader) -> str | None:

@@ -60,6 +60,8 @@ def read_rope(
                 )
     theta = _theta(fields, scaling, "rope_theta", default_theta)
     if _kind(scaling) == "dynamic" and "alpha" in scaling:  # Hunyuan's: it does not depend on a sequence's length
+        if head_dim == 2:
+            raise scaling.wrong("alpha", "is defined only for heads of more than 2 dimensions")
         theta *= scaling.number("alpha", 1e-6, 1e9) ** (head_dim / (head_dim - 2))
     rope, max_positions = _scaled(scaling, theta, max_positions)
     return RopeConfig(rope, rope, max_positions, rotary_dim)

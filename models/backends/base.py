@@ -79,7 +79,7 @@ def context_of(config: WorkerConfig, spec: ModelSpec, num_blocks: int | None = N
     if num_blocks is None or config.max_model_len is not None or config.num_blocks is not None:
         return max_model_len
     room = num_blocks * config.block_size
-    if room < max_model_len:
+    if room < max_model_len and config.tensor_parallel_rank == 0:
         logger.warning(
             "context %s: the KV cache holds no more, and the model was made for %s; raise --kv-cache-memory-bytes or "
             "--gpu-memory-utilization for longer requests, or give --max-model-len to choose",

@@ -80,7 +80,8 @@ def find_tensors(header: GgufHeader, spec: ModelSpec) -> dict[str, FoundTensor]:
 
 
 def find_four_bit(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str, QuantizedLinear]:
-    """Returns the linears that are kept in four bits as they are stored. Experts are only if all of them can be."""
+    """Returns the linears that are kept in four bits as they are stored. Experts are kept only if all of them
+    can be."""
     linears = {}
     experts = []
     for name, shape in spec.tensors():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")  # there are no wheels of it but for Linux
+pytest.importorskip("triton")  # it has wheels only for Linux
 
 from gpu_bench.apart import Failed, Send, run_apart
 from gpu_bench.figures import TABLES, LeftOut

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.reference.ops import visible
+from penstock.kernels.reference.ops import attention, visible
+from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.batch.rows import Ids
 
 
@@ -52,6 +53,27 @@ def attention_groups(
 ) -> list[AttentionGroup]:
     """Returns groups in the order of tokens. Tables are padded with the page ``num_blocks``."""
     return [_group(batch, rows, window, num_blocks, block_size, device) for rows in _neighbours(batch, block_size)]
+
+
+def grouped_attention(
+    pages: KVPages,
+    layer: int,
+    query: Tensor,
+    groups: list[AttentionGroup],
+    *,
+    scale: float | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Computes one layer's attention over its pages, in which the step's KV is already written. ``query`` is (T, H, D),
+    as is the result, which is undefined for tokens of no group; the rest is that of ``attention``."""
+    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for group in groups:
+        keys, values = pages.gather(layer, group.table)
+        part = query[group.token_start : group.token_end].view(group.num_rows, -1, *query.shape[1:])
+        seen = attention(part, keys, values, group.mask, group.reach, scale=scale, cap=cap, sinks=sinks)
+        mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
+    return mixed
 
 
 def _neighbours(batch: Ragged, block_size: int) -> Iterator[slice]:

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
-from penstock.kernels.reference.ops import attention, rotate, soft_cap
+from penstock.kernels.reference.ops import rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import context_of, shared_facts
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
-from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups
+from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups, grouped_attention
 from penstock.models.backends.tensor_parallel import TensorParallel
-from penstock.models.backends.torch_common.device import DTYPES, torch_device
+from penstock.models.backends.torch_common.device import choose_dtype
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
@@ -130,21 +129,9 @@ def attend(
         query = query * query_scale[:, None, None].to(query.dtype)
     value = qkv[:, rotated:].view(-1, spec.num_kv_heads, spec.head_dim)
     pages.write(index, slots, key, value)
-    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
-    for group in groups:
-        keys, values = pages.gather(index, group.table)
-        part = query[group.token_start : group.token_end].view(group.num_rows, -1, *query.shape[1:])
-        seen = attention(
-            part,
-            keys,
-            values,
-            group.mask,
-            group.reach,
-            scale=spec.attention_scale,
-            cap=spec.attention_soft_cap,
-            sinks=layer.sinks,
-        )
-        mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
+    mixed = grouped_attention(
+        pages, index, query, groups, scale=spec.attention_scale, cap=spec.attention_soft_cap, sinks=layer.sinks
+    )
     return layer.output(mixed.flatten(1))
 
 
@@ -156,12 +143,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     # Quantised weights of a checkpoint are dequantised at load.
     quantization = info.choose_quantization(config.quantization)
     _check_flags(config, info)
-    dtype_name = info.dtype if config.dtype == "auto" else config.dtype
-    if dtype_name not in DTYPES:
-        raise ModelError(f"--dtype {config.dtype}: must be auto or one of {', '.join(DTYPES)}")
-    dtype, device = DTYPES[dtype_name], torch_device(config.device)
-    if device.type == "cpu":
-        avoid_broken_tiles()
+    dtype_name, dtype, device = choose_dtype(config, info)
     max_model_len = context_of(config, spec)
     parallel = join(config)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)

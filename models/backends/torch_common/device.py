@@ -2,7 +2,10 @@
 
 import torch
 
+from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
+from penstock.scheduler.plan import WorkerConfig
 
 DTYPES = {
     "float32": torch.float32,
@@ -10,6 +13,17 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+
+def choose_dtype(config: WorkerConfig, info: CheckpointInfo) -> tuple[str, torch.dtype, torch.device]:
+    """Returns the name and the dtype of the model's computation, and its device, ready for it. Raises ModelError."""
+    name = info.dtype if config.dtype == "auto" else config.dtype
+    if name not in DTYPES:
+        raise ModelError(f"--dtype {config.dtype}: must be auto or one of {', '.join(DTYPES)}")
+    device = torch_device(config.device)
+    if device.type == "cpu":
+        avoid_broken_tiles()
+    return name, DTYPES[name], device
 
 
 def torch_device(name: str) -> torch.device:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.reference.ops import attention
-from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups
+from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups, grouped_attention
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.batch.batch import Batch
 from penstock.models.errors import ModelError
@@ -74,19 +73,13 @@ class ModuleAttention:
         self.layers.add(layer)
         queries = query[0].transpose(0, 1)
         pages.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        mixed = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        for group in self._groups(options.get("sliding_window")):
-            keys, values = pages.gather(layer, group.table)
-            part = queries[group.token_start : group.token_end].view(group.num_rows, -1, *queries.shape[1:])
-            seen = attention(
-                part,
-                keys,
-                values,
-                group.mask,
-                group.reach,
-                scale=options.get("scaling"),
-                cap=options.get("softcap"),
-                sinks=options.get("s_aux"),
-            )
-            mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
+        mixed = grouped_attention(
+            pages,
+            layer,
+            queries,
+            self._groups(options.get("sliding_window")),
+            scale=options.get("scaling"),
+            cap=options.get("softcap"),
+            sinks=options.get("s_aux"),
+        )
         return mixed.unsqueeze(0), None

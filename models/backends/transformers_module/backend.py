@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.registry import nearest
 from penstock.models.backends.base import context_of, shared_facts
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
-from penstock.models.backends.torch_common.device import DTYPES, torch_device
+from penstock.models.backends.torch_common.device import choose_dtype
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.paged_backend import PagedBackend
@@ -130,12 +129,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> TransformersBackend:
     for flag, is_set in flags.items():
         if is_set:
             raise ModelError(f"{flag}: is not for the transformers backend, which is in use: leave it out")
-    dtype_name = info.dtype if config.dtype == "auto" else config.dtype
-    if dtype_name not in DTYPES:
-        raise ModelError(f"--dtype {config.dtype}: must be auto or one of {', '.join(DTYPES)}")
-    dtype, device = DTYPES[dtype_name], torch_device(config.device)
-    if device.type == "cpu":
-        avoid_broken_tiles()
+    dtype_name, dtype, device = choose_dtype(config, info)
     max_model_len = context_of(config, spec)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name)
@@ -200,11 +194,19 @@ def _load_module(info: CheckpointInfo, config: Any, dtype: torch.dtype, device: 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = getattr(transformers, info.spec.architecture)
     try:
-        module = kind.from_pretrained(
-            info.path, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
+        module, loading = kind.from_pretrained(
+            info.path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as error:
         raise ModelError(f"{info.path}: transformers cannot load it ({_one_line(error)})") from error
+    # transformers would initialise these at random.
+    if loading["missing_keys"]:
+        raise ModelError(f"{info.path}: has no tensor {min(loading['missing_keys'])}: copy the checkpoint again")
     return module.to(device).eval().requires_grad_(False)
 
 

@@ -1,5 +1,5 @@
-"""Makes of a GGUF file's metadata the config that the model's config.json would have. A new family is a function and an
-entry in ``FAMILIES``. Knows no tensors except whether they are there.
+"""Converts a GGUF file's metadata to the config that the model's config.json would have. A new family is a function and
+an entry in ``FAMILIES``. Knows no tensors except whether they are there.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""Makes of a GGUF file's metadata the files of a tokenizer, as they are in a model's directory. Imports no tokenizer
-library; who reads the files checks them.
+"""Converts a GGUF file's metadata to the tokenizer files that a model's directory would have. Imports no tokenizer
+library; the reader of the files checks them.
 """
 
 from collections.abc import Callable, Mapping

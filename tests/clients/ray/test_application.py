@@ -50,6 +50,12 @@ def test_listeners_and_tls_are_refused(app: Any, name: str) -> None:
 
 
 @pytest.mark.soak
+def test_a_number_of_rows_that_is_none_names_the_flag(app: Any) -> None:
+    with pytest.raises(InvalidOption, match=r"max_num_seqs.*positive integer"):
+        app({"max-num-seqs": "many"})
+
+
+@pytest.mark.soak
 def test_options_of_the_command_line_are_yaml(app: Any) -> None:
     deployment = options_of(app({"autoscaling_config": "{min_replicas: 1, max_replicas: 3}", "num_cpus": "2"}))
     assert deployment.name == "penstock"

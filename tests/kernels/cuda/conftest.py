@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-# There are no wheels of Triton but for Linux.
+# Triton has wheels only for Linux.
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 
 

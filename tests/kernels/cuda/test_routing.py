@@ -1,4 +1,4 @@
-"""Which experts tokens go to, and the order of their pairs: compared for equality, but for the weights."""
+"""Which experts tokens go to, and the order of their pairs: compared for equality, except the weights."""
 
 import random
 

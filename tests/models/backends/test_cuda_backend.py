@@ -18,7 +18,7 @@ from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks, SamplingParams, StepPlan, StepResult
 
 if not find_spec("triton"):
-    pytest.skip("needs Triton, which has no wheels but for Linux", allow_module_level=True)
+    pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)
 
 from penstock.kernels.aot import describe, quantized_variants, variants
 from penstock.kernels.cuda.core.launch import launches

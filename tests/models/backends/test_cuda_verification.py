@@ -32,7 +32,7 @@ from penstock.scheduler.plan import (
 )
 
 if not find_spec("triton"):
-    pytest.skip("needs Triton, which has no wheels but for Linux", allow_module_level=True)
+    pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)
 
 from penstock.kernels.aot import describe, variants
 from penstock.kernels.cuda.core.launch import launches

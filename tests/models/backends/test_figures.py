@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from penstock.kernels.reference.ops import attention
-from penstock.models.backends.reference import backend as reference_backend
+from penstock.models.backends.reference import attention_groups, backend as reference_backend
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
@@ -39,7 +39,7 @@ def attention_of_what_is_seen(query, keys, values, mask, reach, **scores):
 def poison(monkeypatch):
     """Has the backend use both."""
     monkeypatch.setattr(reference_backend, "KVPages", PoisonedPages)
-    monkeypatch.setattr(reference_backend, "attention", attention_of_what_is_seen)
+    monkeypatch.setattr(attention_groups, "attention", attention_of_what_is_seen)
 
 
 async def outputs(engine, prompts, sampling=GREEDY, num_tokens=NUM_TOKENS):

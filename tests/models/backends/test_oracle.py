@@ -123,6 +123,23 @@ async def test_prompt_logprobs(any_model, on_cpu, start_engine, prompts):
     assert [i for part in parts for i in part.logprobs.top_token_ids] == expected.argmax(-1).tolist()
 
 
+async def test_an_expert_whose_sigmoid_is_zero(tmp_path, build_model, on_cpu, start_engine, prompts):
+    """The chosen sigmoids are divided by their sum, which is zero here."""
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24}
+    changes = {**sizes, "head_dim": 16, "first_k_dense_replace": 0, "num_hidden_layers": 1, "num_mtp_layers": 0}
+    model = build_model(tmp_path, "Glm4MoeConfig", changes)
+    layer = model.module.model.layers[0]
+    with torch.no_grad():  # what the router reads is positive
+        model.module.model.embed_tokens.weight.abs_()
+        layer.self_attn.o_proj.weight.zero_()
+        layer.post_attention_layernorm.weight.abs_()
+        layer.mlp.gate.weight.fill_(-10.0)
+    model.module.save_pretrained(tmp_path)
+    engine = await start_engine(on_cpu(tmp_path))
+    [answer] = await engine.run(prompts[-1:], GREEDY, NUM_TOKENS)
+    check(model, prompts[-1], answer)
+
+
 async def test_identical_prompts_sent_together_compute_the_prefix_once(tiny_model, on_cpu, start_engine):
     model = tiny_model("llama")
     prompt = torch.randint(0, 160, (1000,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -128,6 +128,13 @@ def test_layers_of_qwen3_moe_that_have_experts(changes, layers):
     assert spec_from_config({name: value for name, value in renamed.items() if name != "num_experts"}) == spec
 
 
+SIZES = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_experts_per_tok": 2, "head_dim": 16,
+}  # fmt: skip
+ALPHA = {"rope_type": "dynamic", "alpha": 50.0}
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "named"),
     [
@@ -150,10 +157,15 @@ def test_layers_of_qwen3_moe_that_have_experts(changes, layers):
         (PHI4_MINI, {"rope_scaling": {"type": "llama3"}}, "rope_scaling.type"),
         (GPT_OSS_20B, {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
         (GPT_OSS_20B, {"swiglu_limit": -1.0}, "swiglu_limit"),
+        (SIZES, {"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": ""}, "sliding_window_pattern"),
+        (SIZES, {"architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 2, "rope_scaling": ALPHA}, "alpha"),
+        (SIZES, {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 8}, "n_group"),
+        (SIZES, {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 3}, "n_group"),
+        (SIZES, {"architectures": ["Glm4MoeForCausalLM"], "n_group": 64, "num_experts_per_tok": 3}, "topk_group"),
     ],
 )
 def test_what_is_refused_names_the_field(config, changes, named):
-    with pytest.raises(ModelError, match=rf"config\.json: (rope_parameters\.)?{named} is .*: it "):
+    with pytest.raises(ModelError, match=rf"config\.json: (rope_(parameters|scaling)\.)?{named} is .*: it "):
         spec_from_config({**config, **changes})
 
 

@@ -141,8 +141,9 @@ def test_a_config_without_a_text_config_is_read_as_published(tmp_path: Path) -> 
     config = json.loads((tmp_path / "config.json").read_text())
     text = config.pop("text_config")
     text.pop("model_type")
-    (tmp_path / "config.json").write_text(json.dumps({**text, **config}))
-    assert check_checkpoint(tmp_path).spec.architecture == "Qwen2ForCausalLM"
+    for absent in ({}, {"text_config": None}):
+        (tmp_path / "config.json").write_text(json.dumps({**text, **config, **absent}))
+        assert check_checkpoint(tmp_path).spec.architecture == "Qwen2ForCausalLM"
 
 
 def test_an_unknown_language_model_is_named(tmp_path: Path) -> None:

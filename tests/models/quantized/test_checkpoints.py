@@ -80,7 +80,7 @@ async def test_greedy_output_is_that_of_transformers_with_the_same_weights(
 async def test_the_cuda_backend_multiplies_codes(kind, group, checkpoints, in_process, start_engine, narrow_inputs):
     """Where it could not, it would have multiplied the weights out, which are larger. ``group``: of inputs that are
     narrowed; 0: all columns."""
-    pytest.importorskip("triton", reason="needs Triton, which has no wheels but for Linux")
+    pytest.importorskip("triton", reason="needs Triton, which has wheels only for Linux")
     checkpoint, prompt = checkpoints(kind), [3, 9, 1, 33, 9, 70]
     module = checkpoint.module
     if group is not None:

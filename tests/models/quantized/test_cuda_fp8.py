@@ -11,7 +11,7 @@ from penstock.models.backends.torch_common.weights import DenseLinear
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 
 if not find_spec("triton"):
-    pytest.skip("needs Triton, which has no wheels but for Linux", allow_module_level=True)
+    pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)
 
 from penstock.models.backends.cuda.backend import weight_bytes
 from penstock.models.backends.cuda.linear import CudaLinears

@@ -135,7 +135,7 @@ def rounding(published):
 
 @pytest.mark.usefixtures("cpu_library")
 async def test_the_cpu_backend_multiplies_codes(published, rounding, in_process, start_engine, prompts):
-    """Its experts take as much memory as in the file, but for the lines that pad panels. A number halfway between two
+    """Its experts take as much memory as in the file, except the lines that pad panels. A number halfway between two
     bytes may go either way, which few logits show."""
     engine = await start_engine(in_process(published.path, backend="cpu"))
     facts = engine.engine.facts
@@ -155,7 +155,7 @@ async def test_the_cpu_backend_multiplies_codes(published, rounding, in_process,
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of Triton's interpreter
 async def test_the_cuda_backend_multiplies_codes(published, in_process, start_engine):
     """Where it could not, it would have multiplied the weights out, which are larger."""
-    pytest.importorskip("triton", reason="needs Triton, which has no wheels but for Linux")
+    pytest.importorskip("triton", reason="needs Triton, which has wheels only for Linux")
     prompt = [3, 9, 1, 33, 9, 70]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small = {"max_num_seqs": 1, "max_model_len": 32, "num_blocks": 4, "max_num_batched_tokens": 8, "device": device}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.models.backends.base import load_backend
 from penstock.models.errors import ModelError
@@ -82,6 +83,16 @@ def test_what_has_other_state_is_refused_by_name(
 ) -> None:
     build_model(tmp_path, config_class, changes)
     with pytest.raises(ModelError, match=says):
+        load_backend(worker_config(tmp_path, backend="auto"))
+
+
+def test_a_tensor_that_is_not_there_is_named(tmp_path: Path, build_model: Load, worker_config: Load) -> None:
+    """transformers itself would go on with random numbers."""
+    build_model(tmp_path, *FOREIGN["helium"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
         load_backend(worker_config(tmp_path, backend="auto"))
 
 

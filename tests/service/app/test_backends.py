@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from waiting import until
 
-pytest.importorskip("triton")  # there are no wheels of it but for Linux
+pytest.importorskip("triton")  # it has wheels only for Linux
 
 from gpu_bench.sizes import FULL, TINY
 

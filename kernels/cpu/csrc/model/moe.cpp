@@ -43,7 +43,8 @@ void StepRun::choose_experts(const float* logits, const float* bias, int32_t* ch
       }
       ids[k] = best;
     }
-    float total = sigmoids && !normalise ? 1 : 0;
+    // Sigmoids may all be zero.
+    float total = !sigmoids ? 0.0f : normalise ? 1e-20f : 1.0f;
     for (int e = 0; e < num && !normalise && !sigmoids; e++) total += std::exp(row[e] - row[ids[0]]);
     for (int k = 0; k < wanted; k++) shares[k] = sigmoids ? sigmoid(row[ids[k]]) : std::exp(row[ids[k]] - row[ids[0]]);
     for (int k = 0; k < wanted && normalise; k++) total += shares[k];
