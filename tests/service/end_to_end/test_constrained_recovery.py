@@ -33,6 +33,9 @@ KILL_AT = (120, 240)
 """Characters of the output."""
 
 
+SERVING = admin_pb2.ENGINE_STATE_SERVING
+
+
 class Output(NamedTuple):
     """What came of a request."""
 
@@ -62,6 +65,11 @@ class Killer:
             worker.kill()
             self._num_killed += 1
             del self._left[0]
+
+    def wait_until_replaced(self) -> None:
+        """Waits for the worker after the last that was killed: until then the service refuses requests."""
+        while (stats := self._stats()).worker_restarts < self._num_killed or stats.state != SERVING:
+            time.sleep(0.01)
 
     def _runs(self) -> bool:
         """Waits until the request runs on the worker that followed those killed: what came may have been under way
@@ -100,9 +108,12 @@ def test_killed_workers_change_nothing(drafts: dict[str, str] | None, tmp_path: 
         plain = generate(stub, undrafted)
         undisturbed = generate(stub, start)
         # Until the worker dies suffixes have the last output to draft from, which is this one.
-        disturbed = generate(stub, start, Killer(KILL_AT, AdminServiceStub(admin), others))
-        while disturbed.restarts < len(KILL_AT):  # on a busy machine it had ended before the worker was killed
-            disturbed = generate(stub, start, Killer(KILL_AT, AdminServiceStub(admin), others))
+        while True:
+            killer = Killer(KILL_AT, AdminServiceStub(admin), others)
+            disturbed = generate(stub, start, killer)
+            if disturbed.restarts == len(KILL_AT):
+                break
+            killer.wait_until_replaced()  # on a busy machine the request had ended before the worker was killed
     assert (plain.restarts, undisturbed.restarts, disturbed.restarts) == (0, 0, len(KILL_AT))
     assert plain.text == undisturbed.text == disturbed.text
     assert len(plain.text) > KILL_AT[-1] + 40
