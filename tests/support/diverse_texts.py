@@ -29,20 +29,21 @@ BLOCKS = [
 ]  # fmt: skip
 
 
-def diverse_texts(number: int, seed: int = 1) -> list[str]:
-    """Returns different texts of up to about 400 characters; the same for the same seed."""
+def diverse_texts(number: int, seed: int = 1, any_marks: bool = True) -> list[str]:
+    """Returns different texts of up to about 400 characters; the same for the same seed. ``any_marks``: with accents
+    where no language has them."""
     texts: dict[str, None] = {}
-    for text in _texts(random.Random(seed)):
+    for text in _texts(random.Random(seed), any_marks):
         texts[text] = None
         if len(texts) == number:
             return list(texts)
     raise AssertionError("there is always another text")
 
 
-def _texts(generator: random.Random) -> Iterator[str]:
+def _texts(generator: random.Random, any_marks: bool) -> Iterator[str]:
     yield from ("", " ", "\n", "a", *WORDS, *CODE, *SPACES)
     yield from (space * count for space in SPACES for count in (2, 3, 7, 17))
-    makers = (_words, _block, _mixed_blocks, _runs, _bytes, _composed, _code)
+    makers = [_words, _block, _mixed_blocks, _runs, _bytes, _decomposed, _code, *([_marked] if any_marks else [])]
     while True:
         for make in makers:
             yield make(generator)
@@ -72,10 +73,13 @@ def _bytes(generator: random.Random) -> str:
     return data.decode(generator.choice(["latin-1", "utf-8", "utf-16-le", "cp1251"]), errors="replace")
 
 
-def _composed(generator: random.Random) -> str:
+def _decomposed(generator: random.Random) -> str:
     """Text whose accents are characters of their own."""
-    marked = [base + generator.choice(MARKS) * generator.randrange(2) for base in _words(generator)]
-    return unicodedata.normalize("NFD", "".join(marked)) if generator.random() < 0.5 else "".join(marked)
+    return unicodedata.normalize("NFD", _words(generator))
+
+
+def _marked(generator: random.Random) -> str:
+    return "".join(base + generator.choice(MARKS) * generator.randrange(2) for base in _words(generator))
 
 
 def _code(generator: random.Random) -> str:

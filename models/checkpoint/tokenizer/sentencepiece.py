@@ -10,9 +10,12 @@ SPACE = "▁"
 """Stands for a space inside tokens."""
 _PROTECTED, _PROTECTION = "\uff5e", "\U0001fffe"
 """The one character that Unicode's NFKC changes and SentencePiece's does not, and what stands for it meanwhile."""
-_BETWEEN_MARKS = "(?<=[\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0670\u06d6-\u06ed\u08ca-\u08ff])(?=\\p{M})"
+_SEPARATED = (
+    "(?<=[\u2581\ufffd\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0670\u06d6-\u06ed\u08ca-\u08ff\u0e38-\u0e3a])(?=\\p{M})"
+)
 _SEPARATOR = "\U0001ffff"
-"""Inserted between Hebrew and Arabic marks, whose usual order Unicode's NFKC changes and SentencePiece's does not."""
+"""Inserted before marks that would be lost, or whose usual order (Hebrew, Arabic, Thai) NFKC changes and
+SentencePiece's table does not."""
 
 
 class PieceKind(IntEnum):
@@ -37,10 +40,11 @@ def normalizer(
     if charsmap:
         if is_nfkc:
             # The library's ``Precompiled`` does not compose all characters that SentencePiece composes.
-            steps += [_replace(_PROTECTED, _PROTECTION), _replace_all(_BETWEEN_MARKS, _SEPARATOR)]
-            steps.append({"type": "NFKC"})
-            steps += [_replace(_SEPARATOR, ""), _replace(_PROTECTION, _PROTECTED)]
+            steps += [_replace(_PROTECTED, _PROTECTION), _replace_all(_SEPARATED, _SEPARATOR), {"type": "NFKC"}]
+            steps.append(_replace(_PROTECTION, _PROTECTED))
         steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+        if is_nfkc:
+            steps.append(_replace(_SEPARATOR, ""))
     if trims:
         steps += [_replace_all(" {2,}", " "), _replace_all(r"\A ", "")]
     if has_prefix and symbols:
