@@ -39,7 +39,7 @@ class ConvertedTokenizer:
     """The tokenizer of a model's directory that has no tokenizer.json."""
 
     file: Path
-    """The tokenizer.json that was made of it. It is alone in its directory."""
+    """The tokenizer.json that was made of it, the only file of its directory."""
     origin: Path
     """The model's own file. Errors name it."""
     named: Mapping[str, str]

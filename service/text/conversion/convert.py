@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.models.checkpoint.files.model_files import MAX_TOKENIZER_BYTES, MIB
-from penstock.service.text.conversion.described import DescribedTokenizer, Invalid
+from penstock.models.checkpoint.files.model_files import MAX_SENTENCEPIECE_BYTES, MAX_TOKENIZER_BYTES, MIB
+from penstock.service.text.conversion.described import ConversionError, DescribedTokenizer
 from penstock.service.text.conversion.sentencepiece_model import convert_sentencepiece
 from penstock.service.text.conversion.tekken import convert_tekken
 from penstock.service.text.tokenizer_config import TokenizerConfig, TokenizerError, read_bytes, read_tokenizer_config
@@ -21,13 +21,14 @@ def convert_tokenizer(directory: Path, into: Path) -> ConvertedTokenizer | None:
     found = next((directory / name for name in names if (directory / name).exists()), None)
     if found is None or found.name == TOKENIZER:
         return None
-    content = read_bytes(found, "fetch it again", MAX_TOKENIZER_BYTES)
+    max_bytes = MAX_TOKENIZER_BYTES if found.name == TEKKEN else MAX_SENTENCEPIECE_BYTES
+    content = read_bytes(found, "fetch it again", max_bytes)
     try:
         described = _convert(found, content, read_tokenizer_config(directory))
         written = msgspec.json.encode(described.tokenizer_json)
         if len(written) > MAX_TOKENIZER_BYTES:
-            raise Invalid(f"makes a {TOKENIZER} of more than {MAX_TOKENIZER_BYTES // MIB} MiB")
-    except Invalid as error:
+            raise ConversionError(f"makes a {TOKENIZER} of more than {MAX_TOKENIZER_BYTES // MIB} MiB")
+    except ConversionError as error:
         raise TokenizerError(f"{found}: {error}: fetch it again, or {MAKE_TOKENIZER}") from error
     (into / TOKENIZER).write_bytes(written)
     return ConvertedTokenizer(into / TOKENIZER, found, described.named)

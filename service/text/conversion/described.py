@@ -7,7 +7,7 @@ from typing import Any
 from penstock.models.checkpoint.tokenizer.parts import Part
 
 
-class Invalid(Exception):
+class ConversionError(Exception):
     """A file that cannot be converted. The text continues a sentence that begins with the file's name."""
 
 

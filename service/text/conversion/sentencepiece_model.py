@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from penstock.models.checkpoint.tokenizer import sentencepiece
 from penstock.models.checkpoint.tokenizer.parts import NamedToken, Part, added_token, bpe, find_merges, surround
 from penstock.models.checkpoint.tokenizer.sentencepiece import PieceKind
-from penstock.service.text.conversion.described import DescribedTokenizer, Invalid, flag
+from penstock.service.text.conversion.described import ConversionError, DescribedTokenizer, flag
 from penstock.service.text.conversion.sentencepiece_proto import parse_model
 from penstock.service.text.tokenizer_bounds import MAX_TOKEN_IDS
 
@@ -27,42 +27,44 @@ def convert_sentencepiece(
     content: bytes, fields: Mapping[str, Any], claimed: Mapping[int, AddedToken]
 ) -> DescribedTokenizer:
     """Returns the tokenizer. ``fields`` are those of tokenizer_config.json, and ``claimed`` its tokens by their ids.
-    Raises Invalid."""
-    return _Model(content, claimed).described(fields)
+    Raises ConversionError."""
+    return _SentencePieceModel(content, claimed).described(fields)
 
 
-class _Model:
+class _SentencePieceModel:
     def __init__(self, content: bytes, claimed: Mapping[int, AddedToken]) -> None:
         try:
             model = parse_model(content)
         except DecodeError:
-            raise Invalid("is not a SentencePiece model") from None
+            raise ConversionError("is not a SentencePiece model") from None
         self._trainer, self._normalizer = model.trainer_spec, model.normalizer_spec
         self._check(len(model.pieces))
         try:
             self._tokens = [piece.piece.decode() for piece in model.pieces]
         except UnicodeDecodeError:
-            raise Invalid("has a token that is not UTF-8") from None
+            raise ConversionError("has a token that is not UTF-8") from None
         self._scores = [piece.score for piece in model.pieces]
         self._kinds = [piece.type for piece in model.pieces]
         self._named_ids = self._find_named()
         self._rename(claimed)
         self._ids = {token: token_id for token_id, token in enumerate(self._tokens)}
         if "" in self._ids or len(self._ids) < len(self._tokens):
-            raise Invalid("has an empty token, or a token twice")
+            raise ConversionError("has an empty token, or a token twice")
         if not all(map(math.isfinite, self._scores)):
-            raise Invalid("has a token whose score is not a number")
+            raise ConversionError("has a token whose score is not a number")
 
     def _check(self, num_pieces: int) -> None:
-        """Raises Invalid for a model that cannot be converted."""
+        """Raises ConversionError for a model that cannot be converted."""
         if not num_pieces:
-            raise Invalid("is not a SentencePiece model")
+            raise ConversionError("is not a SentencePiece model")
         if num_pieces > MAX_TOKEN_IDS:
-            raise Invalid(f"has {num_pieces:,} tokens, and may have {MAX_TOKEN_IDS:,}")
+            raise ConversionError(f"has {num_pieces:,} tokens, and may have {MAX_TOKEN_IDS:,}")
         if self._trainer.model_type not in (_UNIGRAM, _BPE):
-            raise Invalid(f"has model_type {self._trainer.model_type}, and only unigram (1) and bpe (2) are supported")
+            raise ConversionError(
+                f"has model_type {self._trainer.model_type}, and only unigram (1) and bpe (2) are supported"
+            )
         if self._trainer.treat_whitespace_as_suffix or not self._normalizer.escape_whitespaces:
-            raise Invalid("has treat_whitespace_as_suffix, or no escape_whitespaces, which is not supported")
+            raise ConversionError("has treat_whitespace_as_suffix, or no escape_whitespaces, which is not supported")
 
     def _find_named(self) -> dict[str, int]:
         """Returns the ids of the tokens with a name."""
@@ -121,7 +123,7 @@ class _Model:
         ]
         unknown = self._named("unk_token")
         if unknown is None:
-            raise Invalid("has no token for unknown characters")
+            raise ConversionError("has no token for unknown characters")
         return {"type": "Unigram", "unk_id": unknown[1], "vocab": vocab, "byte_fallback": self._has_bytes}
 
     def _bpe(self) -> Part:
@@ -129,7 +131,7 @@ class _Model:
         try:
             merges = find_merges(normal, ((token, self._scores[token_id]) for token, token_id in normal.items()))
         except ValueError as error:
-            raise Invalid(str(error)) from None
+            raise ConversionError(str(error)) from None
         unknown = self._named("unk_token")
         unk_token = None if unknown is None else unknown[0]
         return bpe(self._ids, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=self._has_bytes)

@@ -15,7 +15,7 @@ from penstock.models.checkpoint.tokenizer.parts import (
     split_words,
     surround,
 )
-from penstock.service.text.conversion.described import DescribedTokenizer, Invalid, flag
+from penstock.service.text.conversion.described import ConversionError, DescribedTokenizer, flag
 from penstock.service.text.tokenizer_bounds import MAX_ADDED_TOKENS, MAX_TOKEN_IDS
 
 _NUM_BYTES = 256
@@ -54,20 +54,20 @@ class _Tekken(msgspec.Struct):
 
 
 def convert_tekken(content: bytes, fields: Mapping[str, Any]) -> DescribedTokenizer:
-    """Returns the tokenizer. ``fields`` are those of tokenizer_config.json. Raises Invalid."""
+    """Returns the tokenizer. ``fields`` are those of tokenizer_config.json. Raises ConversionError."""
     try:
         tekken = msgspec.json.decode(content, type=_Tekken)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Invalid(f"is not valid ({' '.join(str(error).split())[:120]})") from None
+        raise ConversionError(f"is not valid ({' '.join(str(error).split())[:120]})") from None
     num_special = _check_sizes(tekken)
     special = _special_tokens(tekken, num_special)
     vocab = _vocabulary(tekken, num_special)
     if clash := next((name for name in special if name in vocab), None):
-        raise Invalid(f"has the special token {clash[:60]!r} among the others too")
+        raise ConversionError(f"has the special token {clash[:60]!r} among the others too")
     try:
         merges = find_merges(vocab, ((token, -token_id) for token, token_id in vocab.items()))
     except ValueError as error:
-        raise Invalid(str(error)) from None
+        raise ConversionError(str(error)) from None
     ids = {name: token_id for token_id, name in enumerate(special)}
     begin = ("<s>", ids["<s>"]) if "<s>" in ids and flag(fields, "add_bos_token", True) else None
     end = ("</s>", ids["</s>"]) if "</s>" in ids and flag(fields, "add_eos_token", False) else None
@@ -85,12 +85,14 @@ def convert_tekken(content: bytes, fields: Mapping[str, Any]) -> DescribedTokeni
 
 
 def _check_sizes(tekken: _Tekken) -> int:
-    """Returns the number of special tokens. Raises Invalid."""
+    """Returns the number of special tokens. Raises ConversionError."""
     num_special, num_tokens = tekken.config.default_num_special_tokens, tekken.config.default_vocab_size
     if not 0 <= num_special <= MAX_ADDED_TOKENS:
-        raise Invalid(f"has config.default_num_special_tokens {num_special:,}, and may have {MAX_ADDED_TOKENS:,}")
+        raise ConversionError(
+            f"has config.default_num_special_tokens {num_special:,}, and may have {MAX_ADDED_TOKENS:,}"
+        )
     if not num_special + _NUM_BYTES <= num_tokens <= min(num_special + len(tekken.vocab), MAX_TOKEN_IDS):
-        raise Invalid(
+        raise ConversionError(
             f"has config.default_vocab_size {num_tokens:,}, which does not fit {len(tekken.vocab):,} tokens in vocab "
             f"and {num_special:,} special ones"
         )
@@ -98,35 +100,37 @@ def _check_sizes(tekken: _Tekken) -> int:
 
 
 def _special_tokens(tekken: _Tekken, num_special: int) -> Sequence[str]:
-    """Returns the special tokens by their ids. Raises Invalid."""
+    """Returns the special tokens by their ids. Raises ConversionError."""
     if tekken.special_tokens is not None:
         listed = sorted(tekken.special_tokens, key=lambda token: token.rank)
         if [token.rank for token in listed] != list(range(len(listed))):
-            raise Invalid("has special_tokens whose ranks are not 0, 1, 2 and so on")
+            raise ConversionError("has special_tokens whose ranks are not 0, 1, 2 and so on")
         names = [token.token_str for token in listed]
     elif tekken.config.version in _FIRST_VERSIONS:
         names = [*_FIRST_SPECIAL]
     else:
-        raise Invalid(f"lacks special_tokens, which version {str(tekken.config.version)[:20]} needs")
+        raise ConversionError(f"lacks special_tokens, which version {str(tekken.config.version)[:20]} needs")
     if len(names) > num_special:
-        raise Invalid(f"has {len(names):,} special_tokens, and config.default_num_special_tokens is {num_special:,}")
+        raise ConversionError(
+            f"has {len(names):,} special_tokens, and config.default_num_special_tokens is {num_special:,}"
+        )
     names += (f"<SPECIAL_{token_id}>" for token_id in range(len(names), num_special))
     if "" in names or len(set(names)) < len(names):
-        raise Invalid("has an empty special token, or one twice")
+        raise ConversionError("has an empty special token, or one twice")
     return names
 
 
 def _vocabulary(tekken: _Tekken, num_special: int) -> dict[str, int]:
-    """Returns the ids of the other tokens, whose bytes are written as letters. Raises Invalid."""
+    """Returns the ids of the other tokens, whose bytes are written as letters. Raises ConversionError."""
     tokens = tekken.vocab[: tekken.config.default_vocab_size - num_special]
     if any(token.rank != rank for rank, token in enumerate(tokens)):
-        raise Invalid("has tokens in vocab whose ranks are not 0, 1, 2 and so on")
+        raise ConversionError("has tokens in vocab whose ranks are not 0, 1, 2 and so on")
     if any(token.token_bytes != bytes([rank]) for rank, token in enumerate(tokens[:_NUM_BYTES])):
-        raise Invalid(f"has a vocab that does not begin with the {_NUM_BYTES} bytes")
+        raise ConversionError(f"has a vocab that does not begin with the {_NUM_BYTES} bytes")
     letters = byte_letters()
     vocab = {
         token.token_bytes.decode("latin-1").translate(letters): num_special + rank for rank, token in enumerate(tokens)
     }
     if "" in vocab or len(vocab) < len(tokens):
-        raise Invalid("has an empty token in vocab, or one twice")
+        raise ConversionError("has an empty token in vocab, or one twice")
     return vocab
