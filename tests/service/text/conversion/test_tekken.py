@@ -95,7 +95,7 @@ BROKEN = {
     "has an empty special token, or one": lambda described: described["special_tokens"][2].update(token_str="<s>"),
     "has an empty special token": lambda described: described["special_tokens"][2].update(token_str=""),
     "lacks special_tokens, which version v11 needs": lambda described: described.pop("special_tokens"),
-    "has 6 special_tokens, and": lambda d: d["config"].update(default_num_special_tokens=5, default_vocab_size=1000),
+    "has 6 special_tokens, and": lambda d: d["config"].update(default_num_special_tokens=5, default_vocab_size=400),
     "has tokens in vocab whose ranks": lambda described: described["vocab"][300].update(rank=301),
     "has a vocab that does not begin with the 256 bytes": set_bytes(7, b"ab"),
     "has an empty token in vocab": set_bytes(300, b""),
