@@ -49,7 +49,7 @@ class Reason(Enum):
     TOO_EXPENSIVE = (_Code.INVALID_ARGUMENT, "the request needs too much in total")
     NO_CHAT_TEMPLATE = (
         _Code.FAILED_PRECONDITION,
-        "this model has no chat template; send text or token_ids instead of chat",
+        "this model has no chat template; send text or token_ids in place of chat, or serve it with --chat-template",
     )
     NO_TOOLS_IN_TEMPLATE = (
         _Code.FAILED_PRECONDITION,

@@ -57,6 +57,8 @@ _COMPARED_BYTES = 1 << 24
 _MAX_COMPARED_BYTES = 1 << 34
 """Larger tensors count as different. No model has one this large, but a sparse file can claim to."""
 
+_TOKENIZER, _OTHER_TOKENIZERS = "tokenizer.json", ("tekken.json", "tokenizer.model")
+"""The file of the tokenizer, and those that are fetched in its place if a repository has none."""
 HUB_WEIGHTS = (SINGLE, "model-?????-of-?????.safetensors")
 """The usual file names of weights. If a repository has others, the index names them."""
 HUB_FILES = (
@@ -64,18 +66,16 @@ HUB_FILES = (
     INDEX,
     *HUB_WEIGHTS,
     "generation_config.json",
-    "tokenizer.json",
+    _TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "tokenizer.model",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
     "modules.json",
     "[0-9]_*/config.json",
 )
-"""The files that are fetched from a repository on the hub. penstock reads all of them except tokenizer.model, which
-transformers converts to a tokenizer.json. The last two patterns are those of sentence-transformers."""
+"""The files that are fetched from a repository on the hub. The last two patterns are those of sentence-transformers."""
 
 
 def resolve_model(name: str, weights: bool = True, revision: str | None = None, gguf_file: str | None = None) -> Path:
@@ -166,6 +166,8 @@ def _from_hub(name: str, weights: bool, revision: str | None, gguf_file: str | N
             return Path(fetched) / gguf_file
         files = [file for file in HUB_FILES if weights or file not in HUB_WEIGHTS]
         path = Path(snapshot_download(name, allow_patterns=files, **at_revision))
+        if not (path / _TOKENIZER).exists():
+            snapshot_download(name, revision=path.name, allow_patterns=[*_OTHER_TOKENIZERS])
         if weights and (path / INDEX).exists():
             missing = sorted({shard for shard in _weight_map(path).values() if not (path / shard).exists()})
             if missing:

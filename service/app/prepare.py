@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +36,16 @@ from penstock.service.config.addresses import (
 )
 from penstock.service.config.sampling_defaults import read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
+from penstock.service.text.conversion.convert import convert_tokenizer
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.tokenizer_config import TokenizerError
-from penstock.service.text.tokenizer_files import TokenizerFacts, predict_facts
+from penstock.service.text.tokenizer_files import (
+    MAKE_TOKENIZER,
+    TOKENIZER,
+    ConvertedTokenizer,
+    TokenizerFacts,
+    predict_facts,
+)
 
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
 _HTTP_GRACE_S = 10
@@ -86,7 +92,10 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     if speculation is not None and speculation.model is not None:
         speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))
     tokenizer = path if path.is_dir() else _unpack_tokenizer(path, resources)
-    load_tokenizer, facts = _find_tokenizer(tokenizer, config, checkpoint.spec.vocab_size)
+    converted = _convert_tokenizer(tokenizer, resources)
+    load_tokenizer, facts = _find_tokenizer(tokenizer, config, checkpoint.spec.vocab_size, converted)
+    if converted is not None:
+        tokenizer = converted.file.parent
     for warning in facts.warnings:
         _log.warning("%s", warning)
     server = ServerConfig(
@@ -171,11 +180,27 @@ def _unpack_tokenizer(path: Path, resources: ExitStack) -> Path:
     return directory
 
 
-def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
+def _convert_tokenizer(path: Path, resources: ExitStack) -> ConvertedTokenizer | None:
+    """Converts a tekken.json or tokenizer.model to a tokenizer.json, which service and worker read. None if the
+    directory ``path`` has one."""
+    if (path / TOKENIZER).exists():
+        return None
+    return convert_tokenizer(path, resources.enter_context(private_directory()))
+
+
+def _find_tokenizer(
+    path: Path, config: ServeConfig, num_rows: int, converted: ConvertedTokenizer | None
+) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
     """Returns a function that reads the tokenizer, and the facts about it that the worker needs. Most tokenizers' facts
     are known before they are read. ``num_rows`` is the model's vocabulary size."""
-    facts = predict_facts(path, num_rows)
-    read = partial(Tokenizer, path, config.chat_template, num_rows, config.chat_template_timeout)
+    facts = predict_facts(path, num_rows, converted)
+
+    def read() -> Tokenizer:
+        tokenizer = Tokenizer(path, config.chat_template, num_rows, config.chat_template_timeout, converted)
+        if not tokenizer.has_chat_template:
+            _log.info("%s: has no chat template, so chats are refused: give one with --chat-template", path)
+        return tokenizer
+
     if facts is None:
         tokenizer = read()
         return lambda: tokenizer, tokenizer.facts
@@ -183,10 +208,8 @@ def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Cal
     def load() -> Tokenizer:
         tokenizer = read()
         if tokenizer.facts != facts:  # the worker was given other facts
-            raise TokenizerError(
-                f"{path / 'tokenizer.json'}: its tokens have other ids than the file specifies; write it again with "
-                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers"
-            )
+            file = path / TOKENIZER if converted is None else converted.origin
+            raise TokenizerError(f"{file}: its tokens have other ids than the file specifies: {MAKE_TOKENIZER}")
         return tokenizer
 
     return load, facts

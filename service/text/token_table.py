@@ -9,6 +9,8 @@ from typing import Any
 
 import tokenizers
 
+from penstock.models.checkpoint.tokenizer.parts import byte_letters
+
 
 class UnsupportedDecoder(Exception):
     """A decoder that cannot be converted to tables. The text names it."""
@@ -127,11 +129,10 @@ def _byte_level_piece(token: str, byte_of: Mapping[int, str]) -> str | bytes:
 
 
 def _byte_alphabet() -> Mapping[int, str]:
-    """Returns the byte, as Latin-1, that a character represents. Printable ones represent themselves; those from U+0100
-    on represent the other bytes, in order. Characters below U+0100 without a byte map to one that Latin-1 lacks."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return dict.fromkeys(others, "\uffff") | {256 + index: chr(byte) for index, byte in enumerate(others)}
+    """Returns the byte, as Latin-1, that a character represents, unless it represents itself. Characters below U+0100
+    without a byte map to one that Latin-1 lacks."""
+    letters = {byte: ord(letter) for byte, letter in byte_letters().items() if ord(letter) != byte}
+    return dict.fromkeys(letters, "\uffff") | {letter: chr(byte) for byte, letter in letters.items()}
 
 
 def _flatten(decoder: Any) -> Sequence[Any]:

@@ -24,7 +24,12 @@ from penstock.service.text.reasoning import REASONING_MARKS, Reasoning
 from penstock.service.text.special_tokens import SpecialTokenGuard
 from penstock.service.text.token_table import TokenTextTable, UnsupportedDecoder
 from penstock.service.text.tokenizer_config import TokenizerError
-from penstock.service.text.tokenizer_files import DEFAULT_TEMPLATE, TOKENIZER, TOOL_TEMPLATE, read_tokenizer
+from penstock.service.text.tokenizer_files import (
+    DEFAULT_TEMPLATE,
+    TOOL_TEMPLATE,
+    ConvertedTokenizer,
+    read_tokenizer,
+)
 from penstock.service.text.truncation import Truncation
 from penstock.service.thread_pool import FairThreadPool
 
@@ -52,15 +57,18 @@ class Tokenizer:
         chat_template: Path | None = None,
         num_rows: int | None = None,
         template_timeout_s: float = DEFAULT_TIMEOUT_S,
+        converted: ConvertedTokenizer | None = None,
     ) -> None:
         """Reads a directory in Hugging Face's layout. ``chat_template``: a file that replaces the model's own template,
         or the name of one of those. ``num_rows``: the model's rows, if there may be fewer than the tokenizer has
-        tokens. ``template_timeout_s``: the CPU time for rendering a conversation. Raises TokenizerError."""
-        files = read_tokenizer(directory, chat_template, num_rows, template_timeout_s)
+        tokens. ``template_timeout_s``: the CPU time for rendering a conversation. ``converted`` takes the place of
+        the directory's tokenizer.json. Raises TokenizerError."""
+        files = read_tokenizer(directory, chat_template, num_rows, template_timeout_s, converted)
         library = files.library
         library.no_truncation()
         library.no_padding()
-        self.directory = directory
+        self.directory = directory if converted is None else converted.file.parent
+        """The directory with the tokenizer.json."""
         self.facts = facts = files.facts
         self.vocab_size, self.special_tokens, self.eos_token_ids = (
             facts.vocab_size, facts.special_tokens, facts.eos_token_ids
@@ -78,16 +86,14 @@ class Tokenizer:
         try:
             self.pieces = TokenTextTable(library, self.vocab_size, self.special_ids, files.decoder)
         except UnsupportedDecoder as error:
-            raise TokenizerError(
-                f"{directory / TOKENIZER}: decoder {error} is not supported: use another model"
-            ) from error
+            raise TokenizerError(f"{files.origin}: decoder {error} is not supported: use another model") from error
         self.longest_token_bytes = longest_token_bytes(library, files.vocabulary.keys(), special_tokens)
         """The most bytes of a caller's text that one token represents, if known."""
         try:
             self._special_token_guard = SpecialTokenGuard(library, special_tokens)
         except (RecursionError, OverflowError) as error:
             raise TokenizerError(
-                f"{directory / TOKENIZER}: too many special tokens begin with one another: use another model"
+                f"{files.origin}: too many special tokens begin with one another: use another model"
             ) from error
         self._longest_rendered = None
         """The most characters of a rendered template that one token represents, if known."""

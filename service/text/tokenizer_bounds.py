@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.models.checkpoint.files.tokenizer_json import Vocabulary
+from penstock.service.text.charsmap import check_charsmap, longest_replacement
 from penstock.service.text.tokenizer_config import TokenizerError
 
 MAX_TOKEN_IDS = 1 << 22
@@ -109,7 +110,8 @@ def _steps(described: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """Returns the factor by which a step may lengthen a text, apart from Unicode's normalization forms."""
+    """Returns the factor by which a step may lengthen a text, apart from Unicode's normalization forms. Raises
+    ValueError."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1.0, len(new) / len(old))
@@ -118,12 +120,7 @@ def _growth(step: Mapping[str, Any]) -> float:
         case {"type": "Prepend", "prepend": str(new)}:
             return max(1.0, len(new))
         case {"type": "Precompiled", "precompiled_charsmap": str(written)}:
-            return max(1.0, _longest_mapping(written) / MAX_GROWTH)
+            table = base64.b64decode(written)
+            check_charsmap(table)
+            return max(1.0, longest_replacement(table) / MAX_GROWTH)
     return 1.0
-
-
-def _longest_mapping(written: str) -> int:
-    """Returns the longest replacement of a character in SentencePiece's table, in bytes."""
-    table = base64.b64decode(written)
-    texts = table[4 + int.from_bytes(table[:4], "little") :]
-    return max(map(len, texts.split(b"\0")))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import AddedToken
@@ -58,10 +59,11 @@ class TokenizerConfig:
         return [token for token in added if token.content]
 
 
-def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Reads the files. Raises TokenizerError, which names the file and the field."""
+def read_tokenizer_config(directory: Path, defaults: Mapping[str, str] = MappingProxyType({})) -> TokenizerConfig:
+    """Reads the files. ``defaults`` are fields that tokenizer_config.json may leave out. Raises TokenizerError, which
+    names the file and the field."""
     where = directory / CONFIG
-    fields = read_json(where)
+    fields = {**defaults, **read_json(where)}
     values = dict(fields)
     if _ADDITIONAL in values and not values.get(_EXTRA):
         values[_EXTRA] = values.pop(_ADDITIONAL)

@@ -29,12 +29,29 @@ _MAX_WARNINGS = 10
 """Limit on warnings of one kind: a file may have a million reasons."""
 _GIVE_TEMPLATE = "give the path of a Jinja template"
 _ANOTHER_TEMPLATE = "correct it, or give another with --chat-template"
+MAKE_TOKENIZER = (
+    f"make a {TOKENIZER} with AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers"
+)
+
+
+@dataclass(frozen=True)
+class ConvertedTokenizer:
+    """The tokenizer of a model's directory that has no tokenizer.json."""
+
+    file: Path
+    """The tokenizer.json that was made of it, the only file of its directory."""
+    origin: Path
+    """The model's own file. Errors name it."""
+    named: Mapping[str, str]
+    """Tokens with a name that tokenizer_config.json may leave out."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
     """The tokenizer files of a directory."""
 
+    origin: Path
+    """The file that describes the tokenizer. Errors name it."""
     library: tokenizers.Tokenizer
     """The library's tokenizer, with all tokens that the other files add."""
     decoder: Any
@@ -63,17 +80,20 @@ class TokenizerFacts:
     """Settings in the files that have no effect, for the log."""
 
 
-def predict_facts(directory: Path, num_rows: int | None = None) -> TokenizerFacts | None:
+def predict_facts(
+    directory: Path, num_rows: int | None = None, converted: ConvertedTokenizer | None = None
+) -> TokenizerFacts | None:
     """Computes a tokenizer's facts in a tenth of the time that reading it takes. None if the library may give some
     tokens other ids than the file. ``num_rows``: the model's rows. Raises TokenizerError."""
+    origin, content = _read_tokenizer_json(directory, converted)
     try:
-        described = read_described(directory / TOKENIZER, _read_tokenizer_json(directory))
+        described = read_described(origin, content)
     except ValueError:  # ``read_tokenizer`` reports it in detail
         return None
     ids = _own_ids(described)
     if ids is None:
         return None
-    config = read_tokenizer_config(directory)
+    config = read_tokenizer_config(directory, {} if converted is None else converted.named)
     special = frozenset(token.content for token in described.added_tokens if token.special)
     own = _OwnTokens({token.id: token.content for token in described.added_tokens}, special, {*ids})
     additions = config.additions(own.added)
@@ -84,11 +104,16 @@ def predict_facts(directory: Path, num_rows: int | None = None) -> TokenizerFact
 
 
 def read_tokenizer(
-    directory: Path, chat_template: Path | None, num_rows: int | None, template_timeout_s: float
+    directory: Path,
+    chat_template: Path | None,
+    num_rows: int | None,
+    template_timeout_s: float,
+    converted: ConvertedTokenizer | None = None,
 ) -> TokenizerFiles:
     """Reads tokenizer.json and the files next to it. The parameters and errors are those of ``Tokenizer``."""
-    library, decoder = _load(directory / TOKENIZER, _read_tokenizer_json(directory))
-    config = read_tokenizer_config(directory)
+    origin, content = _read_tokenizer_json(directory, converted)
+    library, decoder = _load(origin, content)
+    config = read_tokenizer_config(directory, {} if converted is None else converted.named)
     added = library.get_added_tokens_decoder()
     special = frozenset(token.content for token in added.values() if token.special)
     before = library.get_vocab()
@@ -99,6 +124,7 @@ def read_tokenizer(
     numbered = ((token.content, library.token_to_id(token.content)) for token in additions)
     vocabulary = before | {content: token_id for content, token_id in numbered if token_id is not None}
     return TokenizerFiles(
+        origin=origin,
         library=library,
         decoder=decoder,
         vocabulary=vocabulary,
@@ -175,9 +201,11 @@ def _others(found: Sized) -> str:
     return f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
 
 
-def _read_tokenizer_json(directory: Path) -> bytes:
-    remedy = "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers makes it"
-    return read_bytes(directory / TOKENIZER, remedy, MAX_TOKENIZER_BYTES)
+def _read_tokenizer_json(directory: Path, converted: ConvertedTokenizer | None) -> tuple[Path, bytes]:
+    """Returns the file that errors name, and the content of tokenizer.json."""
+    file = directory / TOKENIZER if converted is None else converted.file
+    remedy = f"fetch it, or tekken.json or tokenizer.model, or {MAKE_TOKENIZER}"
+    return file if converted is None else converted.origin, read_bytes(file, remedy, MAX_TOKENIZER_BYTES)
 
 
 def _own_ids(described: TokenizerJson) -> dict[str, int] | None:

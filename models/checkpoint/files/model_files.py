@@ -12,7 +12,9 @@ MAX_CONFIG_BYTES = 4 * MIB
 MAX_INDEX_BYTES = 32 * MIB
 """The limit for model.safetensors.index.json. For models with a trillion parameters it is half of this."""
 MAX_TOKENIZER_BYTES = 128 * MIB
-"""The limit for tokenizer.json. With 262,144 tokens it is a quarter of this."""
+"""The limit for tokenizer.json and tekken.json. With 262,144 tokens it is a quarter of this."""
+MAX_SENTENCEPIECE_BYTES = 16 * MIB
+"""The limit for tokenizer.model, three times the largest known. Each two bytes may be a token, which takes fifty."""
 MAX_TOKENIZER_CONFIG_BYTES = 8 * MIB
 """The limit for tokenizer_config.json, special_tokens_map.json and added_tokens.json."""
 MAX_TEMPLATE_BYTES = 1 * MIB

@@ -1,10 +1,8 @@
 """How byte-level tokenizers cut a text into words, by the names that GGUF files give it. Words are never merged."""
 
 from dataclasses import dataclass
-from typing import Any
 
-Part = dict[str, Any]
-"""A part of a tokenizer.json."""
+from penstock.models.checkpoint.tokenizer.parts import BYTE_LEVEL, Part, split_words
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,18 +36,11 @@ class PreTokenizer:
 
 
 _NFC: Part = {"type": "NFC"}
-_BYTES: Part = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-_GPT2: Part = {**_BYTES, "use_regex": True}
+_GPT2: Part = {**BYTE_LEVEL, "use_regex": True}
 
 
 def _sequence(*parts: Part) -> Part:
     return {"type": "Sequence", "pretokenizers": list(parts)}
-
-
-def _split(pattern: str) -> Part:
-    """Cuts a text by a regular expression; then its bytes become letters."""
-    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return _sequence(cut, _BYTES)
 
 
 def _digits(normalizer: Part | None = None) -> PreTokenizer:
@@ -57,8 +48,8 @@ def _digits(normalizer: Part | None = None) -> PreTokenizer:
     return PreTokenizer(_sequence({"type": "Digits", "individual_digits": True}, _GPT2), normalizer)
 
 
-_LLAMA3 = PreTokenizer(_split(LLAMA3), ignore_merges=True, adds_bos=True)
-_QWEN2 = PreTokenizer(_split(QWEN2), _NFC)
+_LLAMA3 = PreTokenizer(split_words(LLAMA3), ignore_merges=True, adds_bos=True)
+_QWEN2 = PreTokenizer(split_words(QWEN2), _NFC)
 _PLAIN = PreTokenizer(_GPT2)
 _FALCON = _sequence(
     {"type": "Punctuation", "behavior": "Contiguous"},
@@ -68,27 +59,27 @@ _FALCON = _sequence(
 )
 
 PRE_TOKENIZERS = {
-    "chatglm-bpe": PreTokenizer(_split(LLAMA3)),
+    "chatglm-bpe": PreTokenizer(split_words(LLAMA3)),
     "command-r": _digits(_NFC),
-    "dbrx": PreTokenizer(_split(LLAMA3)),
-    "deepseek-r1-qwen": PreTokenizer(_split(QWEN2)),
+    "dbrx": PreTokenizer(split_words(LLAMA3)),
+    "deepseek-r1-qwen": PreTokenizer(split_words(QWEN2)),
     "exaone": _digits(),
     "exaone4": _PLAIN,
     "falcon": PreTokenizer(_FALCON),
     "falcon3": _LLAMA3,
-    "glm4": PreTokenizer(_split(LLAMA3)),
+    "glm4": PreTokenizer(split_words(LLAMA3)),
     "gpt-2": _PLAIN,
-    "gpt-4o": PreTokenizer(_split(GPT_4O)),
+    "gpt-4o": PreTokenizer(split_words(GPT_4O)),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "olmo": PreTokenizer(_GPT2, _NFC),
     "qwen2": _QWEN2,
     "refact": _digits(),
-    "smaug-bpe": PreTokenizer(_split(LLAMA3)),
+    "smaug-bpe": PreTokenizer(split_words(LLAMA3)),
     "smollm": _digits(),
-    "stablelm2": PreTokenizer(_split(QWEN2), _NFC),
+    "stablelm2": PreTokenizer(split_words(QWEN2), _NFC),
     "starcoder": _digits(),
-    "tekken": PreTokenizer(_split(TEKKEN), ignore_merges=True, adds_bos=True),
+    "tekken": PreTokenizer(split_words(TEKKEN), ignore_merges=True, adds_bos=True),
 }
 """The pre-tokenizer for each value of ``tokenizer.ggml.pre``, as in llama.cpp and the models' own tokenizer.json."""

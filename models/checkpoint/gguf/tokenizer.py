@@ -3,8 +3,6 @@ library; the reader of the files checks them.
 """
 
 from collections.abc import Callable, Mapping
-from enum import IntEnum
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +10,26 @@ import msgspec
 
 from penstock.models.checkpoint.gguf.config import ARCHITECTURE
 from penstock.models.checkpoint.gguf.header import damaged, read_header
-from penstock.models.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, Part
+from penstock.models.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
+from penstock.models.checkpoint.tokenizer import sentencepiece
+from penstock.models.checkpoint.tokenizer.parts import (
+    BYTE_LEVEL_DECODER,
+    NamedToken,
+    Part,
+    added_token,
+    bpe,
+    find_merges,
+    surround,
+)
+from penstock.models.checkpoint.tokenizer.sentencepiece import SPACE, PieceKind
 from penstock.models.errors import ModelError
 
-MAX_AREA = 1 << 26
-"""Limit on the sum of the squares of the tokens' lengths where merges are found by cutting tokens in two."""
-
 _KEY = "tokenizer.ggml."
-_SPACE = "▁"
 _END_OF_TURN = {
     "</s>", "<EOT>", "<eos>", "<end_of_turn>", "<end_of_utterance>", "<|call|>", "<|end_of_text|>", "<|endoftext|>",
     "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|return|>",
 }  # fmt: skip
 """Control tokens that end an output although a file may name only one of them, as in llama.cpp."""
-
-
-class TokenKind(IntEnum):
-    """The kinds of tokens in ``tokenizer.ggml.token_type``."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 def write_tokenizer(path: Path, directory: Path) -> None:
@@ -57,7 +51,7 @@ class _Tokenizer:
         if len(set(self._tokens)) < len(self._tokens):
             raise damaged(path, f"{_KEY}tokens has a token twice")
         kinds = self._optional_list("token_type", int)
-        self._kinds: list[int] = [TokenKind.NORMAL] * len(self._tokens) if kinds is None else kinds
+        self._kinds: list[int] = [PieceKind.NORMAL] * len(self._tokens) if kinds is None else kinds
 
     def files(self) -> dict[str, dict[str, Any]]:
         model = self._value("model", str, None)
@@ -74,7 +68,7 @@ class _Tokenizer:
         ends |= {
             token_id
             for token_id, token in enumerate(self._tokens)
-            if token in _END_OF_TURN and self._kinds[token_id] == TokenKind.CONTROL
+            if token in _END_OF_TURN and self._kinds[token_id] == PieceKind.CONTROL
         }
         config = {**named, **self._templates()}
         return {
@@ -92,7 +86,6 @@ class _Tokenizer:
                 "the model's safetensors version"
             )
         words = PRE_TOKENIZERS[name]
-        decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
         merges = self._merges()
         if merges is None:
             raise damaged(self._path, f"{_KEY}merges is missing")
@@ -101,7 +94,7 @@ class _Tokenizer:
             "normalizer": words.normalizer,
             "pre_tokenizer": words.part,
             "post_processor": self._around(words.adds_bos),
-            "decoder": decoder,
+            "decoder": BYTE_LEVEL_DECODER,
             "model": model,
         }
 
@@ -109,39 +102,28 @@ class _Tokenizer:
         is_gemma = str(self._metadata.get(ARCHITECTURE)).startswith("gemma")
         if is_gemma:
             # Runs of spaces are in the file as such.
-            self._tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in self._tokens]
+            self._tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in self._tokens]
         merges = self._merges()
         if merges is None:
             # Gemma's merges are in the order of its tokens, whatever their scores are.
             scores = [-float(index) for index in range(len(self._tokens))]
             merges = self._found_merges(scores if is_gemma else self._list("scores", float))
         has_prefix = self._value("add_space_prefix", bool, True)
-        replace: Part = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-        decoders: list[Part] = [
-            {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-        ]
-        if has_prefix:
-            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-        prefix: Part = {"type": "Prepend", "prepend": _SPACE}
         return {
-            "normalizer": {"type": "Sequence", "normalizers": [prefix, replace]} if has_prefix else replace,
+            "normalizer": sentencepiece.normalizer(has_prefix),
             "pre_tokenizer": None,
             "post_processor": self._around(True),
-            "decoder": {"type": "Sequence", "decoders": decoders},
+            "decoder": sentencepiece.decoder(has_prefix),
             "model": self._bpe(
                 merges,
                 unk_token=self._named("unknown"),
                 fuse_unk=True,
-                byte_fallback=TokenKind.BYTE in self._kinds,
+                byte_fallback=PieceKind.BYTE in self._kinds,
             ),
         }
 
     def _bpe(self, merges: list[tuple[str, str]], **options: Any) -> Part:
-        defaults: Part = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-        vocab = {token: token_id for token_id, token in enumerate(self._tokens)}
-        return {"type": "BPE", "dropout": None, **defaults, **options, "vocab": vocab, "merges": merges}
+        return bpe({token: token_id for token_id, token in enumerate(self._tokens)}, merges, **options)
 
     def _merges(self) -> list[tuple[str, str]] | None:
         """The merges in the file; None if it has none."""
@@ -156,56 +138,26 @@ class _Tokenizer:
         return merges
 
     def _found_merges(self, scores: list[float]) -> list[tuple[str, str]]:
-        """Finds the merges of a SentencePiece model: all pairs of tokens that make a token, those of tokens with high
-        scores first (transformers' ``generate_merges``)."""
-        if sum(len(token) ** 2 for token in self._tokens) > MAX_AREA:
-            raise damaged(self._path, f"{_KEY}tokens are too long together")
         vocab = {token: token_id for token_id, token in enumerate(self._tokens)}
-        merges = []
-        for token, score in zip(self._tokens, scores, strict=True):
-            found = [
-                (left, right)
-                for at in range(1, len(token))
-                if (left := token[:at]) in vocab and (right := token[at:]) in vocab
-            ]
-            found.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-            merges += [(score, len(left), len(right), left, right) for left, right in found]
-        merges.sort(key=itemgetter(0, 1, 2), reverse=True)
-        return [merge[3:] for merge in merges]
+        try:
+            return find_merges(vocab, zip(self._tokens, scores, strict=True))
+        except ValueError:
+            raise damaged(self._path, f"{_KEY}tokens are too long together") from None
 
     def _added(self) -> list[Part]:
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         added = []
         for token_id, (token, kind) in enumerate(zip(self._tokens, self._kinds, strict=True)):
-            is_special = kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)
+            is_special = kind in (PieceKind.CONTROL, PieceKind.UNKNOWN)
             # A run of spaces is an ordinary token.
-            if token and (is_special or (kind == TokenKind.USER_DEFINED and token.strip(_SPACE))):
-                added.append({"id": token_id, "content": token, **flags, "special": is_special})
+            if token and (is_special or (kind == PieceKind.USER_DEFINED and token.strip(SPACE))):
+                added.append(added_token(token_id, token, is_special))
         return added
 
     def _around(self, adds_bos: bool) -> Part | None:
         """The part that adds tokens around a text; None if it adds none."""
-        begin = self._id("bos") if self._value("add_bos_token", bool, adds_bos) else None
-        end = self._id("eos") if self._value("add_eos_token", bool, False) else None
-        if begin is None and end is None:
-            return None
-
-        def template(name: str, type_id: int) -> list[Part]:
-            before, after = ([] if each is None else [special(each, type_id)] for each in (begin, end))
-            return [*before, {"Sequence": {"id": name, "type_id": type_id}}, *after]
-
-        def special(token_id: int, type_id: int) -> Part:
-            return {"SpecialToken": {"id": self._tokens[token_id], "type_id": type_id}}
-
-        tokens = {self._tokens[each]: each for each in (begin, end) if each is not None}
-        return {
-            "type": "TemplateProcessing",
-            "single": template("A", 0),
-            "pair": [*template("A", 0), *template("B", 1)],
-            "special_tokens": {
-                token: {"id": token, "ids": [each], "tokens": [token]} for token, each in tokens.items()
-            },
-        }
+        begins = self._value("add_bos_token", bool, adds_bos)
+        ends = self._value("add_eos_token", bool, False)
+        return surround(self._token("bos") if begins else None, self._token("eos") if ends else None)
 
     def _templates(self) -> Part:
         """The chat templates, as in tokenizer_config.json."""
@@ -217,9 +169,13 @@ class _Tokenizer:
         listed = [{"name": name, "template": text} for name, text in named.items() if text is not None]
         return {"chat_template": listed}
 
-    def _named(self, name: str) -> str | None:
+    def _token(self, name: str) -> NamedToken | None:
         token_id = self._id(name)
-        return None if token_id is None else self._tokens[token_id]
+        return None if token_id is None else (self._tokens[token_id], token_id)
+
+    def _named(self, name: str) -> str | None:
+        token = self._token(name)
+        return None if token is None else token[0]
 
     def _id(self, name: str) -> int | None:
         key = f"{name}_token_id"

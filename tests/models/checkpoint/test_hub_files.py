@@ -67,6 +67,16 @@ def test_only_what_is_read_is_fetched(hub, weights):
     assert sorted(fetched) == sorted(files.keys() - set(NEVER_READ))
 
 
+@pytest.mark.parametrize("has_own", [True, False])
+def test_other_tokenizers_are_fetched_only_if_there_is_no_tokenizer_json(hub, has_own):
+    others = ["tekken.json", "tokenizer.model"]
+    never = ["tokenizer.model.v3", "original/tokenizer.model", "consolidated.safetensors"]
+    files = ["config.json", "model.safetensors", *(["tokenizer.json"] if has_own else [])]
+    fetched = hub([*files, *others, *never])
+    resolve_model("owner/model")
+    assert sorted(fetched) == sorted(files if has_own else files + others)
+
+
 def test_shards_of_other_names_are_those_of_the_index(hub):
     shards = ["layers[0].safetensors", "model-1-of-62.safetensors", "model-00002-of-00062.safetensors"]
     files = {"config.json": "{}", "model.safetensors.index.json": index_of(*shards), **dict.fromkeys(shards, "")}

@@ -99,7 +99,7 @@ def test_a_claimed_id_is_a_number(refused, name):
     assert "added_tokens_decoder must be an object of ids and tokens" in refused(tokenizer_config=content)
 
 
-CHARSMAP = base64.b64encode((0).to_bytes(4, "little") + b"a\0" + b"x" * 100_000 + b"\0").decode()
+CHARSMAP = base64.b64encode((1024).to_bytes(4, "little") + bytes(1024) + b"a\0" + b"x" * 100_000 + b"\0").decode()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Converts tokenizers in other formats, tekken.json and tokenizer.model, to a tokenizer.json."""
