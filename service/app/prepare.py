@@ -20,6 +20,7 @@ from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, WorkerConfig
+from penstock.service.app.classification_head import find_head
 from penstock.service.app.http_process import STATUS_PAGE, HttpProcess, check_installed
 from penstock.service.app.private_directory import private_directory
 from penstock.service.app.server_config import ServerConfig
@@ -89,6 +90,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     load_tokenizer, facts = _find_tokenizer(tokenizer, config, checkpoint.spec.vocab_size)
     for warning in facts.warnings:
         _log.warning("%s", warning)
+    head, load_tokenizer = find_head(config, checkpoint, load_tokenizer)
     server = ServerConfig(
         model_name=config.model_name,
         listen=config.address,
@@ -99,6 +101,8 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         max_connections=config.max_connections,
         authenticator=files.authenticator,
         embedding=embedding,
+        head=head,
+        generates=checkpoint.classifier is None,
         sampling_defaults=defaults,
         speculation=speculation,
         tls=files.tls,
