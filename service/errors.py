@@ -57,13 +57,17 @@ class Reason(Enum):
     )
     NO_GENERATION = (
         _Code.FAILED_PRECONDITION,
-        "this model has a classification head and generates nothing; send texts to be classified, scored or embedded, "
-        "or use a service whose model has an output head",
+        (
+            "this model has a classification head and generates nothing; send texts to be classified, scored or "
+            "embedded, or use a service whose model has an output head"
+        ),
     )
     NO_CLASSIFIER = (
         _Code.FAILED_PRECONDITION,
-        "this model has no classification head, which classes and scores need; use a service that has a "
-        "...ForSequenceClassification model, or has --score-tokens",
+        (
+            "this model has no classification head, which classes and scores need; use a service with a "
+            "...ForSequenceClassification model, or with --score-tokens"
+        ),
     )
     SEVERAL_LABELS = (
         _Code.FAILED_PRECONDITION,

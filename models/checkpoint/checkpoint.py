@@ -255,9 +255,7 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     entries = find_views(spec, entries)
     quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
     tensors = _match(spec, entries, quantized, path)
-    return CheckpointInfo(
-        path, config, spec, tensors, quantization, quantized, tuple(warnings), classifier=classifier
-    )
+    return CheckpointInfo(path, config, spec, tensors, quantization, quantized, tuple(warnings), classifier=classifier)
 
 
 def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:

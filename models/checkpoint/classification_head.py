@@ -1,5 +1,5 @@
-"""Reads the head of a model for sequence classification: one row of weights, and so one logit, for each label. Also makes
-such a head from the rows of two tokens of an output head. Uses numpy only.
+"""Reads the head of a model for sequence classification: one row of weights, and so one logit, for each label. Also
+makes such a head from the rows of two tokens of an output head. Uses numpy only.
 """
 
 from collections.abc import Mapping
@@ -179,7 +179,9 @@ def read_head(classifier: ClassifierInfo, hidden_size: int) -> ClassificationHea
     return ClassificationHead(weight, bias, classifier.labels, classifier.activation, classifier.pad_token_id)
 
 
-def head_of_tokens(checkpoint: CheckpointInfo, token_ids: tuple[int, int], names: tuple[str, str]) -> ClassificationHead:
+def head_of_tokens(
+    checkpoint: CheckpointInfo, token_ids: tuple[int, int], names: tuple[str, str]
+) -> ClassificationHead:
     """Returns the head whose probability is that of the second token, if the next one is either of the two. It is the
     difference of their rows in the output head. Raises ModelError."""
     spec = checkpoint.spec

@@ -35,7 +35,8 @@ def _head_of_tokens(names: tuple[str, str], checkpoint: CheckpointInfo, tokenize
         token_id = tokenizer.token_id(name)
         if token_id is None:
             raise ModelError(
-                f"{TOKENS_FLAG}: {name!r} is not a token of the model: write it as the vocabulary of tokenizer.json does"
+                f"{TOKENS_FLAG}: {name!r} is not a token of the model: write it as the vocabulary of tokenizer.json "
+                "has it"
             )
         token_ids.append(token_id)
     if not TextPairs(tokenizer).has_template:

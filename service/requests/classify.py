@@ -1,5 +1,5 @@
-"""Converts a ``ClassifyRequest`` to a request for the scheduler, and the resulting logits to the response. Knows neither
-calls nor the engine.
+"""Converts a ``ClassifyRequest`` to a request for the scheduler, and the resulting logits to the response. Knows
+neither calls nor the engine.
 """
 
 from array import array

@@ -1,5 +1,5 @@
-"""What requests that need one vector for each input have in common: embeddings, classes and scores. Checks and tokenizes
-inputs, and builds the scheduler's request. Knows neither calls nor the engine.
+"""Checks and tokenizes inputs that each need one vector, for embeddings, classes and scores, and builds the scheduler's
+request. Knows neither calls nor the engine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,9 +52,7 @@ class PooledInputs:
         if num_bytes > MAX_TEXT_BYTES:
             raise invalid("inputs", f"at most {MAX_TEXT_BYTES:,} bytes of text in total; they have {num_bytes:,}")
 
-    def encode(
-        self, inputs: Sequence[embedding_pb2.EmbedInput], truncation: Truncation | None
-    ) -> Iterator[Encoded]:
+    def encode(self, inputs: Sequence[embedding_pb2.EmbedInput], truncation: Truncation | None) -> Iterator[Encoded]:
         """Yields the tokens of each input. Raises ServiceError."""
         for index, item in enumerate(inputs):
             field = f"inputs[{index}]"

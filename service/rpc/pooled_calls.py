@@ -1,5 +1,5 @@
-"""Unary calls for one vector of each input: embeddings, classes and scores. One request per call, one response. The call's
-own task does all steps: it checks, prepares and queues the request, and removes it from the engine however the call ends.
+"""Unary calls that need one vector for each input: embeddings, classes and scores. Each is one request. The call's own
+task does all steps: it checks, prepares and queues the request, and removes it from the engine however the call ends.
 """
 
 import asyncio
@@ -27,31 +27,31 @@ _MAX_VALUES_ON_LOOP = 8192
 
 RequestT = TypeVar("RequestT", bound=Any)
 ResponseT = TypeVar("ResponseT")
-_RequestT = TypeVar("_RequestT", bound=Any, contravariant=True)
-_ResponseT = TypeVar("_ResponseT", covariant=True)
+RequestT_contra = TypeVar("RequestT_contra", bound=Any, contravariant=True)
+ResponseT_co = TypeVar("ResponseT_co", covariant=True)
 
 
-class PooledRequestBuilder(Protocol[_RequestT, _ResponseT]):
+class PooledRequestBuilder(Protocol[RequestT_contra, ResponseT_co]):
     """What differs between the methods."""
 
     operation: str
     """The name of the operation in metrics and traces."""
 
-    def check(self, request: _RequestT) -> None:
+    def check(self, request: RequestT_contra) -> None:
         """Makes all checks that are possible before the inputs are tokenized. Raises ServiceError."""
 
-    async def prepare(self, request: _RequestT, origin: Origin, sink: Callable[[Event], None]) -> Request:
+    async def prepare(self, request: RequestT_contra, origin: Origin, sink: Callable[[Event], None]) -> Request:
         """Returns the scheduler's request. ``request`` has passed ``check``. Raises ServiceError."""
 
-    def kept(self, request: _RequestT, vector: bytes) -> bytes:
+    def kept(self, request: RequestT_contra, vector: bytes) -> bytes:
         """Returns what ``response`` needs of a vector. Fast, since it runs on the event loop."""
 
-    def num_values(self, request: _RequestT) -> int:
+    def num_values(self, request: RequestT_contra) -> int:
         """Returns the number of values for each input in the response."""
 
     def response(
-        self, request: _RequestT, request_id: str, usage: generation_pb2.Usage, vectors: Sequence[bytes]
-    ) -> _ResponseT:
+        self, request: RequestT_contra, request_id: str, usage: generation_pb2.Usage, vectors: Sequence[bytes]
+    ) -> ResponseT_co:
         """Returns the response for what ``kept`` returned, in the order of the inputs."""
 
 

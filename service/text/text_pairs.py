@@ -1,5 +1,5 @@
-"""Tokenizes pairs of a query and a document as the model was trained on them: by its chat template if that has roles for
-both, otherwise as its tokenizer joins two texts."""
+"""Tokenizes pairs of a query and a document as the model was trained on them: by its chat template if that has roles
+for both, otherwise as its tokenizer joins two texts."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from penstock.service.text.truncation import Truncation
 QUERY, DOCUMENT, INSTRUCTION = "query", "document", "system"
 """The roles of a template for pairs, as in vLLM."""
 _MAX_CUTS = 4
-"""The maximum number of times that a document is cut. A cut may change the tokens next to it, so one may not suffice."""
+"""The maximum number of times that a document is cut. A cut may change the tokens beside it, so one may not do."""
 
 
 class TextPairs:
@@ -58,6 +58,6 @@ class TextPairs:
             return ids
         raise invalid(
             limit.field,
-            f"truncate_prompt_tokens is {truncation.max_tokens:,}, and the pair has {len(ids):,} tokens with the shortest "
-            "document; allow more, or shorten the query",
+            f"truncate_prompt_tokens is {truncation.max_tokens:,}, and the pair has {len(ids):,} tokens with the "
+            "shortest document; allow more, or shorten the query",
         )
