@@ -82,7 +82,10 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         _log.info(
             "sampling defaults for fields that a request omits (none with --generation-config none): %s", defaults
         )
-    embedding = read_embedding(path, None if config.pooling is None else Pooling(config.pooling))
+    pooling = None if config.pooling is None else Pooling(config.pooling)
+    if checkpoint.classifier is not None or config.score_tokens is not None:
+        pooling = pooling or Pooling.LAST  # modules.json describes the classifier, if anything
+    embedding = read_embedding(path, pooling)
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))

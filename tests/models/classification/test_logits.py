@@ -88,6 +88,26 @@ async def test_logits_equal_transformers(
         assert all((found[size] == found[32][:size]).all() for size in BATCHES)
 
 
+async def test_a_model_that_also_sees_images(
+    tmp_path: Path, build_model: Any, in_process: Any, start_engine: Any, prompts: Any
+) -> None:
+    """Its head is on the whole model, and the rest in the language model."""
+    text = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 24}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 9, "initializer_range": 0.2}
+    eyes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    changes = {
+        "text_config": text | {"pad_token_id": None},
+        "vision_config": eyes | {"image_size": 28, "patch_size": 14},
+        "mm_tokens_per_image": 4,
+        "num_labels": 3,
+    }
+    model = build_model(tmp_path, "Gemma3Config", changes, head="SequenceClassification")
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Gemma3ForSequenceClassification"]
+    engine = await start_engine(in_process(tmp_path, backend="cpu", max_model_len=128))
+    found = await logits(engine, head_of(tmp_path), prompts)
+    np.testing.assert_allclose(found, wanted(model.module, prompts), rtol=1e-4, atol=2e-4)
+
+
 async def test_the_backend_transformers(classifier: Any, in_process: Any, start_engine: Any, texts: Any) -> None:
     model = classifier("qwen3")
     engine = await start_engine(in_process(model.path, num_blocks=64, backend="transformers", max_model_len=128))
