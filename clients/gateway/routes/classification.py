@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -33,7 +33,6 @@ from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import classification_pb2 as pb
 from penstock.v1.generation_pb2 import Usage
 
-T = TypeVar("T", pb.ClassifyResponse, pb.ScoreResponse)
 _RESULTS_AT_ONCE = 256
 """How many results are built before other tasks run: about a millisecond of work."""
 _OWN_NAMES: Names = (("client_request_id", "request_id"),)

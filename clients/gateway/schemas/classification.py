@@ -21,11 +21,18 @@ def _document_kind(given: Any) -> str:
     return "Object" if isinstance(given, dict | DocumentText) else "Text"
 
 
+def _texts_kind(given: Any) -> str:
+    return "Texts" if isinstance(given, list) else "Text"
+
+
 Document = Annotated[
     Annotated[str, Tag("Text")] | Annotated[DocumentText, Tag("Object")], Discriminator(_document_kind)
 ]
 Documents = Annotated[Items[Document], few(_MAX_INPUTS, "documents"), Field(min_length=1)]
-Texts = Annotated[str | Annotated[Items[str], few(_MAX_INPUTS, "texts"), Field(min_length=1)], Field()]
+Texts = Annotated[
+    Annotated[str, Tag("Text")] | Annotated[Items[str], few(_MAX_INPUTS, "texts"), Field(min_length=1), Tag("Texts")],
+    Discriminator(_texts_kind),
+]
 
 
 class PooledBody(QueuedBody):
