@@ -7,7 +7,8 @@ import math
 import grpc
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.clients import AsyncClient, Client, InvalidOption, RequestFailed
 from penstock.clients.classification import build_classify_request, build_score_request
@@ -141,7 +142,7 @@ class TestHeads:
         config |= {"architectures": [name], "id2label": {"0": "bad", "1": "good"}}
         (tmp_path / "config.json").write_text(json.dumps(config))
         tensors = load_file(resolve_model("demo") / "model.safetensors")
-        tensors["score.weight"] = np.ones((2, config["hidden_size"]), np.float32)
+        tensors["score.weight"] = torch.ones(2, config["hidden_size"])
         save_file(tensors, tmp_path / "model.safetensors")
         (tmp_path / "modules.json").write_text('[{"path": "", "type": "some.place.Classifier"}]')
         return tmp_path
