@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.clients.channel import Tls
+    from penstock.clients.classification import Classes, Scores
     from penstock.clients.client import AsyncClient, RequestStream
     from penstock.clients.embeddings import Embeddings
     from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, StreamBroken, Unreachable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Accepted",
     "AsyncClient",
+    "Classes",
     "Client",
     "Completion",
     "Delta",
@@ -38,6 +40,7 @@ __all__ = [
     "PromptLogprobs",
     "RequestFailed",
     "RequestStream",
+    "Scores",
     "StreamBroken",
     "SyncRequestStream",
     "Tls",
@@ -49,7 +52,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Imports a public name on first use: ``penstock --help`` does not need grpc."""
     if name in __all__:
-        for module in ("errors", "events", "channel", "embeddings", "client", "sync_client"):
+        for module in ("errors", "events", "channel", "embeddings", "classification", "client", "sync_client"):
             if found := getattr(import_module(f"{__name__}.{module}"), name, None):
                 return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

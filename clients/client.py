@@ -14,6 +14,14 @@ import grpc
 
 from penstock.clients.channel import DEFAULT_TARGET, Tls, call_metadata, open_channel
 from penstock.clients.chat_messages import ChatMessage, ChatOptions, build_chat
+from penstock.clients.classification import (
+    Classes,
+    ClassifyOptions,
+    ScoreOptions,
+    Scores,
+    build_classify_request,
+    build_score_request,
+)
 from penstock.clients.embeddings import Embeddings, EmbedOptions, Input, build_embed_request
 from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
 from penstock.clients.events import Completion, Delta, Event, Finished, collect
@@ -21,6 +29,7 @@ from penstock.clients.health import is_serving
 from penstock.clients.requests import Options, Prompt, build_start, build_update
 from penstock.clients.stream import GenerateStream, Mailbox
 from penstock.v1 import generation_pb2 as pb
+from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.model_pb2 import GetModelRequest, GetModelResponse
@@ -232,6 +241,33 @@ class AsyncClient:
         request = build_embed_request(inputs, options)
         stub = EmbeddingServiceStub(self._channel())
         return Embeddings.from_proto(await self._unary(stub.Embed, request, timeout))
+
+    async def classify(
+        self,
+        inputs: str | Sequence[Input],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - the service keeps it
+        **options: Unpack[ClassifyOptions],
+    ) -> Classes:
+        """Returns a value for each label of the model's classification head, for each input. ``inputs``: as for
+        ``embed``. Raises InvalidOption and RequestFailed."""
+        request = build_classify_request(inputs, options)
+        stub = ClassificationServiceStub(self._channel())
+        return Classes.from_proto(await self._unary(stub.Classify, request, timeout))
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: Sequence[str],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - the service keeps it
+        **options: Unpack[ScoreOptions],
+    ) -> Scores:
+        """Returns how relevant each document is to the query, or to its own query if there are several. Raises
+        InvalidOption and RequestFailed."""
+        request = build_score_request(query, documents, options)
+        stub = ClassificationServiceStub(self._channel())
+        return Scores.from_proto(await self._unary(stub.Score, request, timeout))
 
     async def model(self) -> GetModelResponse:
         """Returns the served model and its limits."""

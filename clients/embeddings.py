@@ -8,6 +8,7 @@ from penstock.clients.errors import InvalidOption, shown
 from penstock.clients.events import Usage
 from penstock.clients.requests import MAX_START_BYTES, set_field
 from penstock.v1 import embedding_pb2 as pb
+from penstock.v1.classification_pb2 import ClassifyRequest
 
 Input = str | Sequence[int]
 """Text, or token ids."""
@@ -49,11 +50,8 @@ class Embeddings:
 
 def build_embed_request(inputs: str | Sequence[Input], options: Mapping[str, object]) -> pb.EmbedRequest:
     """Builds an ``EmbedRequest``. Raises InvalidOption."""
-    if isinstance(inputs, Mapping | bytes) or not isinstance(inputs, Iterable):
-        raise InvalidOption("inputs", f"expected a text or a list of inputs, got {shown(inputs)}")
     request = pb.EmbedRequest()
-    for index, item in enumerate([inputs] if isinstance(inputs, str) else inputs):
-        _add_input(request, f"inputs[{index}]", item)
+    add_inputs(request, inputs)
     for name, value in options.items():
         if name not in _OPTIONS:
             raise InvalidOption(name, f"unknown field; the fields are {', '.join(sorted(_OPTIONS))}")
@@ -64,8 +62,15 @@ def build_embed_request(inputs: str | Sequence[Input], options: Mapping[str, obj
     return request
 
 
-def _add_input(request: pb.EmbedRequest, where: str, item: object) -> None:
-    added = request.inputs.add()
+def add_inputs(request: pb.EmbedRequest | ClassifyRequest, inputs: str | Sequence[Input]) -> None:
+    """Adds the inputs to those of a request. Raises InvalidOption."""
+    if isinstance(inputs, Mapping | bytes) or not isinstance(inputs, Iterable):
+        raise InvalidOption("inputs", f"expected a text or a list of inputs, got {shown(inputs)}")
+    for index, item in enumerate([inputs] if isinstance(inputs, str) else inputs):
+        _fill_input(request.inputs.add(), f"inputs[{index}]", item)
+
+
+def _fill_input(added: pb.EmbedInput, where: str, item: object) -> None:
     try:
         if isinstance(item, str):
             added.text = item

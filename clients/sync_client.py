@@ -15,6 +15,7 @@ from typing import Self, TypeVar, Unpack
 
 from penstock.clients.channel import DEFAULT_TARGET, Tls
 from penstock.clients.chat_messages import ChatMessage, ChatOptions
+from penstock.clients.classification import Classes, ClassifyOptions, ScoreOptions, Scores
 from penstock.clients.client import AsyncClient, RequestStream
 from penstock.clients.embeddings import Embeddings, EmbedOptions, Input
 from penstock.clients.errors import PenstockError
@@ -155,6 +156,23 @@ class Client:
     ) -> Embeddings:
         """Returns a vector for each input. See ``AsyncClient.embed``."""
         return self._thread.run(self._client.embed(inputs, timeout=timeout, **options))
+
+    def classify(
+        self, inputs: str | Sequence[Input], *, timeout: float | None = None, **options: Unpack[ClassifyOptions]
+    ) -> Classes:
+        """Returns a value for each label, for each input. See ``AsyncClient.classify``."""
+        return self._thread.run(self._client.classify(inputs, timeout=timeout, **options))
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: Sequence[str],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Scores:
+        """Returns how relevant each document is to the query. See ``AsyncClient.score``."""
+        return self._thread.run(self._client.score(query, documents, timeout=timeout, **options))
 
     def model(self) -> GetModelResponse:
         """Returns the served model and its limits."""

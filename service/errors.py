@@ -55,6 +55,24 @@ class Reason(Enum):
         _Code.FAILED_PRECONDITION,
         "this model's chat template does not support tools; omit them, or describe them in a message",
     )
+    NO_GENERATION = (
+        _Code.FAILED_PRECONDITION,
+        (
+            "this model has a classification head and generates nothing; send texts to be classified, scored or "
+            "embedded, or use a service whose model has an output head"
+        ),
+    )
+    NO_CLASSIFIER = (
+        _Code.FAILED_PRECONDITION,
+        (
+            "this model has no classification head, which classes and scores need; use a service with a "
+            "...ForSequenceClassification model, or with --score-tokens"
+        ),
+    )
+    SEVERAL_LABELS = (
+        _Code.FAILED_PRECONDITION,
+        "a score needs a classification head with one label; send the texts to be classified instead",
+    )
     CHAT_NOT_CONTINUABLE = (
         _Code.FAILED_PRECONDITION,
         (

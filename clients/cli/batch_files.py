@@ -27,7 +27,15 @@ Id = str | int
 BadLineKey = tuple[Id | None, int | None, str]
 """Identifies an invalid line across runs: its id, or else its number, and the problem."""
 
-OPENAI_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+OPENAI_URLS = (
+    "/v1/chat/completions",
+    "/v1/classify",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/score",
+)
 """The URLs that a line in OpenAI's format may call."""
 
 

@@ -6,10 +6,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
-_API = frozenset({"chat", "completions", "embeddings", "models", "responses"})
+_API = frozenset({"chat", "classify", "completions", "embeddings", "models", "rerank", "responses", "score"})
 """The first parts of paths under /v1. Clients whose base URL lacks /v1 leave it out; llama.cpp accepts that too."""
 _OTHERS = frozenset({"detokenize", "health", "ping", "tokenize", "version"})
 """Paths outside /v1, which clients with one base URL for everything look for under it."""
+
+_COHERES_RERANK = "/v2/rerank"
 
 
 def as_routed(scope: Scope) -> Scope:
@@ -22,6 +24,8 @@ def canonical_path(path: str) -> str:
     """Returns the documented path for another server's spelling of it, or the path itself."""
     path = path.rstrip("/") or "/"
     first, _, rest = path.removeprefix("/").partition("/")
+    if path == _COHERES_RERANK:
+        return "/v1/rerank"
     if first in _API:
         return f"/v1{path}"
     if first == "v1" and rest in _OTHERS:

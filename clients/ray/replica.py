@@ -20,7 +20,8 @@ from penstock.clients.health import LIVENESS, is_serving
 from penstock.clients.ray.grpc_forwarding import CallContext, Response, forward_call, forward_stream
 from penstock.clients.ray.http_forwarding import ForwardedResponse, open_session
 from penstock.clients.ray.serve_process import ServeProcess
-from penstock.v1 import embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
+from penstock.v1 import classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
+from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.model_pb2_grpc import ModelServiceStub
@@ -91,6 +92,8 @@ class ServeReplica:
         return forward_stream(GenerationServiceStub(self._channel).Generate, requests, grpc_context)
 
     Complete = _unary(GenerationServiceStub, "Complete", generation_pb2.CompleteResponse)
+    Classify = _unary(ClassificationServiceStub, "Classify", classification_pb2.ClassifyResponse)
+    Score = _unary(ClassificationServiceStub, "Score", classification_pb2.ScoreResponse)
     Embed = _unary(EmbeddingServiceStub, "Embed", embedding_pb2.EmbedResponse)
     GetModel = _unary(ModelServiceStub, "GetModel", model_pb2.GetModelResponse)
     Tokenize = _unary(TokenizerServiceStub, "Tokenize", tokenizer_pb2.TokenizeResponse)

@@ -132,6 +132,11 @@ TEXT_MODELS = {
 }
 """The architecture of a wrapper's language model, by its ``model_type``."""
 
+_WITH_IMAGES = "ForConditionalGeneration"
+_TEXT_ONLY = {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
+CLASSIFIER = "ForSequenceClassification"
+"""The ending of the name of a decoder with a classification head in place of the output head."""
+
 FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 """Fields with which a language model is the same as one of its own, by its ``model_type``."""
 
@@ -140,7 +145,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the language model: of a wrapper, its ``text_config``, with what stands only outside of it;
     else the config itself. Raises ModelError."""
     fields = HfConfigReader(config)
-    wrapper = next((name for name in fields.texts("architectures") if name in WRAPPERS), None)
+    wrapper = next((name for name in fields.texts("architectures") if _is_wrapper(name)), None)
     if wrapper is None:
         return config
     # Older checkpoints have the language model's fields beside those of the vision tower.
@@ -187,14 +192,29 @@ def nearest(config: Mapping[str, Any]) -> str:
     return difflib.get_close_matches(name, [*FAMILIES, *WRAPPERS], n=1, cutoff=0.0)[0]
 
 
+def has_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a decoder with a classification head. Raises ModelError."""
+    names = HfConfigReader(config).texts("architectures")
+    served = next((name for name in names if _is_wrapper(name) or _family(name) is not None), "")
+    return served.endswith(CLASSIFIER)
+
+
+def _is_wrapper(name: str) -> bool:
+    return name in WRAPPERS or (name.endswith(CLASSIFIER) and f"{name[: -len(CLASSIFIER)]}{_WITH_IMAGES}" in WRAPPERS)
+
+
 def _architecture(fields: HfConfigReader) -> str | None:
-    for name in fields.texts("architectures"):
-        # A base model without its head, such as an embedding model.
-        without_head = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
-        for architecture in (name, without_head):
-            if architecture in FAMILIES:
-                return architecture
-    return None
+    return next((family for name in fields.texts("architectures") if (family := _family(name)) is not None), None)
+
+
+def _family(name: str) -> str | None:
+    """Returns the family of an architecture: itself, or the same decoder with an output head. A base model has no head,
+    such as an embedding model."""
+    if name in FAMILIES:
+        return name
+    base = next((name.removesuffix(ending) for ending in ("Model", CLASSIFIER) if name.endswith(ending)), None)
+    named = () if base is None else (base + ending for ending in ("ForCausalLM", "LMHeadModel"))
+    return next((other for other in (*named, _TEXT_ONLY.get(name)) if other in FAMILIES), None)
 
 
 def ignored_layer_types(config: Mapping[str, Any], spec: ModelSpec) -> str | None:

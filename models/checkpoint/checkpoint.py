@@ -14,6 +14,7 @@ from typing import Any
 from penstock.models.architecture.foreign import ForeignSpec
 from penstock.models.architecture.registry import find_spec, ignored_layer_types, text_config
 from penstock.models.architecture.spec import ModelSpec
+from penstock.models.checkpoint.classification_head import find_classifier, take_classifier
 from penstock.models.checkpoint.files.model_files import (
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
@@ -214,14 +215,20 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     try:
         config = text_config(whole)
         spec = find_spec(config)
+        classifier = find_classifier(whole, config, spec)
         quantization = quantization_from_config(config)
     except ModelError as error:
         raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
     ignored = None if isinstance(spec, ForeignSpec) else ignored_layer_types(config, spec)
     warnings = [f"{path / CONFIG}: {ignored}"] if ignored else []
+    if classifier is not None:
+        # There is no output head. The embedding stands in for it; its logits are never used.
+        spec = replace(spec, tied_embeddings=True, head_bias=False)
     if not weights:
-        return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
+        return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings), classifier=classifier)
     stored = read_entries(path)
+    if classifier is not None:
+        classifier, stored = take_classifier(classifier, stored, spec, path)
     if isinstance(spec, ForeignSpec):
         spec = replace(spec, num_stored=sum(math.prod(entry.shape) for entry in stored.values()))
         return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
@@ -250,7 +257,7 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     entries = find_views(spec, entries)
     quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
     tensors = _match(spec, entries, quantized, path)
-    return CheckpointInfo(path, config, spec, tensors, quantization, quantized, tuple(warnings))
+    return CheckpointInfo(path, config, spec, tensors, quantization, quantized, tuple(warnings), classifier=classifier)
 
 
 def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,28 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtypes of tensors that can be loaded, with torch's names for them."""
+
+
+class HeadActivation(Enum):
+    """The function that turns the logits of a classification head into its values."""
+
+    NONE = auto()
+    SIGMOID = auto()
+    SOFTMAX = auto()
+
+
+@dataclass(frozen=True)
+class ClassifierInfo:
+    """The classification head of a checked model."""
+
+    labels: tuple[str, ...]
+    activation: HeadActivation
+    pad_token_id: int | None
+    """The token that does not count as a text's last one; None: every token counts."""
+    weight: TensorEntry | None = None
+    """(labels, hidden); None if the weights were not checked."""
+    bias: TensorEntry | None = None
+    """(labels,); None: 0."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +59,8 @@ class CheckpointInfo:
     """What the files contain that is ignored, contradictory or costly, for the log."""
     is_eight_bit: bool = False
     """Whether most weights are stored in eight bits, in a form that no kernel reads (Q8_0)."""
+    classifier: ClassifierInfo | None = None
+    """The classification head in place of the output head, if there is one. Then the model generates nothing."""
 
     @property
     def dtype(self) -> str:

@@ -11,8 +11,8 @@ from penstock.scheduler.timing.queue_time import Prediction
 MIN_RETRY_AFTER_MS = 50
 """The shortest time that a refusal names, whatever is predicted."""
 MAX_QUEUED_POOLED = 1 << 16
-"""The maximum number of waiting prompts to embed, unless a single request has more. Each is a sequence, however
-short."""
+"""The maximum number of waiting prompts to embed or classify, unless a single request has more. Each is a sequence,
+however short."""
 
 
 class AdmissionControl:
@@ -86,7 +86,7 @@ class AdmissionControl:
                 )
         num_pooled = waiting.num_pooled
         if request.pooling is not None and num_pooled and num_pooled + request.num_prompts > MAX_QUEUED_POOLED:
-            raise Refused(RefusalKind.QUEUE_FULL, f"prompts to embed that wait: {num_pooled:,}", RETRY_AFTER_MS)
+            raise Refused(RefusalKind.QUEUE_FULL, f"prompts without output that wait: {num_pooled:,}", RETRY_AFTER_MS)
 
     def _is_within_share(self, request: Request) -> bool:
         """Returns whether the tenant's share of the queue has room. Where tenants take turns, a tenant may fill its

@@ -19,6 +19,7 @@ from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, WorkerConfig
+from penstock.service.app.classification_head import find_head
 from penstock.service.app.http_process import STATUS_PAGE, HttpProcess, check_installed
 from penstock.service.app.private_directory import private_directory
 from penstock.service.app.server_config import ServerConfig
@@ -87,7 +88,10 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         _log.info(
             "sampling defaults for fields that a request omits (none with --generation-config none): %s", defaults
         )
-    embedding = read_embedding(path, None if config.pooling is None else Pooling(config.pooling))
+    pooling = None if config.pooling is None else Pooling(config.pooling)
+    if checkpoint.classifier is not None or config.score_tokens is not None:
+        pooling = pooling or Pooling.LAST  # modules.json describes the classifier, if anything
+    embedding = read_embedding(path, pooling)
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))
@@ -98,6 +102,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         tokenizer = converted.file.parent
     for warning in facts.warnings:
         _log.warning("%s", warning)
+    head, load_tokenizer = find_head(config, checkpoint, load_tokenizer)
     server = ServerConfig(
         model_name=config.model_name,
         listen=config.address,
@@ -108,6 +113,8 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         max_connections=config.max_connections,
         authenticator=files.authenticator,
         embedding=embedding,
+        head=head,
+        generates=checkpoint.classifier is None,
         sampling_defaults=defaults,
         speculation=speculation,
         tls=files.tls,

@@ -24,11 +24,14 @@ from penstock.service.requests.embed import EmbedRequestBuilder
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.requests.lifecycle import RequestContext
+from penstock.service.requests.pooled import PooledInputs
+from penstock.service.rpc.classification import ClassificationService
 from penstock.service.rpc.embedding import EmbeddingService
 from penstock.service.rpc.generation import GenerationService
 from penstock.service.rpc.health import Health
 from penstock.service.rpc.interceptor import StatusInterceptor
 from penstock.service.rpc.model import ModelService
+from penstock.service.rpc.pooled_calls import PooledCalls
 from penstock.service.rpc.reflection import add_reflection
 from penstock.service.rpc.tokenizer import TokenizerService
 from penstock.service.telemetry.collector import MetricsReader
@@ -41,6 +44,8 @@ from penstock.service.transport.call_limits import CallLimits
 from penstock.service.transport.connections import max_connections
 from penstock.service.transport.transport import bind, new_server, only_for_this_user
 from penstock.v1 import (
+    classification_pb2,
+    classification_pb2_grpc,
     embedding_pb2,
     embedding_pb2_grpc,
     generation_pb2,
@@ -56,7 +61,7 @@ _STREAMS_BESIDES = 64
 
 SERVICES = tuple(
     service.full_name
-    for file in (embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
+    for file in (classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 
@@ -98,13 +103,11 @@ class RunningService:
             max_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
             grammars=self.grammars,
             defaults=config.sampling_defaults,
+            generates=config.generates,
         )
         request_context = RequestContext(engine, request_builder, telemetry, conversations)
         self.generation = GenerationService(request_context, validator, config.heartbeat_s)
-        embed_builder = EmbedRequestBuilder(
-            validator, self.pool, config.model_name, config.embedding, facts.hidden_size
-        )
-        self.embedding = EmbeddingService(engine, embed_builder, telemetry)
+        self.pooled_calls = PooledCalls(engine, telemetry)
         self._limits = CallLimits()
         identity = IdentityInterceptor(config.authenticator)
         interceptors = [StatusInterceptor(telemetry, self._limits), identity]
@@ -127,9 +130,16 @@ class RunningService:
             lambda: engine.config,
             config.speculation,
             config.sampling_defaults,
+            labels=() if config.head is None else config.head.labels,
+            generates=config.generates,
         )
+        inputs = PooledInputs(self._validator, self.pool, config.model_name)
+        embed_builder = EmbedRequestBuilder(inputs, config.embedding, self._facts.hidden_size)
+        embedding_service = EmbeddingService(self.pooled_calls, embed_builder)
+        classification_service = ClassificationService(self.pooled_calls, inputs, config.head)
         tokenizer_service = TokenizerService(self._validator, self.pool, engine.charge)
-        embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, server)
+        classification_pb2_grpc.add_ClassificationServiceServicer_to_server(classification_service, server)
+        embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding_service, server)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_service, server)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(tokenizer_service, server)

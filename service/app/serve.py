@@ -32,7 +32,7 @@ from penstock.service.app.http_process import HttpFailed
 from penstock.service.app.prepare import Prepared, prepare
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
-from penstock.service.app.usage_examples import Transport, UsageExamples
+from penstock.service.app.usage_examples import Purpose, Transport, UsageExamples
 from penstock.service.auth.identity import AllowAll
 from penstock.service.config.addresses import ADMIN_FLAG, Address, ListenError
 from penstock.service.config.command_line import PROGRAM, parse_config
@@ -152,7 +152,10 @@ class _Life:
         if config.tls is not None:
             transport = Transport.MUTUAL_TLS if config.tls.is_mutual else Transport.TLS
         wants_key = not isinstance(config.authenticator, AllowAll)
-        examples = UsageExamples(config.model_name, server.tokenizer.has_chat_template, wants_key, transport)
+        purpose = Purpose.GENERATION
+        if config.head is not None and not config.generates:
+            purpose = Purpose.SCORING if len(config.head.labels) == 1 else Purpose.CLASSIFICATION
+        examples = UsageExamples(config.model_name, server.tokenizer.has_chat_template, wants_key, transport, purpose)
         listeners = (
             (bound, examples.grpc),
             (server.http_target, examples.http),

@@ -216,7 +216,7 @@ class Server:
         if self._http is not None:
             self._http.drain()
         self._engine.drain()
-        num_live = running.generation.num_live + running.embedding.num_live
+        num_live = running.generation.num_live + running.pooled_calls.num_live
         _log.info("stopping: requests that have %.0f s to finish: %d", grace_s, num_live)
         idle = asyncio.create_task(self._engine.wait_idle())
         hurry = asyncio.create_task(self._hurry.wait())
@@ -224,7 +224,7 @@ class Server:
         idle.cancel()
         hurry.cancel()
         running.generation.shut_down()
-        running.embedding.shut_down()
+        running.pooled_calls.shut_down()
         await self._resources.aclose()  # the status page shows until here what the service waits for
         _log.info("stopped")
 

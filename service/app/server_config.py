@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.clients.host.reloaded_files import CHECK_INTERVAL_S, Watched, WatchedFiles
+from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import SpeculationConfig
@@ -44,6 +45,10 @@ class ServerConfig:
     """All files that are reloaded when they change."""
     check_interval_s: float = CHECK_INTERVAL_S
     embedding: PoolingConfig = field(default_factory=PoolingConfig)
+    head: ClassificationHead | None = None
+    """The head that classifies and scores texts; None: the model has none."""
+    generates: bool = True
+    """Whether the model has an output head."""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speculation: SpeculationConfig | None = None
     """How the worker drafts; None: no speculative decoding."""

@@ -10,12 +10,14 @@ from enum import Enum
 from pathlib import Path
 
 from penstock.service.config.addresses import METRICS_PATH, Address
-from penstock.v1 import generation_pb2
+from penstock.v1 import classification_pb2, generation_pb2
 
-_METHOD = f"{generation_pb2.DESCRIPTOR.services_by_name['GenerationService'].full_name}/GenerateOne"
+_GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+_CLASSIFICATION = classification_pb2.DESCRIPTOR.services_by_name["ClassificationService"].full_name
 _KEY, _ADMIN_KEY = "YOUR_KEY", "YOUR_ADMIN_KEY"
 _QUESTION = "What does a kernel do?"
 _BEGINNING = "The kernel is"
+_DOCUMENTS = ["It schedules processes.", "It is the seed of a fruit."]
 _MAX_TOKENS = 64
 _CA, _CERTIFICATE, _PRIVATE_KEY = "CA.pem", "CLIENT.pem", "CLIENT.key"
 
@@ -40,6 +42,14 @@ class Transport(Enum):
         return self.flags("--tls-ca", "--tls-cert", "--tls-key")
 
 
+class Purpose(Enum):
+    """The main use of the served model. The value is the gRPC method for it."""
+
+    GENERATION = f"{_GENERATION}/GenerateOne"
+    SCORING = f"{_CLASSIFICATION}/Score"
+    CLASSIFICATION = f"{_CLASSIFICATION}/Classify"
+
+
 @dataclass(frozen=True)
 class UsageExamples:
     """Writes shell commands for one service, each for an address with the bound port."""
@@ -48,18 +58,24 @@ class UsageExamples:
     takes_chat: bool
     wants_key: bool
     transport: Transport = Transport.PLAIN
+    purpose: Purpose = Purpose.GENERATION
 
     def grpc(self, address: Address) -> str:
         """Returns the same request in three ways, and a chat in the terminal if the model has a chat template."""
         calls = (self.python(address), self.buf(address), self.grpcurl(address))
         lines = ["Call it from Python, with buf or with grpcurl:", *(f"  {call}" for call in calls)]
-        if self.takes_chat:
+        if self.takes_chat and self.purpose is Purpose.GENERATION:
             lines += ["Or chat with it:", f"  {self.chat(address)}"]
         return "\n".join(lines)
 
     def python(self, address: Address) -> str:
         """Returns the command that uses this package's client."""
         prompt = [{"role": "user", "content": _QUESTION}] if self.takes_chat else _BEGINNING
+        call = {
+            Purpose.GENERATION: f"complete({json.dumps(prompt)}, max_tokens={_MAX_TOKENS}).text",
+            Purpose.SCORING: f"score({json.dumps(_QUESTION)}, {json.dumps(_DOCUMENTS)}).scores",
+            Purpose.CLASSIFICATION: f"classify({json.dumps(_QUESTION)})",
+        }[self.purpose]
         key = f', api_key="{_KEY}"' if self.wants_key else ""
         names, tls = "Client", ""
         if self.transport is not Transport.PLAIN:
@@ -68,7 +84,7 @@ class UsageExamples:
             names, tls = "Client, Tls", f", tls=Tls({given})"
         code = (
             f'from penstock.clients import {names}; client = Client("{address.reached_at}"{key}{tls}); '
-            f"print(client.complete({json.dumps(prompt)}, max_tokens={_MAX_TOKENS}).text)"
+            f"print(client.{call})"
         )
         return f"{shlex.quote(sys.executable)} -P -c {shlex.quote(code)}"
 
@@ -83,7 +99,8 @@ class UsageExamples:
             where, base = self.transport.flags("--cacert", "--cert", "--key"), f"https://{address.reached_at}"
         if address.path is not None:
             where, base = f"--unix-socket {shlex.quote(str(address.path))} ", "http://localhost"
-        return f"buf curl --protocol grpc {where}{self._header}-d {self._data} {shlex.quote(f'{base}/{_METHOD}')}"
+        url = shlex.quote(f"{base}/{self.purpose.value}")
+        return f"buf curl --protocol grpc {where}{self._header}-d {self._data} {url}"
 
     def grpcurl(self, address: Address) -> str:
         """Returns the command for grpcurl, with reflection."""
@@ -91,22 +108,34 @@ class UsageExamples:
         if address.path is not None:
             where = f"-unix {shlex.quote(str(address.path))}"
         security = self.transport.flags("-cacert", "-cert", "-key") or "-plaintext "
-        return f"grpcurl {security}{self._header}-d {self._data} {where} {_METHOD}"
+        return f"grpcurl {security}{self._header}-d {self._data} {where} {self.purpose.value}"
 
     @property
     def _data(self) -> str:
         prompt: dict[str, object] = {"text": _BEGINNING}
         if self.takes_chat:
             prompt = {"chat": {"messages": [{"role": "user", "content": _QUESTION}]}}
-        return shlex.quote(json.dumps({"start": {**prompt, "sampling": {"max_tokens": _MAX_TOKENS}}}))
+        message: dict[str, object] = {
+            Purpose.GENERATION: {"start": {**prompt, "sampling": {"max_tokens": _MAX_TOKENS}}},
+            Purpose.SCORING: {"queries": [_QUESTION], "documents": _DOCUMENTS},
+            Purpose.CLASSIFICATION: {"inputs": [{"text": _QUESTION}]},
+        }[self.purpose]
+        return shlex.quote(json.dumps(message))
 
     @property
     def _header(self) -> str:
         return f"-H {shlex.quote(f'authorization: Bearer {_KEY}')} " if self.wants_key else ""
 
     def http(self, address: Address) -> str:
-        """Returns calls of OpenAI's API with curl: one with a streamed response, and one with a whole response."""
+        """Returns calls of OpenAI's API with curl: one with a streamed response, and one with a whole response; or the
+        call for a classification head."""
         base = self._url(address)
+        if self.purpose is not Purpose.GENERATION:
+            path, fields = "classify", dict[str, object](input=_QUESTION)
+            if self.purpose is Purpose.SCORING:
+                path, fields = "rerank", {"query": _QUESTION, "documents": _DOCUMENTS}
+            call = self._curl(f"{base}/v1/{path}", {"model": self.model, **fields})
+            return f"Use the OpenAI-compatible API at {base}/v1 :\n  {call}"
         method = "completions"
         prompt: dict[str, object] = {"prompt": _BEGINNING}
         if self.takes_chat:

@@ -172,6 +172,8 @@ ACCESS: Mapping[str, Access] = {
     "/penstock.v1.AdminService/UpdateSettings": Access.ADMINS,
     "/penstock.v1.AdminService/WatchKvEvents": Access.ADMINS,
     "/penstock.v1.AdminService/WatchStats": Access.ADMINS,
+    "/penstock.v1.ClassificationService/Classify": Access.CALLERS,
+    "/penstock.v1.ClassificationService/Score": Access.CALLERS,
     "/penstock.v1.EmbeddingService/Embed": Access.CALLERS,
     "/penstock.v1.GenerationService/Complete": Access.CALLERS,
     "/penstock.v1.GenerationService/Generate": Access.CALLERS,

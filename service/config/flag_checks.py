@@ -53,6 +53,14 @@ def _is_ipv6(host: str) -> bool:
     return True
 
 
+def read_score_tokens(text: str) -> tuple[str, str]:
+    """Returns the two tokens of --score-tokens. Raises ConfigError."""
+    no, _, yes = text.partition(",")
+    if not no or not yes or no == yes:
+        raise ConfigError(f"--score-tokens: must be two different tokens, such as no,yes; it is {text!r}")
+    return no, yes
+
+
 def check_identity(config: "ServeConfig") -> None:
     """Raises ConfigError for flags for TLS and tokens that exclude or need each other."""
     if (config.tls_cert is None) != (config.tls_key is None):

@@ -19,7 +19,7 @@ from penstock.models.executor.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
-from penstock.service.config.flag_checks import check_identity, check_listeners, host_port
+from penstock.service.config.flag_checks import check_identity, check_listeners, host_port, read_score_tokens
 from penstock.service.config.flags import ConfigError, check, flag
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import check_override
@@ -79,6 +79,10 @@ class ServeConfig:
     pooling: str | None = flag(
         None, "the hidden states that form an embedding: the last token's, the mean of all, or the first token's",
         choices=["last", "mean", "cls"], shown="from the model's 1_Pooling/config.json, or last",
+    )  # fmt: skip
+    score_tokens: str | None = flag(
+        None, "two tokens of a reranker without a classification head: the first for a document that is irrelevant, "
+        "the second for one that is relevant, such as no,yes", metavar="TOKEN,TOKEN", shown="none",
     )  # fmt: skip
     host: str | None = flag(
         None, "the address to listen on; 0.0.0.0 is every IPv4 address", shown="127.0.0.1", group="listeners"
@@ -331,6 +335,8 @@ class ServeConfig:
             )
         if self.speculative_config is not None:
             parse_speculation(self.speculative_config)
+        if self.score_tokens is not None:
+            read_score_tokens(self.score_tokens)
         if self.override_generation_config is not None:
             check_override(self.override_generation_config)
         if not self.model:

@@ -88,11 +88,14 @@ class RequestBuilder:
         max_drafts: int = 0,
         grammars: GrammarChecks,
         defaults: SamplingDefaults | None = None,
+        generates: bool = True,
     ) -> None:
         """``max_sequence_tokens`` is the maximum length of a choice with its prompt: the model's context or the KV
         cache's size, whichever is less. ``max_retain_s`` is the longest time for which KV can be retained, and the
         default for requests that continue others. ``max_drafts`` is the maximum number of draft tokens per choice and
-        step. ``defaults`` are the model's sampling defaults."""
+        step. ``defaults`` are the model's sampling defaults. ``generates``: whether the model has an output head;
+        otherwise every request is refused."""
+        self._generates = generates
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer
@@ -106,6 +109,8 @@ class RequestBuilder:
     def check(self, start: pb.Start) -> None:
         """Makes all checks that are possible before the prompt is tokenized. Raises ServiceError."""
         self._validator.check(start)
+        if not self._generates:
+            raise ServiceError(Reason.NO_GENERATION)
         prompt = start.WhichOneof("prompt")
         if prompt is None and not start.continue_from:
             raise invalid("prompt", "is required; set text, token_ids or chat")

@@ -1,6 +1,6 @@
 """ModelService: the served model and the service's limits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -32,8 +32,13 @@ class ModelService(pb_grpc.ModelServiceServicer):
         config: Callable[[], SchedulerConfig],
         speculation: SpeculationConfig | None = None,
         defaults: SamplingDefaults | None = None,
+        *,
+        labels: Sequence[str] = (),
+        generates: bool = True,
     ) -> None:
-        """``config`` returns the engine's configuration. ``defaults`` are the model's."""
+        """``config`` returns the engine's configuration. ``defaults`` are the model's, and ``labels`` those of its
+        classification head. ``generates``: whether it has an output head."""
+        self._generates = generates
         self._facts = facts
         self._validator = validator
         self._config = config
@@ -53,6 +58,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
             embedding_size=facts.hidden_size,
             speculation="" if speculation is None else speculation.method.value,
             sampling_defaults=None if defaults is None else defaults.sampling,
+            labels=labels,
         )
 
     async def GetModel(
@@ -85,7 +91,10 @@ class ModelService(pb_grpc.ModelServiceServicer):
 
     def _features(self, config: SchedulerConfig) -> list[str]:
         optional = {
-            "chat": self._model.has_chat_template,
+            "chat": self._model.has_chat_template and self._generates,
+            "classification": bool(self._model.labels),
+            "generation": self._generates,
+            "scoring": len(self._model.labels) == 1,
             "prefix_caching": config.enable_prefix_caching,
             "priority": config.policy is Policy.PRIORITY,
         }

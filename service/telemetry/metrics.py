@@ -149,7 +149,7 @@ class End:
     client_request_id: str
     tenant: str
     operation: str
-    """chat, text_completion or embeddings: the names in OpenTelemetry's conventions."""
+    """chat, text_completion or embeddings, the names in OpenTelemetry's conventions; or classification or score."""
     finished: RequestFinished
     refusal: ServiceError | None
     """The error, if the engine did not end it. Its message may repeat a caller's value, so it is never reported."""

@@ -74,7 +74,7 @@ class Telemetry:
             _end_call(span, grpc.StatusCode.OK)
 
     def request(self, request_id: str, tenant: str, operation: str, traceparent: str) -> "RequestSpan":
-        """Opens the span of one request; ``operation`` is ``chat``, ``text_completion`` or ``embeddings``.
+        """Opens the span of one request; ``operation`` is as in ``metrics.End``.
 
         It is a child of ``traceparent`` if the request names one, and otherwise of its call's span. A request that
         shares its stream with others is in no trace of the stream's: the stream's span may last for days, and each

@@ -13,6 +13,7 @@ import tokenizers
 from penstock.service.chat_templates.text import runs
 from penstock.service.config.text_size import utf8_bytes
 from penstock.service.text.prompt_limit import PromptLimit
+from penstock.service.text.truncation import Truncation
 
 _WINDOW_CHARS = 16 << 10
 _USUAL_CHARS_PER_TOKEN = 8
@@ -67,15 +68,46 @@ class SpecialTokenGuard:
         more ids than ``limit`` allows."""
         if not self._splits and not follows:
             return self._ids(text, add_special_tokens, limit)
-        split, num_splitters = text, 0
-        if self._splits:
-            # A function, since with a replacement text re would hash the whole pattern each time.
-            split, num_splitters = self._beginnings.subn(lambda beginning: beginning[1] + self._splitter, text)
+        split, num_splitters = self._split(text)
         if follows:
             split = self._splitter + split
             num_splitters += 1
         ids = self._ids(split, add_special_tokens, limit, num_splitters)
         return [token_id for token_id in ids if token_id != self._splitter_id]
+
+    def encode_pair(
+        self, first: str, second: str, truncation: Truncation | None = None, limit: PromptLimit | None = None
+    ) -> list[int]:
+        """Returns the ids of two texts of a caller as the tokenizer joins them. ``truncation`` cuts the longer one
+        first, and keeps the tokens that the tokenizer adds. Raises ServiceError if there are more ids than ``limit``
+        allows."""
+        encodings = []
+        for text in (first, second):
+            split, num_splitters = self._split(text)
+            if limit is not None and self._has_far_too_many(split, limit.max_new_tokens + num_splitters):
+                limit.refuse()
+            encodings.append(self._encoding(split, False))
+        one, other = encodings
+        if limit is not None:
+            limit.check_at_least(len(one) + len(other))
+        if truncation is not None:
+            room = truncation.max_tokens - self._tokenizer.num_special_tokens_to_add(True)
+            direction = "right" if truncation.keeps_first else "left"
+            for encoding, most in zip(encodings, _shares(room, len(one), len(other)), strict=True):
+                encoding.truncate(most, direction=direction)
+        joined = self._tokenizer.post_process(one, other, True)
+        ids = [token_id for token_id in joined.ids if token_id != self._splitter_id]
+        return ids if truncation is None else truncation.cut(ids)
+
+    def shortened(self, text: str, num_tokens: int, keeps_first: bool) -> str:
+        """Returns a text without its last, or first, ``num_tokens`` tokens; empty if it has no more."""
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        num_kept = len(encoding) - num_tokens
+        if num_kept < 1:
+            return ""
+        if keeps_first:
+            return text[: encoding.token_to_chars(num_kept - 1)[1]]
+        return text[encoding.token_to_chars(num_tokens)[0] :]
 
     def encode_template(self, rendered: str, *, follows: bool = False, limit: PromptLimit | None = None) -> list[int]:
         """Returns the ids of a rendered template, with special tokens only in the template's own text. ``follows``: as
@@ -102,6 +134,13 @@ class SpecialTokenGuard:
         ids = [next(in_order) if token_id in self._alias_ids else token_id for token_id in encoded]
         assert next(in_order, None) is None, "each special token of the template is one token of the prompt"
         return ids
+
+    def _split(self, text: str) -> tuple[str, int]:
+        """Returns a text in which no special token is left, and the number of splitters that this takes."""
+        if not self._splits:
+            return text, 0
+        # A function, since with a replacement text re would hash the whole pattern each time.
+        return self._beginnings.subn(lambda beginning: beginning[1] + self._splitter, text)
 
     def _ids(
         self, text: str, add_special_tokens: bool, limit: PromptLimit | None = None, num_splitters: int = 0
@@ -135,6 +174,16 @@ class SpecialTokenGuard:
             if num_tokens > most:
                 return True
         return False
+
+
+def _shares(room: int, first: int, second: int) -> tuple[int, int]:
+    """Returns how many tokens of two texts to keep so that they have at most ``room`` together: the longer is cut until
+    both are equal, then both, as transformers does it."""
+    room = max(0, room)
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second, room // 2)
+    return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
 
 
 def _any_of(texts: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ A caller's text always becomes ordinary tokens: special ones come only from the 
 the tokenizer adds around a prompt. Independent of requests and streams.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
 from pathlib import Path
 from typing import TypeVar
 
@@ -116,6 +116,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return DEFAULT_TEMPLATE in self._templates
 
+    @property
+    def template_roles(self) -> AbstractSet[str]:
+        """The roles that the default chat template names; none without a template."""
+        return self._templates[DEFAULT_TEMPLATE].roles if self.has_chat_template else frozenset()
+
     def chat_template(self, with_tools: bool) -> ChatTemplate:
         """Returns the template for conversations with or without tools. Raises ServiceError."""
         name = TOOL_TEMPLATE if with_tools and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
@@ -143,6 +148,19 @@ class Tokenizer:
         if not add_special_tokens or not self._library.num_special_tokens_to_add(False):
             return truncation.cut(token_ids)
         return truncation.cut_inside(token_ids, self._special_token_guard.encode(text, False))
+
+    def encode_pair(
+        self, first: str, second: str, truncation: Truncation | None = None, limit: PromptLimit | None = None
+    ) -> list[int]:
+        """Returns the ids of two texts as the tokenizer joins them, with the special tokens that it adds around and
+        between them. ``truncation`` keeps these and cuts the longer text first, as in transformers. Raises
+        ServiceError as ``encode`` does."""
+        _check_size((first, second), "text" if limit is None else limit.field)
+        return self._special_token_guard.encode_pair(first, second, truncation, limit)
+
+    def shortened(self, text: str, num_tokens: int, keeps_first: bool) -> str:
+        """Returns a caller's text without its last, or first, ``num_tokens`` tokens; empty if it has no more."""
+        return self._special_token_guard.shortened(text, num_tokens, keeps_first)
 
     def encode_chat(self, chat: TemplateInput, limit: PromptLimit | None = None) -> list[int]:
         """Returns the ids of a conversation, with special tokens only from the template. Raises ServiceError, also if
@@ -175,6 +193,11 @@ class Tokenizer:
         text: str
         [text] = self._library.decode_batch([token_ids], skip_special_tokens=not include_special_tokens)
         return text
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token, spelled as in the vocabulary; None if the model has none."""
+        token_id: int | None = self._library.token_to_id(token)
+        return token_id if token_id is not None and token_id < self.vocab_size else None
 
     def special_tokens_in(self, text: str) -> dict[int, str]:
         """Returns the special tokens whose text is in ``text``, by their ids."""

@@ -3,9 +3,15 @@
 from dataclasses import dataclass
 
 from penstock.service.errors import invalid
-from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
+from penstock.v1 import classification_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
-Truncated = pb.Start | embedding_pb2.EmbedRequest | tokenizer_pb2.TokenizeRequest
+Truncated = (
+    pb.Start
+    | classification_pb2.ClassifyRequest
+    | classification_pb2.ScoreRequest
+    | embedding_pb2.EmbedRequest
+    | tokenizer_pb2.TokenizeRequest
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,11 +140,13 @@ class TinyModel:
         return result
 
 
-def build_model(path: Path, config_class: str, changes: dict[str, Any], **saving: Any) -> TinyModel:
+def build_model(
+    path: Path, config_class: str, changes: dict[str, Any], head: str = "CausalLM", **saving: Any
+) -> TinyModel:
     """Saves a random model of the class; biases and norms are random too, so that none can be left out unseen."""
     config = getattr(transformers, config_class)(**{**SMALL, **changes})
     torch.manual_seed(7)
-    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    module = getattr(transformers, f"AutoModelFor{head}").from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.ndim == 1 or name.endswith(("bias", "norm.weight")):

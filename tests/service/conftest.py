@@ -33,6 +33,7 @@ from penstock.service.app.server_config import ServerConfig
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
+from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.model_pb2_grpc import ModelServiceStub
@@ -93,6 +94,7 @@ class Service:
     """To the administration, where the test asked for one."""
 
     def __post_init__(self) -> None:
+        self.classification = ClassificationServiceStub(self.channel)
         self.embedding = EmbeddingServiceStub(self.channel)
         self.generation = GenerationServiceStub(self.channel)
         self.model = ModelServiceStub(self.channel)

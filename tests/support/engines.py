@@ -9,6 +9,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.backends.base import Backend, load_backend
 from penstock.models.speculative.controller import Drafted, SpeculationController
@@ -20,10 +23,20 @@ from penstock.models.worker.speculation import check_speculation, make_controlle
 from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs, WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import (
+    Pooling,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    WorkerConfig,
+    WorkerFacts,
+)
 from penstock.scheduler.request import (
+    Embedded,
     EngineFinishReason,
     Event,
+    Prompt,
     PromptLogprobsChunk,
     Request,
     RequestFinished,
@@ -157,6 +170,27 @@ class Answer:
         return self.token_ids, self.logprobs, self.tops, of_prompt, others
 
 
+@dataclass
+class Vectors:
+    """What came of one request for vectors."""
+
+    bytes: dict[int, bytes] = field(default_factory=dict)
+    """By the number of the prompt."""
+    finished: RequestFinished | None = None
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Embedded():
+                self.bytes[event.choice] = event.vector
+            case RequestFinished():
+                self.finished = event
+
+    def arrays(self) -> list[NDArray[np.float32]]:
+        assert self.finished is not None
+        assert self.finished.reason is EngineFinishReason.STOP, self.finished
+        return [np.frombuffer(self.bytes[index], dtype=np.float32) for index in range(len(self.bytes))]
+
+
 class EngineUnderTest:
     """An engine with prompts put in and answers taken out."""
 
@@ -185,6 +219,27 @@ class EngineUnderTest:
             )
         )
         return answer
+
+    def submit_pooled(self, prompts: list[list[int]], pooling: Pooling) -> Vectors:
+        """One request for the vectors of all prompts."""
+        vectors, salt = Vectors(), tenant_salt("test", "default")
+        first, *others = [Prompt(ids, hash_blocks(ids, self.engine.facts.block_size, salt)) for ids in prompts]
+        self.engine.submit(
+            Request(
+                request_id=str(next(self._ids)),
+                prompt_token_ids=first.token_ids,
+                block_hashes=first.block_hashes,
+                sampling=SamplingParams(),
+                max_tokens=0,
+                sink=vectors.take,
+                make_text=NoText,
+                n=len(prompts),
+                hash_salt=salt,
+                pooling=pooling,
+                more_prompts=others,
+            )
+        )
+        return vectors
 
     async def run(self, prompts: list[list[int]], sampling: SamplingParams, max_tokens: int) -> list[Answer]:
         """All prompts at once; returns when all are answered."""

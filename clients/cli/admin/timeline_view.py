@@ -83,7 +83,7 @@ class TimelineView:
             yield f"prompt       {response.prompt_tokens:,} tokens; up to {response.max_tokens:,} of output{choices}"
             yield f"first token  {self._first_token()}"
         else:  # only embeddings have no output
-            yield f"inputs       {response.num_choices:,} to embed; {response.prompt_tokens:,} tokens together"
+            yield f"inputs       {response.num_choices:,} without output; {response.prompt_tokens:,} tokens together"
         if self._total_us and not response.omitted_entries:
             yield f"time         {self._shares()}"
 

@@ -58,6 +58,9 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "What is a kernel?", "max_output_tokens": 64},
     "/v1/responses/input_tokens": {"input": "What is a kernel?"},
     "/v1/embeddings": {"input": "What is a kernel?"},
+    "/v1/classify": {"input": "What is a kernel?"},
+    "/v1/score": {"text_1": "What is a kernel?", "text_2": ["A part of a system.", "A seed of a fruit."]},
+    "/v1/rerank": {"query": "What is a kernel?", "documents": ["A part of a system.", "A seed of a fruit."]},
     "/tokenize": {"prompt": "What is a kernel?"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }

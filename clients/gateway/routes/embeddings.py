@@ -20,7 +20,7 @@ from penstock.clients.gateway.requests.truncation import fill_truncation
 from penstock.clients.gateway.responses.chunking import encoded
 from penstock.clients.gateway.responses.http_response import until_gone
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
-from penstock.clients.gateway.schemas.common import is_single
+from penstock.clients.gateway.schemas.common import Prompts, is_single
 from penstock.clients.gateway.schemas.embeddings import EmbeddingResponse, EmbeddingsRequest
 from penstock.clients.gateway.tracing import traceparent
 from penstock.clients.gateway.traffic import GONE
@@ -41,7 +41,8 @@ def make_router() -> APIRouter:
         """Returns a vector for each text."""
         check_model(body.model, caller)
         message = embed_request(body, request.headers, caller.tenant)
-        with renaming(partial(caller_name, names=_names(body))):
+        names = (*input_names(body.input), ("client_request_id", "request_id"))
+        with renaming(partial(caller_name, names=names)):
             embed = caller.call(caller.stubs.embedding.Embed, message, is_short=False)
             response = await while_connected(request, embed)
         answer = await answer_of(response, caller.model.name, body.encoding_format == "base64")
@@ -54,10 +55,7 @@ def make_router() -> APIRouter:
 def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: str) -> pb.EmbedRequest:
     """Converts a request to the contract's form."""
     request = pb.EmbedRequest(
-        inputs=[
-            pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=TokenIds(ids=each))
-            for each in cast(Sequence[str | Sequence[int]], [body.input] if is_single(body.input) else body.input)
-        ],
+        inputs=contract_inputs(body.input),
         dimensions=body.dimensions,
         normalize=body.normalize,
         priority=body.priority,
@@ -69,11 +67,18 @@ def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: s
     return request
 
 
-def _names(body: EmbeddingsRequest) -> Names:
-    """The caller's names for the contract's fields: ``input[3][5]`` for an id, ``input[5]`` if the caller's input is
-    one list of ids."""
-    of_input = (r"inputs(\[\d+\])(\.[a-z_.]+)?", "input" if is_single(body.input) else r"input\1")
-    return (of_input, ("inputs", "input"), ("client_request_id", "request_id"))
+def contract_inputs(given: Prompts) -> list[pb.EmbedInput]:
+    """Converts texts or tokens to the contract's form."""
+    return [
+        pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=TokenIds(ids=each))
+        for each in cast(Sequence[str | Sequence[int]], [given] if is_single(given) else given)
+    ]
+
+
+def input_names(given: Prompts) -> Names:
+    """Returns the caller's names for the contract's inputs: ``input[3][5]`` for an id, ``input[5]`` if the caller's
+    input is one list of ids."""
+    return ((r"inputs(\[\d+\])(\.[a-z_.]+)?", "input" if is_single(given) else r"input\1"), ("inputs", "input"))
 
 
 async def answer_of(response: pb.EmbedResponse, model: str, in_base64: bool) -> Json:

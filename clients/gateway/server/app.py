@@ -14,6 +14,7 @@ from penstock.clients.gateway.routes import (
     api_docs,
     chat,
     chat_page,
+    classification,
     completions,
     embeddings,
     metrics,
@@ -35,9 +36,22 @@ from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.parse_turns import ParseTurns
 from penstock.clients.host.reloaded_files import FileWatch
 
-_PARTS = (completions, chat, responses, embeddings, tokenizer, models, probes, metrics, chat_page, api_docs)
+_PARTS = (
+    completions,
+    chat,
+    responses,
+    embeddings,
+    classification,
+    tokenizer,
+    models,
+    probes,
+    metrics,
+    chat_page,
+    api_docs,
+)
 _DESCRIPTION = """\
-Completions, chats, embeddings and models as OpenAI's clients expect them, with vLLM's additional fields.
+Completions, chats, embeddings and models as OpenAI's clients expect them, with vLLM's additional fields. Classes,
+scores and reranking as in vLLM.
 
 Send the service's key as `Authorization: Bearer KEY`, if it requires one. An error is `{"error": {"message", "type",
 "param", "code"}}`; with 429 and 503 the header `Retry-After` has the time to wait. Every response has an

@@ -31,6 +31,7 @@ from penstock.clients.gateway.upstream.service_state import ServiceState
 from penstock.clients.requests import MAX_START_BYTES
 from penstock.clients.stream import GenerateStream, Receiver
 from penstock.v1 import generation_pb2 as pb
+from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.model_pb2 import GetModelRequest, GetModelResponse
@@ -57,6 +58,7 @@ class _Stubs:
         self.model = ModelServiceStub(channel)
         self.tokenizer = TokenizerServiceStub(channel)
         self.embedding = EmbeddingServiceStub(channel)
+        self.classification = ClassificationServiceStub(channel)
 
 
 class _Memory:

@@ -193,6 +193,8 @@ def _load_module(info: CheckpointInfo, config: Any, dtype: torch.dtype, device: 
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = getattr(transformers, info.spec.architecture)
+    if info.classifier is not None:  # there is no output head, and none is needed
+        config.tie_word_embeddings = True
     try:
         module, loading = kind.from_pretrained(
             info.path,

@@ -68,6 +68,7 @@ class GetModelResponse(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     MAY_ACT_FOR_OTHERS_FIELD_NUMBER: _builtins.int
     REQUESTS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name of the model: that of `--served-model-name`, otherwise the name of the directory or the id on the hub."""
     architecture: _builtins.str
@@ -114,13 +115,19 @@ class GetModelResponse(_message.Message):
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The features of this service by name: "prefix_caching", "prompt_logprobs", "priority" and so on."""
+        """The features of this service by name: "prefix_caching", "prompt_logprobs", "priority" and so on. "generation",
+        "embeddings", "classification" and "scoring" are the services and methods that the model can be used for.
+        """
 
     @_builtins.property
     def sampling_defaults(self) -> _generation_pb2.Sampling:
         """The defaults that the model's generation_config.json or the operator sets for fields of a request's `sampling`. A
         field that is not set here has the default in its own comment.
         """
+
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the labels of the model's classification head, in their order. Empty if it has no such head."""
 
     def __init__(
         self,
@@ -144,10 +151,11 @@ class GetModelResponse(_message.Message):
         tenant: _builtins.str = ...,
         may_act_for_others: _builtins.bool = ...,
         requests_per_second: _builtins.float | None = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second", "limits", b"limits", "requests_per_second", b"requests_per_second", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second", "architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "limits", b"limits", "max_model_len", b"max_model_len", "may_act_for_others", b"may_act_for_others", "name", b"name", "quantization", b"quantization", "requests_per_second", b"requests_per_second", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "tenant", b"tenant", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second", "architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "labels", b"labels", "limits", b"limits", "max_model_len", b"max_model_len", "may_act_for_others", b"may_act_for_others", "name", b"name", "quantization", b"quantization", "requests_per_second", b"requests_per_second", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "tenant", b"tenant", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__requests_per_second: _TypeAlias = _typing.Literal["requests_per_second"]  # noqa: Y015
     _WhichOneofArgType__requests_per_second: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second"]  # noqa: Y015

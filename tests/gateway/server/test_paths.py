@@ -9,7 +9,10 @@ GETS = [
     "/health", "/ping", "/version", "/metrics", "/v1/models", "/v1/models/bytes", "/", "/docs", "/docs/swagger-ui.css",
     "/openapi.json",
 ]  # fmt: skip
-POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"]
+POSTS = [
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/classify", "/v1/rerank",
+    "/v1/score", "/tokenize", "/detokenize",
+]  # fmt: skip
 VARY = {"date", "x-request-id"}
 
 
@@ -64,6 +67,11 @@ async def test_an_unsupported_method_is_refused_with_the_allowed_ones(gateway, m
         ("/completions", "/v1/completions"),
         ("/embeddings", "/v1/embeddings"),
         ("/responses", "/v1/responses"),
+        ("/classify", "/v1/classify"),
+        ("/score", "/v1/score"),
+        ("/rerank", "/v1/rerank"),
+        ("/v2/rerank", "/v1/rerank"),
+        ("/v2/rerank/", "/v1/rerank"),
         ("/models", "/v1/models"),
         ("/models/org/name", "/v1/models/org/name"),
         ("/v1/tokenize", "/tokenize"),

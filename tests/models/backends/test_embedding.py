@@ -11,7 +11,6 @@ import tokenizers
 import torch
 import transformers
 
-from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu import backend as cpu_backend
 from penstock.models.batch.pooled_row import PooledRow
@@ -30,7 +29,6 @@ from penstock.scheduler.plan import (
     StepPlan,
     StepResult,
 )
-from penstock.scheduler.request import Embedded, EngineFinishReason, Prompt, Request, RequestFinished
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
 
@@ -39,58 +37,8 @@ VARIANTS = ["llama", "qwen3"]
 NUM_TOKENS = 6
 
 
-class Vectors:
-    """What came of one request."""
-
-    def __init__(self) -> None:
-        self.bytes: dict[int, bytes] = {}
-        self.finished: RequestFinished | None = None
-
-    def take(self, event) -> None:
-        match event:
-            case Embedded():
-                self.bytes[event.choice] = event.vector
-            case RequestFinished():
-                self.finished = event
-
-    def arrays(self) -> list[np.ndarray]:
-        assert self.finished is not None
-        assert self.finished.reason is EngineFinishReason.STOP, self.finished
-        return [np.frombuffer(self.bytes[index], dtype=np.float32) for index in range(len(self.bytes))]
-
-
-def embed(engine, prompts, pooling, name="embed"):
-    """Has an engine embed prompts in one request."""
-    vectors, salt = Vectors(), tenant_salt("test", "default")
-    first, *others = [Prompt(ids, hash_blocks(ids, engine.engine.facts.block_size, salt)) for ids in prompts]
-    engine.engine.submit(
-        Request(
-            request_id=name,
-            prompt_token_ids=first.token_ids,
-            block_hashes=first.block_hashes,
-            sampling=SamplingParams(),
-            max_tokens=0,
-            sink=vectors.take,
-            make_text=NoText,
-            n=len(prompts),
-            hash_salt=salt,
-            pooling=pooling,
-            more_prompts=others,
-        )
-    )
-    return vectors
-
-
-class NoText:
-    def feed(self, token_id):
-        raise AssertionError("a pooled row has no output")
-
-    def finish(self):
-        raise AssertionError("a pooled row has no output")
-
-
 async def embedded(engine, prompts, pooling):
-    vectors = embed(engine, prompts, pooling)
+    vectors = engine.submit_pooled(prompts, pooling)
     await engine.engine.wait_idle()
     return vectors.arrays()
 

@@ -18,9 +18,9 @@ from serve_process import PENSTOCK, SHARD_B, serving, target_of, write_shard, wr
 
 from penstock.kernels.cpu.bindings import LEVELS, find_kernels
 from penstock.service.app import serve
-from penstock.service.app.usage_examples import Transport, UsageExamples
+from penstock.service.app.usage_examples import Purpose, Transport, UsageExamples
 from penstock.service.config.addresses import Address
-from penstock.v1 import generation_pb2 as pb
+from penstock.v1 import classification_pb2, generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 BUF = Path(__file__).parents[3] / "node_modules/.bin/buf"
@@ -122,6 +122,21 @@ def test_a_call_fits_where_the_service_listens():
     assert 'api_key="YOUR_KEY"' in with_key.python(private)
     assert "penstock chat" not in with_key.grpc(private)
     assert "penstock chat" in UsageExamples("m", takes_chat=True, wants_key=False).grpc(private)
+
+
+def test_a_call_fits_what_the_model_is_for():
+    address = Address.parse("0.0.0.0:80")
+    for purpose, message, call, route in (
+        (Purpose.SCORING, classification_pb2.ScoreRequest, "client.score(", "/v1/rerank"),
+        (Purpose.CLASSIFICATION, classification_pb2.ClassifyRequest, "client.classify(", "/v1/classify"),
+    ):
+        examples = UsageExamples("m", takes_chat=True, wants_key=False, purpose=purpose)
+        assert call in examples.python(address)
+        assert "complete" not in examples.grpc(address)
+        *_, data, url = shlex.split(examples.buf(address))
+        assert url == f"http://127.0.0.1:80/{purpose.value}"
+        assert json_format.Parse(data, message()).ListFields()
+        assert route in examples.http(address)
 
 
 def test_a_call_has_what_tls_asks_for():

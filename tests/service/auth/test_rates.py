@@ -5,7 +5,7 @@ import pytest
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.service.auth.identity import Principal
-from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
+from penstock.v1 import classification_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 GENERATION, TOKENIZER = "GenerationService", "TokenizerService"
 LONG = "x" * 10_000
@@ -31,6 +31,11 @@ SENT = {
         "EmbeddingService/Embed",
         embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text=LONG)]),
     ),
+    "a class": (
+        "ClassificationService/Classify",
+        classification_pb2.ClassifyRequest(inputs=[embedding_pb2.EmbedInput(text="hi")]),
+    ),
+    "a score": ("ClassificationService/Score", classification_pb2.ScoreRequest(queries=["hi"], documents=["ho"])),
     "text to tokens": (f"{TOKENIZER}/Tokenize", tokenizer_pb2.TokenizeRequest(text="hi")),
     "tokens to text": (f"{TOKENIZER}/Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[1])),
     "foreign tokens": (f"{TOKENIZER}/Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[999])),

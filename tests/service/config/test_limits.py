@@ -15,11 +15,19 @@ from penstock.service.config import field_rules as kinds, limits as bounds
 from penstock.service.config.field_rules import Limit, ModelLimits
 from penstock.service.config.limits import FIELD_BOUNDS, Validator
 from penstock.service.errors import ServiceError
-from penstock.v1 import admin_pb2, constraint_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
+from penstock.v1 import (
+    admin_pb2,
+    classification_pb2,
+    constraint_pb2,
+    embedding_pb2,
+    generation_pb2 as pb,
+    model_pb2,
+    tokenizer_pb2,
+)
 
 LIMITS = ModelLimits(vocab_size=258, max_model_len=4096)
 REFUSED_WITHIN_S = 0.010
-MODULES = (admin_pb2, constraint_pb2, embedding_pb2, pb, model_pb2, tokenizer_pb2)
+MODULES = (admin_pb2, classification_pb2, constraint_pb2, embedding_pb2, pb, model_pb2, tokenizer_pb2)
 
 
 def request_messages() -> dict[str, Descriptor]:
@@ -154,8 +162,11 @@ def complete(message: Any) -> None:
             message.role = message.role or "user"
         case pb.ToolCall():
             message.name = message.name or "x"
-        case embedding_pb2.EmbedRequest() if not message.inputs:
+        case embedding_pb2.EmbedRequest() | classification_pb2.ClassifyRequest() if not message.inputs:
             message.inputs.add(text="x")
+        case classification_pb2.ScoreRequest():
+            for texts in (message.queries, message.documents):
+                texts.extend([] if texts else ["x"])
 
 
 def message_types() -> dict[str, Any]:
@@ -221,9 +232,9 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
             return in_an_admin_request(bad, path)
         case embedding_pb2.EmbedInput():
             return "Embed", embedding_pb2.EmbedRequest(inputs=[bad]), f"inputs[0].{path}"
-        case embedding_pb2.EmbedRequest():
+        case embedding_pb2.EmbedRequest() | classification_pb2.ClassifyRequest() | classification_pb2.ScoreRequest():
             complete(bad)
-            return "Embed", bad, path
+            return type(bad).__name__.removesuffix("Request"), bad, path
         case pb.Cancel():
             return "Generate", pb.GenerateRequest(cancel=bad), path
         case pb.Update():
@@ -247,6 +258,8 @@ async def send(service: Any, method: str, request: Any) -> None:
         await service.generation.GenerateOne(request).read()
     elif method == "Embed":
         await service.embedding.Embed(request)
+    elif method in ("Classify", "Score"):
+        await getattr(service.classification, method)(request)
     elif method == "GetModel":
         await service.model.GetModel(request)
     elif request.DESCRIPTOR.file is admin_pb2.DESCRIPTOR:

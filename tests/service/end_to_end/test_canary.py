@@ -19,8 +19,9 @@ import psutil
 import pytest
 from google.protobuf import json_format
 
-from penstock.v1 import admin_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
+from penstock.v1 import admin_pb2, classification_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
+from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.constraint_pb2 import Constraint
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -206,6 +207,8 @@ async def call_the_service(service, channel):
     await tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat), metadata=mine)
     embed = embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text=PROMPT)])
     await EmbeddingServiceStub(channel).Embed(embed, metadata=mine)
+    score = classification_pb2.ScoreRequest(queries=[PROMPT], documents=[PROMPT])
+    await service.expect("FAILED_PRECONDITION", ClassificationServiceStub(channel).Score(score, metadata=mine))
 
 
 async def call_the_gateway(service):
@@ -227,6 +230,8 @@ async def call_the_gateway(service):
     await service.post("/v1/chat/completions", {**messages, "tools": [{"type": SCHEMA}]}, 400)
     await service.post("/tokenize", {"model": "demo", "prompt": PROMPT}, 200)
     await service.post("/v1/embeddings", {"model": "demo", "input": PROMPT}, 200)
+    await service.post("/v1/rerank", {"query": PROMPT, "documents": [PROMPT]}, 400)
+    await service.post("/v1/rerank", {"query": PROMPT, "documents": [{SCHEMA: PROMPT}]}, 400)
 
 
 async def crash_the_worker(service, channel):

@@ -22,14 +22,14 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.v1 import admin_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
+from penstock.v1 import admin_pb2, classification_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 LIMIT_S = 120.0
 """A call that takes longer has been forgotten by the service."""
 NUM_AT_ONCE = 16
 MAX_FRAMES = 12
 VOCAB_SIZE = 258
-FILES = (pb, embedding_pb2, model_pb2, tokenizer_pb2, admin_pb2, health_pb2, reflection_pb2)
+FILES = (pb, classification_pb2, embedding_pb2, model_pb2, tokenizer_pb2, admin_pb2, health_pb2, reflection_pb2)
 OURS = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 CLIENTS_OWN = "Internal error from Core"
 """What grpc.aio's client says of itself where a stream ends while it writes; what the service said is lost."""

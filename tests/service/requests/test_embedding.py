@@ -13,7 +13,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import vector_of
-from penstock.service.requests import embed as embed_inputs
+from penstock.service.requests import pooled
 from penstock.v1 import admin_pb2, embedding_pb2 as pb, generation_pb2, model_pb2
 
 HIDDEN_SIZE = 8
@@ -198,8 +198,8 @@ class TestBounds:
 
     async def test_all_inputs_together(self, start_service, details_of, monkeypatch):
         service = await start_service()
-        monkeypatch.setattr(embed_inputs, "MAX_VALUES", 79)
-        monkeypatch.setattr(embed_inputs, "MAX_TOKENS", 20)
+        monkeypatch.setattr(pooled, "MAX_VALUES", 79)
+        monkeypatch.setattr(pooled, "MAX_TOKENS", 20)
         for bad in (request(*["x"] * 10), request("y" * 10, "z" * 11)):
             error = await failure(service.embedding.Embed(bad))
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -111,7 +111,7 @@ async def test_a_call_keeps_only_the_requested_dimensions_of_its_vectors(start_s
     service = await start_service(paced(0.005, hidden_size=512), SchedulerConfig(max_num_seqs=4))
     inputs = request(*[[index] * 5 for index in range(100)], dimensions=3)
     call = asyncio.ensure_future(service.embedding.Embed(inputs))
-    [live] = await until(lambda: service.server._running.embedding._live)
+    [live] = await until(lambda: service.server._running.pooled_calls._live)
     await until(lambda: len(live._vectors) > 10)
     assert {len(vector) for vector in live._vectors.values()} == {3 * 4}
     assert {len(embedding.values) for embedding in (await call).embeddings} == {3}

@@ -21,7 +21,7 @@ from penstock.service.auth.identity import ACCESS, Principal
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.transport.call_limits import MAX_MESSAGE_BYTES
-from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
+from penstock.v1 import classification_pb2, constraint_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 MIB = 1 << 20
 NUM_REFUSALS = 50
@@ -195,6 +195,8 @@ PROMPTS = {
     "TokenizerService/Detokenize": tokenizer_pb2.DetokenizeRequest(token_ids=[1] * (MIB - 1) + [999]),
     "TokenizerService/DescribeTokens": tokenizer_pb2.DescribeTokensRequest(token_ids=[1] * MIB),
     "TokenizerService/RenderChat": tokenizer_pb2.RenderChatRequest(chat=chat(template_variables='{"fail": 1}')),
+    "ClassificationService/Classify": classification_pb2.ClassifyRequest(inputs=[embedding_pb2.EmbedInput(text=TEXT)]),
+    "ClassificationService/Score": classification_pb2.ScoreRequest(queries=[TEXT[:MIB]], documents=[TEXT[:MIB]] * 3),
     "EmbeddingService/Embed": embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text=TEXT)]),
     "GenerationService/Complete": pb.CompleteRequest(start=start()),
     "GenerationService/GenerateOne": pb.GenerateOneRequest(start=start()),
