@@ -17,6 +17,14 @@ _SEPARATOR = "\U0001ffff"
 """Inserted before marks that would be lost, or whose usual order (Hebrew, Arabic, Thai) NFKC changes and
 SentencePiece's table does not."""
 
+SPLIT_BYTE_NAMES: Part = {
+    "type": "Split",
+    "pattern": {"Regex": "<(?=0x[0-9A-F]{2}>)"},
+    "behavior": "MergedWithPrevious",
+    "invert": False,
+}
+"""A pre-tokenizer that cuts text which looks like the name of a byte's token. A Unigram model could take it for one."""
+
 
 class PieceKind(IntEnum):
     """The kinds of tokens, by the numbers of SentencePiece's files and of ``tokenizer.ggml.token_type``."""

@@ -89,6 +89,7 @@ class _SentencePieceModel:
     def described(self, fields: Mapping[str, Any]) -> DescribedTokenizer:
         has_prefix = flag(fields, "add_prefix_space", self._normalizer.add_dummy_prefix)
         trims = self._normalizer.remove_extra_whitespaces
+        is_unigram = self._trainer.model_type == _UNIGRAM
         symbols = self._of_kind(PieceKind.USER_DEFINED)
         begin = self._named("bos_token") if flag(fields, "add_bos_token", True) else None
         end = self._named("eos_token") if flag(fields, "add_eos_token", False) else None
@@ -102,10 +103,10 @@ class _SentencePieceModel:
                 is_nfkc=self._normalizer.name.decode(errors="replace") in _NFKC,
                 trims=trims,
             ),
-            "pre_tokenizer": None,
+            "pre_tokenizer": sentencepiece.SPLIT_BYTE_NAMES if is_unigram and self._has_bytes else None,
             "post_processor": surround(begin, end),
             "decoder": sentencepiece.decoder(has_prefix, self._has_bytes),
-            "model": self._unigram() if self._trainer.model_type == _UNIGRAM else self._bpe(),
+            "model": self._unigram() if is_unigram else self._bpe(),
         }
         return DescribedTokenizer(written, {name: self._tokens[token_id] for name, token_id in self._named_ids.items()})
 

@@ -1,6 +1,9 @@
 """Directories with a tokenizer in one of the formats that are converted, and what the format's own library says."""
 
-from collections.abc import Callable, Mapping
+import io
+import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +39,15 @@ def serve(tmp_path: Path) -> Callable[..., Tokenizer]:
 
 def train(directory: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
     """Writes a tokenizer.model, trained with SentencePiece's own defaults unless there are options for it."""
-    defaults: Mapping[str, Any] = {"vocab_size": 700, "hard_vocab_limit": False, "num_threads": 1, "minloglevel": 2}
-    with open(directory / SENTENCEPIECE, "wb") as stream:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(CORPUS * 4), model_writer=stream, **{**defaults, **options}
-        )
+    (directory / SENTENCEPIECE).write_bytes(_trained(json.dumps(options)))
     return sentencepiece.SentencePieceProcessor(model_file=str(directory / SENTENCEPIECE))
+
+
+@cache
+def _trained(options: str) -> bytes:
+    defaults = {"vocab_size": 700, "hard_vocab_limit": False, "num_threads": 1, "minloglevel": 2}
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 4), model_writer=content, **{**defaults, **json.loads(options)}
+    )
+    return content.getvalue()

@@ -29,10 +29,10 @@ def test_sentencepieces_own_table_is_sound(table):
 
 def test_a_damaged_table_never_ends_in_a_panic(table):
     generator = random.Random(1)
-    texts = diverse_texts(200)
+    texts = diverse_texts(100)
     size = 4 + int.from_bytes(table[:4], "little")
     num_sound = 0
-    for _ in range(60):
+    for _ in range(30):
         damaged = bytearray(table)
         damaged[generator.randrange(4, size)] ^= 1 << generator.randrange(8)
         try:
@@ -43,7 +43,7 @@ def test_a_damaged_table_never_ends_in_a_panic(table):
         library = normalizers.Precompiled(damaged)
         for text in texts:
             library.normalize_str(text)
-    assert 5 < num_sound < 55
+    assert 5 < num_sound < 25
 
 
 @pytest.mark.parametrize("cut", [b"", b"\0\0", (0).to_bytes(4, "little"), (1 << 31).to_bytes(4, "little") + bytes(99)])

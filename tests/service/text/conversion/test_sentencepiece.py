@@ -56,7 +56,7 @@ def test_mistrals_models_give_their_ids(name, tmp_path, serve):
     for text in [*diverse_texts(1000), "see [REFERENCE_DOC_3]x and  [REFERENCE_DOC_3] [REF]", "[INST]x[/INST]"]:
         ids = own.encode(text)
         assert tokenizer.encode(text) == [own.bos_id(), *ids]
-        assert tokenizer.decode(ids) == streamed(tokenizer, ids) == own.decode(ids) == text
+        assert tokenizer.decode(ids) == streamed(tokenizer, ids) == own.decode(ids) == text.replace("▁", " ")
     assert tokenizer.eos_token_ids == (own.eos_id(),)
 
 
@@ -68,7 +68,7 @@ def test_trained_bpe_models_give_their_ids(kind, tmp_path, serve):
         ids = own.encode(text)
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
         if kind != "bpe":
-            assert tokenizer.decode(ids) == streamed(tokenizer, ids) == own.decode(ids) == text
+            assert tokenizer.decode(ids) == streamed(tokenizer, ids) == own.decode(ids) == text.replace("▁", " ")
     assert tokenizer.encode("x")[0] == own.bos_id()
 
 
@@ -95,8 +95,7 @@ def test_long_runs_take_no_quadratic_time(tmp_path, serve):
 
 
 def test_control_tokens_are_the_templates_alone(tmp_path, serve):
-    shutil.copy(MISTRAL / "mistral_instruct_tokenizer_240323.model.v3", tmp_path / SENTENCEPIECE)
-    own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / SENTENCEPIECE))
+    own = train(tmp_path, **KINDS["llama"])
     template = "{{ bos_token }}{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = serve(tmp_path)

@@ -3,9 +3,11 @@
 import json
 import shutil
 from base64 import b64encode
+from functools import cache
 
 import pytest
 from diverse_texts import diverse_texts
+from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
@@ -15,14 +17,21 @@ from penstock.service.text.tokenizer_config import TokenizerError
 
 from .conftest import MISTRAL
 
+IGNORE, KEEP = SpecialTokenPolicy.IGNORE, SpecialTokenPolicy.KEEP
 NUM_SPECIAL = 30
 SPECIAL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[THINK]"]
 
 
+@cache
+def mistrals():
+    return json.loads((MISTRAL / "tekken_240911.json").read_bytes())
+
+
 def write(path, change=lambda described: None, num_tokens=2000):
     """Writes a tekken.json with the first tokens of Mistral's and a few special ones."""
-    described = json.loads((MISTRAL / "tekken_240911.json").read_bytes())
-    described["vocab"] = described["vocab"][: num_tokens + 10]
+    own = mistrals()
+    vocab = [token.copy() for token in own["vocab"][: num_tokens + 10]]
+    described = {**own, "config": own["config"].copy(), "vocab": vocab}
     described["special_tokens"] = [
         {"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(SPECIAL)
     ]
@@ -31,6 +40,11 @@ def write(path, change=lambda described: None, num_tokens=2000):
     change(described)
     (path / TEKKEN).write_text(json.dumps(described))
     return path
+
+
+def without_special_tokens(described):
+    del described["special_tokens"]
+    described["config"]["version"] = "v3"
 
 
 def streamed(tokenizer, ids):
@@ -42,25 +56,39 @@ def check_same(own, tokenizer):
     for text in diverse_texts(1000):
         ids = own.encode(text, bos=True, eos=False)
         assert tokenizer.encode(text) == ids, text
-        assert tokenizer.decode(ids) == streamed(tokenizer, ids) == own.decode(ids) == text
+        assert tokenizer.decode(ids) == streamed(tokenizer, ids) == own.decode(ids, IGNORE) == text
 
 
-def test_mistrals_own_file_gives_its_ids(tmp_path, serve):
-    shutil.copy(MISTRAL / "tekken_240911.json", tmp_path / TEKKEN)
-    own = Tekkenizer.from_file(tmp_path / TEKKEN)
+def check_special(own, tokenizer):
+    assert tokenizer.vocab_size == own.n_words
+    assert tokenizer.special_ids == set(range(own.num_special_tokens))
+    special = range(own.num_special_tokens)
+    assert tokenizer.decode(special, True) == "".join(own.decode([token_id], KEEP) for token_id in special)
+    assert tokenizer.eos_token_ids == (own.eos_id,)
+
+
+def test_a_file_of_an_old_version(tmp_path, serve):
+    """Without special tokens, as Mistral's own."""
+    own = Tekkenizer.from_file(write(tmp_path, without_special_tokens, num_tokens=20_000) / TEKKEN)
     tokenizer = serve(tmp_path)
     check_same(own, tokenizer)
-    assert tokenizer.vocab_size == own.n_words
-    assert tokenizer.special_ids == own.special_ids
-    assert all(tokenizer.decode([token_id], True) == own.id_to_piece(token_id) for token_id in own.special_ids)
-    assert tokenizer.eos_token_ids == (own.eos_id,)
+    check_special(own, tokenizer)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["tekken_240718.json", "tekken_240911.json"])
+def test_mistrals_own_files_give_their_ids(name, tmp_path, serve):
+    shutil.copy(MISTRAL / name, tmp_path / TEKKEN)
+    own, tokenizer = Tekkenizer.from_file(tmp_path / TEKKEN), serve(tmp_path)
+    check_same(own, tokenizer)
+    check_special(own, tokenizer)
 
 
 def test_a_file_with_its_own_special_tokens(tmp_path, serve):
     own = Tekkenizer.from_file(write(tmp_path) / TEKKEN)
     tokenizer = serve(tmp_path)
     check_same(own, tokenizer)
-    assert tokenizer.decode(range(NUM_SPECIAL), True) == "".join(map(own.id_to_piece, range(NUM_SPECIAL)))
+    check_special(own, tokenizer)
 
 
 def test_control_tokens_are_the_templates_alone(tmp_path, serve):
