@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from google.protobuf.message import Message
-
 from penstock.clients.embeddings import Input, add_inputs
 from penstock.clients.errors import InvalidOption, shown
 from penstock.clients.events import Usage
@@ -91,7 +89,9 @@ def build_score_request(
     return request
 
 
-def _set_options(request: Message, options: Mapping[str, object], inputs: Sequence[str]) -> None:
+def _set_options(
+    request: pb.ClassifyRequest | pb.ScoreRequest, options: Mapping[str, object], inputs: Sequence[str]
+) -> None:
     """Sets the options, and checks the size of the whole request. ``inputs`` are the fields that are no options."""
     fields = {name: field for name, field in request.DESCRIPTOR.fields_by_name.items() if name not in inputs}
     for name, value in options.items():

@@ -131,7 +131,8 @@ class UsageExamples:
         call for a classification head."""
         base = self._url(address)
         if self.purpose is not Purpose.GENERATION:
-            path, fields = "classify", dict[str, object](input=_QUESTION)
+            path = "classify"
+            fields: dict[str, object] = {"input": _QUESTION}
             if self.purpose is Purpose.SCORING:
                 path, fields = "rerank", {"query": _QUESTION, "documents": _DOCUMENTS}
             call = self._curl(f"{base}/v1/{path}", {"model": self.model, **fields})

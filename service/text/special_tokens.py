@@ -105,9 +105,9 @@ class SpecialTokenGuard:
         num_kept = len(encoding) - num_tokens
         if num_kept < 1:
             return ""
-        if keeps_first:
-            return text[: encoding.token_to_chars(num_kept - 1)[1]]
-        return text[encoding.token_to_chars(num_tokens)[0] :]
+        span = encoding.token_to_chars(num_kept - 1 if keeps_first else num_tokens)
+        assert span is not None, "each of these tokens comes from the text"
+        return text[: span[1]] if keeps_first else text[span[0] :]
 
     def encode_template(self, rendered: str, *, follows: bool = False, limit: PromptLimit | None = None) -> list[int]:
         """Returns the ids of a rendered template, with special tokens only in the template's own text. ``follows``: as

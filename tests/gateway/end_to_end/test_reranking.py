@@ -119,7 +119,8 @@ def test_a_reranker_with_an_output_head(tmp_path: Path, start_serving: Serving, 
         messages += [{"role": "query", "content": QUERY}, {"role": "document", "content": document}]
         ids = tokenizer.apply_chat_template(messages, chat_template=TEMPLATE, return_tensors="pt", return_dict=False)
         with torch.inference_mode():
-            return module(ids).logits[0, -1, [no, yes]].softmax(-1)[1].item()
+            chance: float = module(ids).logits[0, -1, [no, yes]].softmax(-1)[1].item()
+        return chance
 
     documents = DOCUMENTS[:7]
     with start_serving(str(tmp_path), *flags) as served, Client(served.target) as client:

@@ -1,6 +1,7 @@
 """POST /v1/classify, /v1/score and /v1/rerank: over a service that gives known values, and over one on a real model."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import httpx
@@ -219,7 +220,7 @@ async def test_what_the_service_refuses_is_named_as_the_caller_sent_it(start_gat
 
 async def test_models_without_what_is_asked_of_them_say_so(start_gateway):
     plain, pairs = await asyncio.gather(start_gateway(), start_gateway(service={"head": PAIRS, "generates": False}))
-    refused = [
+    refused: list[tuple[Any, str, dict[str, Any], str]] = [
         (plain, "/v1/rerank", {"query": "q", "documents": ["a"]}, "no_classifier"),
         (plain, "/v1/score", {"text_1": "q", "text_2": "a"}, "no_classifier"),
         (plain, "/v1/classify", {"input": "q"}, "no_classifier"),

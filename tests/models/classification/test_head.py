@@ -179,7 +179,7 @@ def test_padding_is_by_default_that_of_transformers() -> None:
         "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
         "GPT2ForSequenceClassification": "GPT2LMHeadModel",
     }
-    found = {}
+    found: dict[str, int] = {}
     for model_type, name in CLASSES.items():
         family = text.get(name, name.replace("ForSequenceClassification", "ForCausalLM"))
         if family in FAMILIES and name != "Gemma3ForSequenceClassification":

@@ -92,7 +92,13 @@ async def test_a_model_that_also_sees_images(
     tmp_path: Path, build_model: Any, in_process: Any, start_engine: Any, prompts: Any
 ) -> None:
     """Its head is on the whole model, and the rest in the language model."""
-    text = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 24}
+    text: dict[str, Any] = {
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "head_dim": 24,
+    }
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 9, "initializer_range": 0.2}
     eyes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     changes = {

@@ -106,22 +106,22 @@ class TestClassification:
             assert (await asyncio.to_thread(client.classify, "a", use_activation=False)).values == [[97]]
 
     @pytest.mark.parametrize(
-        ("build", "field"),
+        ("build", "arguments", "field"),
         [
-            (lambda: build_score_request("a", "b", {}), "documents"),
-            (lambda: build_score_request("a", 7, {}), "documents"),
-            (lambda: build_score_request(7, ["b"], {}), "queries"),
-            (lambda: build_score_request("a", ["b", 7], {}), "documents"),
-            (lambda: build_score_request("a", ["b"], {"normalize": True}), "normalize"),
-            (lambda: build_score_request("a", ["b"], {"priority": "high"}), "priority"),
-            (lambda: build_score_request("a", ["x" * (6 << 20)], {}), "documents"),
-            (lambda: build_classify_request(["a", 7], {}), "inputs[1]"),
-            (lambda: build_classify_request("a", {"instruction": "b"}), "instruction"),
+            (build_score_request, ("a", "b", {}), "documents"),
+            (build_score_request, ("a", 7, {}), "documents"),
+            (build_score_request, (7, ["b"], {}), "queries"),
+            (build_score_request, ("a", ["b", 7], {}), "documents"),
+            (build_score_request, ("a", ["b"], {"normalize": True}), "normalize"),
+            (build_score_request, ("a", ["b"], {"priority": "high"}), "priority"),
+            (build_score_request, ("a", ["x" * (6 << 20)], {}), "documents"),
+            (build_classify_request, (["a", 7], {}), "inputs[1]"),
+            (build_classify_request, ("a", {"instruction": "b"}), "instruction"),
         ],
     )
-    def test_what_cannot_be_sent_is_named(self, build, field):
+    def test_what_cannot_be_sent_is_named(self, build, arguments, field):
         with pytest.raises(InvalidOption) as error:
-            build()
+            build(*arguments)
         assert error.value.field == field
 
 

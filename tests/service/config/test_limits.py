@@ -256,10 +256,9 @@ async def send(service: Any, method: str, request: Any) -> None:
         await service.generation.Generate(iter([request])).read()
     elif method == "GenerateOne":
         await service.generation.GenerateOne(request).read()
-    elif method == "Embed":
-        await service.embedding.Embed(request)
-    elif method in ("Classify", "Score"):
-        await getattr(service.classification, method)(request)
+    elif method in ("Classify", "Embed", "Score"):
+        stub = service.embedding if method == "Embed" else service.classification
+        await getattr(stub, method)(request)
     elif method == "GetModel":
         await service.model.GetModel(request)
     elif request.DESCRIPTOR.file is admin_pb2.DESCRIPTOR:
