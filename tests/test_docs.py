@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models.architecture.lines import GGUF, LINES, PLAIN_ON_CUDA, markdown
+from penstock.models.architecture.lines import GGUF, LINES, markdown
 from penstock.models.architecture.registry import FAMILIES, WRAPPERS
 from penstock.models.checkpoint.gguf.config import FAMILIES as GGUF_FAMILIES
 
