@@ -25,7 +25,8 @@ pytestmark = pytest.mark.soak
 CACHE = Path(__file__).parents[3] / "build/llama"
 NUM_LAYERS = 4
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": NUM_LAYERS, "head_dim": 64, "initializer_range": 0.1,
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": NUM_LAYERS, "head_dim": 64,
+    "initializer_range": 0.1,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "mlp_only_layers": []}
 MODELS = {"QWEN3": ("Qwen3Config", SIZES), "QWEN3MOE": ("Qwen3MoeConfig", SIZES | EXPERTS)}
