@@ -70,10 +70,11 @@ def find_kv_scales(
     spec: ModelSpec, entries: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
     """Returns the tensors without those of a quantised KV cache, and its scales under the names that llm-compressor
-    gives them: ``model.layers.0.self_attn.k_scale`` and ``v_scale``. Zero points are dropped: without
-    them, keys and values divided by their scales fit into fp8 too. Raises ModelError if a scale has a wrong shape or dtype.
+    gives them: ``model.layers.0.self_attn.k_scale`` and ``v_scale``. Zero points are dropped: without them, keys and
+    values divided by their scales fit into fp8 too. Raises ModelError if a scale has a wrong shape or dtype.
     """
-    kept, scales = {}, {}
+    kept: dict[str, TensorEntry] = {}
+    scales: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         match = _KV_SCALE.fullmatch(name)
         if match is None:
