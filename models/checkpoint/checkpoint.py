@@ -27,10 +27,10 @@ from penstock.models.checkpoint.quantization_config import quantization_from_con
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear, find_quantized
 from penstock.models.checkpoint.tensor_names import (
     DERIVED_TENSORS,
+    find_kv_scales,
     find_text_model,
     find_views,
     rename_prefixes,
-    without_kv_scales,
 )
 from penstock.models.errors import ModelError
 
@@ -243,12 +243,11 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
             f"{path / CONFIG}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}: both are used, as "
             "in transformers; set tie_word_embeddings to false"
         )
-    entries, unused = without_kv_scales(entries)
-    warnings += [f"{path}: {unused}"] if unused else []
+    entries, kv_scales = find_kv_scales(spec, entries)
     entries = find_views(spec, entries)
     quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
     tensors = _match(spec, entries, quantized, path)
-    return CheckpointInfo(path, config, spec, tensors, quantization, quantized, tuple(warnings))
+    return CheckpointInfo(path, config, spec, tensors, quantization, quantized, tuple(warnings), kv_scales)
 
 
 def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:

@@ -16,7 +16,7 @@ from penstock.models.errors import ModelError
 LAYER = re.compile(r"(model\.layers\.(\d+)\.)(.+)")
 DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Endings of tensors that old checkpoints contain although they follow from the config."""
-KV_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.([kv]_proj\.)?(k|v|kv|output)_(scale|zero_point)")
+_KV_SCALE = re.compile(r"(model\.layers\.\d+\.self_attn\.)(?:([kv]|qkv)_proj\.)?(k|v|kv|output)_(scale|zero_point)")
 """Names of the scales of a quantised KV cache, by various tools."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -66,15 +66,34 @@ def find_text_model(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, Tenso
     return found, len(entries) - len(found)
 
 
-def without_kv_scales(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], str]:
-    """Returns the tensors without scales of the KV cache, and a line for the log if there are any."""
-    kept = {name: entry for name, entry in entries.items() if not KV_SCALE.fullmatch(name)}
-    count = len(entries) - len(kept)
-    text = (
-        f"its {count} scales of quantised keys and values are not used: the KV cache has the type of the activations "
-        "unless --kv-cache-dtype changes it"
-    )
-    return kept, text if count else ""
+def find_kv_scales(
+    spec: ModelSpec, entries: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """Returns the tensors without those of a quantised KV cache, and its scales under the names that llm-compressor
+    gives them: ``model.layers.0.self_attn.k_scale`` and ``v_scale``. Zero points are dropped: without them, keys and
+    values divided by their scales fit into fp8 too. Raises ModelError if a scale has a wrong shape or dtype.
+    """
+    kept: dict[str, TensorEntry] = {}
+    scales: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        match = _KV_SCALE.fullmatch(name)
+        if match is None:
+            kept[name] = entry
+            continue
+        prefix, module, kind, part = match.groups()
+        if part == "zero_point":
+            continue
+        if math.prod(entry.shape) not in (1, spec.num_kv_heads):
+            entry.check_shape(name, (spec.num_kv_heads,), "config.json")
+        if entry.dtype not in _FLOATS:
+            raise ModelError(
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}: scales must be {', '.join(_FLOATS)}; download "
+                "the model's weights again"
+            )
+        # An output's scale is that of its module, and some tools have one scale for keys and values.
+        of = module or "" if kind == "output" else kind
+        scales |= {f"{prefix}{letter}_scale": entry for letter in "kv" if letter in of}
+    return kept, scales
 
 
 def stored_name(spec: ModelSpec, name: str) -> str:

@@ -140,9 +140,14 @@ class TinyModel:
         return result
 
 
+def tiny_config(config_class: str, changes: dict[str, Any]) -> Any:
+    """transformers' config of a tiny model."""
+    return getattr(transformers, config_class)(**{**SMALL, **changes})
+
+
 def build_model(path: Path, config_class: str, changes: dict[str, Any], **saving: Any) -> TinyModel:
     """Saves a random model of the class; biases and norms are random too, so that none can be left out unseen."""
-    config = getattr(transformers, config_class)(**{**SMALL, **changes})
+    config = tiny_config(config_class, changes)
     torch.manual_seed(7)
     module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
@@ -170,6 +175,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
         return made[variant]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def variant_configs() -> dict[str, dict[str, Any]]:
+    """The config.json of each variant."""
+    configs = {name: tiny_config(*variant) for name, variant in VARIANTS.items()}
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return {
+        name: {**config.to_dict(), "architectures": [known[type(config)].__name__]} for name, config in configs.items()
+    }
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))

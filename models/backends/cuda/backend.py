@@ -21,6 +21,7 @@ from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Finish, context_of, shared_facts
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
+from penstock.models.backends.cuda.kv_scales import read_kv_scales
 from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
 from penstock.models.backends.cuda.model import CudaModel, Hidden
 from penstock.models.backends.cuda.rows import CudaRows
@@ -29,7 +30,6 @@ from penstock.models.backends.cuda.shapes import max_drafts, shape_of
 from penstock.models.backends.cuda.step_io import Size, StepInputs, StepOutputs
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
-from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.device import torch_device
 from penstock.models.backends.torch_common.fp4_experts import has_fp4_experts, stored_fp4_bytes
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
@@ -241,6 +241,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         logger.info("%s: the weights' relative error is %.2f %%", at_load, 100 * linears.error.relative)
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    block_bytes = spec.kv_bytes_per_token(kv_dtype.itemsize) * PAGE_SLOTS
+    # The memory of steps depends on the context, which depends on what that memory leaves to the KV cache.
+    most_blocks = num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel)
+    max_model_len = context_of(config, spec, most_blocks)
     shape = shape_of(
         spec,
         dtype,
@@ -256,7 +260,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     )
     memory = StepMemory(shape, device)
     linears.take_room(dtype, shape.max_tokens)
-    pages = _take_pages(config, spec, kv_dtype, max_model_len, device, parallel)
+    num_blocks = min(most_blocks, num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel))
+    pages = _take_pages(spec, num_blocks, kv_dtype, device)
     by_block = pages.movedim(1, 0)
     host_pages = take_host_pages(config, [by_block], by_block[0].nbytes, pages.nbytes)
     facts = WorkerFacts(
@@ -270,7 +275,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         num_host_blocks=host_pages.num_slots,
         copy_us_per_block=host_pages.measure_copy_us(),
     )
-    model = CudaModel(spec, weights, pages, shape, parallel, linears, config.feature_layers)
+    kv_scales = read_kv_scales(info, parallel, device) if kv_dtype == torch.float8_e4m3fn else None
+    model = CudaModel(spec, weights, pages, shape, parallel, linears, config.feature_layers, kv_scales)
     return CudaBackend(spec, model, memory, host_pages, facts)
 
 
@@ -292,13 +298,8 @@ def weight_bytes(config: WorkerConfig, info: CheckpointInfo, num_logits: int, dt
     return total
 
 
-def _take_pages(
-    config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, device: torch.device,
-    parallel: TensorParallel,
-) -> Tensor:  # fmt: skip
+def _take_pages(spec: ModelSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocates the KV cache: (layers, blocks, 2, KV heads, 16, head size)."""
-    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * PAGE_SLOTS
-    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel)
     shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, PAGE_SLOTS, spec.head_dim)
     with allocated(num_blocks, device):
         return torch.empty(shape, dtype=dtype, device=device)

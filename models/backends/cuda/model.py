@@ -78,8 +78,10 @@ class CudaModel:
         parallel: TensorParallel,
         linears: CudaLinears,
         feature_layers: tuple[int, ...] = (),
+        kv_scales: Tensor | None = None,
     ) -> None:
-        """Everything is the rank's part. ``pages`` is (layers, pages, 2, K, 16, D)."""
+        """Everything is the rank's part. ``pages`` is (layers, pages, 2, K, 16, D). ``kv_scales``, for pages in fp8, is
+        (layers, 2, K) in fp32: the scales of keys and of values; None: all are 1."""
         self._spec = spec
         self._feature_layers = feature_layers
         self._parallel = parallel
@@ -101,11 +103,12 @@ class CudaModel:
         if shape.experts is not None:
             experts = ExpertsShape.of(shape)
             self._mixture = experts, ExpertsWorkspace.allocate(experts, shape.max_tokens, self.device)
-        ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=self.device)
+        if kv_scales is None:
+            kv_scales = torch.ones(spec.num_layers, 2, spec.num_kv_heads, dtype=torch.float32, device=self.device)
         none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
         self._kv = [
-            PagedKV(page, ones, ones, none if layer.sinks is None else layer.sinks.float())
-            for page, layer in zip(pages, weights.layers, strict=True)
+            PagedKV(page, *scales, none if layer.sinks is None else layer.sinks.float())
+            for page, scales, layer in zip(pages, kv_scales, weights.layers, strict=True)
         ]
 
     def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Hidden:
