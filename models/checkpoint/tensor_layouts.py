@@ -66,6 +66,8 @@ class Naming:
     wholes: Callable[[ModelSpec], Wholes] = _none
     has_draft_layers: bool = False
     """Whether layers follow that only propose drafts. They are not loaded."""
+    image_rows: int = 0
+    """The last rows of the embedding, which only images use. They are not loaded."""
 
 
 def _stacked(columns: int, rows: Mapping[str, int]) -> _Whole:
@@ -119,6 +121,17 @@ def _fused_experts(spec: ModelSpec) -> Wholes:
         "mlp.experts.down_proj": _Whole(
             (num, hidden, inner), tuple(down), _Whole((num, inner, hidden), tuple(down_turned))
         ),
+    }
+
+
+def _llama4(spec: ModelSpec) -> Wholes:
+    """``_fused_experts`` under another name, with the last two dimensions exchanged. A model may have no experts."""
+    if spec.experts is None:
+        return {}
+    return {
+        name.replace("mlp.", "feed_forward."): whole.turned
+        for name, whole in _fused_experts(spec).items()
+        if whole.turned is not None
     }
 
 
@@ -354,6 +367,9 @@ NAMINGS = {
             (r"self_attn\.key_layernorm\.", "self_attn.k_norm."),
         )
     ),
+    "Llama4ForCausalLM": Naming(
+        renamed=((r"feed_forward\.router\.", "mlp.gate."), (r"feed_forward\.", "mlp.")), wholes=_llama4
+    ),
     "MixtralForCausalLM": Naming(
         renamed=(
             (r"block_sparse_moe\.gate\.", "mlp.gate."),
@@ -363,6 +379,7 @@ NAMINGS = {
         ),
         wholes=_fused_experts,
     ),
+    "MllamaForCausalLM": Naming(image_rows=8),
     "OlmoeForCausalLM": Naming(wholes=_fused_experts),
     "Phi3ForCausalLM": Naming(wholes=_phi3),
     "PhiForCausalLM": Naming(
