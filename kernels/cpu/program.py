@@ -68,8 +68,8 @@ class DecoderLayer(Structure):
         ("attention_norm", Norm), ("attention_post_norm", Norm), ("mlp_norm", Norm), ("mlp_post_norm", Norm),
         ("hidden_norm", Norm), ("query_norm", Norm), ("key_norm", Norm), ("sinks", c_void_p), ("window", c_int32),
         ("rope", c_int32), ("scales_queries", c_int32), ("qkv", PackedLinear), ("output", PackedLinear),
-        ("mlp", PackedMlp), ("router", PackedLinear), ("experts", c_void_p), ("selection_bias", c_void_p), ("shared", PackedMlp),
-        ("shared_gate", PackedLinear),
+        ("mlp", PackedMlp), ("router", PackedLinear), ("experts", c_void_p), ("selection_bias", c_void_p),
+        ("shared", PackedMlp), ("shared_gate", PackedLinear),
     )  # fmt: skip
 
 
