@@ -21,7 +21,8 @@ struct ExpertItem {
 }  // namespace
 
 // Chooses the experts that rank highest for each token: by sigmoid plus bias in the chosen groups, or by logit; ties go
-// to the lowest number. Their weights are the softmax over all experts, or their sigmoids; normalised, they are divided by their sum.
+// to the lowest number. Their weights are the softmax over all experts, or their sigmoids; normalised, they are divided
+// by their sum.
 void StepRun::choose_experts(const float* logits, const float* bias, int32_t* chosen, float* weights) {
   int num = model_.num_experts, wanted = model_.experts_per_token;
   bool normalise = model_.normalise_experts, sigmoids = model_.scores_are_sigmoids;
