@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
+from penstock.models.checkpoint.combined_tensors import Naming, Wholes
 from penstock.models.checkpoint.files.safetensors_header import ELEMENT_BITS, TensorEntry
-from penstock.models.checkpoint.tensor_layouts import NAMINGS, WRAPPED, Naming, Wholes
+from penstock.models.checkpoint.tensor_layouts import NAMINGS, WRAPPED
 from penstock.models.errors import ModelError
 
 EMBEDDING = "model.embed_tokens.weight"
