@@ -67,9 +67,9 @@ class DecoderLayer(Structure):
     _fields_ = (
         ("attention_norm", Norm), ("attention_post_norm", Norm), ("mlp_norm", Norm), ("mlp_post_norm", Norm),
         ("hidden_norm", Norm), ("query_norm", Norm), ("key_norm", Norm), ("sinks", c_void_p), ("window", c_int32),
-        ("rope", c_int32), ("qkv", PackedLinear), ("output", PackedLinear), ("mlp", PackedMlp),
-        ("router", PackedLinear), ("experts", c_void_p), ("selection_bias", c_void_p), ("shared", PackedMlp),
-        ("shared_gate", PackedLinear),
+        ("rope", c_int32), ("scales_queries", c_int32), ("qkv", PackedLinear), ("output", PackedLinear),
+        ("mlp", PackedMlp), ("router", PackedLinear), ("experts", c_void_p), ("selection_bias", c_void_p),
+        ("shared", PackedMlp), ("shared_gate", PackedLinear),
     )  # fmt: skip
 
 
@@ -84,7 +84,8 @@ class DecoderModel(Structure):
         ("shared_size", c_int32), ("scores_are_sigmoids", c_int32), ("num_groups", c_int32),
         ("groups_per_token", c_int32), ("expert_activation", c_int32), ("qk_norm", c_int32),
         ("qk_norm_is_last", c_int32), ("activation", c_int32), ("gated_mlp", c_int32), ("layer_norms", c_int32),
-        ("parallel_layers", c_int32), ("block_size", c_int32), ("query_scaling_positions", c_int32),
+        ("parallel_layers", c_int32), ("chunked_windows", c_int32), ("scales_expert_inputs", c_int32),
+        ("block_size", c_int32), ("query_scaling_positions", c_int32), ("query_scaling_shift", c_int32),
         ("query_scaling_beta", c_float), ("expert_scale", c_float), ("norm_eps", c_float),
         ("embedding_scale", c_float), ("attention_scale", c_float), ("attention_soft_cap", c_float),
         ("logit_scale", c_float), ("logit_soft_cap", c_float),

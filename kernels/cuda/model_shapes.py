@@ -25,6 +25,8 @@ class Mixture:
     """Whether the chosen probabilities are divided by their sum."""
     biased: bool = False
     """Whether the experts' products have biases."""
+    scales_inputs: bool = False
+    """Whether a pair's factor multiplies its expert's input, not the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ class ModelShape:
     """Whether experts are in MXFP4."""
     windows: tuple[int | None, ...] = (None,)
     """The attention windows of the model's kinds of layers, each once; None for full attention."""
+    chunked_windows: bool = False
+    """Whether windows are the sizes of chunks, which begin at multiples of them."""
     attention_scale: float | None = None
     """The scale of attention scores; None: 1 / sqrt(head_dim)."""
     cap: float | None = None
@@ -117,6 +121,7 @@ class ModelShape:
                 scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
                 window=window,
                 cap=self.cap,
+                chunked=self.chunked_windows and window is not None,
             )
             for max_queries in (0,) if self.deterministic else self.max_queries:
                 yield DecodeShape(layer, max_queries)
@@ -264,4 +269,19 @@ SHAPES = {
         max_positions=32768,
     ),
 }
+SHAPES["Llama-4-Scout"] = ModelShape(
+    hidden_size=5120,
+    intermediate_size=None,
+    num_heads=40,
+    num_kv_heads=8,
+    head_dim=128,
+    rotary_dim=128,
+    vocab_size=202048,
+    norm_eps=1e-5,
+    windows=(8192, None),
+    chunked_windows=True,
+    experts=Mixture(num_experts=16, per_token=1, normalise=True, scales_inputs=True),
+    expert_size=8192,
+    max_positions=262144,
+)
 SHAPES["gpt-oss-20b-mxfp4"] = replace(SHAPES["gpt-oss-20b"], has_fp4_experts=True)

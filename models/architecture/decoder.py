@@ -76,6 +76,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size", 1, MAX_SIZE, defaults.inner),
         num_layers=len(windows),
+        left_out_layers=(),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -94,6 +95,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         interleaved_rope=False,
         query_scaling=None,
         windows=windows,
+        chunked_windows=False,
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
@@ -174,14 +176,25 @@ def windows_by_type(fields: HfConfigReader, window: int | None, default: Callabl
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def read_layer_types(fields: HfConfigReader) -> list[str] | None:
-    """The kind of attention of each layer in ``layer_types``; None if the field is absent."""
+def rotated_layers(fields: HfConfigReader) -> list[bool]:
+    """Whether each layer rotates queries and keys, by ``no_rope_layers``, which has a 1 for those that do."""
+    count = num_layers(fields)
+    interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, 4)
+    rotated = fields.integers("no_rope_layers", 0, 1) or [int((layer + 1) % interval != 0) for layer in range(count)]
+    if len(rotated) != count:
+        raise fields.wrong("no_rope_layers", f"must have num_hidden_layers entries, {count}")
+    return [turns == 1 for turns in rotated]
+
+
+def read_layer_types(fields: HfConfigReader, windowed: str = SLIDING) -> list[str] | None:
+    """The kind of attention of each layer in ``layer_types``; None if the field is absent. ``windowed`` is the name of
+    layers with a window."""
     if "layer_types" not in fields:
         return None
     count = num_layers(fields)
     kinds = [FULL if kind == _OLD_FULL else kind for kind in fields.texts("layer_types")]
     if len(kinds) != count:
         raise fields.wrong("layer_types", f"must have num_hidden_layers entries, {count}; it has {len(kinds)}")
-    if unknown := set(kinds) - {FULL, SLIDING}:
-        raise fields.wrong("layer_types", f"must name only {FULL} and {SLIDING}; {min(unknown)} is not supported")
+    if unknown := set(kinds) - {FULL, windowed}:
+        raise fields.wrong("layer_types", f"must name only {FULL} and {windowed}; {min(unknown)} is not supported")
     return kinds

@@ -39,7 +39,10 @@ LINES = (
         "QwQ, DeepSeek-R1-Distill, R1-0528-Qwen3-8B", ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
     ),
     ModelLine("Llama 1 to 3.3, CodeLlama, TinyLlama, Vicuna", ("LlamaForCausalLM",)),
-    ModelLine("Llama 3.2 Vision, Llama 4", (), "layers with cross-attention, and chunked attention, are not supported"),
+    ModelLine("Llama 3.2 Vision, for text", ("MllamaForConditionalGeneration", "MllamaForCausalLM")),
+    ModelLine(
+        "Llama 4 Scout and Maverick, Llama Guard 4, for text", ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
+    ),
     ModelLine("Gemma 2", ("Gemma2ForCausalLM",)),
     ModelLine("Gemma 3 270M and 1B", ("Gemma3ForCausalLM",)),
     ModelLine("Gemma 3 4B, 12B, 27B, for text", ("Gemma3ForConditionalGeneration",)),

@@ -10,6 +10,7 @@ from penstock.models.architecture.experts import (
     glm4_moe,
     gpt_oss,
     granite_moe,
+    llama4,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -45,6 +46,7 @@ from penstock.models.architecture.llama import (
     llama,
     ministral3,
     mistral,
+    mllama,
     olmo2,
     olmo3,
     phi3,
@@ -53,7 +55,7 @@ from penstock.models.architecture.llama import (
     seed_oss,
     smollm3,
 )
-from penstock.models.architecture.rope_config import FULL, SLIDING
+from penstock.models.architecture.rope_config import CHUNKED, FULL, SLIDING
 from penstock.models.architecture.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
@@ -78,11 +80,13 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "HunYuanDenseV1ForCausalLM": hunyuan,
     "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
+    "Llama4ForCausalLM": llama4,
     "LlamaForCausalLM": llama,
     "Ministral3ForCausalLM": ministral3,
     "MinistralForCausalLM": mistral,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "MllamaForCausalLM": mllama,
     "NemotronForCausalLM": nemotron,
     "OPTForCausalLM": opt,
     "Olmo2ForCausalLM": olmo2,
@@ -105,8 +109,10 @@ WRAPPERS = (
     "Cohere2VisionForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "MllamaForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -118,8 +124,10 @@ TEXT_MODELS = {
     "cohere2": "Cohere2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mllama_text_model": "MllamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_5_vl": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
@@ -199,8 +207,9 @@ def _architecture(fields: HfConfigReader) -> str | None:
 
 def ignored_layer_types(config: Mapping[str, Any], spec: ModelSpec) -> str | None:
     """A warning if ``layer_types`` contradicts what the family computes, which then ignores it; else None."""
-    kinds = read_layer_types(HfConfigReader(config))
-    if kinds is None or kinds == [FULL if window is None else SLIDING for window in spec.windows]:
+    windowed = CHUNKED if spec.chunked_windows else SLIDING
+    kinds = read_layer_types(HfConfigReader(config), windowed)
+    if kinds is None or kinds == [FULL if window is None else windowed for window in spec.windows]:
         return None
     computed = "full attention" if spec.windows[0] is None else f"a window of {spec.windows[0]}"
     return (

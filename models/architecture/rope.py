@@ -71,6 +71,8 @@ def _llama3(rope: Llama3Rope, frequencies: Floats) -> Floats:
     wavelengths = 1.0 / frequencies * np.float32(2 * math.pi)
     scaled = np.where(wavelengths > longest, frequencies / np.float32(rope.factor), frequencies)
     spread = rope.high_freq_factor - rope.low_freq_factor
+    if spread == 0:
+        return scaled
     rotations = 1.0 / wavelengths * np.float32(rope.original_max_positions)
     smooth = (rotations - np.float32(rope.low_freq_factor)) / np.float32(spread)
     blended = (1 - smooth) * scaled / np.float32(rope.factor) + smooth * scaled

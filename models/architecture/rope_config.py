@@ -21,6 +21,8 @@ MAX_THETA = 1e12
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The names of layers without a window and with one."""
+CHUNKED = "chunked_attention"
+"""The name of layers that attend within chunks."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,8 @@ def _theta(fields: HfConfigReader, scaling: HfConfigReader, old_name: str, defau
 def _llama3_rope(scaling: HfConfigReader, theta: float, max_positions: int) -> Llama3Rope:
     low = scaling.number("low_freq_factor", 1e-6, 1e6)
     high = scaling.number("high_freq_factor", 1e-6, 1e6)
-    if high <= low:
-        raise scaling.wrong("high_freq_factor", f"must be above low_freq_factor, which is {low:g}")
+    if high < low:
+        raise scaling.wrong("high_freq_factor", f"must be at least low_freq_factor, which is {low:g}")
     return Llama3Rope(
         theta,
         factor=scaling.number("factor", 1.0, 1e6),

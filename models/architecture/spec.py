@@ -11,6 +11,7 @@ from penstock.models.architecture.spec_parts import (
     Experts,
     NormKind,
     NormPlacement,
+    NoRope,
     PositionTable,
     QkNorm,
     QueryScaling,
@@ -38,6 +39,8 @@ class ModelSpec:
     hidden_size: int
     intermediate_size: int
     num_layers: int
+    left_out_layers: tuple[int, ...]
+    """The numbers of the checkpoint's layers that are not part of the decoder. The others follow each other."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -67,6 +70,9 @@ class ModelSpec:
     query_scaling: QueryScaling | None
     windows: tuple[int | None, ...]
     """The window of each layer. None attends to everything before; w to the last w positions, including its own."""
+    chunked_windows: bool
+    """Whether a window w is instead the size of chunks, which begin at multiples of it: a position attends to those
+    before it in its own chunk."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -178,6 +184,17 @@ class ModelSpec:
         if self.head_bias:
             yield "lm_head.bias", (vocab,)
 
+    def norms_qk(self, layer: int) -> bool:
+        """Whether the layer's queries and keys have a norm."""
+        if self.qk_norm is QkNorm.UNWEIGHTED:
+            return not isinstance(self.ropes[layer], NoRope)
+        return self.qk_norm is not QkNorm.NONE
+
+    def scales_queries(self, layer: int) -> bool:
+        """Whether ``query_scaling`` applies to the layer."""
+        scaling = self.query_scaling
+        return scaling is not None and (not scaling.only_unrotated or isinstance(self.ropes[layer], NoRope))
+
     def has_experts(self, layer: int) -> bool:
         """Whether the layer has experts instead of the MLP."""
         return self.experts is not None and self.experts.layers[layer]
@@ -225,7 +242,7 @@ class ModelSpec:
                 yield from self._norm(norm)
         for name, rows in (("q_proj", self.query_size), ("k_proj", self.kv_size), ("v_proj", self.kv_size)):
             yield from _linear(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
-        if self.qk_norm is not QkNorm.NONE:
+        if self.qk_norm not in (QkNorm.NONE, QkNorm.UNWEIGHTED):
             for name, shape in zip(("q_norm", "k_norm"), self.qk_norm_shapes, strict=True):
                 yield f"self_attn.{name}.weight", shape
         if self.sinks:

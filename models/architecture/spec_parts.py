@@ -82,10 +82,14 @@ class PositionTable:
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Llama 4's scaling of queries at position p: by ``1 + beta ln(1 + floor(p / original_max_positions))``."""
+    """Llama 4's scaling of queries: at position p by ``1 + beta ln(1 + floor((p + shift) / original_max_positions))``,
+    with a shift of 0 or 1."""
 
     beta: float
     original_max_positions: int
+    shift: int = 0
+    only_unrotated: bool = False
+    """Whether only layers that rotate nothing scale their queries."""
 
 
 class NormKind(Enum):
@@ -122,6 +126,8 @@ class QkNorm(Enum):
     """Over each head, which has a weight of its own."""
     ALL = auto()
     """Over all query heads as one vector, and over all key heads as one."""
+    UNWEIGHTED = auto()
+    """Over each head, without a weight, and only in layers that rotate queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -172,3 +178,5 @@ class Experts:
     """The intermediate size of an MLP that every token also runs through; 0: there is none."""
     shared_gated: bool = False
     """Whether that MLP's output is multiplied by the sigmoid of a linear of its input."""
+    scales_inputs: bool = False
+    """Whether the scores multiply the experts' inputs, not their outputs."""

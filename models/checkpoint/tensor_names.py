@@ -9,10 +9,12 @@ from dataclasses import replace
 
 from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
+from penstock.models.checkpoint.combined_tensors import Naming, Wholes
 from penstock.models.checkpoint.files.safetensors_header import ELEMENT_BITS, TensorEntry
-from penstock.models.checkpoint.tensor_layouts import NAMINGS, WRAPPED, Naming, Wholes
+from penstock.models.checkpoint.tensor_layouts import NAMINGS, WRAPPED
 from penstock.models.errors import ModelError
 
+EMBEDDING = "model.embed_tokens.weight"
 LAYER = re.compile(r"(model\.layers\.(\d+)\.)(.+)")
 DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Endings of tensors that old checkpoints contain although they follow from the config."""
@@ -32,6 +34,12 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
         layer = LAYER.fullmatch(name)
         if naming.has_draft_layers and layer is not None and int(layer[2]) >= spec.num_layers:
             continue
+        if layer is not None and spec.left_out_layers:
+            if int(layer[2]) in spec.left_out_layers:
+                continue
+            name = _renumbered(spec, int(layer[2]), layer[3])
+        elif naming.image_rows and name == EMBEDDING:
+            entry = _without_last_rows(name, entry, spec, naming.image_rows)
         for view_name, view in _views(name, entry, wholes, naming):
             if view_name in found:
                 raise ModelError(
@@ -42,6 +50,18 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
             rows = row_order(spec, view_name.rpartition(".")[0]) if view.dtype in _FLOATS else None
             found[view_name] = view if rows is None else replace(view, rows=rows)
     return found
+
+
+def _renumbered(spec: ModelSpec, layer: int, local: str) -> str:
+    """Returns the decoder's name of a tensor in one of the checkpoint's layers."""
+    return f"model.layers.{layer - sum(left_out < layer for left_out in spec.left_out_layers)}.{local}"
+
+
+def _without_last_rows(name: str, entry: TensorEntry, spec: ModelSpec, count: int) -> TensorEntry:
+    """Returns the embedding of the tokens that text has. Raises ModelError unless ``count`` rows follow."""
+    rows, columns = spec.vocab_size, spec.hidden_size
+    entry.check_shape(name, (rows + count, columns), "config.json")
+    return replace(entry, shape=(rows, columns), num_bytes=rows * columns * ELEMENT_BITS[entry.dtype] // 8)
 
 
 def rename_prefixes(architecture: str, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -82,7 +82,7 @@ class DecodeShape:
             "GROUP": self.attention.group,
             "HEAD_DIM": self.attention.head_dim,
             "BLOCK_D": self.attention.block_dim,
-            "WINDOW": self.attention.window,
+            "WINDOW": self.attention.window_constant,
             "BLOCK_M": self.tiles.block_m,
             "BLOCK_N": self.tiles.block_n,
         }
@@ -159,7 +159,7 @@ def plan_variant(shape: DecodeShape) -> KernelVariant:
         {**dict.fromkeys(names, torch.int32), "num_sequences": "i32"},
         {
             "GROUP": shape.attention.group,
-            "WINDOW": shape.attention.window,
+            "WINDOW": shape.attention.window_constant,
             "MAX_QUERIES": shape.max_queries,
             "BLOCK_M": shape.tiles.block_m,
             "BLOCK_N": shape.tiles.block_n,

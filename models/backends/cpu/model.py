@@ -39,7 +39,13 @@ from penstock.models.checkpoint.quantized_reader import QuantizationError
 from penstock.models.errors import ModelError
 
 ACTIVATIONS = {kind: GemmActivation[kind.name] for kind in decoder.Activation}
-QK_NORMS = {kind: QkNormKind[kind.name] for kind in decoder.QkNorm}
+QK_NORMS = {
+    decoder.QkNorm.NONE: QkNormKind.NONE,
+    decoder.QkNorm.HEAD: QkNormKind.HEAD,
+    decoder.QkNorm.EACH_HEAD: QkNormKind.EACH_HEAD,
+    decoder.QkNorm.ALL: QkNormKind.ALL,
+    decoder.QkNorm.UNWEIGHTED: QkNormKind.HEAD,
+}
 
 EMBEDDING = "model.embed_tokens.weight"
 POSITIONS = "model.embed_positions.weight"
@@ -185,7 +191,9 @@ def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, 
         gated_mlp=spec.gated_mlp,
         layer_norms=spec.norm_kind is decoder.NormKind.LAYER,
         parallel_layers=spec.is_parallel,
+        chunked_windows=spec.chunked_windows,
         query_scaling_positions=spec.query_scaling.original_max_positions if spec.query_scaling else 0,
+        query_scaling_shift=spec.query_scaling.shift if spec.query_scaling else 0,
         query_scaling_beta=spec.query_scaling.beta if spec.query_scaling else 0.0,
         block_size=block_size,
         norm_eps=spec.norm_eps,
@@ -214,6 +222,7 @@ def _expert_fields(spec: ModelSpec) -> dict[str, object]:
         "num_groups": experts.num_groups,
         "groups_per_token": experts.groups_per_token,
         "expert_scale": experts.scale,
+        "scales_expert_inputs": experts.scales_inputs,
         "expert_activation": ACTIVATIONS[spec.activation] if experts.gate is None else GemmActivation.CLAMPED,
         "gate_alpha": experts.gate.alpha if experts.gate else 0.0,
         "gate_limit": experts.gate.limit if experts.gate else 0.0,
@@ -242,7 +251,9 @@ def _layer(
     if spec.norm_placement is decoder.NormPlacement.PARALLEL:
         norms[2] = norms[0]
     qk_norms = [Norm(), Norm()]
-    if spec.qk_norm is not decoder.QkNorm.NONE:
+    if spec.qk_norm is decoder.QkNorm.UNWEIGHTED and spec.norms_qk(index):
+        qk_norms = [Norm(packer.keep(np.ones(spec.head_dim, np.float32)))] * 2
+    elif spec.norms_qk(index):
         qk_norms = [
             Norm(packer.vector(f"{attention}{name}.weight", shape, spec.norm_offset))
             for name, shape in zip(("q_norm", "k_norm"), spec.qk_norm_shapes, strict=True)
@@ -258,6 +269,7 @@ def _layer(
         sinks=packer.vector(f"{attention}sinks", spec.num_heads) if spec.sinks else None,
         window=spec.windows[index] or 0,
         rope=ropes.index(spec.ropes[index]),
+        scales_queries=spec.scales_queries(index),
         qkv=packer.linear(qkv, [spec.query_size, spec.kv_size, spec.kv_size], spec.qkv_columns, spec.qkv_bias),
         output=packer.linear([f"{attention}o_proj"], [hidden], spec.query_size, spec.output_bias),
     )

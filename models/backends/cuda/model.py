@@ -231,7 +231,7 @@ class CudaModel:
             norm=norm,
             scales=(kv.key_scales, kv.value_scales) if kv.pages.dtype == torch.float8_e4m3fn else None,
         )
-        if spec.query_scaling is not None:
+        if spec.query_scaling is not None and spec.scales_queries(index):
             query *= query_scales(spec.query_scaling, positions)[:, None, None].to(query.dtype)
 
     def _attend(
@@ -269,12 +269,18 @@ class CudaModel:
         )
         out = torch.zeros_like(x)  # tokens without a sequence get nothing
         logits, factor = self._route(mlp, x)
-        fused_moe(shape, x, logits, weights, query_starts, room, out)
-        return mlp.add_shared(x, out if factor is None else out * factor)
+        if factor is None:
+            fused_moe(shape, x, logits, weights, query_starts, room, out)
+        elif mlp.scales_inputs:
+            fused_moe(shape, x * factor, logits, weights, query_starts, room, out)
+        else:
+            fused_moe(shape, x, logits, weights, query_starts, room, out)
+            out *= factor
+        return mlp.add_shared(x, out)
 
     def _route(self, mlp: ExpertMlp, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns logits (T, E) whose softmax over the largest ones is that of the experts' factors, and what the
-        experts' sum has to be multiplied by."""
+        experts' sum, or their input, has to be multiplied by."""
         logits: Tensor = mlp.router(x)
         assert self._spec.experts is not None
         if self._spec.experts.scoring is Scoring.SOFTMAX:
@@ -282,7 +288,10 @@ class CudaModel:
         chosen, factors = mlp.choose(logits)
         total = factors.sum(-1, keepdim=True)
         least = torch.finfo(logits.dtype).min
-        routed = torch.full_like(logits, least).scatter_(-1, chosen, (factors / total).log().to(logits.dtype))
+        # Sigmoids may all be zero.
+        tiny = torch.finfo(factors.dtype).tiny
+        shares = (factors / total.clamp(min=tiny)).clamp(min=tiny).log()
+        routed = torch.full_like(logits, least).scatter_(-1, chosen, shares.to(logits.dtype))
         return routed, total.to(x.dtype)
 
 

@@ -42,6 +42,7 @@ def shape_of(
         norms_queries=spec.qk_norm is QkNorm.ALL,
         activation=ACTIVATION_NAMES[spec.activation],
         windows=tuple(dict.fromkeys(spec.windows)),
+        chunked_windows=spec.chunked_windows,
         attention_scale=spec.attention_scale,
         cap=spec.attention_soft_cap,
         dtype=dtype,
@@ -68,4 +69,5 @@ def _mixture(experts: Experts) -> Mixture:
         per_token=experts.per_token,
         normalise=experts.normalise or experts.scoring is Scoring.SIGMOID,
         biased=experts.biased,
+        scales_inputs=experts.scales_inputs,
     )

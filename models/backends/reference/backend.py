@@ -73,7 +73,14 @@ class ReferenceBackend(PagedBackend):
         slots = torch.from_numpy(batch.slots).to(self._device)
         turns = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self._cos_sin_tables.items()}
         groups = {
-            window: attention_groups(batch, window, self._pages.num_blocks, self._pages.block_size, self._device)
+            window: attention_groups(
+                batch,
+                window,
+                self._pages.num_blocks,
+                self._pages.block_size,
+                self._device,
+                chunked=spec.chunked_windows,
+            )
             for window in set(spec.windows)
         }
         query_scale = None if spec.query_scaling is None else query_scales(spec.query_scaling, positions)
@@ -117,7 +124,8 @@ def attend(
     query_scale: Tensor | None = None,
 ) -> Tensor:
     """Computes one layer's attention and output projection, (T, hidden) -> (T, hidden): this rank's part of the sum.
-    Writes the KV of every token. ``query_scale`` (T,) is a factor of each token's queries."""
+    Writes the KV of every token. ``query_scale`` (T,) is a factor of each token's queries, where the layer has
+    one."""
     rotated = spec.query_size + spec.kv_size
     qkv = layer.qkv(x)
     heads = qkv[:, :rotated] if spec.qk_norm_is_last else layer.qk_norm(qkv[:, :rotated])
@@ -125,7 +133,7 @@ def attend(
     if spec.qk_norm_is_last:
         heads = layer.qk_norm(heads.flatten(1)).view_as(heads)
     query, key = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
-    if query_scale is not None:
+    if query_scale is not None and spec.scales_queries(index):
         query = query * query_scale[:, None, None].to(query.dtype)
     value = qkv[:, rotated:].view(-1, spec.num_kv_heads, spec.head_dim)
     pages.write(index, slots, key, value)

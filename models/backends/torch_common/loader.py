@@ -225,7 +225,7 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
     return LayerWeights(
         before_attention=before_attention,
         qkv=fill.by_outputs(qkv_names, (spec.query_size, spec.kv_size, spec.kv_size), spec.qkv_columns, spec.qkv_bias),
-        qk_norm=_load_qk_norm(fill, attention),
+        qk_norm=_load_qk_norm(fill, attention) if spec.norms_qk(layer) else unchanged,
         sinks=fill.tensor(f"{attention}sinks", (spec.num_heads,), (fill.mine(spec.num_heads),)) if spec.sinks else None,
         output=fill.by_inputs(f"{attention}o_proj", hidden, spec.query_size, spec.output_bias),
         after_attention=after_attention,
@@ -239,8 +239,8 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
 
 def _load_qk_norm(fill: _Filler, prefix: str) -> Layer:
     spec = fill.spec
-    if spec.qk_norm is QkNorm.NONE:
-        return unchanged
+    if spec.qk_norm is QkNorm.UNWEIGHTED:
+        return HeadNorm(fill.norm_of(fill.empty_norm((spec.num_heads + spec.num_kv_heads, spec.head_dim)).fill_(1.0)))
     query, key = (
         fill.norm_part(
             f"{prefix}{name}.weight", shape, WHOLE if spec.qk_norm is QkNorm.HEAD else (fill.mine(shape[0]),)
@@ -304,6 +304,7 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
         shared_gate=fill.router(f"{prefix}shared_expert_gate", 1, hidden) if experts.shared_gated else None,
         gate_up_exponents=gate_up_exponents,
         down_exponents=down_exponents,
+        scales_inputs=experts.scales_inputs,
     )
 
 

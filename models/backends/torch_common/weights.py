@@ -144,6 +144,8 @@ class ExpertMlp:
     neither."""
     down_exponents: Tensor | None = None
     """(E, hidden, I / 32) uint8."""
+    scales_inputs: bool = False
+    """Whether the factors multiply the experts' inputs, not their outputs."""
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.gate_up_exponents is None, "only kernels read codes"
@@ -151,7 +153,11 @@ class ExpertMlp:
         out = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
             tokens, places = torch.where(chosen == expert)
-            weighted = self._expert(expert)(x[tokens]) * factors[tokens, places].unsqueeze(1)
+            chosen_x, factor = x[tokens], factors[tokens, places].unsqueeze(1)
+            if self.scales_inputs:
+                weighted = self._expert(expert)((chosen_x * factor).to(x.dtype))
+            else:
+                weighted = self._expert(expert)(chosen_x) * factor
             out.index_add_(0, tokens, weighted.to(x.dtype))
         return self.add_shared(x, out)
 

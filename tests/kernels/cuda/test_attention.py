@@ -59,7 +59,10 @@ class Sequences:
             if num_queries == 0:
                 continue
             first = context - num_queries
-            lowest = 0 if self.shape.window is None else max(0, first - self.shape.window + 1)
+            lowest = 0
+            if self.shape.window is not None:
+                window = self.shape.window
+                lowest = first // window * window if self.shape.chunked else max(0, first - window + 1)
             for position in range(lowest, context):
                 needed[tables[row, position // PAGE_SLOTS], position % PAGE_SLOTS] = True
             tables[row, -(-context // PAGE_SLOTS) :] = 1 << 30
@@ -133,6 +136,7 @@ def expected(step: Sequences) -> Tensor:
         scale=shape.scale,
         cap=shape.cap,
         sinks=None if step.kv.sinks.isinf().all() else step.kv.sinks,
+        chunked=shape.chunked,
     )
 
 
@@ -166,6 +170,13 @@ def test_a_long_verification_has_several_tiles():
 def test_window(window):
     shape = replace(SMALL, window=window)
     check(sequences(shape, [(1, 150), (5, 90), (50, 110), (3, 3)]), max_queries=5)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_chunks(window):
+    """Their ends are within blocks of positions and between them, and within a tile of queries."""
+    shape = replace(SMALL, window=window, chunked=True)
+    check(sequences(shape, [(1, 150), (1, 129), (5, 90), (50, 110), (3, 3), (0, 0)]), max_queries=5)
 
 
 def test_soft_cap_and_sinks():
@@ -208,9 +219,9 @@ def test_random_batches(seed):
     )
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window, sums_alike):
-    step = sequences(replace(SMALL, window=window), [(1, 230), (60, 100), (5, 120), (1, 40)])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (40, False), (40, True)])
+def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window, chunked, sums_alike):
+    step = sequences(replace(SMALL, window=window, chunked=chunked), [(1, 230), (60, 100), (5, 120), (1, 40)])
     whole = computed(step, max_queries=0)
     torch.testing.assert_close(whole, expected(step), atol=2e-5, rtol=2e-5)
     starts = step.batch.query_starts.tolist()

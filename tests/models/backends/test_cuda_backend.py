@@ -49,6 +49,8 @@ VARIANTS = [
     "ministral3",
     "glm4-moe",
     "qwen2-moe",
+    "llama4",
+    "llama4-two-experts",
 ]
 """Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
 
@@ -230,6 +232,7 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
         ("qwen3", "fp8", False),
         ("gemma2", "none", False),
         ("olmo2", "none", False),
+        ("llama4", "none", False),
         ("llama-tied-biases-head24", "none", True),
     ],
 )

@@ -65,7 +65,7 @@ Prepared StepRun::prepare_joined(const DecoderLayer& layer) {
 void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {
   const DecoderModel& m = model_;
   int half = m.rotary_dim / 2;
-  bool by_head = m.qk_norm == QK_NORM_HEAD || m.qk_norm == QK_NORM_EACH_HEAD;
+  bool by_head = layer.query_norm.weight && (m.qk_norm == QK_NORM_HEAD || m.qk_norm == QK_NORM_EACH_HEAD);
   const float* angles = angles_ + static_cast<int64_t>(layer.rope) * step_.num_tokens * m.rotary_dim;
   // One thread writes a whole page, since its slots are interleaved.
   each(num_page_items_, [&](int i, int) {
@@ -89,8 +89,9 @@ void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {
         kernels_.rotate(at, cosines, cosines + half, half);
         if (by_head && m.qk_norm_is_last) norm(of_head, at, m.head_dim, at);
       }
-      if (m.query_scaling_positions) {
-        float beyond = std::log(1.0f + static_cast<float>(position / m.query_scaling_positions));
+      if (layer.scales_queries) {
+        int periods = (position + m.query_scaling_shift) / m.query_scaling_positions;
+        float beyond = std::log(1.0f + static_cast<float>(periods));
         if (beyond > 0) kernels_.scale(query, 1.0f + m.query_scaling_beta * beyond, query_size_);
       }
       uint8_t* page = pages + row.pages[position / LANES] * m.kv.page_bytes;
@@ -101,8 +102,9 @@ void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {
 
 void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   const AttentionPlan& plan = plans_[&layer - model_.layers];
-  PagedAttention attention = {model_.kv, pages, model_.num_heads, layer.window, model_.attention_scale,
-                         model_.attention_soft_cap, layer.sinks, qkv_, qkv_size_, mixed_, query_size_};
+  PagedAttention attention = {model_.kv, pages, model_.num_heads, layer.window, model_.chunked_windows,
+                              model_.attention_scale, model_.attention_soft_cap, layer.sinks, qkv_, qkv_size_, mixed_,
+                              query_size_};
   threads_.run(plan.num_items, [&](int i, int thread) {
     const AttentionItem& item = plan.items[i];
     kernels_.attend(attention, rows_[item.row], item, kernel_room_[thread], partials_);

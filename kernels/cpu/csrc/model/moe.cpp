@@ -20,8 +20,9 @@ struct ExpertItem {
 
 }  // namespace
 
-// Chooses the experts that rank highest for each token, by logit or by sigmoid plus bias; ties go to the lowest number.
-// Their weights are the softmax over all experts, or their sigmoids; normalised, they are divided by their sum.
+// Chooses the experts that rank highest for each token: by sigmoid plus bias in the chosen groups, or by logit; ties go
+// to the lowest number. Their weights are the softmax over all experts, or their sigmoids; normalised, they are divided
+// by their sum.
 void StepRun::choose_experts(const float* logits, const float* bias, int32_t* chosen, float* weights) {
   int num = model_.num_experts, wanted = model_.experts_per_token;
   bool normalise = model_.normalise_experts, sigmoids = model_.scores_are_sigmoids;
@@ -30,7 +31,7 @@ void StepRun::choose_experts(const float* logits, const float* bias, int32_t* ch
     int32_t* ids = chosen + static_cast<int64_t>(token) * wanted;
     float* shares = weights + static_cast<int64_t>(token) * wanted;
     const float* ranks = row;
-    if (sigmoids) {
+    if (sigmoids && (bias || model_.num_groups > 1)) {
       rank_experts(row, bias, row_room_[thread]);
       ranks = row_room_[thread];
     }
@@ -112,6 +113,25 @@ uint8_t* StepRun::gather(const Routing& routing, const Inputs& inputs) {
   return gathered;
 }
 
+// Rounds each pair's token, after its norm and times the pair's weight, at the pair's place.
+uint8_t* StepRun::gather_scaled(const Routing& routing, const DecoderLayer& layer) {
+  const Matrix& part = layer.experts[0].gate_up.parts[0];
+  int hidden = model_.hidden_size;
+  int64_t stride = kernels_.input_bytes(part.format, part.columns, part.group);
+  uint8_t* gathered = arena_.take<uint8_t>(routing.num_pairs * stride);
+  each(routing.num_pairs, [&](int pair, int thread) {
+    const float* x = x_ + static_cast<int64_t>(pair / model_.experts_per_token) * hidden;
+    float* scaled = row_room_[thread];
+    if (layer.mlp_norm.weight)
+      norm(layer.mlp_norm, x, hidden, scaled);
+    else
+      memcpy(scaled, x, static_cast<size_t>(hidden) * sizeof(float));
+    kernels_.scale(scaled, routing.weights[pair], hidden);
+    kernels_.prepare(part.format, part.columns, part.group, scaled, gathered + routing.places[pair] * stride);
+  });
+  return gathered;
+}
+
 // Computes one product of all experts, each with its rows of the prepared inputs.
 void StepRun::multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear PackedMlp::*linear,
                                const uint8_t* inputs, float* out, int64_t stride, OutputMode mode) {
@@ -136,7 +156,7 @@ void StepRun::multiply_experts(const Routing& routing, const DecoderLayer& layer
   });
 }
 
-// delta = the weighted sum of each token's outputs, in the order of its choices.
+// delta = the sum of each token's outputs, weighted unless the inputs were, in the order of its choices.
 void StepRun::combine(const Routing& routing, float* outputs) {
   int hidden = model_.hidden_size, wanted = model_.experts_per_token;
   each(num_rows_, [&](int token, int) {
@@ -144,7 +164,7 @@ void StepRun::combine(const Routing& routing, float* outputs) {
     memset(sum, 0, sizeof(float) * static_cast<size_t>(hidden));
     for (int pair = token * wanted; pair < (token + 1) * wanted; pair++) {
       float* output = outputs + static_cast<int64_t>(routing.places[pair]) * hidden;
-      kernels_.scale(output, routing.weights[pair], hidden);
+      if (!model_.scales_expert_inputs) kernels_.scale(output, routing.weights[pair], hidden);
       kernels_.add(sum, output, hidden);
     }
   });
@@ -172,8 +192,10 @@ void StepRun::experts(const DecoderLayer& layer) {
   Arena::Mark before = arena_.mark();
   Routing routing = route(layer);
   // All experts need inputs in the same format.
-  Prepared shared = prepare(layer.experts[0].gate_up, x_, m.hidden_size, num_rows_, layer.mlp_norm);
-  uint8_t* inputs = gather(routing, shared.parts[0]);
+  uint8_t* inputs =
+      m.scales_expert_inputs
+          ? gather_scaled(routing, layer)
+          : gather(routing, prepare(layer.experts[0].gate_up, x_, m.hidden_size, num_rows_, layer.mlp_norm).parts[0]);
   int64_t stride = (m.expert_size + LANES - 1) / LANES * LANES;  // a gated product writes whole panels
   float* inner = arena_.take<float>(routing.num_pairs * stride);
   multiply_experts(routing, layer, &PackedMlp::gate_up, inputs, inner, stride, OUTPUT_GATED);

@@ -41,10 +41,11 @@ struct DecoderLayer {
   Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;
   // For a draft head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm.
   Norm hidden_norm;
-  Norm query_norm, key_norm;  // (head_dim,), (heads, head_dim), or over all heads
+  Norm query_norm, key_norm;  // (head_dim,), (heads, head_dim), or over all heads; or none
   const float* sinks;                  // (num_heads,) or null
   int32_t window;                      // 0: none
   int32_t rope;                        // index
+  int32_t scales_queries;
   PackedLinear qkv, output;
   PackedMlp mlp;
   PackedLinear router;  // for a mixture of experts; else no parts
@@ -66,8 +67,11 @@ struct DecoderModel {
   int32_t qk_norm_is_last;    // after the rotation
   int32_t activation;         // Activation
   int32_t gated_mlp, layer_norms, parallel_layers;
+  int32_t chunked_windows;        // see PagedAttention
+  int32_t scales_expert_inputs;   // by the experts' weights, which otherwise multiply their outputs
   int32_t block_size;  // of block tables; a multiple of 16
-  int32_t query_scaling_positions;  // queries are scaled by 1 + beta ln(1 + floor(position / this)); 0: they are not
+  // Queries are scaled by 1 + beta ln(1 + floor((position + shift) / positions)) in some layers.
+  int32_t query_scaling_positions, query_scaling_shift;
   float query_scaling_beta, expert_scale;
   float norm_eps, embedding_scale, attention_scale, attention_soft_cap, logit_scale, logit_soft_cap;
   float gate_alpha, gate_limit;  // for experts with the clamped activation

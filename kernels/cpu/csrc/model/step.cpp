@@ -159,7 +159,7 @@ void StepRun::find_pages() {
     plans_[i] = same < i ? plans_[same] : plan_attention(model_.layers[i]);
     partials = plans_[i].num_partial_floats > partials ? plans_[i].num_partial_floats : partials;
   }
-  PagedAttention attention = {model_.kv, nullptr, model_.num_heads, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
+  PagedAttention attention = {model_.kv, nullptr, model_.num_heads, 0, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
   room = kernels_.attention_scratch(attention);
   for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
   partials_ = arena_.take<float>(partials);

@@ -78,6 +78,7 @@ class StepRun {
   void choose_experts(const float* logits, const float* bias, int32_t* chosen, float* weights);
   void rank_experts(const float* scores, const float* bias, float* ranks);
   uint8_t* gather(const Routing& routing, const Inputs& inputs);
+  uint8_t* gather_scaled(const Routing& routing, const DecoderLayer& layer);
   void multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear PackedMlp::*linear,
                         const uint8_t* inputs, float* out, int64_t stride, OutputMode mode);
   void combine(const Routing& routing, float* outputs);
