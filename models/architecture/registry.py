@@ -16,7 +16,7 @@ from penstock.models.architecture.experts import (
     qwen3_moe,
 )
 from penstock.models.architecture.foreign import foreign_spec
-from penstock.models.architecture.gemma import gemma, gemma2, gemma3
+from penstock.models.architecture.gemma import gemma, gemma2, gemma3, gemma4, gemma4_unified
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.layer_norm import (
     cohere,
@@ -68,6 +68,8 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "GPTNeoXForCausalLM": gpt_neox,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4UnifiedForCausalLM": gemma4_unified,
     "GemmaForCausalLM": gemma,
     "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
@@ -104,6 +106,8 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
 WRAPPERS = (
     "Cohere2VisionForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
@@ -117,6 +121,8 @@ WRAPPERS = (
 TEXT_MODELS = {
     "cohere2": "Cohere2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",

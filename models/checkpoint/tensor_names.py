@@ -18,6 +18,8 @@ DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Endings of tensors that old checkpoints contain although they follow from the config."""
 KV_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.([kv]_proj\.)?(k|v|kv|output)_(scale|zero_point)")
 """Names of the scales of a quantised KV cache, by various tools."""
+OF_KV = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+"""Beginnings of the names of tensors that only compute keys and values."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -32,6 +34,8 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
         layer = LAYER.fullmatch(name)
         if naming.has_draft_layers and layer is not None and int(layer[2]) >= spec.num_layers:
             continue
+        if layer is not None and _is_unused(spec, int(layer[2]), layer[3]):
+            continue
         for view_name, view in _views(name, entry, wholes, naming):
             if view_name in found:
                 raise ModelError(
@@ -42,6 +46,12 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
             rows = row_order(spec, view_name.rpartition(".")[0]) if view.dtype in _FLOATS else None
             found[view_name] = view if rows is None else replace(view, rows=rows)
     return found
+
+
+def _is_unused(spec: ModelSpec, layer: int, local: str) -> bool:
+    """Whether a layer's tensor is for keys and values that it takes from another one. Published checkpoints have such
+    tensors."""
+    return layer < spec.num_layers and not spec.has_kv(layer) and OF_KV.match(local) is not None
 
 
 def rename_prefixes(architecture: str, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -149,6 +149,9 @@ def build_model(path: Path, config_class: str, changes: dict[str, Any], **saving
         for name, parameter in module.named_parameters():
             if parameter.ndim == 1 or name.endswith(("bias", "norm.weight")):
                 parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+        for name, buffer in module.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.normal_(mean=1.0, std=0.3)
     module.eval().save_pretrained(path, **saving)
     return TinyModel(path, module)
 

@@ -55,7 +55,7 @@ class CpuBackend(SynchronousBackend):
     def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts, num_parameters: int) -> None:
         self.facts = facts
         self.model = model
-        self._first_pages = FirstPages(pages, model.model.kv.page_bytes)
+        self._first_pages = FirstPages(pages, model.model.page_bytes)
         self._program = model.program(pages)
         self._num_logits = model.model.num_logits
         self._small_step = SMALL_STEP // num_parameters

@@ -65,10 +65,11 @@ class ModuleAttention:
                 what = f"keys of {key.shape[-1]} dimensions and values of {value.shape[-1]}"
             raise ModelError(f"{type(module).__name__}: its attention has {what}, which is not supported")
         layer, pages = module.layer_idx, self._pages
-        if (key.shape[1], key.shape[3]) != (pages.keys.shape[1], pages.keys.shape[4]):
+        num_heads, _, _, head_dim = pages.keys[layer].shape
+        if (key.shape[1], key.shape[3]) != (num_heads, head_dim):
             raise ModelError(
                 f"{type(module).__name__}: has {key.shape[1]} key heads of {key.shape[3]} dimensions, and config.json "
-                f"describes {pages.keys.shape[1]} of {pages.keys.shape[4]}: such a model is not supported"
+                f"describes {num_heads} of {head_dim}: such a model is not supported"
             )
         self.layers.add(layer)
         queries = query[0].transpose(0, 1)
