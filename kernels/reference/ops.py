@@ -87,17 +87,13 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 
 
-def choose_experts(
-    logits: Tensor, num_chosen: int, normalise: bool, scales: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def choose_experts(logits: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """The ``num_chosen`` likeliest experts by a router's ``logits`` (T, E), ties broken by lowest number, and their
-    probabilities in at least fp32, both (T, num_chosen). ``normalise`` divides the chosen probabilities by their sum;
-    ``scales`` (E,) are factors that they are multiplied by in the end."""
+    probabilities in at least fp32, both (T, num_chosen). ``normalise`` divides the chosen probabilities by their
+    sum."""
     chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     probabilities = upcast(logits).softmax(-1).gather(-1, chosen)
-    if normalise:
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-    return chosen, probabilities if scales is None else probabilities * scales[chosen]
+    return chosen, probabilities / probabilities.sum(-1, keepdim=True) if normalise else probabilities
 
 
 def choose_experts_by_sigmoid(

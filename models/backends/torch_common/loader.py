@@ -364,6 +364,7 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
         shared_gate=fill.router(f"{prefix}shared_expert_gate", 1, hidden) if experts.shared_gated else None,
         gate_up_exponents=gate_up_exponents,
         down_exponents=down_exponents,
+        scales=fill.norm_part(f"{prefix}gate.per_expert_scale", (num,)) if experts.beside_mlp else None,
     )
 
 
@@ -371,8 +372,7 @@ def _choice(fill: _Filler, router: str, experts: Experts) -> Callable[[Tensor], 
     """Returns the choice of a layer's experts. ``router`` is the name of its router."""
     shape = (experts.num_experts,)
     if experts.scoring is Scoring.SOFTMAX:
-        scales = fill.norm_part(f"{router}.per_expert_scale", shape) if experts.beside_mlp else None
-        return partial(choose_experts, num_chosen=experts.per_token, normalise=experts.normalise, scales=scales)
+        return partial(choose_experts, num_chosen=experts.per_token, normalise=experts.normalise)
     return partial(
         choose_experts_by_sigmoid,
         bias=fill.norm_part(f"{router}.e_score_correction_bias", shape) if experts.selection_bias else None,

@@ -145,11 +145,15 @@ class ExpertMlp:
     neither."""
     down_exponents: Tensor | None = None
     """(E, hidden, I / 32) uint8."""
+    scales: Tensor | None = None
+    """(E,) in at least fp32: factors of the experts' outputs."""
 
     def __call__(self, x: Tensor, routed_by: Tensor | None = None) -> Tensor:
         """``routed_by`` is the input of the router, if it is not that of the experts."""
         assert self.gate_up_exponents is None, "only kernels read codes"
         chosen, factors = self.choose(self.router(x if routed_by is None else routed_by))
+        if self.scales is not None:
+            factors = factors * self.scales[chosen]
         out = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
             tokens, places = torch.where(chosen == expert)
@@ -208,8 +212,12 @@ class LayerInput:
 
     def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
         """``x`` is (T, hidden), ``inputs`` (T, size)."""
-        gated = self.activation(torch.cat((self.gate(x), inputs), dim=1))
-        return x + self.norm(self.projection(gated))
+        return x + self.norm(self.delta(x, inputs))
+
+    def delta(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """Returns what is added, before its norm."""
+        gated: Tensor = self.activation(torch.cat((self.gate(x), inputs), dim=1))
+        return self.projection(gated)
 
 
 @dataclass(frozen=True)
