@@ -118,9 +118,13 @@ WRAPPERS = (
 )
 """Models that see images: a language model, of which only text is served, and parts that are not loaded."""
 
+FOREIGN_WRAPPERS = ("Gemma3nForConditionalGeneration",)
+"""The same around language models without a family here, which the backend ``transformers`` runs."""
+
 TEXT_MODELS = {
     "cohere2": "Cohere2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -146,7 +150,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the language model: of a wrapper, its ``text_config``, with what stands only outside of it;
     else the config itself. Raises ModelError."""
     fields = HfConfigReader(config)
-    wrapper = next((name for name in fields.texts("architectures") if name in WRAPPERS), None)
+    known = {*WRAPPERS, *FOREIGN_WRAPPERS}
+    wrapper = next((name for name in fields.texts("architectures") if name in known), None)
     if wrapper is None:
         return config
     # Older checkpoints have the language model's fields beside those of the vision tower.

@@ -79,9 +79,9 @@ class Items {
 AttentionPlan StepRun::plan_attention(const DecoderLayer& layer) {
   int kv_heads = layer.kv.kv_heads;
   int64_t num_tiles = 0, num_splits = 0, most = 0;
-  for (int r = 0; r < step_.num_rows; r++) num_tiles += (rows_[r].end - rows_[r].start) / QUERY_TILE + 1;
+  for (int r = 0; r < num_attention_rows_; r++) num_tiles += (rows_[r].end - rows_[r].start) / QUERY_TILE + 1;
   Tile* tiles = arena_.take<Tile>(num_tiles);
-  num_tiles = find_tiles(rows_, step_.num_rows, layer.window, tiles);
+  num_tiles = find_tiles(rows_, num_attention_rows_, layer.window, tiles);
   for (int i = 0; i < num_tiles; i++) num_splits += tiles[i].splits();
 
   // With few tiles, long ones are divided, into pieces short enough to give all threads work.

@@ -21,7 +21,7 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   // After the last layer's KV is written, only rows whose logits or hidden states are requested are computed.
   if (last && step_.num_wanted() == 0) return;
   attend(layer, pages);
-  if (last) keep_wanted_rows();
+  if (last && !only_wanted_) keep_wanted_rows(true);
   spent_on(STAGE_ATTENTION);
   if (!model_.parallel_layers) add_attention(layer);
   feed_forward(layer);
@@ -164,29 +164,54 @@ void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   });
 }
 
-// Moves the requested rows to the front. Those whose logits are requested are in the order in which the head reads
-// them.
-void StepRun::keep_wanted_rows() {
+// Moves the requested rows of x to the front, and those of attention if there are any yet. Those whose logits are
+// requested are in the order in which the head reads them.
+void StepRun::keep_wanted_rows(bool has_mixed) {
   int wanted = step_.num_wanted();
   bool same = wanted == num_rows_;  // true for a batch of decoding rows
   for (int i = 0; same && i < wanted; i++) same = step_.wanted(i) == i;
   if (same) return;
   float* x = arena_.take<float>(static_cast<int64_t>(wanted) * model_.hidden_size);
-  float* mixed = arena_.take<float>(static_cast<int64_t>(wanted) * query_size_);
+  float* mixed = has_mixed ? arena_.take<float>(static_cast<int64_t>(wanted) * query_size_) : mixed_;
   int64_t width = static_cast<int64_t>(model_.num_layers) * model_.input_size;
   float* layer_inputs = arena_.take<float>(wanted * width);
   for (int i = 0; i < wanted; i++) {
     int64_t from = step_.wanted(i);
     memcpy(x + static_cast<int64_t>(i) * model_.hidden_size, x_ + from * model_.hidden_size,
            static_cast<size_t>(model_.hidden_size) * sizeof(float));
-    memcpy(mixed + static_cast<int64_t>(i) * query_size_, mixed_ + from * query_size_,
-           static_cast<size_t>(query_size_) * sizeof(float));
-    if (width) memcpy(layer_inputs + i * width, layer_inputs_ + from * width, static_cast<size_t>(width) * sizeof(float));
+    if (has_mixed)
+      memcpy(mixed + static_cast<int64_t>(i) * query_size_, mixed_ + from * query_size_,
+             static_cast<size_t>(query_size_) * sizeof(float));
+    if (width)
+      memcpy(layer_inputs + i * width, layer_inputs_ + from * width, static_cast<size_t>(width) * sizeof(float));
   }
   x_ = x;
   layer_inputs_ = layer_inputs;
   mixed_ = mixed;
   num_rows_ = wanted;
+}
+
+// Moves the requested rows of x to the front, in the same order, and divides the attention of the layers from `index` on
+// for these alone: each is a row of one token.
+void StepRun::keep_wanted_queries(int index) {
+  int wanted = step_.num_wanted(), row = 0;
+  if (wanted == num_rows_) return;  // a batch of decoding rows
+  AttentionRow* rows = arena_.take<AttentionRow>(wanted);
+  for (int i = 0; i < wanted; i++) {
+    int64_t token = step_.wanted(i);
+    while (token < step_.token_starts[row]) row--;
+    while (token >= step_.token_starts[row + 1]) row++;
+    int position = rows_[row].start + static_cast<int>(token - step_.token_starts[row]);
+    rows[i] = {rows_[row].pages, i, position, position + 1};
+    page_items_[i] = {i, position, position + 1};
+  }
+  keep_wanted_rows(false);
+  rows_ = rows;
+  num_attention_rows_ = wanted;
+  num_page_items_ = wanted;
+  only_wanted_ = true;
+  find_angles();
+  plan_layers(index);
 }
 
 // out = or += down(act(gate) * up), or down(act(up)), of x after a norm.

@@ -76,6 +76,11 @@ void StepRun::begin() {
   if (model_.input_size) find_layer_inputs();
   spent_on(STAGE_EMBED);
   for (int i = 0; i < model_.num_layers; i++) {
+    // Once all keys and values are written, only tokens are computed whose logits or hidden states are requested.
+    if (i == first_without_kv_ && step_.num_features == 0) {
+      if (step_.num_wanted() == 0) return;
+      keep_wanted_queries(i);
+    }
     record(i);
     layer(model_.layers[i], i);
   }
@@ -99,6 +104,12 @@ void StepRun::lay_out() {
   int64_t tokens = step_.num_tokens;
   x_ = arena_.take<float>(tokens * m.hidden_size);
   delta_ = arena_.take<float>(tokens * m.hidden_size);
+  most_angles_ = 0;
+  for (int i = 0; i < m.num_ropes; i++)
+    most_angles_ = 2 * m.ropes[i].half > most_angles_ ? 2 * m.ropes[i].half : most_angles_;
+  angles_ = arena_.take<float>(m.num_ropes * tokens * most_angles_);
+  first_without_kv_ = m.num_layers;
+  while (first_without_kv_ > 0 && !m.layers[first_without_kv_ - 1].has_kv) first_without_kv_--;
   int64_t widest_qkv = 0, widest_query = 0;
   int64_t inner = m.intermediate_size > m.shared_size ? m.intermediate_size : m.shared_size;
   inner_ = arena_.take<float>(tokens * ((inner + LANES - 1) / LANES * LANES));
@@ -142,6 +153,7 @@ void StepRun::lay_out() {
 void StepRun::find_pages() {
   int pages_per_block = model_.block_size / LANES;
   rows_ = arena_.take<AttentionRow>(step_.num_rows);
+  num_attention_rows_ = step_.num_rows;
   page_items_ = arena_.take<PageItem>(step_.num_tokens + step_.num_rows);
   num_page_items_ = 0;
   for (int r = 0; r < step_.num_rows; r++) {
@@ -160,29 +172,32 @@ void StepRun::find_pages() {
   }
   kernel_room_ = arena_.take<uint8_t*>(threads_.num());
   plans_ = arena_.take<AttentionPlan>(model_.num_layers);
-  int64_t partials = 0, room = 0;
+  plan_layers(0);
+  int64_t room = 0;
   for (int i = 0; i < model_.num_layers; i++) {
-    int same = 0;
-    while (!have_same_plan(model_.layers[same], model_.layers[i])) same++;
-    plans_[i] = same < i ? plans_[same] : plan_attention(model_.layers[i]);
-    partials = plans_[i].num_partial_floats > partials ? plans_[i].num_partial_floats : partials;
-    if (same < i) continue;
     const KvLayout& kv = model_.layers[i].kv;
     PagedAttention attention = {kv, nullptr, model_.num_heads, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
     int64_t needed = kernels_.attention_scratch(attention);
     room = needed > room ? needed : room;
   }
   for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
+}
+
+// Divides the attention of the layers from `first` on.
+void StepRun::plan_layers(int first) {
+  int64_t partials = 0;
+  for (int i = first; i < model_.num_layers; i++) {
+    int same = first;
+    while (!have_same_plan(model_.layers[same], model_.layers[i])) same++;
+    plans_[i] = same < i ? plans_[same] : plan_attention(model_.layers[i]);
+    partials = plans_[i].num_partial_floats > partials ? plans_[i].num_partial_floats : partials;
+  }
   partials_ = arena_.take<float>(partials);
 }
 
 // Computes the cosines and sines of every token for every rope. The angle is a float32 product, and its cosine is
 // computed in float32, as in transformers.
 void StepRun::find_angles() {
-  most_angles_ = 0;
-  for (int i = 0; i < model_.num_ropes; i++)
-    most_angles_ = 2 * model_.ropes[i].half > most_angles_ ? 2 * model_.ropes[i].half : most_angles_;
-  angles_ = arena_.take<float>(model_.num_ropes * step_.num_tokens * most_angles_);
   each(num_page_items_, [&](int item, int) {
     const PageItem& page = page_items_[item];
     const AttentionRow& row = rows_[page.row];

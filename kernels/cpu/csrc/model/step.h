@@ -49,6 +49,7 @@ class StepRun {
   // model/step.cpp
   void lay_out();
   void find_pages();
+  void plan_layers(int first);
   void find_angles();
   void embed(float* out);
   void look_up(const uint8_t* table, int64_t row, int64_t size, float* out);
@@ -69,7 +70,8 @@ class StepRun {
   void rotate_and_write(const DecoderLayer& layer, uint8_t* pages);
   void write_kv(const DecoderLayer& layer, uint8_t* page, int slot, const float* key, float* value);
   void attend(const DecoderLayer& layer, uint8_t* pages);
-  void keep_wanted_rows();
+  void keep_wanted_rows(bool has_mixed);
+  void keep_wanted_queries(int index);
   void add_attention(const DecoderLayer& layer);
   void feed_forward(const DecoderLayer& layer);
   void add_layer_input(const DecoderLayer& layer, int index);
@@ -119,7 +121,9 @@ class StepRun {
   Arena& arena_;
   timespec clock_;
 
-  int num_rows_;  // of x: all tokens; in the last layer, only the requested ones
+  int num_rows_;  // of x: all tokens; later only the requested ones
+  bool only_wanted_ = false;  // whether they are the requested ones
+  int first_without_kv_;      // the first of the last layers, none of which has keys and values of its own
   int num_kv_heads_, head_dim_, query_size_, kv_size_, qkv_size_;  // of the current layer
   float *embeddings_, *joined_;  // for a draft head
   float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;
@@ -127,6 +131,7 @@ class StepRun {
   int64_t row_floats_;
   uint8_t* inputs_[3];
   AttentionRow* rows_;
+  int num_attention_rows_;
   PageItem* page_items_;
   int num_page_items_;
   float* layer_inputs_;  // (rows of x, layers, input_size)
