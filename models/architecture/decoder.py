@@ -2,7 +2,7 @@
 differs. Defaults are those of transformers' config classes, which leave them out of the files they write.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.models.architecture.hf_config import HfConfigReader
@@ -179,6 +179,15 @@ def windows_by_type(fields: HfConfigReader, window: int | None, default: Callabl
     if window is None and SLIDING in kinds:
         raise fields.wrong("layer_types", f"needs sliding_window (and use_sliding_window) for its {SLIDING} layers")
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def shared_kv_sources(fields: HfConfigReader, kinds: Sequence[object], own: int) -> tuple[int, ...]:
+    """Returns the layers whose keys and values the layers attend to where only the first ``own`` have some: the others
+    take those of the last of these of the same kind. ``kinds`` are the windows of the layers, or their types."""
+    latest = {kind: layer for layer, kind in enumerate(kinds[:own])}
+    if set(kinds[own:]) - latest.keys():
+        raise fields.wrong("num_kv_shared_layers", "must leave a layer of every kind that has keys of its own")
+    return (*range(own), *(latest[kind] for kind in kinds[own:]))
 
 
 def read_layer_types(fields: HfConfigReader) -> list[str] | None:

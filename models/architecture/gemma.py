@@ -10,11 +10,11 @@ from penstock.models.architecture.decoder import (
     MAX_SIZE,
     MAX_VOCAB,
     Defaults,
-    Windows,
     read_decoder,
     read_experts,
     read_window,
     same_windows,
+    shared_kv_sources,
     windows_by_type,
     with_biases,
 )
@@ -105,7 +105,7 @@ def gemma4(fields: HfConfigReader, architecture: str, *, default_inputs: int = 2
         intermediate_size=2 * inner if wide else inner,
         intermediate_sizes=(inner,) * own + (2 * inner,) * num_shared if wide else None,
         unwindowed=unwindowed,
-        kv_sources=_kv_sources(fields, windows, own),
+        kv_sources=shared_kv_sources(fields, windows, own),
         norm_placement=NormPlacement.BOTH,
         qk_norm=QkNorm.HEAD,
         value_norm=True,
@@ -161,16 +161,6 @@ def _sizes(
     if spec.num_heads % kv_heads:
         raise fields.wrong(heads_name, f"must divide num_attention_heads, which is {spec.num_heads}")
     return kv_heads, head_dim
-
-
-def _kv_sources(fields: HfConfigReader, windows: Windows, own: int) -> tuple[int, ...]:
-    """Returns the layers whose keys and values the layers attend to: after the first ``own``, the last of these with
-    the same window."""
-    latest = {window: layer for layer, window in enumerate(windows[:own])}
-    if missing := set(windows[own:]) - latest.keys():
-        kind = "without" if None in missing else "with"
-        raise fields.wrong("num_kv_shared_layers", f"must leave a layer {kind} a window that has keys of its own")
-    return (*range(own), *(latest[window] for window in windows[own:]))
 
 
 def _layer_inputs(fields: HfConfigReader, vocab_size: int, default: int) -> LayerInputs | None:

@@ -21,7 +21,7 @@ class KVPages:
         self.block_size = block_size
         self.device = device
         self.keys: dict[int, Tensor] = {}
-        """By layer, (kv heads, num_blocks + 1, block_size, head size)."""
+        """The pages of each layer, (kv heads, num_blocks + 1, block_size, head size)."""
         self.values: dict[int, Tensor] = {}
         self._whole: list[Tensor] = []
         """Keys and values, each of all layers of the same sizes: (layers, kv heads, num_blocks + 1, block_size, D)."""

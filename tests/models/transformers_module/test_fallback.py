@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import SamplingParams
 
@@ -88,6 +89,7 @@ async def test_the_language_model_of_a_model_that_sees_images(
     tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     tensors["model.vision_tower.weight"] = torch.zeros(2)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert check_checkpoint(tmp_path).spec.kv_sources == (0, 1, 2, 2, 1)
     engine = await start_engine(in_process(tmp_path, backend="auto", max_model_len=200))
     [answer] = await engine.run(prompts[-1:], GREEDY, NUM_TOKENS)
     logits = model.logits(prompts[-1] + answer.token_ids)[len(prompts[-1]) - 1 : -1]
