@@ -49,6 +49,7 @@ to bite."""
 
 UNUSUAL_ONLY_IN_WEIGHTS = (
     "gemma2-no-caps-untied-bias",
+    "gemma4-unified",
     "qwen3-moe-sparse-windows",
     "mixtral",
     "olmo2",
