@@ -246,8 +246,8 @@ def rope_kv(
     check(query, query.shape, qkv.dtype)
     if pages is not None:
         check(pages, (num_pages, 2, kv_heads, page_slots, head_dim), pages.dtype)
-    check(cosines, (num_positions, pairs), torch.float32)
-    check(sines, (num_positions, pairs), torch.float32)
+    for table in (cosines, sines):
+        check(table, (num_positions, pairs), torch.float32)
     check(positions, (tokens,), torch.int32)
     check(slots, (tokens,), torch.int64)
     assert (scales is not None) == (made.kv_dtype == torch.float8_e4m3fn), made.kv_dtype
@@ -256,7 +256,6 @@ def rope_kv(
     for scale in scales or ():
         check(scale, (kv_heads,), torch.float32)
     variant = rope_kv_variant(made)
-    block_heads = variant.constants["BLOCK_HEADS"]
-    grid = (tokens, triton.cdiv(heads, block_heads) + triton.cdiv(kv_heads, block_heads))
+    grid = (tokens, sum(triton.cdiv(count, variant.constants["BLOCK_HEADS"]) for count in (heads, kv_heads)))
     weights = (None, None) if norm is None else norm[:2]
     variant.launch(grid, qkv, cosines, sines, positions, slots, query, pages, *weights, *(scales or (None, None)))

@@ -4,6 +4,7 @@ differs. Defaults are those of transformers' config classes, which leave them ou
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.rope_config import FULL, MAX_POSITIONS, SLIDING, RopeReader, read_rope
@@ -30,6 +31,16 @@ PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu": Activation.RELU, "relu2": Activation.
 
 _OLD_FULL = "attention"
 """The name of full attention in older configs."""
+
+_OF_GEMMA: dict[str, Any] = {
+    "intermediate_sizes": None,
+    "unwindowed": None,
+    "value_norm": False,
+    "rounds_embedding_scale": False,
+    "layer_inputs": None,
+    "layer_scalars": False,
+}
+"""Fields of what only Gemma has, as they are in other families."""
 
 Windows = tuple[int | None, ...]
 
@@ -75,14 +86,11 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB, defaults.vocab_size),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size", 1, MAX_SIZE, defaults.inner),
-        intermediate_sizes=None,
         num_layers=len(windows),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        unwindowed=None,
         kv_sources=tuple(range(len(windows))),
-        value_norm=False,
         max_positions=rope.max_positions,
         norm_kind=NormKind.RMS,
         norm_parts=("weight",),
@@ -105,15 +113,13 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         attention_soft_cap=None,
         sinks=False,
         embedding_scale=1.0,
-        rounds_embedding_scale=False,
-        layer_inputs=None,
-        layer_scalars=False,
         position_table=None,
         logit_scale=1.0,
         logit_soft_cap=None,
         head_bias=False,
         experts=None,
         tied_embeddings=fields.flag("tie_word_embeddings", defaults.tied_embeddings),
+        **_OF_GEMMA,
     )
 
 
