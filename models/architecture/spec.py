@@ -5,6 +5,7 @@ tensors or files.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.models.architecture.spec_parts import (
     Activation,
@@ -152,7 +153,7 @@ class ModelSpec:
 
     def at(self, layer: int) -> "ModelSpec":
         """Returns the model with the sizes of this layer in place of those that vary between layers."""
-        changes: dict[str, int] = {}
+        changes: dict[str, Any] = {}
         if self.intermediate_sizes is not None:
             changes["intermediate_size"] = self.intermediate_sizes[layer]
         if self.unwindowed is not None and self.windows[layer] is None:

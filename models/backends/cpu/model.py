@@ -90,7 +90,8 @@ def kv_layouts(spec: ModelSpec, format: StorageFormat) -> list[tuple[KvLayout, i
     scales = 2 * LANES * 4 if format is StorageFormat.INT8 else 0
     specs = [spec.at(layer) for layer in range(spec.num_layers)]
     heads = [2 * (-(-sizes.head_dim // LANES) * LANES) * LANES * ELEMENT_BYTES[format] + scales for sizes in specs]
-    offsets, page_bytes = [], 0
+    offsets: list[int] = []
+    page_bytes = 0
     for layer, sizes in enumerate(specs):
         offsets.append(page_bytes if spec.has_kv(layer) else offsets[spec.kv_sources[layer]])
         page_bytes += sizes.num_kv_heads * heads[layer] if spec.has_kv(layer) else 0

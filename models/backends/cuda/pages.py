@@ -25,7 +25,8 @@ class DevicePages:
         for layer in filter(spec.has_kv, range(spec.num_layers)):
             sizes = spec.at(layer)
             layers_of.setdefault((sizes.num_kv_heads, sizes.head_dim), []).append(layer)
-        whole, found = [], {}
+        whole: list[Tensor] = []
+        found: dict[int, Tensor] = {}
         for (num_kv_heads, head_dim), layers in layers_of.items():
             shape = (len(layers), num_blocks, 2, num_kv_heads, PAGE_SLOTS, head_dim)
             whole.append(torch.empty(shape, dtype=dtype, device=device))

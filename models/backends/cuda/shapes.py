@@ -64,7 +64,7 @@ def shape_of(
     )
     first, *others = dict.fromkeys(_kind_of(spec, layer, shape) for layer in range(spec.num_layers))
     # Kinds that differ only in their window are one.
-    kinds = {replace(kind, windows=()): () for kind in (first, *others)}
+    kinds: dict[ModelShape, tuple[int | None, ...]] = {replace(kind, windows=()): () for kind in (first, *others)}
     for kind in (first, *others):
         kinds[replace(kind, windows=())] += kind.windows
     first, *others = (replace(kind, windows=windows) for kind, windows in kinds.items())
