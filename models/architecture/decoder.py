@@ -2,8 +2,9 @@
 differs. Defaults are those of transformers' config classes, which leave them out of the files they write.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.rope_config import FULL, MAX_POSITIONS, SLIDING, RopeReader, read_rope
@@ -30,6 +31,16 @@ PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu": Activation.RELU, "relu2": Activation.
 
 _OLD_FULL = "attention"
 """The name of full attention in older configs."""
+
+_OF_GEMMA: dict[str, Any] = {
+    "intermediate_sizes": None,
+    "unwindowed": None,
+    "value_norm": False,
+    "rounds_embedding_scale": False,
+    "layer_inputs": None,
+    "layer_scalars": False,
+}
+"""Fields of what only Gemma has, as they are in other families."""
 
 Windows = tuple[int | None, ...]
 
@@ -80,6 +91,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        kv_sources=tuple(range(len(windows))),
         max_positions=rope.max_positions,
         norm_kind=NormKind.RMS,
         norm_parts=("weight",),
@@ -109,6 +121,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         head_bias=False,
         experts=None,
         tied_embeddings=fields.flag("tie_word_embeddings", defaults.tied_embeddings),
+        **_OF_GEMMA,
     )
 
 
@@ -184,6 +197,15 @@ def rotated_layers(fields: HfConfigReader) -> list[bool]:
     if len(rotated) != count:
         raise fields.wrong("no_rope_layers", f"must have num_hidden_layers entries, {count}")
     return [turns == 1 for turns in rotated]
+
+
+def shared_kv_sources(fields: HfConfigReader, kinds: Sequence[object], own: int) -> tuple[int, ...]:
+    """Returns the layers whose keys and values the layers attend to where only the first ``own`` have some: the others
+    take those of the last of these of the same kind. ``kinds`` are the windows of the layers, or their types."""
+    latest = {kind: layer for layer, kind in enumerate(kinds[:own])}
+    if set(kinds[own:]) - latest.keys():
+        raise fields.wrong("num_kv_shared_layers", "must leave a layer of every kind that has keys of its own")
+    return (*range(own), *(latest[kind] for kind in kinds[own:]))
 
 
 def read_layer_types(fields: HfConfigReader, windowed: str = SLIDING) -> list[str] | None:

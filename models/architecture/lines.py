@@ -47,10 +47,18 @@ LINES = (
     ModelLine("Gemma 3 270M and 1B", ("Gemma3ForCausalLM",)),
     ModelLine("Gemma 3 4B, 12B, 27B, for text", ("Gemma3ForConditionalGeneration",)),
     ModelLine(
-        "Gemma 1, 3n, 4, EmbeddingGemma",
+        "Gemma 4 E2B, E4B, 12B, 26B-A4B, 31B, for text",
+        (
+            "Gemma4ForConditionalGeneration",
+            "Gemma4UnifiedForConditionalGeneration",
+            "Gemma4ForCausalLM",
+            "Gemma4UnifiedForCausalLM",
+        ),
+    ),
+    ModelLine(
+        "Gemma 1, 3n, EmbeddingGemma",
         ("GemmaForCausalLM",),
-        "3n and 4: layers that share keys and values, or have inputs of their own, are not supported; EmbeddingGemma: "
-        "bidirectional attention is not supported",
+        "3n: only by the backend transformers; EmbeddingGemma: bidirectional attention is not supported",
     ),
     ModelLine(
         "Mistral 7B, Nemo, Small 2409 and 2501, Codestral, Mixtral", ("MistralForCausalLM", "MixtralForCausalLM")
@@ -170,6 +178,8 @@ PLAIN_ON_CUDA = frozenset(
         "GPTNeoXForCausalLM",
         "Glm4MoeForCausalLM",
         "HunYuanDenseV1ForCausalLM",
+        "Llama4ForCausalLM",
+        "Llama4ForConditionalGeneration",
         "NemotronForCausalLM",
         "OPTForCausalLM",
         "OlmoForCausalLM",

@@ -17,7 +17,7 @@ from penstock.models.architecture.experts import (
     qwen3_moe,
 )
 from penstock.models.architecture.foreign import foreign_spec
-from penstock.models.architecture.gemma import gemma, gemma2, gemma3
+from penstock.models.architecture.gemma import gemma, gemma2, gemma3, gemma4, gemma4_unified
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.layer_norm import (
     cohere,
@@ -70,6 +70,8 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "GPTNeoXForCausalLM": gpt_neox,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4UnifiedForCausalLM": gemma4_unified,
     "GemmaForCausalLM": gemma,
     "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
@@ -108,6 +110,8 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
 WRAPPERS = (
     "Cohere2VisionForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
@@ -120,9 +124,15 @@ WRAPPERS = (
 )
 """Models that see images: a language model, of which only text is served, and parts that are not loaded."""
 
+FOREIGN_WRAPPERS = ("Gemma3nForConditionalGeneration",)
+"""The same around language models without a family here, which the backend ``transformers`` runs."""
+
 TEXT_MODELS = {
     "cohere2": "Cohere2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
@@ -148,7 +158,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the language model: of a wrapper, its ``text_config``, with what stands only outside of it;
     else the config itself. Raises ModelError."""
     fields = HfConfigReader(config)
-    wrapper = next((name for name in fields.texts("architectures") if name in WRAPPERS), None)
+    known = {*WRAPPERS, *FOREIGN_WRAPPERS}
+    wrapper = next((name for name in fields.texts("architectures") if name in known), None)
     if wrapper is None:
         return config
     # Older checkpoints have the language model's fields beside those of the vision tower.

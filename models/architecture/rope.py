@@ -17,6 +17,7 @@ from penstock.models.architecture.spec_parts import (
     Llama3Rope,
     LongRope,
     NoRope,
+    ProportionalRope,
     QkNorm,
     Rope,
     YarnRope,
@@ -60,6 +61,9 @@ def inverse_frequencies(rope: Rope, rotary_dim: int) -> Floats:
             return _llama3(rope, 1.0 / powers)
         case YarnRope():
             return _yarn(rope, powers, rotary_dim)
+        case ProportionalRope():
+            turned = np.arange(rotary_dim // 2) < int(rope.part * rotary_dim // 2)
+            return np.where(turned, 1.0 / powers, np.float32(0.0)) / np.float32(rope.factor)
         case LongRope():
             return 1.0 / (np.array(rope.factors, dtype=np.float32) * powers)
 

@@ -65,11 +65,20 @@ class LongRope:
 
 
 @dataclass(frozen=True)
+class ProportionalRope:
+    """Only the first ``part`` of a head's pairs turn; each by the angle of ``DefaultRope``, divided by ``factor``."""
+
+    theta: float
+    factor: float
+    part: float
+
+
+@dataclass(frozen=True)
 class NoRope:
     """Queries and keys are not rotated."""
 
 
-Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope | NoRope
+Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope | ProportionalRope | NoRope
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,26 @@ class QueryScaling:
     shift: int = 0
     only_unrotated: bool = False
     """Whether only layers that rotate nothing scale their queries."""
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """The sizes of some layers' attention, whose heads are rotated as a whole."""
+
+    num_kv_heads: int
+    head_dim: int
+    values_are_keys: bool
+    """Whether values are the outputs of the keys' linear, before any norm: there is no linear for values."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Inputs of every layer that depend on the token (Gemma 3n). For layer l, e is the token's embedding of ``size``
+    for that layer, and p its part of a linear of x before the first layer: ``i = (e sqrt(size) + norm(p /
+    sqrt(hidden_size))) / sqrt(2)``. A layer ends with ``x += norm(projection(act(gate(x)) * i))``."""
+
+    vocab_size: int
+    size: int
 
 
 class NormKind(Enum):
@@ -180,3 +209,6 @@ class Experts:
     """Whether that MLP's output is multiplied by the sigmoid of a linear of its input."""
     scales_inputs: bool = False
     """Whether the scores multiply the experts' inputs, not their outputs."""
+    beside_mlp: bool = False
+    """Whether layers with experts have the MLP too: the sum is ``norm(mlp(norm(x))) + norm(experts(norm(x)))``, the
+    router reads a third norm of x, and each expert's output has a factor of its own."""

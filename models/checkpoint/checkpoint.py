@@ -220,16 +220,16 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     if not weights:
         return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
     stored = read_entries(path)
+    if config is not whole and isinstance(spec, ForeignSpec):
+        stored, num_skipped = find_text_model(stored)
+        warnings.append(_skipped(path, whole, num_skipped))
     if isinstance(spec, ForeignSpec):
         spec = replace(spec, num_stored=sum(math.prod(entry.shape) for entry in stored.values()))
         return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
     entries = rename_prefixes(spec.architecture, stored)
     if config is not whole:
         entries, num_skipped = find_text_model(entries)
-        warnings.append(
-            f"{path / CONFIG}: only the language model of {', '.join(whole['architectures'])} is served, for text: "
-            f"{num_skipped} tensors of its other parts are not loaded"
-        )
+        warnings.append(_skipped(path, whole, num_skipped))
     elif EMBEDDING not in entries and _TABLE in entries:
         # Embedding models are saved like this, without a head. The embedding stands in for it; its logits are never
         # used.
@@ -248,6 +248,14 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
     tensors = _match(spec, entries, quantized, path)
     return CheckpointInfo(path, config, spec, tensors, quantization, quantized, tuple(warnings), kv_scales)
+
+
+def _skipped(path: Path, config: Mapping[str, Any], num_skipped: int) -> str:
+    """The warning that only a part of a model is loaded."""
+    return (
+        f"{path / CONFIG}: only the language model of {', '.join(config['architectures'])} is served, for text: "
+        f"{num_skipped} tensors of its other parts are not loaded"
+    )
 
 
 def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:

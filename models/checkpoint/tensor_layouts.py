@@ -165,6 +165,13 @@ def _falcon(spec: ModelSpec) -> Wholes:
     return _grouped_qkv(spec, "self_attention.query_key_value", spec.qkv_bias)
 
 
+def _gemma4(spec: ModelSpec) -> Wholes:
+    """``_fused_experts`` under other names."""
+    if spec.experts is None:
+        return {}
+    return {name.removeprefix("mlp."): whole for name, whole in _fused_experts(spec).items()}
+
+
 def _glm(spec: ModelSpec) -> Wholes:
     """One matrix for gate and up."""
     return {name: whole for name, whole in _phi3(spec).items() if name.startswith("mlp.")}
@@ -301,6 +308,18 @@ NAMINGS = {
         ),
         renamed=((r"attention\.dense\.", "self_attn.o_proj."), *_PLAIN_MLP),
         wholes=_gpt_neox,
+    ),
+    "Gemma4ForCausalLM": Naming(
+        renamed=(
+            (r"router\.proj\.", "mlp.gate."),
+            (r"router\.scale$", "mlp.gate_norm.weight"),
+            (r"router\.per_expert_scale$", "mlp.gate.per_expert_scale"),
+            (r"experts\.", "mlp.experts."),
+            (r"pre_feedforward_layernorm_2\.", "mlp.experts_norm."),
+            (r"post_feedforward_layernorm_2\.", "mlp.experts_post_norm."),
+            (r"post_feedforward_layernorm_1\.", "mlp.dense_post_norm."),
+        ),
+        wholes=_gemma4,
     ),
     "Glm4ForCausalLM": Naming(
         renamed=(

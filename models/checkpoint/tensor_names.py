@@ -18,8 +18,10 @@ EMBEDDING = "model.embed_tokens.weight"
 LAYER = re.compile(r"(model\.layers\.(\d+)\.)(.+)")
 DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Endings of tensors that old checkpoints contain although they follow from the config."""
-_KV_SCALE = re.compile(r"(model\.layers\.\d+\.self_attn\.)(?:([kv]|qkv)_proj\.)?(k|v|kv|output)_(scale|zero_point)")
+_KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|qkv)_proj\.)?(k|v|kv|output)_(scale|zero_point)")
 """Names of the scales of a quantised KV cache, by various tools."""
+OF_KV = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+"""Beginnings of the names of tensors that only compute keys and values."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -32,12 +34,13 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         layer = LAYER.fullmatch(name)
-        if naming.has_draft_layers and layer is not None and int(layer[2]) >= spec.num_layers:
-            continue
-        if layer is not None and spec.left_out_layers:
-            if int(layer[2]) in spec.left_out_layers:
+        if layer is not None:
+            number = _decoder_layer(spec, int(layer[2]))
+            if number is None or (naming.has_draft_layers and number >= spec.num_layers):
                 continue
-            name = _renumbered(spec, int(layer[2]), layer[3])
+            if _is_unused(spec, number, layer[3]):
+                continue
+            name = f"model.layers.{number}.{layer[3]}"
         elif naming.image_rows and name == EMBEDDING:
             entry = _without_last_rows(name, entry, spec, naming.image_rows)
         for view_name, view in _views(name, entry, wholes, naming):
@@ -52,9 +55,17 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
     return found
 
 
-def _renumbered(spec: ModelSpec, layer: int, local: str) -> str:
-    """Returns the decoder's name of a tensor in one of the checkpoint's layers."""
-    return f"model.layers.{layer - sum(left_out < layer for left_out in spec.left_out_layers)}.{local}"
+def _decoder_layer(spec: ModelSpec, layer: int) -> int | None:
+    """Returns the decoder's number of one of the checkpoint's layers; None if it is not part of the decoder."""
+    if layer in spec.left_out_layers:
+        return None
+    return layer - sum(left_out < layer for left_out in spec.left_out_layers)
+
+
+def _is_unused(spec: ModelSpec, layer: int, local: str) -> bool:
+    """Whether a layer's tensor is for keys and values that it takes from another one. Published checkpoints have such
+    tensors."""
+    return layer < spec.num_layers and not spec.has_kv(layer) and OF_KV.match(local) is not None
 
 
 def _without_last_rows(name: str, entry: TensorEntry, spec: ModelSpec, count: int) -> TensorEntry:
@@ -100,11 +111,13 @@ def find_kv_scales(
         if match is None:
             kept[name] = entry
             continue
-        prefix, module, kind, part = match.groups()
-        if part == "zero_point":
+        number, module, kind, part = match.groups()
+        layer = _decoder_layer(spec, int(number))
+        if part == "zero_point" or layer is None or layer >= spec.num_layers:
             continue
-        if math.prod(entry.shape) not in (1, spec.num_kv_heads):
-            entry.check_shape(name, (spec.num_kv_heads,), "config.json")
+        num_heads = spec.at(layer).num_kv_heads
+        if math.prod(entry.shape) not in (1, num_heads):
+            entry.check_shape(name, (num_heads,), "config.json")
         if entry.dtype not in _FLOATS:
             raise ModelError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}: scales must be {', '.join(_FLOATS)}; download "
@@ -112,7 +125,7 @@ def find_kv_scales(
             )
         # An output's scale is that of its module, and some tools have one scale for keys and values.
         of = module or "" if kind == "output" else kind
-        scales |= {f"{prefix}{letter}_scale": entry for letter in "kv" if letter in of}
+        scales |= {f"model.layers.{layer}.self_attn.{letter}_scale": entry for letter in "kv" if letter in of}
     return kept, scales
 
 

@@ -49,6 +49,7 @@ to bite."""
 
 UNUSUAL_ONLY_IN_WEIGHTS = (
     "gemma2-no-caps-untied-bias",
+    "gemma4-unified",
     "llama4-two-experts",
     "qwen3-moe-sparse-windows",
     "mixtral",
@@ -155,6 +156,9 @@ def build_model(path: Path, config_class: str, changes: dict[str, Any], **saving
         for name, parameter in module.named_parameters():
             if parameter.ndim == 1 or name.endswith(("bias", "norm.weight")):
                 parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+        for name, buffer in module.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.normal_(mean=1.0, std=0.3)
     module.eval().save_pretrained(path, **saving)
     return TinyModel(path, module)
 

@@ -20,7 +20,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 BLOCK_SEQUENCES = tl.constexpr(128)
 """Sequences that a search compares at a time."""
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 """Head sizes are multiples of 8 in this range."""
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 

@@ -24,6 +24,7 @@ from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
 from penstock.models.backends.cuda.kv_scales import read_kv_scales
 from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
 from penstock.models.backends.cuda.model import CudaModel, Hidden
+from penstock.models.backends.cuda.pages import DevicePages
 from penstock.models.backends.cuda.rows import CudaRows
 from penstock.models.backends.cuda.sampler import CudaSampler
 from penstock.models.backends.cuda.shapes import max_drafts, shape_of
@@ -205,8 +206,12 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
     if config.block_size != PAGE_SLOTS:
         return f"--block-size is {config.block_size}, and pages hold {PAGE_SLOTS} tokens: give that"
-    if spec.head_dim % 8 or not MIN_HEAD_DIM <= spec.head_dim <= MAX_HEAD_DIM:
-        return f"its heads have {spec.head_dim} dimensions, and this backend runs multiples of 8 from 16 to 256"
+    for size in {spec.at(layer).head_dim for layer in range(spec.num_layers)}:
+        if size % 8 or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return (
+                f"its heads have {size} dimensions, and this backend runs multiples of 8 from {MIN_HEAD_DIM} to "
+                f"{MAX_HEAD_DIM}"
+            )
     if min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size) > MAX_VOCAB:
         return f"its vocabulary has {spec.vocab_size} tokens, and this backend samples from up to {MAX_VOCAB}"
     if config.kv_cache_dtype not in ("auto", *KV_DTYPES):
@@ -261,22 +266,22 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     memory = StepMemory(shape, device)
     linears.take_room(dtype, shape.max_tokens)
     num_blocks = min(most_blocks, num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel))
-    pages = _take_pages(spec, num_blocks, kv_dtype, device)
-    by_block = pages.movedim(1, 0)
-    host_pages = take_host_pages(config, [by_block], by_block[0].nbytes, pages.nbytes)
+    with allocated(num_blocks, device):
+        pages = DevicePages.allocate(spec, num_blocks, kv_dtype, device)
+    host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
     facts = WorkerFacts(
-        **shared_facts(config, info, pages.shape[1], default_budget=MAX_BATCHED_TOKENS),
+        **shared_facts(config, info, num_blocks, default_budget=MAX_BATCHED_TOKENS),
         backend="cuda",
         dtype=dtype_name,
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else dtype_name,
         quantization=quantization,
-        kv_bytes=pages.nbytes,
+        kv_bytes=pages.num_bytes,
         weight_bytes=weights.num_bytes,
         num_host_blocks=host_pages.num_slots,
         copy_us_per_block=host_pages.measure_copy_us(),
     )
     kv_scales = read_kv_scales(info, parallel, device) if kv_dtype == torch.float8_e4m3fn else None
-    model = CudaModel(spec, weights, pages, shape, parallel, linears, config.feature_layers, kv_scales)
+    model = CudaModel(spec, weights, pages.of_layers, shape, parallel, linears, config.feature_layers, kv_scales)
     return CudaBackend(spec, model, memory, host_pages, facts)
 
 
@@ -296,10 +301,3 @@ def weight_bytes(config: WorkerConfig, info: CheckpointInfo, num_logits: int, dt
             if stored is not None:
                 total += stored - math.prod(shape) * dtype.itemsize
     return total
-
-
-def _take_pages(spec: ModelSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates the KV cache: (layers, blocks, 2, KV heads, 16, head size)."""
-    shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, PAGE_SLOTS, spec.head_dim)
-    with allocated(num_blocks, device):
-        return torch.empty(shape, dtype=dtype, device=device)

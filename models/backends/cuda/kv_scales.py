@@ -10,12 +10,17 @@ from penstock.models.checkpoint.quantized_reader import read_floats
 from penstock.models.errors import ModelError
 
 
-def read_kv_scales(info: CheckpointInfo, parallel: TensorParallel, device: torch.device) -> Tensor:
-    """Returns the scales of the rank's heads, (layers, 2, K) in fp32: those of keys, then those of values. They are 1
-    where the checkpoint has none. Raises ModelError if one is not above zero."""
-    scales = np.ones((info.spec.num_layers, 2, info.spec.num_kv_heads), dtype=np.float32)
-    for layer in range(info.spec.num_layers):
-        for of_kind, kind in zip(scales[layer], "kv", strict=True):
+def read_kv_scales(info: CheckpointInfo, parallel: TensorParallel, device: torch.device) -> list[Tensor]:
+    """Returns the scales of the rank's heads in what each layer attends to, (2, K) in fp32: those of keys, then those
+    of values. They are 1 where the checkpoint has none. Raises ModelError if one is not above zero."""
+    scales: list[Tensor] = []
+    for layer, source in enumerate(info.spec.kv_sources):
+        if source != layer:
+            scales.append(scales[source])
+            continue
+        num_heads = info.spec.at(layer).num_kv_heads
+        of_layer = np.ones((2, num_heads), dtype=np.float32)
+        for of_kind, kind in zip(of_layer, "kv", strict=True):
             name = f"model.layers.{layer}.self_attn.{kind}_scale"
             entry = info.kv_scales.get(name)
             if entry is None:
@@ -26,4 +31,5 @@ def read_kv_scales(info: CheckpointInfo, parallel: TensorParallel, device: torch
                     f"{entry.file}: the scale {name} is not above zero: download the model's weights again, or give "
                     "--kv-cache-dtype auto"
                 )
-    return torch.from_numpy(scales)[..., share(info.spec.num_kv_heads, parallel)].contiguous().to(device)
+        scales.append(torch.from_numpy(of_layer)[:, share(num_heads, parallel)].contiguous().to(device))
+    return scales

@@ -190,7 +190,7 @@ def test_scores_far_beyond_the_cap():
     check(sequences(replace(SMALL, cap=5.0, scale=100.0), [(1, 40), (20, 20)]))
 
 
-@pytest.mark.parametrize("head_dim", [80, 96, 256])
+@pytest.mark.parametrize("head_dim", [80, 96, 256, 512])
 def test_head_sizes(head_dim):
     shape = replace(SMALL, head_dim=head_dim, num_heads=3, num_kv_heads=1)
     check(sequences(shape, [(1, 70), (20, 50)]))
@@ -239,7 +239,7 @@ def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window, chunked, s
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_queries", [0, 16])
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024)])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024), (512, None)])
 def test_real_sizes(head_dim, window, fp8, max_queries):
     kv_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     shape = AttentionShape(32, 8, head_dim, torch.bfloat16, kv_dtype, head_dim**-0.5, window)
@@ -254,7 +254,7 @@ def test_real_sizes(head_dim, window, fp8, max_queries):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024)])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024), (512, None)])
 def test_bits_at_real_sizes(head_dim, window):
     shape = AttentionShape(32, 8, head_dim, torch.bfloat16, torch.bfloat16, head_dim**-0.5, window)
     step = sequences(shape, [*((1, 1 + 257 * b) for b in range(16)), (700, 2100)])

@@ -39,6 +39,8 @@ VARIANTS = [
     "qwen3-tied-bias-yarn-windows",
     "gemma2",
     "gemma3",
+    "gemma4-inputs",
+    "gemma4-experts",
     "olmo2",
     "phi3-partial-rotary",
     "gpt-oss",
@@ -231,6 +233,8 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
     [
         ("qwen3", "fp8", False),
         ("gemma2", "none", False),
+        ("gemma4-inputs", "none", False),
+        ("gemma4-experts", "none", True),
         ("olmo2", "none", False),
         ("llama4", "none", False),
         ("llama-tied-biases-head24", "none", True),

@@ -72,6 +72,23 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "text_config": {
+                **TEXT,
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "head_dim": 16,
+                "global_head_dim": 24,
+                "num_kv_shared_layers": 2,
+                "hidden_size_per_layer_input": 12,
+                "vocab_size_per_layer_input": 160,
+                "sliding_window": 9,
+            },
+            "vision_config": {**EYES, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16},
+        },
+    ),
     "llama4": (
         "Llama4",
         {
@@ -137,6 +154,9 @@ def build(name: str, path: Path) -> Any:
         for parameter in module.model.language_model.parameters():
             if parameter.ndim == 1:
                 parameter.normal_(mean=1.0, std=0.3)
+        for buffer_name, buffer in module.model.language_model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.normal_(mean=1.0, std=0.3)
     module.save_pretrained(path)
     return module
 
@@ -147,6 +167,16 @@ def turn_experts(path: Path) -> None:
     for name, tensor in tensors.items():
         if ".experts." in name and tensor.shape[-1] in (TEXT["hidden_size"], EXPERTS["moe_intermediate_size"]):
             tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, path / "model.safetensors")
+
+
+def add_unused(path: Path) -> None:
+    """Adds the tensors that Gemma 4 is published with, though its last layers take keys and values from others."""
+    tensors = load_file(path / "model.safetensors")
+    for layer in (2, 3):
+        prefix = f"model.language_model.layers.{layer}.self_attn."
+        tensors |= {f"{prefix}{name}.weight": torch.ones(32, 64) for name in ("k_proj", "v_proj")}
+        tensors[f"{prefix}k_norm.weight"] = torch.ones(16)
     save_file(tensors, path / "model.safetensors")
 
 
@@ -165,6 +195,8 @@ async def test_text_is_that_of_the_whole_model(
     module = build(name, tmp_path)
     if name == "qwen3-vl-moe":
         turn_experts(tmp_path)
+    if name == "gemma4":
+        add_unused(tmp_path)
     prompt = [3, 9, 1, 33, 12, 5, 70, 81, 2, 14, 99, 4]
     engine = await start_engine(in_process(tmp_path, backend=backend, max_model_len=64))
     [answer] = await engine.run([prompt], SamplingParams(temperature=0.0), 12)
