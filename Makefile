@@ -131,7 +131,7 @@ serve: $(SERVING) $(NATIVE) ## serve the demo model on 127.0.0.1:50051; PORT=...
 
 # -P keeps tests/ off sys.path. Otherwise `import kernels` would find tests/kernels.
 bench: setup ## print the benchmark figures of the documentation, each with its command
-	PYTHONPATH=tests/peers $(BIN)/python -P tests/bench.py $(ARGS)
+	PYTHONPATH=tests/peers:tests/support $(BIN)/python -P tests/bench.py $(ARGS)
 
 # The folder for the other engines' environments and for the models.
 PEERS ?= .peers

@@ -26,7 +26,7 @@ from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm_variant, rms_norm_variant
 from penstock.kernels.cuda.quantized.gemm import gemm_variants
 from penstock.kernels.cuda.quantized.weights import Codes, WeightLayout
-from penstock.kernels.cuda.rope_kv import RopeKv, rope_kv_variant
+from penstock.kernels.cuda.rope_kv import rope_kv_variant
 from penstock.kernels.cuda.sampling.logprobs import logprobs_variants
 from penstock.kernels.cuda.sampling.sample import sampling_variants
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit_variant, prepare_variant
@@ -51,22 +51,12 @@ def variants(shape: ModelShape) -> Iterator[KernelVariant]:
     yield from _norm_variants(shape)
     if shape.deterministic:
         yield from float_variants(shape)
-    if shape.intermediate_size is not None:
-        yield gated_activation_variant(shape.dtype, shape.intermediate_size, shape.activation)
     if shape.experts is not None:
         yield from fused_moe_variants(ExpertsShape.of(shape))
-    yield rope_kv_variant(
-        RopeKv(
-            dtype=shape.dtype,
-            kv_dtype=shape.kv_dtype,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            rotary_dim=shape.rotary_dim,
-            slots=shape.slots,
-            norm_eps=shape.norm_eps if shape.norms_heads else None,
-        )
-    )
+    for kind in shape.kinds:
+        if kind.intermediate_size is not None:
+            yield gated_activation_variant(kind.dtype, kind.intermediate_size, kind.activation)
+        yield rope_kv_variant(kind.heads)
     sequences = MIN_SEQUENCES  # and one variant for each power of 2, up to the first that suffices
     of_rows = (shape.max_pages, shape.max_positions, shape.slots, shape.vocab_size)
     yield prepare_variant(sequences, *of_rows)
@@ -87,19 +77,25 @@ def _norm_variants(shape: ModelShape) -> Iterator[KernelVariant]:
     if shape.norms_before:
         # The first layer's norm.
         yield rms_norm_variant(dtype, hidden, hidden, hidden, eps)
-    else:
+    if shape.ends_layers or not shape.norms_before:
         yield add_rms_norm_variant(dtype, hidden, eps, norms_delta=shape.norms_after, norms_sum=False)
     # The norms of the other layers, and the model's last norm.
-    yield add_rms_norm_variant(dtype, hidden, eps, norms_delta=shape.norms_after, norms_sum=True)
+    if not (shape.ends_layers and shape.has_mlp_beside_experts):
+        yield add_rms_norm_variant(dtype, hidden, eps, norms_delta=shape.norms_after, norms_sum=True)
     if shape.norms_queries:
         row = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         for heads in (shape.num_heads, shape.num_kv_heads):
             yield rms_norm_variant(dtype, heads * shape.head_dim, row, row, eps)
 
 
+def _products(shape: ModelShape) -> list[tuple[int, int, bool]]:
+    """The matrix products of layers of all sizes, each once."""
+    return list(dict.fromkeys(product for kind in shape.kinds for product in kind.products))
+
+
 def float_variants(shape: ModelShape) -> Iterator[KernelVariant]:
     """Matrix products with weights that are not quantised."""
-    products = [*shape.products, (shape.num_logits or shape.vocab_size, shape.hidden_size, False)]
+    products = [*_products(shape), (shape.num_logits or shape.vocab_size, shape.hidden_size, False)]
     if shape.experts is not None:
         products.append((shape.experts.num_experts, shape.hidden_size, shape.experts.biased))
     for rows, columns, is_biased in products:
@@ -109,7 +105,7 @@ def float_variants(shape: ModelShape) -> Iterator[KernelVariant]:
 
 def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelVariant]:
     """Matrix products with the weights of a layer, for one of the kinds in ``QUANTIZED``."""
-    for rows, columns, is_biased in shape.products:
+    for rows, columns, is_biased in _products(shape):
         layout = WeightLayout(rows=rows, columns=columns, **QUANTIZED[quantization])
         for deterministic in (False, True):
             yield from gemm_variants(

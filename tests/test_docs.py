@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models.architecture.lines import LINES, markdown
+from penstock.models.architecture.lines import GGUF, LINES, markdown
 from penstock.models.architecture.registry import FAMILIES, WRAPPERS
+from penstock.models.checkpoint.gguf.config import FAMILIES as GGUF_FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,3 +51,8 @@ def test_the_matrix_has_every_architecture_that_is_served() -> None:
     named = {name for line in LINES for name in line.architectures}
     assert named - {"Qwen3Model"} == FAMILIES.keys() | set(WRAPPERS)
     assert [line.name for line in LINES if not line.architectures and not line.left_out] == []
+
+
+def test_the_matrix_has_every_family_of_gguf_files() -> None:
+    assert set(GGUF.values()) == GGUF_FAMILIES.keys()
+    assert GGUF.keys() <= FAMILIES.keys() | set(WRAPPERS)

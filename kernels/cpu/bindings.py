@@ -114,7 +114,8 @@ class PagedAttention(Structure):
     """One layer's attention over a batch."""
 
     _fields_ = (
-        ("kv", KvLayout), ("pages", c_void_p), ("num_heads", c_int32), ("window", c_int32), ("scale", c_float),
+        ("kv", KvLayout), ("pages", c_void_p), ("num_heads", c_int32), ("window", c_int32),
+        ("chunked", c_int32), ("scale", c_float),
         ("soft_cap", c_float), ("sinks", c_void_p), ("queries", c_void_p), ("query_stride", c_int64),
         ("output", c_void_p), ("output_stride", c_int64),
     )  # fmt: skip

@@ -50,9 +50,9 @@ class PackedLinear(Structure):
 
 
 class Rope(Structure):
-    """The frequencies and the scale of a rotary embedding."""
+    """The frequencies, the scale and the number of pairs of a rotary embedding."""
 
-    _fields_ = (("frequencies", c_void_p), ("scale", c_float))
+    _fields_ = (("frequencies", c_void_p), ("scale", c_float), ("half", c_int32))
 
 
 class PackedMlp(Structure):
@@ -66,10 +66,14 @@ class DecoderLayer(Structure):
 
     _fields_ = (
         ("attention_norm", Norm), ("attention_post_norm", Norm), ("mlp_norm", Norm), ("mlp_post_norm", Norm),
-        ("hidden_norm", Norm), ("query_norm", Norm), ("key_norm", Norm), ("sinks", c_void_p), ("window", c_int32),
-        ("rope", c_int32), ("qkv", PackedLinear), ("output", PackedLinear), ("mlp", PackedMlp),
-        ("router", PackedLinear), ("experts", c_void_p), ("selection_bias", c_void_p), ("shared", PackedMlp),
-        ("shared_gate", PackedLinear),
+        ("hidden_norm", Norm), ("query_norm", Norm), ("key_norm", Norm), ("value_norm", Norm), ("sinks", c_void_p),
+        ("window", c_int32), ("rope", c_int32), ("scales_queries", c_int32), ("has_kv", c_int32),
+        ("values_are_keys", c_int32), ("intermediate_size", c_int32), ("kv", KvLayout), ("kv_offset", c_int64),
+        ("qkv", PackedLinear), ("output", PackedLinear), ("mlp", PackedMlp), ("mlp_inner_norm", Norm),
+        ("router_norm", Norm), ("expert_norm", Norm), ("expert_post_norm", Norm), ("router", PackedLinear),
+        ("experts", c_void_p), ("selection_bias", c_void_p), ("expert_scales", c_void_p), ("shared", PackedMlp),
+        ("shared_gate", PackedLinear), ("input_gate", PackedLinear), ("input_projection", PackedLinear),
+        ("input_norm", Norm), ("scalar", c_float),
     )  # fmt: skip
 
 
@@ -78,21 +82,24 @@ class DecoderModel(Structure):
 
     _fields_ = (
         ("kernels", POINTER(Kernels)), ("vocab_size", c_int32), ("num_logits", c_int32), ("hidden_size", c_int32),
-        ("intermediate_size", c_int32), ("num_layers", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32),
-        ("head_dim", c_int32), ("rotary_dim", c_int32), ("num_ropes", c_int32), ("num_experts", c_int32),
+        ("intermediate_size", c_int32), ("num_layers", c_int32), ("num_heads", c_int32), ("num_ropes", c_int32),
+        ("num_experts", c_int32),
         ("experts_per_token", c_int32), ("expert_size", c_int32), ("normalise_experts", c_int32),
         ("shared_size", c_int32), ("scores_are_sigmoids", c_int32), ("num_groups", c_int32),
         ("groups_per_token", c_int32), ("expert_activation", c_int32), ("qk_norm", c_int32),
         ("qk_norm_is_last", c_int32), ("activation", c_int32), ("gated_mlp", c_int32), ("layer_norms", c_int32),
-        ("parallel_layers", c_int32), ("block_size", c_int32), ("query_scaling_positions", c_int32),
+        ("parallel_layers", c_int32), ("chunked_windows", c_int32), ("scales_expert_inputs", c_int32),
+        ("block_size", c_int32), ("query_scaling_positions", c_int32), ("query_scaling_shift", c_int32),
         ("query_scaling_beta", c_float), ("expert_scale", c_float), ("norm_eps", c_float),
         ("embedding_scale", c_float), ("attention_scale", c_float), ("attention_soft_cap", c_float),
         ("logit_scale", c_float), ("logit_soft_cap", c_float),
         ("gate_alpha", c_float), ("gate_limit", c_float),
         ("embedding_format", c_int32), ("embedding", c_void_p), ("packed_embedding", Matrix),
-        ("position_table", c_void_p), ("position_offset", c_int32),
+        ("position_table", c_void_p), ("position_offset", c_int32), ("input_size", c_int32),
+        ("input_vocab_size", c_int32), ("input_embedding_scale", c_float), ("input_embedding", c_void_p),
+        ("input_linear", PackedLinear), ("input_linear_norm", Norm),
         ("fc", PackedLinear), ("head", PackedLinear), ("norm", Norm),
-        ("layers", c_void_p), ("ropes", c_void_p), ("kv", KvLayout), ("pages", c_void_p), ("layer_bytes", c_int64),
+        ("layers", c_void_p), ("ropes", c_void_p), ("pages", c_void_p), ("page_bytes", c_int64),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import torch
 
 from penstock.kernels.cuda.attention.common import AttentionShape
 from penstock.kernels.cuda.attention.plan import DecodeShape
+from penstock.kernels.cuda.rope_kv import RopeKv
 from penstock.kernels.cuda.sampling.tensors import SamplerShape
 
 MEASURED_LINES = 64
@@ -25,6 +26,8 @@ class Mixture:
     """Whether the chosen probabilities are divided by their sum."""
     biased: bool = False
     """Whether the experts' products have biases."""
+    scales_inputs: bool = False
+    """Whether a pair's factor multiplies its expert's input, not the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +65,25 @@ class ModelShape:
     """The intermediate size of an expert."""
     has_fp4_experts: bool = False
     """Whether experts are in MXFP4."""
+    has_kv: bool = True
+    """Whether layers have keys and values of their own, and do not attend to those of others."""
+    values_are_keys: bool = False
+    """Whether values are the keys before norm and rotation."""
+    norms_values: bool = False
+    """Whether each value head is normalised, without a weight."""
+    input_size: int = 0
+    """The size of the input that each layer has of its own; 0: there is none."""
+    inputs_of_layers: int = 0
+    """The size of all layers' inputs together."""
+    ends_layers: bool = False
+    """Whether a layer changes its output after the MLP's is added."""
+    has_mlp_beside_experts: bool = False
+    others: tuple["ModelShape", ...] = ()
+    """Layers of other sizes, as models that consist of them."""
     windows: tuple[int | None, ...] = (None,)
     """The attention windows of the model's kinds of layers, each once; None for full attention."""
+    chunked_windows: bool = False
+    """Whether windows are the sizes of chunks, which begin at multiples of them."""
     attention_scale: float | None = None
     """The scale of attention scores; None: 1 / sqrt(head_dim)."""
     cap: float | None = None
@@ -89,6 +109,11 @@ class ModelShape:
     """Whether a token's results are bitwise the same in every batch."""
 
     @property
+    def kinds(self) -> tuple["ModelShape", ...]:
+        """The layers of each size, as models."""
+        return (self, *self.others)
+
+    @property
     def max_pages(self) -> int:
         return -(-self.max_positions // self.slots)
 
@@ -107,19 +132,23 @@ class ModelShape:
 
     def attention(self) -> Iterator[DecodeShape]:
         """The attention of each kind of layer, for each number of queries in ascending order."""
-        for window in self.windows:
-            layer = AttentionShape(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                dtype=self.dtype,
-                kv_dtype=self.kv_dtype,
-                scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
-                window=window,
-                cap=self.cap,
-            )
+        for layer in dict.fromkeys(kind.attention_of(window) for kind in self.kinds for window in kind.windows):
             for max_queries in (0,) if self.deterministic else self.max_queries:
                 yield DecodeShape(layer, max_queries)
+
+    def attention_of(self, window: int | None) -> AttentionShape:
+        """The attention of layers with that window."""
+        return AttentionShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
+            window=window,
+            cap=self.cap,
+            chunked=self.chunked_windows and window is not None,
+        )
 
     def sampler(self) -> SamplerShape:
         """The shape of the sampler. Rows of logits are contiguous."""
@@ -129,14 +158,57 @@ class ModelShape:
     @property
     def products(self) -> list[tuple[int, int, bool]]:
         """The matrix products of a layer, each as outputs, inputs, and whether there is a bias: QKV, attention output,
-        gate and up, down."""
+        gate and up, down, and those of its own input and of all layers'."""
         width, hidden, inner = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
-        attention = [
-            (width + 2 * self.num_kv_heads * self.head_dim, hidden, self.qkv_bias),
-            (hidden, width, self.output_bias),
-        ]
+        own = self.input_size
+        attention = [(self.heads.row_heads * self.head_dim, hidden, self.qkv_bias), (hidden, width, self.output_bias)]
         mlp = [] if inner is None else [(2 * inner, hidden, self.mlp_bias), (hidden, inner, self.mlp_bias)]
-        return attention + mlp
+        inputs = [(own, hidden, False), (hidden, own, False), (self.inputs_of_layers, hidden, False)] if own else []
+        return attention + mlp + inputs
+
+    @property
+    def heads(self) -> RopeKv:
+        """What ``rope_kv`` is compiled for."""
+        return RopeKv(
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype if self.has_kv else self.dtype,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads if self.has_kv else 0,
+            head_dim=self.head_dim,
+            rotary_dim=self.rotary_dim,
+            slots=self.slots if self.has_kv else 1,
+            norm_eps=self.norm_eps if self.norms_heads else None,
+            value_eps=self.norm_eps if self.norms_values and self.has_kv else None,
+            values_are_keys=self.values_are_keys and self.has_kv,
+        )
+
+
+def _gemma4_e2b() -> ModelShape:
+    """35 layers: those without a window have larger heads, and the last 20 take keys and values from others."""
+    windowed = ModelShape(
+        hidden_size=1536,
+        intermediate_size=6144,
+        num_heads=8,
+        num_kv_heads=1,
+        head_dim=256,
+        rotary_dim=256,
+        vocab_size=262144,
+        norm_eps=1e-6,
+        norms_after=True,
+        norms_heads=True,
+        norms_values=True,
+        input_size=256,
+        inputs_of_layers=35 * 256,
+        ends_layers=True,
+        activation="gelu_tanh",
+        attention_scale=1.0,
+        windows=(512,),
+        logits_dtype=torch.float32,
+        max_positions=131072,
+    )
+    full = replace(windowed, head_dim=512, rotary_dim=512, windows=(None,))
+    last = [replace(kind, has_kv=False, intermediate_size=12288) for kind in (windowed, full)]
+    return replace(windowed, others=(full, *last))
 
 
 SHAPES = {
@@ -264,4 +336,20 @@ SHAPES = {
         max_positions=32768,
     ),
 }
+SHAPES["Llama-4-Scout"] = ModelShape(
+    hidden_size=5120,
+    intermediate_size=None,
+    num_heads=40,
+    num_kv_heads=8,
+    head_dim=128,
+    rotary_dim=128,
+    vocab_size=202048,
+    norm_eps=1e-5,
+    windows=(8192, None),
+    chunked_windows=True,
+    experts=Mixture(num_experts=16, per_token=1, normalise=True, scales_inputs=True),
+    expert_size=8192,
+    max_positions=262144,
+)
+SHAPES["Gemma-4-E2B"] = _gemma4_e2b()
 SHAPES["gpt-oss-20b-mxfp4"] = replace(SHAPES["gpt-oss-20b"], has_fp4_experts=True)

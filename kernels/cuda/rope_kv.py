@@ -81,8 +81,10 @@ def _rope_kv(
     key_scales,
     value_scales,
     EPS: tl.constexpr,
+    VALUE_EPS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    ROW_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -95,7 +97,7 @@ def _rope_kv(
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     query_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    row = qkv + token * (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    row = qkv + token * ROW_HEADS * HEAD_DIM
     position = tl.load(positions + token).to(tl.int64)
     cos = cosines + position * PAIRS
     sin = sines + position * PAIRS
@@ -105,7 +107,7 @@ def _rope_kv(
             row, cos, sin, query + token * HEADS * HEAD_DIM, HEAD_DIM, heads, heads < HEADS, query_weight, None,
             EPS, HEAD_DIM, PAIRS, BLOCK_PAIRS, BLOCK_REST,
         )  # fmt: skip
-    else:
+    elif KV_HEADS > 0:
         heads -= query_blocks * BLOCK_HEADS
         slot = tl.load(slots + token)
         # A single comparison, since Triton 3.9's interpreter cannot combine a vector mask with a scalar one.
@@ -122,7 +124,10 @@ def _rope_kv(
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_DIM)[None, :]
         both = inside[:, None] & (dims < HEAD_DIM)
-        value = load_wide(row + (HEADS + KV_HEADS) * HEAD_DIM + heads[:, None] * HEAD_DIM + dims, both)
+        value = load_wide(row + (ROW_HEADS - KV_HEADS) * HEAD_DIM + heads[:, None] * HEAD_DIM + dims, both)
+        if VALUE_EPS is not None:
+            norm = tl.rsqrt(tl.sum(value * value, axis=1) / HEAD_DIM + VALUE_EPS)
+            value = rounded(value * norm[:, None], qkv)
         tl.store(
             page + (KV_HEADS + heads[:, None]) * (SLOTS * HEAD_DIM) + dims,
             narrowed(value, value_scale, pages),
@@ -139,12 +144,22 @@ class RopeKv:
     """The model's dtype, or float8_e4m3fn."""
     num_heads: int
     num_kv_heads: int
+    """0: the layer has no keys of its own."""
     head_dim: int
     rotary_dim: int
     slots: int
     """Slots per page."""
     norm_eps: float | None
     """The epsilon of the norm of each head; None: heads are not normalised."""
+    value_eps: float | None = None
+    """The same for values, whose norm has no weight."""
+    values_are_keys: bool = False
+    """Whether values are the keys before norm and rotation."""
+
+    @property
+    def row_heads(self) -> int:
+        """The heads in a row of queries, keys and values."""
+        return self.num_heads + (1 if self.values_are_keys else 2) * self.num_kv_heads
 
 
 @cache
@@ -154,7 +169,8 @@ def rope_kv_variant(made: RopeKv) -> KernelVariant:
     block_dim = triton.next_power_of_2(made.head_dim)
     block_heads = min(max(BLOCK // block_dim, 1), triton.next_power_of_2(made.num_heads))
     norm_weights = None if made.norm_eps is None else torch.float32
-    kv_scales = torch.float32 if made.kv_dtype == torch.float8_e4m3fn else None
+    has_scales = made.kv_dtype == torch.float8_e4m3fn and made.num_kv_heads > 0
+    kv_scales = torch.float32 if has_scales else None
     arguments = {
         "qkv": made.dtype,
         "cosines": torch.float32,
@@ -162,14 +178,16 @@ def rope_kv_variant(made: RopeKv) -> KernelVariant:
         "positions": torch.int32,
         "slots": torch.int64,
         "query": made.dtype,
-        "pages": made.kv_dtype,
+        "pages": made.kv_dtype if made.num_kv_heads else None,
         **dict.fromkeys(("query_weight", "key_weight"), norm_weights),
         **dict.fromkeys(("key_scales", "value_scales"), kv_scales),
     }
     constants = {
         "EPS": made.norm_eps,
+        "VALUE_EPS": made.value_eps,
         "HEADS": made.num_heads,
         "KV_HEADS": made.num_kv_heads,
+        "ROW_HEADS": made.row_heads,
         "HEAD_DIM": made.head_dim,
         "PAIRS": made.rotary_dim // 2,
         "SLOTS": made.slots,
@@ -188,10 +206,12 @@ def rope_kv(
     positions: Tensor,
     slots: Tensor,
     query: Tensor,
-    pages: Tensor,
+    pages: Tensor | None,
     *,
     norm: tuple[Tensor, Tensor, float] | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    value_eps: float | None = None,
+    values_are_keys: bool = False,
 ) -> None:
     """Normalises and rotates queries and keys of T tokens; queries go to ``query``, keys and values to their slots.
 
@@ -203,35 +223,39 @@ def rope_kv(
 
     ``norm`` has the weights of queries and keys, both (D,) in fp32, and eps: each head is normalised (RMS) before it is
     rotated. ``scales``, only for fp8, has the scales of keys and values, both (K,) in fp32; keys and values are divided
-    by them before they are stored.
+    by them before they are stored. ``value_eps``: each value head is normalised too, without a weight.
+    ``values_are_keys``: ``qkv`` is (T, (H + K) D), and values are the keys as they are there. Without ``pages`` there
+    are only queries, ``qkv`` is (T, H D), and ``slots`` is not read.
     """
     tokens, heads, head_dim = query.shape
-    num_pages, _, kv_heads, page_slots, _ = pages.shape
+    num_pages, _, kv_heads, page_slots, _ = (0, 2, 0, 1, head_dim) if pages is None else pages.shape
     num_positions, pairs = cosines.shape
     made = RopeKv(
         qkv.dtype,
-        pages.dtype,
+        qkv.dtype if pages is None else pages.dtype,
         heads,
         kv_heads,
         head_dim,
         2 * pairs,
         page_slots,
         None if norm is None else norm[2],
+        value_eps,
+        values_are_keys,
     )
-    check(qkv, (tokens, (heads + 2 * kv_heads) * head_dim), qkv.dtype)
+    check(qkv, (tokens, made.row_heads * head_dim), qkv.dtype)
     check(query, query.shape, qkv.dtype)
-    check(pages, (num_pages, 2, kv_heads, page_slots, head_dim), pages.dtype)
-    check(cosines, (num_positions, pairs), torch.float32)
-    check(sines, (num_positions, pairs), torch.float32)
+    if pages is not None:
+        check(pages, (num_pages, 2, kv_heads, page_slots, head_dim), pages.dtype)
+    for table in (cosines, sines):
+        check(table, (num_positions, pairs), torch.float32)
     check(positions, (tokens,), torch.int32)
     check(slots, (tokens,), torch.int64)
-    assert (scales is not None) == (pages.dtype == torch.float8_e4m3fn), pages.dtype
+    assert (scales is not None) == (made.kv_dtype == torch.float8_e4m3fn), made.kv_dtype
     for weight in norm[:2] if norm is not None else ():
         check(weight, (head_dim,), torch.float32)
     for scale in scales or ():
         check(scale, (kv_heads,), torch.float32)
     variant = rope_kv_variant(made)
-    block_heads = variant.constants["BLOCK_HEADS"]
-    grid = (tokens, triton.cdiv(heads, block_heads) + triton.cdiv(kv_heads, block_heads))
+    grid = (tokens, sum(triton.cdiv(count, variant.constants["BLOCK_HEADS"]) for count in (heads, kv_heads)))
     weights = (None, None) if norm is None else norm[:2]
     variant.launch(grid, qkv, cosines, sines, positions, slots, query, pages, *weights, *(scales or (None, None)))

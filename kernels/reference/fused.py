@@ -20,19 +20,28 @@ def rope_kv(
     sines: Tensor,
     positions: Tensor,
     slots: Tensor,
-    pages: Tensor,
+    pages: Tensor | None,
     norm: tuple[Tensor, Tensor, float] | None,
     scales: tuple[Tensor, Tensor] | None,
+    value_eps: float | None = None,
+    values_are_keys: bool = False,
 ) -> Tensor:
     """Norms and rotates queries and keys, stores keys and values in ``pages`` and returns the queries (T, H, D). For
     the arguments see ``cuda.rope_kv``."""
+    at = positions.long()
+    if pages is None:
+        assert norm is not None
+        query = qkv.view(len(qkv), -1, len(norm[0]))
+        return rotate(rms_norm(query, norm[0], norm[2]), cosines[at], sines[at])
     _, _, num_kv_heads, page_slots, head_dim = pages.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    query, key, value = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    num_heads = heads.shape[1] - (1 if values_are_keys else 2) * num_kv_heads
+    query, key, value = heads[:, :num_heads], heads[:, num_heads:][:, :num_kv_heads], heads[:, -num_kv_heads:]
     if norm is not None:
         query_weight, key_weight, eps = norm
         query, key = rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps)
-    at = positions.long()
+    if value_eps is not None:
+        value = rms_norm(value, torch.ones(head_dim, device=value.device), value_eps)
     query, key = rotate(query, cosines[at], sines[at]), rotate(key, cosines[at], sines[at])
     stored = slots >= 0
     page, slot = slots[stored] // page_slots, slots[stored] % page_slots

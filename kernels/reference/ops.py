@@ -109,13 +109,15 @@ def choose_experts_by_sigmoid(
     """DeepSeek-V3's choice (arXiv 2412.19437) of experts by the sigmoids of a router's ``logits`` (T, E).
 
     Sigmoids plus ``bias`` (E,) decide: first on ``groups_chosen`` of the groups, by the sum of a group's two largest,
-    then on the experts of these; ties go to the lowest number. Returns the chosen experts and the factors of their
-    outputs, both (T, num_chosen): the sigmoids without the bias, divided by their sum if ``normalise`` is set, times
-    ``scale``.
+    then on the experts of these; ties go to the lowest number. With one group and no bias, the logits decide, which
+    rank experts whose sigmoids are rounded to the same. Returns the chosen experts and their factors, both (T,
+    num_chosen): the sigmoids without the bias, divided by their sum if ``normalise`` is set, times ``scale``.
     """
     scores = upcast(logits).sigmoid()
     ranked = scores if bias is None else scores + bias
-    if num_groups > 1:
+    if num_groups == 1 and bias is None:
+        ranked = logits
+    elif num_groups > 1:
         groups = ranked.unflatten(-1, (num_groups, -1))
         best = groups.topk(2, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
         hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best[:, :groups_chosen], False)
@@ -222,13 +224,13 @@ def paged_attention(
     scale: float | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """Ragged causal attention over paged KV, one row at a time: the reference for all batched forms.
 
     Row r's queries are ``query[begin:end]`` with (begin, end) = ``query_spans[r]``, at positions ``starts[r]`` onward;
-    its keys are in the pages ``tables[r]``. Query position p sees key positions s with s <= p and, with a window w, s >
-    p - w. ``query`` is (T, H, D), pages are (K, pages, S, D); returns (T, H, D). For the other arguments see
-    ``attention``.
+    its keys are in the pages ``tables[r]``. A query sees the keys that ``visible`` defines. ``query`` is (T, H, D),
+    pages are (K, pages, S, D); returns (T, H, D). For the other arguments see ``attention``.
     """
     out = torch.empty_like(query)
     for table, (begin, end), start in zip(tables, query_spans, starts, strict=True):
@@ -238,14 +240,18 @@ def paged_attention(
         values = gather_kv(value_pages, ids)[:, :, :length]
         at = torch.arange(start, length, device=query.device).unsqueeze(1)
         seen = torch.arange(length, device=query.device).unsqueeze(0)
-        mask = visible(at, seen, window).unsqueeze(0)
+        mask = visible(at, seen, window, chunked).unsqueeze(0)
         rows = query[begin:end].unsqueeze(0)
         out[begin:end] = attention(rows, keys, values, mask, scale=scale, cap=cap, sinks=sinks)[0]
     return out
 
 
-def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+def visible(query_positions: Tensor, key_positions: Tensor, window: int | None, chunked: bool = False) -> Tensor:
     """The mask of the keys that each query sees: ``key <= query``, and ``key > query - window`` if there is a window.
+    ``chunked``: the window is the size of chunks, and a query sees its own, ``key >= query // window * window``.
     Broadcasts."""
     mask = key_positions <= query_positions
-    return mask if window is None else mask & (key_positions > query_positions - window)
+    if window is None:
+        return mask
+    lowest = query_positions // window * window if chunked else query_positions - window + 1
+    return mask & (key_positions >= lowest)

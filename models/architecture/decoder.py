@@ -2,8 +2,9 @@
 differs. Defaults are those of transformers' config classes, which leave them out of the files they write.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.rope_config import FULL, MAX_POSITIONS, SLIDING, RopeReader, read_rope
@@ -30,6 +31,16 @@ PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu": Activation.RELU, "relu2": Activation.
 
 _OLD_FULL = "attention"
 """The name of full attention in older configs."""
+
+_OF_GEMMA: dict[str, Any] = {
+    "intermediate_sizes": None,
+    "unwindowed": None,
+    "value_norm": False,
+    "rounds_embedding_scale": False,
+    "layer_inputs": None,
+    "layer_scalars": False,
+}
+"""Fields of what only Gemma has, as they are in other families."""
 
 Windows = tuple[int | None, ...]
 
@@ -76,9 +87,11 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size", 1, MAX_SIZE, defaults.inner),
         num_layers=len(windows),
+        left_out_layers=(),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        kv_sources=tuple(range(len(windows))),
         max_positions=rope.max_positions,
         norm_kind=NormKind.RMS,
         norm_parts=("weight",),
@@ -94,6 +107,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         interleaved_rope=False,
         query_scaling=None,
         windows=windows,
+        chunked_windows=False,
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
@@ -107,6 +121,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         head_bias=False,
         experts=None,
         tied_embeddings=fields.flag("tie_word_embeddings", defaults.tied_embeddings),
+        **_OF_GEMMA,
     )
 
 
@@ -174,14 +189,34 @@ def windows_by_type(fields: HfConfigReader, window: int | None, default: Callabl
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def read_layer_types(fields: HfConfigReader) -> list[str] | None:
-    """The kind of attention of each layer in ``layer_types``; None if the field is absent."""
+def rotated_layers(fields: HfConfigReader) -> list[bool]:
+    """Whether each layer rotates queries and keys, by ``no_rope_layers``, which has a 1 for those that do."""
+    count = num_layers(fields)
+    interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, 4)
+    rotated = fields.integers("no_rope_layers", 0, 1) or [int((layer + 1) % interval != 0) for layer in range(count)]
+    if len(rotated) != count:
+        raise fields.wrong("no_rope_layers", f"must have num_hidden_layers entries, {count}")
+    return [turns == 1 for turns in rotated]
+
+
+def shared_kv_sources(fields: HfConfigReader, kinds: Sequence[object], own: int) -> tuple[int, ...]:
+    """Returns the layers whose keys and values the layers attend to where only the first ``own`` have some: the others
+    take those of the last of these of the same kind. ``kinds`` are the windows of the layers, or their types."""
+    latest = {kind: layer for layer, kind in enumerate(kinds[:own])}
+    if set(kinds[own:]) - latest.keys():
+        raise fields.wrong("num_kv_shared_layers", "must leave a layer of every kind that has keys of its own")
+    return (*range(own), *(latest[kind] for kind in kinds[own:]))
+
+
+def read_layer_types(fields: HfConfigReader, windowed: str = SLIDING) -> list[str] | None:
+    """The kind of attention of each layer in ``layer_types``; None if the field is absent. ``windowed`` is the name of
+    layers with a window."""
     if "layer_types" not in fields:
         return None
     count = num_layers(fields)
     kinds = [FULL if kind == _OLD_FULL else kind for kind in fields.texts("layer_types")]
     if len(kinds) != count:
         raise fields.wrong("layer_types", f"must have num_hidden_layers entries, {count}; it has {len(kinds)}")
-    if unknown := set(kinds) - {FULL, SLIDING}:
-        raise fields.wrong("layer_types", f"must name only {FULL} and {SLIDING}; {min(unknown)} is not supported")
+    if unknown := set(kinds) - {FULL, windowed}:
+        raise fields.wrong("layer_types", f"must name only {FULL} and {windowed}; {min(unknown)} is not supported")
     return kinds

@@ -10,16 +10,24 @@ from penstock.models.architecture.decoder import (
     num_layers,
     read_decoder,
     read_experts,
+    read_layer_types,
     read_window,
+    rotated_layers,
     same_windows,
     windows_by_type,
     with_biases,
 )
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.llama import with_granites_factors
-from penstock.models.architecture.rope_config import read_rope, read_yarn_by_default
+from penstock.models.architecture.rope_config import (
+    CHUNKED,
+    FULL,
+    MAX_POSITIONS,
+    read_rope,
+    read_yarn_by_default,
+)
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import ClampedGate, QkNorm, Scoring
+from penstock.models.architecture.spec_parts import ClampedGate, NoRope, QkNorm, QueryScaling, Scoring
 
 
 def mixtral(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -118,6 +126,70 @@ def glm4_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
             scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
             shared_size=inner * fields.integer("n_shared_experts", 1, 64, 1),
         ),
+    )
+
+
+def llama4(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Llama 4: layers that rotate attend within chunks; the others, to everything. Experts get inputs that are
+    multiplied by their scores; every token also runs through one that is not chosen."""
+    rotated = rotated_layers(fields)
+    chunk = None
+    if not fields.is_null("attention_chunk_size"):
+        chunk = fields.integer("attention_chunk_size", 1, MAX_POSITIONS, 8192)
+    kinds = read_layer_types(fields, CHUNKED) or [CHUNKED if turns else FULL for turns in rotated]
+    windows = tuple(chunk if kind == CHUNKED else None for kind in kinds)
+    defaults = Defaults(
+        max_positions=131072,
+        kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        read_rope=partial(read_rope, default_theta=5e5),
+    )
+    spec = _with_llama4s_experts(read_decoder(fields, architecture, windows, defaults), fields)
+    return replace(
+        with_biases(spec, fields),
+        chunked_windows=True,
+        ropes=tuple(rope if turns else NoRope() for rope, turns in zip(spec.ropes, rotated, strict=True)),
+        interleaved_rope=True,
+        qk_norm=QkNorm.UNWEIGHTED if fields.flag("use_qk_norm", True) else QkNorm.NONE,
+        qk_norm_is_last=True,
+        query_scaling=_llama4s_query_scaling(fields),
+    )
+
+
+def _with_llama4s_experts(spec: ModelSpec, fields: HfConfigReader) -> ModelSpec:
+    """Layers have experts if ``moe_layers`` lists them; without that field, every ``interleave_moe_layer_step``-th."""
+    inner, dense = spec.intermediate_size, fields.integer("intermediate_size_mlp", 1, MAX_SIZE, 16384)
+    if "moe_layers" in fields:
+        chosen = set(fields.integers("moe_layers", 0, MAX_LAYERS))
+    else:
+        step = fields.integer("interleave_moe_layer_step", 1, MAX_LAYERS, 1)
+        chosen = set(range(step - 1, spec.num_layers, step))
+    layers = tuple(layer in chosen for layer in range(spec.num_layers))
+    if not any(layers):
+        return replace(spec, intermediate_size=dense)
+    experts = replace(
+        read_experts(fields, "num_local_experts", 16, 1, inner),
+        normalise=False,
+        layers=layers,
+        scoring=Scoring.SIGMOID,
+        shared_size=inner,
+        scales_inputs=True,
+    )
+    return replace(spec, intermediate_size=inner if all(layers) else dense, experts=experts)
+
+
+def _llama4s_query_scaling(fields: HfConfigReader) -> QueryScaling | None:
+    name = "attn_temperature_tuning"
+    # The first published configs have a number, of which only zero means no.
+    is_number = name in fields and not fields.is_bool(name)
+    if not (fields.integer(name, 0, MAX_POSITIONS) if is_number else fields.flag(name, True)):
+        return None
+    return QueryScaling(
+        beta=fields.number("attn_scale", 0.0, 1e3, 0.1),
+        original_max_positions=fields.integer("floor_scale", 1, MAX_POSITIONS, 8192),
+        shift=1,
+        only_unrotated=True,
     )
 
 

@@ -2,11 +2,18 @@
 ``transformers`` runs it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from penstock.models.architecture.decoder import Defaults, read_decoder, same_windows
+from penstock.models.architecture.decoder import (
+    Defaults,
+    read_decoder,
+    read_layer_types,
+    same_windows,
+    shared_kv_sources,
+)
 from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.rope_config import FULL, SLIDING
 from penstock.models.architecture.spec import ModelSpec, NamedShape
 
 SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -58,4 +65,14 @@ def foreign_spec(config: Mapping[str, Any]) -> ForeignSpec | None:
         }
     )
     spec = read_decoder(sizes, architecture, same_windows(sizes, None), Defaults(max_positions=2048, inner=1))
+    spec = replace(spec, kv_sources=_kv_sources(described, spec))
     return ForeignSpec(**{field.name: getattr(spec, field.name) for field in fields(ModelSpec)})
+
+
+def _kv_sources(described: HfConfigReader, spec: ModelSpec) -> tuple[int, ...]:
+    """Gemma 3n's last layers attend to the keys and values of earlier ones. Other decoders that do so keep copies."""
+    if described.text("model_type", "") != "gemma3n_text":
+        return spec.kv_sources
+    num_shared = described.integer("num_kv_shared_layers", 0, spec.num_layers - 1, min(15, spec.num_layers - 1))
+    kinds = read_layer_types(described) or [FULL if layer % 5 == 4 else SLIDING for layer in range(spec.num_layers)]
+    return shared_kv_sources(described, kinds, spec.num_layers - num_shared)

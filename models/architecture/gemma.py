@@ -1,21 +1,34 @@
-"""Gemma 1 to 3."""
+"""Gemma 1 to 4."""
 
 import math
 from dataclasses import replace
 
 from penstock.models.architecture.decoder import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
     MAX_LAYERS,
+    MAX_SIZE,
+    MAX_VOCAB,
     Defaults,
     read_decoder,
+    read_experts,
     read_window,
     same_windows,
+    shared_kv_sources,
     windows_by_type,
     with_biases,
 )
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.architecture.rope_config import read_rope_by_layer_type
+from penstock.models.architecture.rope_config import read_proportional_rope, read_rope_by_layer_type
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import Activation, NormPlacement, QkNorm
+from penstock.models.architecture.spec_parts import (
+    Activation,
+    AttentionSizes,
+    Experts,
+    LayerInputs,
+    NormPlacement,
+    QkNorm,
+)
 
 GEMMA = Defaults(
     max_positions=131072,
@@ -37,6 +50,7 @@ def gemma(fields: HfConfigReader, architecture: str) -> ModelSpec:
         activation=Activation.GELU_TANH,
         norm_offset=1.0,
         embedding_scale=math.sqrt(spec.hidden_size),
+        rounds_embedding_scale=True,
     )
 
 
@@ -67,6 +81,105 @@ def gemma3(fields: HfConfigReader, architecture: str) -> ModelSpec:
     )
 
 
+def gemma4(fields: HfConfigReader, architecture: str, *, default_inputs: int = 256) -> ModelSpec:
+    """Gemma 4's text model: layers without a window have larger heads, the last layers attend to the keys and values of
+    earlier ones, and layers have inputs of their own (in small models) or experts beside the MLP (in 26B-A4B).
+    ``default_inputs`` is the size of those inputs if the config does not have it."""
+    if "use_bidirectional_attention" in fields and fields.text("use_bidirectional_attention") != "vision":
+        raise fields.wrong("use_bidirectional_attention", "must be null or vision: only causal models generate text")
+    windows = windows_by_type(fields, read_window(fields, 512), lambda layer: (layer + 1) % 6 != 0)
+    if "layer_types" in fields and windows[-1] is not None:
+        raise fields.wrong("layer_types", "must end with full_attention")
+    windows = (*windows[:-1], None)
+    defaults = replace(GEMMA, heads=8, vocab_size=262144, read_rope=read_proportional_rope)
+    spec = with_biases(read_decoder(fields, architecture, windows, defaults), fields)
+    unwindowed, num_shared = (
+        _unwindowed(fields, spec),
+        fields.integer("num_kv_shared_layers", 0, spec.num_layers - 1, 0),
+    )
+    wide = fields.flag("use_double_wide_mlp", False) and num_shared > 0
+    own = spec.num_layers - num_shared
+    inner = spec.intermediate_size
+    return replace(
+        spec,
+        intermediate_size=2 * inner if wide else inner,
+        intermediate_sizes=(inner,) * own + (2 * inner,) * num_shared if wide else None,
+        unwindowed=unwindowed,
+        kv_sources=shared_kv_sources(fields, windows, own),
+        norm_placement=NormPlacement.BOTH,
+        qk_norm=QkNorm.HEAD,
+        value_norm=True,
+        attention_scale=1.0,
+        embedding_scale=math.sqrt(spec.hidden_size),
+        rounds_embedding_scale=True,
+        layer_inputs=_layer_inputs(fields, spec.vocab_size, default_inputs),
+        layer_scalars=True,
+        logit_soft_cap=_soft_cap(fields, "final_logit_softcapping", None),
+        experts=_experts_beside_mlp(fields) if fields.flag("enable_moe_block", False) else None,
+    )
+
+
+def gemma4_unified(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Gemma 4 12B: neither inputs of layers nor experts."""
+    return gemma4(fields, architecture, default_inputs=0)
+
+
+def _unwindowed(fields: HfConfigReader, spec: ModelSpec) -> AttentionSizes | None:
+    """Reads the sizes of layers without a window: from fields of their own, or as transformers 5 writes them, from an
+    entry of ``per_layer_config`` for each."""
+    values_are_keys = fields.flag("attention_k_eq_v", False)
+    named = fields.part("per_layer_config")
+    if "per_layer_config" in fields:
+        found = {
+            layer: _sizes(named.part(str(layer)), spec, "head_dim", spec.head_dim) for layer in range(spec.num_layers)
+        }
+        kinds = {
+            window: {found[layer] for layer, w in enumerate(spec.windows) if w == window} for window in spec.windows
+        }
+        usual = {(spec.num_kv_heads, spec.head_dim)}
+        if any(len(sizes) > 1 for sizes in kinds.values()) or any(kinds[window] != usual for window in kinds if window):
+            raise fields.wrong(
+                "per_layer_config", "must be the same for all layers without a window, and for no others"
+            )
+        [(kv_heads, head_dim)] = kinds[None]
+    else:
+        kv_heads, head_dim = _sizes(fields, spec, "global_head_dim", 512, "num_global_key_value_heads")
+        kv_heads = kv_heads if values_are_keys else spec.num_kv_heads
+    if (kv_heads, head_dim, values_are_keys) == (spec.num_kv_heads, spec.head_dim, False):
+        return None
+    return AttentionSizes(kv_heads, head_dim, values_are_keys)
+
+
+def _sizes(
+    fields: HfConfigReader, spec: ModelSpec, name: str, default: int, heads_name: str = "num_key_value_heads"
+) -> tuple[int, int]:
+    """Reads a number of key heads and a head size."""
+    head_dim = fields.integer(name, 2, MAX_HEAD_DIM, default)
+    kv_heads = fields.integer(heads_name, 1, MAX_HEADS, spec.num_kv_heads)
+    if head_dim % 2:
+        raise fields.wrong(name, "must be even for rotary embedding")
+    if spec.num_heads % kv_heads:
+        raise fields.wrong(heads_name, f"must divide num_attention_heads, which is {spec.num_heads}")
+    return kv_heads, head_dim
+
+
+def _layer_inputs(fields: HfConfigReader, vocab_size: int, default: int) -> LayerInputs | None:
+    size = fields.integer("hidden_size_per_layer_input", 0, MAX_SIZE, default)
+    if not size:
+        return None
+    return LayerInputs(
+        fields.integer("vocab_size_per_layer_input", vocab_size, MAX_VOCAB, max(vocab_size, 262144)), size
+    )
+
+
+def _experts_beside_mlp(fields: HfConfigReader) -> Experts:
+    inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE)
+    return replace(
+        read_experts(fields.with_aliases(num_experts_per_tok="top_k_experts"), "num_experts", 0, 0, inner),
+        beside_mlp=True,
+    )
+
+
 def _with_gemmas_parts(spec: ModelSpec, fields: HfConfigReader) -> ModelSpec:
     """Applies what Gemma 2 and 3 share."""
     if fields.flag("use_bidirectional_attention", False):
@@ -77,6 +190,7 @@ def _with_gemmas_parts(spec: ModelSpec, fields: HfConfigReader) -> ModelSpec:
         norm_placement=NormPlacement.BOTH,
         attention_scale=fields.number("query_pre_attn_scalar", 1e-6, 1e6, 256.0) ** -0.5,
         embedding_scale=math.sqrt(spec.hidden_size),
+        rounds_embedding_scale=True,
     )
 
 

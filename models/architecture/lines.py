@@ -39,15 +39,26 @@ LINES = (
         "QwQ, DeepSeek-R1-Distill, R1-0528-Qwen3-8B", ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
     ),
     ModelLine("Llama 1 to 3.3, CodeLlama, TinyLlama, Vicuna", ("LlamaForCausalLM",)),
-    ModelLine("Llama 3.2 Vision, Llama 4", (), "layers with cross-attention, and chunked attention, are not supported"),
+    ModelLine("Llama 3.2 Vision, for text", ("MllamaForConditionalGeneration", "MllamaForCausalLM")),
+    ModelLine(
+        "Llama 4 Scout and Maverick, Llama Guard 4, for text", ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
+    ),
     ModelLine("Gemma 2", ("Gemma2ForCausalLM",)),
     ModelLine("Gemma 3 270M and 1B", ("Gemma3ForCausalLM",)),
     ModelLine("Gemma 3 4B, 12B, 27B, for text", ("Gemma3ForConditionalGeneration",)),
     ModelLine(
-        "Gemma 1, 3n, 4, EmbeddingGemma",
+        "Gemma 4 E2B, E4B, 12B, 26B-A4B, 31B, for text",
+        (
+            "Gemma4ForConditionalGeneration",
+            "Gemma4UnifiedForConditionalGeneration",
+            "Gemma4ForCausalLM",
+            "Gemma4UnifiedForCausalLM",
+        ),
+    ),
+    ModelLine(
+        "Gemma 1, 3n, EmbeddingGemma",
         ("GemmaForCausalLM",),
-        "3n and 4: layers that share keys and values, or have inputs of their own, are not supported; EmbeddingGemma: "
-        "bidirectional attention is not supported",
+        "3n: only by the backend transformers; EmbeddingGemma: bidirectional attention is not supported",
     ),
     ModelLine(
         "Mistral 7B, Nemo, Small 2409 and 2501, Codestral, Mixtral", ("MistralForCausalLM", "MixtralForCausalLM")
@@ -122,24 +133,85 @@ LINES = (
     ),
 )
 
-COLUMNS = ("line", "architectures", "cpu", "cuda", "tensor parallel", "speculation", "tools, reasoning", "not served")
+GGUF = {
+    "Cohere2ForCausalLM": "cohere2",
+    "CohereForCausalLM": "command-r",
+    "Exaone4ForCausalLM": "exaone4",
+    "FalconForCausalLM": "falcon",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gptneox",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "GemmaForCausalLM": "gemma",
+    "Glm4ForCausalLM": "glm4",
+    "GptOssForCausalLM": "gpt-oss",
+    "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "LlamaForCausalLM": "llama",
+    "Mistral3ForConditionalGeneration": "llama",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi2",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
+}
+"""The family, by llama.cpp's name, of an architecture whose GGUF files can be loaded."""
+
+PLAIN_ON_CUDA = frozenset(
+    {
+        "ArceeForCausalLM",
+        "Cohere2ForCausalLM",
+        "Cohere2VisionForConditionalGeneration",
+        "CohereForCausalLM",
+        "FalconForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTNeoXForCausalLM",
+        "Glm4MoeForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "Llama4ForCausalLM",
+        "Llama4ForConditionalGeneration",
+        "NemotronForCausalLM",
+        "OPTForCausalLM",
+        "OlmoForCausalLM",
+        "PhiForCausalLM",
+        "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
+    }
+)
+"""The architectures with parts for which the CUDA backend has no kernels."""
+
+COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")
 
 
 def matrix() -> list[tuple[str, ...]]:
     """Returns a row for each line, in the order of COLUMNS."""
     rows: list[tuple[str, ...]] = []
     for line in LINES:
-        served = ("float32, bfloat16, int8, int4", "yes", "yes", "yes") if line.architectures else ("",) * 4
-        template = "by the template" if line.has_template else "no template"
-        tools = template if line.architectures else ""
-        rows.append((line.name, ", ".join(line.architectures), *served, tools, line.left_out))
+        files = dict.fromkeys(GGUF[name] for name in line.architectures if name in GGUF)
+        plain = [name for name in line.architectures if name in PLAIN_ON_CUDA]
+        on_cuda, tools = "kernels", "by the template" if line.has_template else "no template"
+        if plain:
+            on_cuda = "partly plain torch"
+            on_cuda += f": {', '.join(plain)}" if len(plain) < len(line.architectures) else ""
+        served = (on_cuda, tools) if line.architectures else ("", "")
+        rows.append((line.name, ", ".join(line.architectures), ", ".join(files), *served, line.left_out))
     return rows
 
 
 def markdown() -> str:
     """Returns the matrix as a table for docs/supported_models.md."""
     rows = [COLUMNS, ("---",) * len(COLUMNS)]
-    for line, architectures, *others in matrix():
-        names = ", ".join(f"`{name}`" for name in architectures.split(", ") if name)
-        rows.append((line, names, *others))
+    for line, architectures, files, *others in matrix():
+        names = [", ".join(f"`{name}`" for name in part.split(", ") if name) for part in (architectures, files)]
+        rows.append((line, *names, *others))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -11,6 +11,7 @@ from penstock.models.architecture.decoder import (
     read_decoder,
     read_layer_types,
     read_window,
+    rotated_layers,
     same_windows,
     windows_by_type,
     with_biases,
@@ -32,6 +33,23 @@ def llama(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Llama 1 to 3, and models that declare themselves as Llama."""
     spec = read_decoder(fields, architecture, same_windows(fields, None), Defaults(max_positions=2048))
     return replace(with_biases(spec, fields), mlp_bias=fields.flag("mlp_bias", False))
+
+
+def mllama(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Llama 3.2 Vision for text: Llama 3 without the layers that attend to images, which text skips. Its embedding and
+    its head are always two matrices."""
+    count = num_layers(fields)
+    crossing = [3, 8, 13, 18, 23, 28, 33, 38]
+    if "cross_attention_layers" in fields:
+        crossing = fields.integers("cross_attention_layers", 0, MAX_LAYERS)
+    left_out = tuple(sorted({layer for layer in crossing if layer < count}))
+    if len(left_out) == count:
+        raise fields.wrong("cross_attention_layers", "must leave a layer that attends to text")
+    defaults = Defaults(
+        max_positions=131072, kv_heads=8, norm_eps=1e-5, read_rope=partial(read_rope, default_theta=5e5)
+    )
+    spec = read_decoder(fields, architecture, (None,) * (count - len(left_out)), defaults)
+    return replace(spec, left_out_layers=left_out, tied_embeddings=False)
 
 
 def exaone(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -161,11 +179,7 @@ def hunyuan(fields: HfConfigReader, architecture: str) -> ModelSpec:
 
 def smollm3(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """SmolLM3: Llama in which every fourth layer rotates nothing."""
-    count = num_layers(fields)
-    interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, 4)
-    rotated = fields.integers("no_rope_layers", 0, 1) or [int((layer + 1) % interval != 0) for layer in range(count)]
-    if len(rotated) != count:
-        raise fields.wrong("no_rope_layers", f"must have num_hidden_layers entries, {count}")
+    rotated = rotated_layers(fields)
     window = read_window(fields, None) if fields.flag("use_sliding_window", False) else None
     types = read_layer_types(fields)
     sliding = [not each for each in rotated] if types is None else [kind == SLIDING for kind in types]

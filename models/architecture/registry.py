@@ -10,13 +10,14 @@ from penstock.models.architecture.experts import (
     glm4_moe,
     gpt_oss,
     granite_moe,
+    llama4,
     mixtral,
     olmoe,
     qwen2_moe,
     qwen3_moe,
 )
 from penstock.models.architecture.foreign import foreign_spec
-from penstock.models.architecture.gemma import gemma, gemma2, gemma3
+from penstock.models.architecture.gemma import gemma, gemma2, gemma3, gemma4, gemma4_unified
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.layer_norm import (
     cohere,
@@ -45,6 +46,7 @@ from penstock.models.architecture.llama import (
     llama,
     ministral3,
     mistral,
+    mllama,
     olmo2,
     olmo3,
     phi3,
@@ -53,7 +55,7 @@ from penstock.models.architecture.llama import (
     seed_oss,
     smollm3,
 )
-from penstock.models.architecture.rope_config import FULL, SLIDING
+from penstock.models.architecture.rope_config import CHUNKED, FULL, SLIDING
 from penstock.models.architecture.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
@@ -68,6 +70,8 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "GPTNeoXForCausalLM": gpt_neox,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4UnifiedForCausalLM": gemma4_unified,
     "GemmaForCausalLM": gemma,
     "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
@@ -78,11 +82,13 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "HunYuanDenseV1ForCausalLM": hunyuan,
     "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
+    "Llama4ForCausalLM": llama4,
     "LlamaForCausalLM": llama,
     "Ministral3ForCausalLM": ministral3,
     "MinistralForCausalLM": mistral,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "MllamaForCausalLM": mllama,
     "NemotronForCausalLM": nemotron,
     "OPTForCausalLM": opt,
     "Olmo2ForCausalLM": olmo2,
@@ -104,9 +110,13 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
 WRAPPERS = (
     "Cohere2VisionForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "MllamaForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -114,12 +124,20 @@ WRAPPERS = (
 )
 """Models that see images: a language model, of which only text is served, and parts that are not loaded."""
 
+FOREIGN_WRAPPERS = ("Gemma3nForConditionalGeneration",)
+"""The same around language models without a family here, which the backend ``transformers`` runs."""
+
 TEXT_MODELS = {
     "cohere2": "Cohere2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mllama_text_model": "MllamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_5_vl": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
@@ -200,7 +218,8 @@ def has_classifier(config: Mapping[str, Any]) -> bool:
 
 
 def _is_wrapper(name: str) -> bool:
-    return name in WRAPPERS or (name.endswith(CLASSIFIER) and f"{name[: -len(CLASSIFIER)]}{_WITH_IMAGES}" in WRAPPERS)
+    generator = f"{name.removesuffix(CLASSIFIER)}{_WITH_IMAGES}" if name.endswith(CLASSIFIER) else name
+    return generator in WRAPPERS or name in FOREIGN_WRAPPERS
 
 
 def _architecture(fields: HfConfigReader) -> str | None:
@@ -219,8 +238,9 @@ def _family(name: str) -> str | None:
 
 def ignored_layer_types(config: Mapping[str, Any], spec: ModelSpec) -> str | None:
     """A warning if ``layer_types`` contradicts what the family computes, which then ignores it; else None."""
-    kinds = read_layer_types(HfConfigReader(config))
-    if kinds is None or kinds == [FULL if window is None else SLIDING for window in spec.windows]:
+    windowed = CHUNKED if spec.chunked_windows else SLIDING
+    kinds = read_layer_types(HfConfigReader(config), windowed)
+    if kinds is None or kinds == [FULL if window is None else windowed for window in spec.windows]:
         return None
     computed = "full attention" if spec.windows[0] is None else f"a window of {spec.windows[0]}"
     return (

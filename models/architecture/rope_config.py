@@ -10,6 +10,7 @@ from penstock.models.architecture.spec_parts import (
     LinearRope,
     Llama3Rope,
     LongRope,
+    ProportionalRope,
     QueryScaling,
     Rope,
     YarnRope,
@@ -21,6 +22,8 @@ MAX_THETA = 1e12
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The names of layers without a window and with one."""
+CHUNKED = "chunked_attention"
+"""The name of layers that attend within chunks."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,31 @@ def read_rope_by_layer_type(
     return RopeConfig(
         full=_scaled(full, _theta(fields, full, "rope_theta", default_theta), max_positions)[0],
         windowed=_scaled(windowed, _theta(fields, windowed, local_theta, default_local_theta), max_positions)[0],
+        max_positions=max_positions,
+        rotary_dim=head_dim,
+    )
+
+
+def read_proportional_rope(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
+    """Reads Gemma 4's ropes: whole heads are rotated in layers with a window, and a part of the pairs in the others."""
+    scaling = _scaling(fields)
+    full, windowed = scaling.part(FULL), scaling.part(SLIDING)
+    if _kind(windowed) != "default":
+        raise _wrong_kind(windowed, "default")
+    kind = full.text("rope_type", "proportional")
+    if kind not in ("default", "proportional"):
+        raise _wrong_kind(full, "default and proportional")
+    for holder in (windowed, *((full,) if kind == "default" else ())):
+        if holder.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+            raise holder.wrong("partial_rotary_factor", "is for the rope type proportional")
+    theta = full.number("rope_theta", 1.0, MAX_THETA, 1e6)
+    default_part = 1.0 if FULL in scaling else 0.25
+    turned = ProportionalRope(
+        theta, full.number("factor", 1e-6, 1e6, 1.0), full.number("partial_rotary_factor", 0.0, 1.0, default_part)
+    )
+    return RopeConfig(
+        full=DefaultRope(theta) if kind == "default" else turned,
+        windowed=DefaultRope(windowed.number("rope_theta", 1.0, MAX_THETA, 1e4)),
         max_positions=max_positions,
         rotary_dim=head_dim,
     )
@@ -188,8 +216,8 @@ def _theta(fields: HfConfigReader, scaling: HfConfigReader, old_name: str, defau
 def _llama3_rope(scaling: HfConfigReader, theta: float, max_positions: int) -> Llama3Rope:
     low = scaling.number("low_freq_factor", 1e-6, 1e6)
     high = scaling.number("high_freq_factor", 1e-6, 1e6)
-    if high <= low:
-        raise scaling.wrong("high_freq_factor", f"must be above low_freq_factor, which is {low:g}")
+    if high < low:
+        raise scaling.wrong("high_freq_factor", f"must be at least low_freq_factor, which is {low:g}")
     return Llama3Rope(
         theta,
         factor=scaling.number("factor", 1.0, 1e6),

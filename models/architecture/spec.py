@@ -5,12 +5,16 @@ tensors or files.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.models.architecture.spec_parts import (
     Activation,
+    AttentionSizes,
     Experts,
+    LayerInputs,
     NormKind,
     NormPlacement,
+    NoRope,
     PositionTable,
     QkNorm,
     QueryScaling,
@@ -20,6 +24,14 @@ from penstock.models.errors import ModelError
 
 NamedShape = tuple[str, tuple[int, ...]]
 """A tensor's name and shape."""
+
+BESIDE_NORMS = ("mlp.gate_norm", "mlp.experts_norm", "mlp.experts_post_norm", "mlp.dense_post_norm")
+"""Norms of a layer with experts beside its MLP: before the router, before the experts, after them, and after the
+MLP."""
+
+
+ONES = ("norm.weight", "layer_scalar", "per_expert_scale")
+"""Endings of the names of tensors that are factors; in a model of random weights they are one."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +49,22 @@ class ModelSpec:
     """Rows of the embedding and of the logits; may exceed the tokenizer's vocabulary."""
     hidden_size: int
     intermediate_size: int
+    """If layers differ, the largest."""
+    intermediate_sizes: tuple[int, ...] | None
+    """The intermediate size of each layer; None: all have the same."""
     num_layers: int
+    left_out_layers: tuple[int, ...]
+    """The numbers of the checkpoint's layers that are not part of the decoder. The others follow each other."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    unwindowed: AttentionSizes | None
+    """The sizes in layers without a window, if they differ from those in the others."""
+    kv_sources: tuple[int, ...]
+    """The layer whose keys and values each layer attends to: itself, or an earlier one with the same window and sizes,
+    and then it computes none."""
+    value_norm: bool
+    """Whether each value head has an RMS norm, without a weight."""
     max_positions: int
     """The number of positions that the model was made for, including its rope scaling."""
     norm_kind: NormKind
@@ -67,6 +91,9 @@ class ModelSpec:
     query_scaling: QueryScaling | None
     windows: tuple[int | None, ...]
     """The window of each layer. None attends to everything before; w to the last w positions, including its own."""
+    chunked_windows: bool
+    """Whether a window w is instead the size of chunks, which begin at multiples of it: a position attends to those
+    before it in its own chunk."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -77,7 +104,12 @@ class ModelSpec:
     sinks: bool
     """Whether each query head has an extra score, without a value, that takes part in the softmax."""
     embedding_scale: float
-    """The factor of embeddings, rounded to the model's dtype."""
+    """The factor of embeddings."""
+    rounds_embedding_scale: bool
+    """Whether that factor is rounded to the model's dtype."""
+    layer_inputs: LayerInputs | None
+    layer_scalars: bool
+    """Whether each layer's output is multiplied by a scalar of its own."""
     position_table: PositionTable | None
     logit_scale: float
     """The factor of logits, before the cap."""
@@ -125,9 +157,36 @@ class ModelSpec:
         """Whether there is an embedding besides the output head."""
         return not self.tied_embeddings
 
+    def at(self, layer: int) -> "ModelSpec":
+        """Returns the model with the sizes of this layer in place of those that vary between layers."""
+        changes: dict[str, Any] = {}
+        if self.intermediate_sizes is not None:
+            changes["intermediate_size"] = self.intermediate_sizes[layer]
+        if self.unwindowed is not None and self.windows[layer] is None:
+            sizes = self.unwindowed
+            changes |= {"num_kv_heads": sizes.num_kv_heads, "head_dim": sizes.head_dim, "rotary_dim": sizes.head_dim}
+        return replace(self, **changes) if changes else self
+
+    def has_kv(self, layer: int) -> bool:
+        """Whether the layer has keys and values of its own."""
+        return self.kv_sources[layer] == layer
+
+    def values_are_keys(self, layer: int) -> bool:
+        """Whether the layer has no linear for values."""
+        return self.unwindowed is not None and self.unwindowed.values_are_keys and self.windows[layer] is None
+
+    def qkv_rows(self, layer: int) -> dict[str, int]:
+        """Returns the layer's linears of queries, keys and values, as many as it has, with their numbers of rows."""
+        sizes = self.at(layer)
+        if not self.has_kv(layer):
+            return {"q_proj": sizes.query_size}
+        values = {} if self.values_are_keys(layer) else {"v_proj": sizes.kv_size}
+        return {"q_proj": sizes.query_size, "k_proj": sizes.kv_size, **values}
+
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Returns the bytes that one position's keys and values take, over all layers."""
-        return 2 * self.num_layers * self.kv_size * element_bytes
+        heads = sum(self.at(layer).kv_size for layer in range(self.num_layers) if self.has_kv(layer))
+        return 2 * heads * element_bytes
 
     def divided(self, num_ranks: int) -> "ModelSpec":
         """The part of the model that each of ``num_ranks`` ranks computes: its share of the heads and of the inner
@@ -135,8 +194,10 @@ class ModelSpec:
         """
         wholes = {"key and value heads": self.num_kv_heads}
         experts = self.experts
-        if experts is None or not all(experts.layers):
-            wholes["inner columns of an MLP"] = self.intermediate_size
+        if self.unwindowed is not None:
+            wholes["key and value heads of layers without a window"] = self.unwindowed.num_kv_heads
+        if experts is None or not all(experts.layers) or experts.beside_mlp:
+            wholes["inner columns of an MLP"] = math.gcd(*(self.intermediate_sizes or (self.intermediate_size,)))
         if experts is not None:
             wholes["inner columns of an expert"] = experts.intermediate_size
         if experts is not None and experts.shared_size:
@@ -154,7 +215,10 @@ class ModelSpec:
             self,
             num_heads=self.num_heads // num_ranks,
             num_kv_heads=self.num_kv_heads // num_ranks,
+            unwindowed=self.unwindowed
+            and replace(self.unwindowed, num_kv_heads=self.unwindowed.num_kv_heads // num_ranks),
             intermediate_size=self.intermediate_size // num_ranks,
+            intermediate_sizes=self.intermediate_sizes and tuple(size // num_ranks for size in self.intermediate_sizes),
             experts=experts
             and replace(
                 experts,
@@ -169,6 +233,11 @@ class ModelSpec:
         yield "model.embed_tokens.weight", (vocab, hidden)
         if self.position_table is not None:
             yield "model.embed_positions.weight", (self.position_table.num_rows, hidden)
+        if self.layer_inputs is not None:
+            columns = self.num_layers * self.layer_inputs.size
+            yield "model.embed_tokens_per_layer.weight", (self.layer_inputs.vocab_size, columns)
+            yield "model.per_layer_model_projection.weight", (columns, hidden)
+            yield "model.per_layer_projection_norm.weight", (self.layer_inputs.size,)
         for layer in range(self.num_layers):
             for name, shape in self._layer_tensors(layer):
                 yield f"model.layers.{layer}.{name}", shape
@@ -178,8 +247,19 @@ class ModelSpec:
         if self.head_bias:
             yield "lm_head.bias", (vocab,)
 
+    def norms_qk(self, layer: int) -> bool:
+        """Whether the layer's queries and keys have a norm."""
+        if self.qk_norm is QkNorm.UNWEIGHTED:
+            return not isinstance(self.ropes[layer], NoRope)
+        return self.qk_norm is not QkNorm.NONE
+
+    def scales_queries(self, layer: int) -> bool:
+        """Whether ``query_scaling`` applies to the layer."""
+        scaling = self.query_scaling
+        return scaling is not None and (not scaling.only_unrotated or isinstance(self.ropes[layer], NoRope))
+
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer has experts instead of the MLP."""
+        """Whether the layer has experts, instead of the MLP or beside it."""
         return self.experts is not None and self.experts.layers[layer]
 
     @property
@@ -219,21 +299,37 @@ class ModelSpec:
                 return (self.head_dim,), (self.head_dim,)
 
     def _layer_tensors(self, layer: int) -> Iterator[NamedShape]:
-        hidden = self.hidden_size
+        hidden, sizes = self.hidden_size, self.at(layer)
         for norm in self.layer_norms:
             if norm is not None:
                 yield from self._norm(norm)
-        for name, rows in (("q_proj", self.query_size), ("k_proj", self.kv_size), ("v_proj", self.kv_size)):
+        for name, rows in self.qkv_rows(layer).items():
             yield from _linear(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
-        if self.qk_norm is not QkNorm.NONE:
-            for name, shape in zip(("q_norm", "k_norm"), self.qk_norm_shapes, strict=True):
+        if self.qk_norm not in (QkNorm.NONE, QkNorm.UNWEIGHTED):
+            names = ("q_norm", "k_norm") if self.has_kv(layer) else ("q_norm",)
+            for name, shape in zip(names, sizes.qk_norm_shapes, strict=False):
                 yield f"self_attn.{name}.weight", shape
         if self.sinks:
             yield "self_attn.sinks", (self.num_heads,)
-        yield from _linear("self_attn.o_proj", hidden, self.query_size, self.output_bias)
-        if self.experts is None or not self.has_experts(layer):
-            yield from _mlp("mlp", hidden, self.intermediate_size, self.mlp_bias, self.gated_mlp)
-            return
+        yield from _linear("self_attn.o_proj", hidden, sizes.query_size, self.output_bias)
+        if self.layer_inputs is not None:
+            yield "per_layer_input_gate.weight", (self.layer_inputs.size, hidden)
+            yield "per_layer_projection.weight", (hidden, self.layer_inputs.size)
+            yield from self._norm("post_per_layer_input_norm")
+        if self.layer_scalars:
+            yield "layer_scalar", (1,)
+        if not self.has_experts(layer) or (self.experts is not None and self.experts.beside_mlp):
+            yield from _mlp("mlp", hidden, sizes.intermediate_size, self.mlp_bias, self.gated_mlp)
+        if self.has_experts(layer):
+            yield from self._expert_tensors()
+
+    def _expert_tensors(self) -> Iterator[NamedShape]:
+        hidden = self.hidden_size
+        assert self.experts is not None
+        if self.experts.beside_mlp:
+            for norm in BESIDE_NORMS:
+                yield from self._norm(norm)
+            yield "mlp.gate.per_expert_scale", (self.experts.num_experts,)
         yield from _linear("mlp.gate", self.experts.num_experts, hidden, self.experts.biased)
         if self.experts.selection_bias:
             yield "mlp.gate.e_score_correction_bias", (self.experts.num_experts,)

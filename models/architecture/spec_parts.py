@@ -65,11 +65,20 @@ class LongRope:
 
 
 @dataclass(frozen=True)
+class ProportionalRope:
+    """Only the first ``part`` of a head's pairs turn; each by the angle of ``DefaultRope``, divided by ``factor``."""
+
+    theta: float
+    factor: float
+    part: float
+
+
+@dataclass(frozen=True)
 class NoRope:
     """Queries and keys are not rotated."""
 
 
-Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope | NoRope
+Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope | ProportionalRope | NoRope
 
 
 @dataclass(frozen=True)
@@ -82,10 +91,34 @@ class PositionTable:
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Llama 4's scaling of queries at position p: by ``1 + beta ln(1 + floor(p / original_max_positions))``."""
+    """Llama 4's scaling of queries: at position p by ``1 + beta ln(1 + floor((p + shift) / original_max_positions))``,
+    with a shift of 0 or 1."""
 
     beta: float
     original_max_positions: int
+    shift: int = 0
+    only_unrotated: bool = False
+    """Whether only layers that rotate nothing scale their queries."""
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """The sizes of some layers' attention, whose heads are rotated as a whole."""
+
+    num_kv_heads: int
+    head_dim: int
+    values_are_keys: bool
+    """Whether values are the outputs of the keys' linear, before any norm: there is no linear for values."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Inputs of every layer that depend on the token (Gemma 3n). For layer l, e is the token's embedding of ``size``
+    for that layer, and p its part of a linear of x before the first layer: ``i = (e sqrt(size) + norm(p /
+    sqrt(hidden_size))) / sqrt(2)``. A layer ends with ``x += norm(projection(act(gate(x)) * i))``."""
+
+    vocab_size: int
+    size: int
 
 
 class NormKind(Enum):
@@ -122,6 +155,8 @@ class QkNorm(Enum):
     """Over each head, which has a weight of its own."""
     ALL = auto()
     """Over all query heads as one vector, and over all key heads as one."""
+    UNWEIGHTED = auto()
+    """Over each head, without a weight, and only in layers that rotate queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -172,3 +207,8 @@ class Experts:
     """The intermediate size of an MLP that every token also runs through; 0: there is none."""
     shared_gated: bool = False
     """Whether that MLP's output is multiplied by the sigmoid of a linear of its input."""
+    scales_inputs: bool = False
+    """Whether the scores multiply the experts' inputs, not their outputs."""
+    beside_mlp: bool = False
+    """Whether layers with experts have the MLP too: the sum is ``norm(mlp(norm(x))) + norm(experts(norm(x)))``, the
+    router reads a third norm of x, and each expert's output has a factor of its own."""

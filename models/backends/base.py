@@ -78,26 +78,26 @@ def context_of(config: WorkerConfig, spec: ModelSpec, num_blocks: int | None = N
         )
     if num_blocks is None or config.max_model_len is not None or config.num_blocks is not None:
         return max_model_len
-    room = num_blocks * config.block_size
-    if room < max_model_len and config.tensor_parallel_rank == 0:
-        logger.warning(
-            "context %s: the KV cache holds no more, and the model was made for %s; raise --kv-cache-memory-bytes or "
-            "--gpu-memory-utilization for longer requests, or give --max-model-len to choose",
-            f"{room:,}",
-            f"{max_model_len:,}",
-        )
-    return min(max_model_len, room)
+    return min(max_model_len, num_blocks * config.block_size)
 
 
 def shared_facts(config: WorkerConfig, info: CheckpointInfo, num_blocks: int, default_budget: int) -> dict[str, Any]:
     """Returns the ``WorkerFacts`` that follow from the config, the model's files and the number of blocks.
-    ``default_budget`` is the number of tokens in a step unless the config sets it."""
+    ``default_budget`` is the number of tokens in a step unless the config sets it. Logs a context that is shortened."""
     spec = info.spec
+    max_model_len, wanted = context_of(config, spec, num_blocks), context_of(config, spec)
+    if max_model_len < wanted and config.tensor_parallel_rank == 0:
+        logger.warning(
+            "context %s: the KV cache holds no more, and the model was made for %s; raise --kv-cache-memory-bytes or "
+            "--gpu-memory-utilization for longer requests, or give --max-model-len to choose",
+            f"{max_model_len:,}",
+            f"{wanted:,}",
+        )
     return {
         "num_blocks": num_blocks,
         "block_size": config.block_size,
         "vocab_size": spec.vocab_size,
-        "max_model_len": context_of(config, spec, num_blocks),
+        "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens or default_budget,
         "architecture": spec.architecture,
@@ -140,8 +140,8 @@ def load_backend(config: WorkerConfig) -> Backend:
     if config.load_format not in ("auto", "dummy"):
         raise ModelError(f"--load-format {config.load_format}: must be auto or dummy")
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
-    for warning in info.warnings if config.tensor_parallel_rank == 0 else ():
-        logger.warning("%s", warning)
+    if config.tensor_parallel_rank == 0:
+        _log_checkpoint(config, info)
     reasons: list[str] = []
     for name in _candidates(config, info):
         entry = BACKENDS[name]
@@ -157,6 +157,14 @@ def load_backend(config: WorkerConfig) -> Backend:
             return backend
         reasons.append(f"--backend {name}: {why_not}")
     raise ModelError("; ".join(reasons))
+
+
+def _log_checkpoint(config: WorkerConfig, info: CheckpointInfo) -> None:
+    for warning in info.warnings:
+        logger.warning("%s", warning)
+    if info.kv_scales:
+        use = "are used" if config.kv_cache_dtype == "fp8" else "are not used: they are for --kv-cache-dtype fp8"
+        logger.info("%s: its %d scales of keys and values %s", info.path, len(info.kv_scales), use)
 
 
 def _candidates(config: WorkerConfig, info: CheckpointInfo) -> list[str]:

@@ -28,10 +28,10 @@ from penstock.models.checkpoint.quantization_config import quantization_from_con
 from penstock.models.checkpoint.quantized_layout import QuantizedLinear, find_quantized
 from penstock.models.checkpoint.tensor_names import (
     DERIVED_TENSORS,
+    find_kv_scales,
     find_text_model,
     find_views,
     rename_prefixes,
-    without_kv_scales,
 )
 from penstock.models.errors import ModelError
 
@@ -229,16 +229,16 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     stored = read_entries(path)
     if classifier is not None:
         classifier, stored = take_classifier(classifier, stored, spec, path)
+    if config is not whole and isinstance(spec, ForeignSpec):
+        stored, num_skipped = find_text_model(stored)
+        warnings.append(_skipped(path, whole, num_skipped))
     if isinstance(spec, ForeignSpec):
         spec = replace(spec, num_stored=sum(math.prod(entry.shape) for entry in stored.values()))
         return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
     entries = rename_prefixes(spec.architecture, stored)
     if config is not whole:
         entries, num_skipped = find_text_model(entries)
-        warnings.append(
-            f"{path / CONFIG}: only the language model of {', '.join(whole['architectures'])} is served, for text: "
-            f"{num_skipped} tensors of its other parts are not loaded"
-        )
+        warnings.append(_skipped(path, whole, num_skipped))
     elif EMBEDDING not in entries and _TABLE in entries:
         # Embedding models are saved like this, without a head. The embedding stands in for it; its logits are never
         # used.
@@ -252,12 +252,21 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
             f"{path / CONFIG}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}: both are used, as "
             "in transformers; set tie_word_embeddings to false"
         )
-    entries, unused = without_kv_scales(entries)
-    warnings += [f"{path}: {unused}"] if unused else []
+    entries, kv_scales = find_kv_scales(spec, entries)
     entries = find_views(spec, entries)
     quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
     tensors = _match(spec, entries, quantized, path)
-    return CheckpointInfo(path, config, spec, tensors, quantization, quantized, tuple(warnings), classifier=classifier)
+    return CheckpointInfo(
+        path, config, spec, tensors, quantization, quantized, tuple(warnings), kv_scales, classifier=classifier
+    )
+
+
+def _skipped(path: Path, config: Mapping[str, Any], num_skipped: int) -> str:
+    """The warning that only a part of a model is loaded."""
+    return (
+        f"{path / CONFIG}: only the language model of {', '.join(config['architectures'])} is served, for text: "
+        f"{num_skipped} tensors of its other parts are not loaded"
+    )
 
 
 def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:

@@ -1,7 +1,7 @@
 """What the check of a model's files returns. Does not import torch. Does not depend on the files' format."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,9 @@ class CheckpointInfo:
     """The linears that are stored quantised, by name; empty if the weights were not checked."""
     warnings: tuple[str, ...] = ()
     """What the files contain that is ignored, contradictory or costly, for the log."""
+    kv_scales: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """The scales of a KV cache in fp8, each one number or one for each head, by names such as
+    ``model.layers.0.self_attn.k_scale``."""
     is_eight_bit: bool = False
     """Whether most weights are stored in eight bits, in a form that no kernel reads (Q8_0)."""
     classifier: ClassifierInfo | None = None

@@ -122,16 +122,16 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
         case QuantLayout.AWQ:
             codes = _unpack_awq(_read_words(parts["qweight"]))
             zeros = _floats(_unpack_awq(_read_words(parts["qzeros"])))
-            scales = _read_floats(parts["scales"]).T
+            scales = read_floats(parts["scales"]).T
         case QuantLayout.PACKED:
             codes = _unpack(_read_words(parts["weight_packed"]))
-            scales = _read_floats(parts["weight_scale"])
+            scales = read_floats(parts["weight_scale"])
             zeros = np.full(scales.shape, MIDDLE, np.float32)
             if scheme.has_zeros:
                 zeros = _floats(_unpack(_read_words(parts["weight_zero_point"]).T).T)
         case QuantLayout.INT8:
             codes = _read(parts["weight"])
-            scales = _read_floats(parts["weight_scale"])
+            scales = read_floats(parts["weight_scale"])
             zeros = np.zeros(scales.shape, np.float32)
         case QuantLayout.FP8:
             codes = _read(parts["weight"])
@@ -147,7 +147,7 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
             zeros = np.zeros(scales.shape, np.float32)
         case QuantLayout.NVFP4:
             codes = _unpack(_read(parts["weight_packed"]))
-            scales = E4M3_VALUES[_read(parts["weight_scale"])] / _read_floats(parts["weight_global_scale"]).reshape(())
+            scales = E4M3_VALUES[_read(parts["weight_scale"])] / read_floats(parts["weight_global_scale"]).reshape(())
             zeros = np.zeros(scales.shape, np.float32)
     rows, columns = linear.rows, linear.columns
     codes, order, zeros = codes[:rows, :columns], _order(linear), zeros[:rows]
@@ -178,7 +178,7 @@ def read_fp4(linear: QuantizedLinear) -> tuple[Bytes, Bytes]:
 
 def _read_gptq(linear: QuantizedLinear) -> tuple[Bytes, Floats, Floats]:
     bias = linear.parts.get("bias")
-    if bias is not None and _read_floats(bias).any():
+    if bias is not None and read_floats(bias).any():
         raise ModelError(
             f"{bias.file}: tensor {linear.name}.bias is not zero, and the model that config.json describes has no such "
             "bias: config and weights belong to different models"
@@ -187,7 +187,7 @@ def _read_gptq(linear: QuantizedLinear) -> tuple[Bytes, Floats, Floats]:
     if linear.scheme.layout is QuantLayout.GPTQ:
         # Stored minus one. The quantiser subtracts it from whole words, with borrows, so it is added to whole words.
         zero_words = zero_words + ONE_EACH[linear.scheme.bits]
-    words, scales = _read_words(linear.parts["qweight"]).T, _read_floats(linear.parts["scales"]).T
+    words, scales = _read_words(linear.parts["qweight"]).T, read_floats(linear.parts["scales"]).T
     if linear.scheme.bits == 4:
         return _unpack(words), scales, _floats(_unpack(zero_words).T)
     # Signed bytes: codes and zero points are both shifted.
@@ -198,7 +198,7 @@ def _read_gptq(linear: QuantizedLinear) -> tuple[Bytes, Floats, Floats]:
 def _read_fp8_scales(linear: QuantizedLinear) -> Floats:
     """Returns (rows, groups). Rows of the same block share their scales."""
     scheme, parts = linear.scheme, linear.parts
-    stored = _read_floats(parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"])
+    stored = read_floats(parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"])
     shared = stored.reshape(-1, scheme.num_groups(linear.columns))
     return np.repeat(shared, scheme.rows or linear.rows, axis=0)[: linear.rows]
 
@@ -252,7 +252,8 @@ def _read_words(entry: TensorEntry) -> Words:
     return words
 
 
-def _read_floats(entry: TensorEntry) -> Floats:
+def read_floats(entry: TensorEntry) -> Floats:
+    """Returns a float tensor as float32. Raises ModelError."""
     values = _read(entry)
     if entry.dtype == "BF16":
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -1,14 +1,14 @@
 """The names and layouts of tensors in checkpoints, by architecture, where they are not those of Llama."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import Experts
+from penstock.models.checkpoint.combined_tensors import CombinedTensor, Naming, TensorPart, Wholes
 from penstock.models.checkpoint.quantization_config import MX_GROUP
 
 WRAPPED = (
@@ -23,58 +23,13 @@ WRAPPED = (
 """The prefixes of a language model's tensors in checkpoints that also contain a vision tower, and those without it."""
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A tensor inside another."""
-
-    name: str
-    offset: int
-    """The offset of its first element, in elements."""
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None = None
-    rows: NDArray[np.int64] | None = None
-    """The rows that it consists of, if they do not follow each other."""
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """A tensor that contains others."""
-
-    shape: tuple[int, ...]
-    parts: tuple[_Part, ...]
-    turned: "_Whole | None" = None
-    """The layout of some checkpoints, with the last two dimensions exchanged."""
-
-
-Wholes = Mapping[str, _Whole]
-"""The combined tensors of a layer, by name."""
-
-
-def _none(spec: ModelSpec) -> Wholes:
-    """No tensor contains others."""
-    return {}
-
-
-@dataclass(frozen=True)
-class Naming:
-    """The way in which a checkpoint names and combines the tensors of ``ModelSpec.tensors``."""
-
-    prefixes: Sequence[tuple[str, str]] = ()
-    """Beginnings of names; the first that fits is replaced."""
-    renamed: Sequence[tuple[str, str]] = ()
-    """Regular expressions for the beginnings of a layer's names, after the prefix; the first that fits is replaced."""
-    wholes: Callable[[ModelSpec], Wholes] = _none
-    has_draft_layers: bool = False
-    """Whether layers follow that only propose drafts. They are not loaded."""
-
-
-def _stacked(columns: int, rows: Mapping[str, int]) -> _Whole:
+def _stacked(columns: int, rows: Mapping[str, int]) -> CombinedTensor:
     """Matrices with these numbers of rows, one above the other."""
     parts, above = [], 0
     for name, count in rows.items():
-        parts.append(_Part(name, above * columns, (count, columns)))
+        parts.append(TensorPart(name, above * columns, (count, columns)))
         above += count
-    return _Whole((above, columns), tuple(parts))
+    return CombinedTensor((above, columns), tuple(parts))
 
 
 def _phi3(spec: ModelSpec) -> Wholes:
@@ -99,13 +54,15 @@ def _fused_experts(spec: ModelSpec) -> Wholes:
     num, inner, hidden = experts.num_experts, experts.intermediate_size, spec.hidden_size
     size = inner * hidden
     gate_up = [
-        _Part(f"mlp.experts.{expert}.{name}.weight", (2 * expert + half) * size, (inner, hidden))
+        TensorPart(f"mlp.experts.{expert}.{name}.weight", (2 * expert + half) * size, (inner, hidden))
         for expert in range(num)
         for half, name in enumerate(("gate_proj", "up_proj"))
     ]
-    down = [_Part(f"mlp.experts.{expert}.down_proj.weight", expert * size, (hidden, inner)) for expert in range(num)]
+    down = [
+        TensorPart(f"mlp.experts.{expert}.down_proj.weight", expert * size, (hidden, inner)) for expert in range(num)
+    ]
     gate_up_turned = [
-        _Part(
+        TensorPart(
             f"mlp.experts.{expert}.{name}.weight", (2 * expert * hidden + half) * inner, (inner, hidden), (1, 2 * inner)
         )
         for expert in range(num)
@@ -113,12 +70,23 @@ def _fused_experts(spec: ModelSpec) -> Wholes:
     ]
     down_turned = [replace(part, strides=(1, hidden)) for part in down]
     return {
-        "mlp.experts.gate_up_proj": _Whole(
-            (num, 2 * inner, hidden), tuple(gate_up), _Whole((num, hidden, 2 * inner), tuple(gate_up_turned))
+        "mlp.experts.gate_up_proj": CombinedTensor(
+            (num, 2 * inner, hidden), tuple(gate_up), CombinedTensor((num, hidden, 2 * inner), tuple(gate_up_turned))
         ),
-        "mlp.experts.down_proj": _Whole(
-            (num, hidden, inner), tuple(down), _Whole((num, inner, hidden), tuple(down_turned))
+        "mlp.experts.down_proj": CombinedTensor(
+            (num, hidden, inner), tuple(down), CombinedTensor((num, inner, hidden), tuple(down_turned))
         ),
+    }
+
+
+def _llama4(spec: ModelSpec) -> Wholes:
+    """``_fused_experts`` under another name, with the last two dimensions exchanged. A model may have no experts."""
+    if spec.experts is None:
+        return {}
+    return {
+        name.replace("mlp.", "feed_forward."): whole.turned
+        for name, whole in _fused_experts(spec).items()
+        if whole.turned is not None
     }
 
 
@@ -133,15 +101,15 @@ def _gpt_oss(spec: ModelSpec) -> Wholes:
         prefix = f"mlp.experts.{expert}."
         for half, name in enumerate(("gate_proj", "up_proj")):
             first = expert * hidden * 2 * inner + half
-            gate_up.append(_Part(f"{prefix}{name}.weight", first, (inner, hidden), (2, 2 * inner)))
-            gate_up_bias.append(_Part(f"{prefix}{name}.bias", expert * 2 * inner + half, (inner,), (2,)))
-        down.append(_Part(f"{prefix}down_proj.weight", expert * inner * hidden, (hidden, inner), (1, hidden)))
-        down_bias.append(_Part(f"{prefix}down_proj.bias", expert * hidden, (hidden,)))
+            gate_up.append(TensorPart(f"{prefix}{name}.weight", first, (inner, hidden), (2, 2 * inner)))
+            gate_up_bias.append(TensorPart(f"{prefix}{name}.bias", expert * 2 * inner + half, (inner,), (2,)))
+        down.append(TensorPart(f"{prefix}down_proj.weight", expert * inner * hidden, (hidden, inner), (1, hidden)))
+        down_bias.append(TensorPart(f"{prefix}down_proj.bias", expert * hidden, (hidden,)))
     return {
-        "mlp.experts.gate_up_proj": _Whole((num, hidden, 2 * inner), tuple(gate_up)),
-        "mlp.experts.gate_up_proj_bias": _Whole((num, 2 * inner), tuple(gate_up_bias)),
-        "mlp.experts.down_proj": _Whole((num, inner, hidden), tuple(down)),
-        "mlp.experts.down_proj_bias": _Whole((num, hidden), tuple(down_bias)),
+        "mlp.experts.gate_up_proj": CombinedTensor((num, hidden, 2 * inner), tuple(gate_up)),
+        "mlp.experts.gate_up_proj_bias": CombinedTensor((num, 2 * inner), tuple(gate_up_bias)),
+        "mlp.experts.down_proj": CombinedTensor((num, inner, hidden), tuple(down)),
+        "mlp.experts.down_proj_bias": CombinedTensor((num, hidden), tuple(down_bias)),
         **_mxfp4_experts(num, "gate_up_proj", ("gate_proj", "up_proj"), inner, hidden),
         **_mxfp4_experts(num, "down_proj", ("down_proj",), hidden, inner),
     }
@@ -155,11 +123,13 @@ def _mxfp4_experts(num: int, whole: str, linears: Sequence[str], rows: int, colu
         size = math.prod(inner)
         strides = (turns * size, *((MX_GROUP // 2, 1) if kind == "blocks" else (1,)))
         parts = [
-            _Part(f"mlp.experts.{expert}.{name}.{kind}", (expert * rows * turns + turn) * size, (rows, *inner), strides)
+            TensorPart(
+                f"mlp.experts.{expert}.{name}.{kind}", (expert * rows * turns + turn) * size, (rows, *inner), strides
+            )
             for expert in range(num)
             for turn, name in enumerate(linears)
         ]
-        found[f"mlp.experts.{whole}_{kind}"] = _Whole((num, turns * rows, *inner), tuple(parts))
+        found[f"mlp.experts.{whole}_{kind}"] = CombinedTensor((num, turns * rows, *inner), tuple(parts))
     return found
 
 
@@ -174,11 +144,11 @@ def _grouped_qkv(spec: ModelSpec, name: str, biased: bool) -> Wholes:
     rows = np.arange(spec.query_size + 2 * spec.kv_size).reshape(spec.num_kv_heads, group + 2, size)
     parts = {"q_proj": rows[:, :group], "k_proj": rows[:, group], "v_proj": rows[:, group + 1]}
 
-    def whole(kind: str, *columns: int) -> _Whole:
-        return _Whole(
+    def whole(kind: str, *columns: int) -> CombinedTensor:
+        return CombinedTensor(
             (rows.size, *columns),
             tuple(
-                _Part(f"self_attn.{part}.{kind}", 0, (taken.size, *columns), rows=taken.reshape(-1))
+                TensorPart(f"self_attn.{part}.{kind}", 0, (taken.size, *columns), rows=taken.reshape(-1))
                 for part, taken in parts.items()
             ),
         )
@@ -193,6 +163,13 @@ def _gpt_neox(spec: ModelSpec) -> Wholes:
 
 def _falcon(spec: ModelSpec) -> Wholes:
     return _grouped_qkv(spec, "self_attention.query_key_value", spec.qkv_bias)
+
+
+def _gemma4(spec: ModelSpec) -> Wholes:
+    """``_fused_experts`` under other names."""
+    if spec.experts is None:
+        return {}
+    return {name.removeprefix("mlp."): whole for name, whole in _fused_experts(spec).items()}
 
 
 def _glm(spec: ModelSpec) -> Wholes:
@@ -219,18 +196,18 @@ def _gpt2(spec: ModelSpec) -> Wholes:
     """GPT-2's matrices are (in, out); one has queries, keys and values side by side."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
 
-    def turned(name: str, rows: int, columns: int) -> _Whole:
-        return _Whole((columns, rows), (_Part(name, 0, (rows, columns), (1, rows)),))
+    def turned(name: str, rows: int, columns: int) -> CombinedTensor:
+        return CombinedTensor((columns, rows), (TensorPart(name, 0, (rows, columns), (1, rows)),))
 
     parts = ("q_proj", "k_proj", "v_proj")
     weights = [
-        _Part(f"self_attn.{part}.weight", index * hidden, (hidden, hidden), (1, 3 * hidden))
+        TensorPart(f"self_attn.{part}.weight", index * hidden, (hidden, hidden), (1, 3 * hidden))
         for index, part in enumerate(parts)
     ]
-    biases = [_Part(f"self_attn.{part}.bias", index * hidden, (hidden,)) for index, part in enumerate(parts)]
+    biases = [TensorPart(f"self_attn.{part}.bias", index * hidden, (hidden,)) for index, part in enumerate(parts)]
     return {
-        "attn.c_attn.weight": _Whole((hidden, 3 * hidden), tuple(weights)),
-        "attn.c_attn.bias": _Whole((3 * hidden,), tuple(biases)),
+        "attn.c_attn.weight": CombinedTensor((hidden, 3 * hidden), tuple(weights)),
+        "attn.c_attn.bias": CombinedTensor((3 * hidden,), tuple(biases)),
         "attn.c_proj.weight": turned("self_attn.o_proj.weight", hidden, hidden),
         "mlp.c_fc.weight": turned("mlp.up_proj.weight", inner, hidden),
         "mlp.c_proj.weight": turned("mlp.down_proj.weight", hidden, inner),
@@ -332,6 +309,18 @@ NAMINGS = {
         renamed=((r"attention\.dense\.", "self_attn.o_proj."), *_PLAIN_MLP),
         wholes=_gpt_neox,
     ),
+    "Gemma4ForCausalLM": Naming(
+        renamed=(
+            (r"router\.proj\.", "mlp.gate."),
+            (r"router\.scale$", "mlp.gate_norm.weight"),
+            (r"router\.per_expert_scale$", "mlp.gate.per_expert_scale"),
+            (r"experts\.", "mlp.experts."),
+            (r"pre_feedforward_layernorm_2\.", "mlp.experts_norm."),
+            (r"post_feedforward_layernorm_2\.", "mlp.experts_post_norm."),
+            (r"post_feedforward_layernorm_1\.", "mlp.dense_post_norm."),
+        ),
+        wholes=_gemma4,
+    ),
     "Glm4ForCausalLM": Naming(
         renamed=(
             (r"post_attention_layernorm\.", "pre_feedforward_layernorm."),
@@ -354,6 +343,9 @@ NAMINGS = {
             (r"self_attn\.key_layernorm\.", "self_attn.k_norm."),
         )
     ),
+    "Llama4ForCausalLM": Naming(
+        renamed=((r"feed_forward\.router\.", "mlp.gate."), (r"feed_forward\.", "mlp.")), wholes=_llama4
+    ),
     "MixtralForCausalLM": Naming(
         renamed=(
             (r"block_sparse_moe\.gate\.", "mlp.gate."),
@@ -363,6 +355,7 @@ NAMINGS = {
         ),
         wholes=_fused_experts,
     ),
+    "MllamaForCausalLM": Naming(image_rows=8),
     "OlmoeForCausalLM": Naming(wholes=_fused_experts),
     "Phi3ForCausalLM": Naming(wholes=_phi3),
     "PhiForCausalLM": Naming(

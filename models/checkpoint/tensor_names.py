@@ -9,15 +9,19 @@ from dataclasses import replace
 
 from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
+from penstock.models.checkpoint.combined_tensors import Naming, Wholes
 from penstock.models.checkpoint.files.safetensors_header import ELEMENT_BITS, TensorEntry
-from penstock.models.checkpoint.tensor_layouts import NAMINGS, WRAPPED, Naming, Wholes
+from penstock.models.checkpoint.tensor_layouts import NAMINGS, WRAPPED
 from penstock.models.errors import ModelError
 
+EMBEDDING = "model.embed_tokens.weight"
 LAYER = re.compile(r"(model\.layers\.(\d+)\.)(.+)")
 DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Endings of tensors that old checkpoints contain although they follow from the config."""
-KV_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.([kv]_proj\.)?(k|v|kv|output)_(scale|zero_point)")
+_KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|qkv)_proj\.)?(k|v|kv|output)_(scale|zero_point)")
 """Names of the scales of a quantised KV cache, by various tools."""
+OF_KV = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+"""Beginnings of the names of tensors that only compute keys and values."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -30,8 +34,15 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         layer = LAYER.fullmatch(name)
-        if naming.has_draft_layers and layer is not None and int(layer[2]) >= spec.num_layers:
-            continue
+        if layer is not None:
+            number = _decoder_layer(spec, int(layer[2]))
+            if number is None or (naming.has_draft_layers and number >= spec.num_layers):
+                continue
+            if _is_unused(spec, number, layer[3]):
+                continue
+            name = f"model.layers.{number}.{layer[3]}"
+        elif naming.image_rows and name == EMBEDDING:
+            entry = _without_last_rows(name, entry, spec, naming.image_rows)
         for view_name, view in _views(name, entry, wholes, naming):
             if view_name in found:
                 raise ModelError(
@@ -42,6 +53,26 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
             rows = row_order(spec, view_name.rpartition(".")[0]) if view.dtype in _FLOATS else None
             found[view_name] = view if rows is None else replace(view, rows=rows)
     return found
+
+
+def _decoder_layer(spec: ModelSpec, layer: int) -> int | None:
+    """Returns the decoder's number of one of the checkpoint's layers; None if it is not part of the decoder."""
+    if layer in spec.left_out_layers:
+        return None
+    return layer - sum(left_out < layer for left_out in spec.left_out_layers)
+
+
+def _is_unused(spec: ModelSpec, layer: int, local: str) -> bool:
+    """Whether a layer's tensor is for keys and values that it takes from another one. Published checkpoints have such
+    tensors."""
+    return layer < spec.num_layers and not spec.has_kv(layer) and OF_KV.match(local) is not None
+
+
+def _without_last_rows(name: str, entry: TensorEntry, spec: ModelSpec, count: int) -> TensorEntry:
+    """Returns the embedding of the tokens that text has. Raises ModelError unless ``count`` rows follow."""
+    rows, columns = spec.vocab_size, spec.hidden_size
+    entry.check_shape(name, (rows + count, columns), "config.json")
+    return replace(entry, shape=(rows, columns), num_bytes=rows * columns * ELEMENT_BITS[entry.dtype] // 8)
 
 
 def rename_prefixes(architecture: str, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -66,15 +97,36 @@ def find_text_model(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, Tenso
     return found, len(entries) - len(found)
 
 
-def without_kv_scales(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], str]:
-    """Returns the tensors without scales of the KV cache, and a line for the log if there are any."""
-    kept = {name: entry for name, entry in entries.items() if not KV_SCALE.fullmatch(name)}
-    count = len(entries) - len(kept)
-    text = (
-        f"its {count} scales of quantised keys and values are not used: the KV cache has the type of the activations "
-        "unless --kv-cache-dtype changes it"
-    )
-    return kept, text if count else ""
+def find_kv_scales(
+    spec: ModelSpec, entries: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """Returns the tensors without those of a quantised KV cache, and its scales under the names that llm-compressor
+    gives them: ``model.layers.0.self_attn.k_scale`` and ``v_scale``. Zero points are dropped: without them, keys and
+    values divided by their scales fit into fp8 too. Raises ModelError if a scale has a wrong shape or dtype.
+    """
+    kept: dict[str, TensorEntry] = {}
+    scales: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        match = _KV_SCALE.fullmatch(name)
+        if match is None:
+            kept[name] = entry
+            continue
+        number, module, kind, part = match.groups()
+        layer = _decoder_layer(spec, int(number))
+        if part == "zero_point" or layer is None or layer >= spec.num_layers:
+            continue
+        num_heads = spec.at(layer).num_kv_heads
+        if math.prod(entry.shape) not in (1, num_heads):
+            entry.check_shape(name, (num_heads,), "config.json")
+        if entry.dtype not in _FLOATS:
+            raise ModelError(
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}: scales must be {', '.join(_FLOATS)}; download "
+                "the model's weights again"
+            )
+        # An output's scale is that of its module, and some tools have one scale for keys and values.
+        of = module or "" if kind == "output" else kind
+        scales |= {f"model.layers.{layer}.self_attn.{letter}_scale": entry for letter in "kv" if letter in of}
+    return kept, scales
 
 
 def stored_name(spec: ModelSpec, name: str) -> str:

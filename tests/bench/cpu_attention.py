@@ -80,7 +80,7 @@ class Pages:
         self.queries = rng.standard_normal((QUERY_TILE, shape.num_heads, shape.head_dim), np.float32)
         self.outputs = np.zeros_like(self.queries)
         self._attention = PagedAttention(
-            self._layout, self._memory.ctypes.data, shape.num_heads, 0, shape.head_dim**-0.5, 0, None,
+            self._layout, self._memory.ctypes.data, shape.num_heads, 0, 0, shape.head_dim**-0.5, 0, None,
             self.queries.ctypes.data, shape.num_heads * shape.head_dim,
             self.outputs.ctypes.data, shape.num_heads * shape.head_dim,
         )  # fmt: skip

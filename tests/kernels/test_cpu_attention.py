@@ -47,6 +47,8 @@ CASES = (
     Case(128, 1, 2, context=2048, num_queries=1),
     Case(64, 1, 2, context=4097, num_queries=2, window=300, sinks=True),
     Case(128, 1, 6, context=700, num_queries=18, window=5000, soft_cap=20.0, sinks=True),
+    Case(64, 1, 4, context=613, num_queries=40, window=300, chunked=True),
+    Case(32, 2, 2, context=70, num_queries=70, window=20, chunked=True),
 )
 """Every head size, ratio of heads, window; contexts on both sides of pages and splits."""
 
@@ -159,6 +161,7 @@ SAME_BITS = (
     Case(72, 3, 3, context=550, num_queries=60),
     Case(64, 1, 5, context=600, num_queries=60, window=300, sinks=True),
     Case(32, 1, 8, context=540, num_queries=60, window=16, soft_cap=20.0),
+    Case(16, 1, 4, context=640, num_queries=60, window=300, chunked=True),
 )
 
 

@@ -39,6 +39,7 @@ Array = NDArray[np.float64]
 
 VOCAB, LOGITS, HIDDEN, INNER, EXPERT_INNER = 45, 37, 50, 21, 20
 HEADS, KV_HEADS, HEAD_DIM, ROTARY = 6, 2, 18, 12
+HEAD_BYTES = 2 * 32 * LANES * 4
 WINDOWS = (0, 24, 0)
 EXPERTS, PER_TOKEN = 5, 2
 EPS, SCALE, CAP, LOGIT_CAP, EMBEDDING_SCALE = 1e-5, 0.3, 3.0, 5.0, 1.5
@@ -72,25 +73,23 @@ class Toy:
         self.frequencies = [np.float32(10) ** -np.linspace(0, 2 + i, ROTARY // 2, dtype=np.float32) for i in range(2)]
         self.table, self.norm = self.draw(VOCAB, HIDDEN), self.draw(HIDDEN)
         layers = (DecoderLayer * len(kind.windows))(*(self.layer(i) for i in range(len(kind.windows))))
-        ropes = (Rope * 2)(*(Rope(self.keep(frequencies), 1.0 + i) for i, frequencies in enumerate(self.frequencies)))
-        head_bytes = 2 * 32 * LANES * 4
-        layer_bytes = KV_HEADS * head_bytes
-        kv = KvLayout(StorageFormat.F32, KV_HEADS, HEAD_DIM, head_bytes, len(kind.windows) * layer_bytes)
-        pages = self.library.memory(NUM_BLOCKS * BLOCK // LANES * kv.page_bytes)
+        ropes = (Rope * 2)(*(Rope(self.keep(turns), 1.0 + i, ROTARY // 2) for i, turns in enumerate(self.frequencies)))
+        page_bytes = len(kind.windows) * KV_HEADS * HEAD_BYTES
+        pages = self.library.memory(NUM_BLOCKS * BLOCK // LANES * page_bytes)
         ctypes.memset(pages.address, 0xFF, pages.num_bytes)
         table = self.matrix(self.table)
         model = DecoderModel(
             kernels=ctypes.pointer(kernels), vocab_size=VOCAB, num_logits=LOGITS, hidden_size=HIDDEN,
-            intermediate_size=INNER, num_layers=len(kind.windows), num_heads=HEADS, num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM, rotary_dim=ROTARY, num_ropes=2, num_experts=EXPERTS, experts_per_token=PER_TOKEN,
+            intermediate_size=INNER, num_layers=len(kind.windows), num_heads=HEADS, num_ropes=2,
+            num_experts=EXPERTS, experts_per_token=PER_TOKEN,
             expert_size=EXPERT_INNER, normalise_experts=0, expert_activation=GemmActivation.SILU,
             expert_scale=1.0, num_groups=1, groups_per_token=1, qk_norm=QkNormKind.HEAD, gated_mlp=1,
             activation=GemmActivation.SILU, block_size=BLOCK, norm_eps=EPS, logit_scale=1.0,
             embedding_scale=EMBEDDING_SCALE, attention_scale=SCALE, attention_soft_cap=CAP, logit_soft_cap=LOGIT_CAP,
             embedding_format=StorageFormat.F32, packed_embedding=table,
             head=PackedLinear(1, (Matrix * 3)(table)), norm=Norm(self.keep(self.norm)),
-            layers=ctypes.addressof(layers), ropes=ctypes.addressof(ropes), kv=kv, pages=pages.address,
-            layer_bytes=layer_bytes,
+            layers=ctypes.addressof(layers), ropes=ctypes.addressof(ropes), pages=pages.address,
+            page_bytes=page_bytes,
         )  # fmt: skip
         self.kept += [layers, ropes, pages, model]
         self.library.loaded()
@@ -160,11 +159,16 @@ class Toy:
             mlp_post_norm=Norm(self.keep(w["n3"])),
             query_norm=Norm(self.keep(w["qn"])), key_norm=Norm(self.keep(w["kn"])), sinks=self.keep(w["sinks"]),
             window=self.kind.windows[index], rope=index % 2, qkv=self.linear([w["q"], w["k"], w["v"]]),
-            output=self.linear([w["o"]]),
+            output=self.linear([w["o"]]), has_kv=1, intermediate_size=INNER, scalar=1.0,
+            kv=KvLayout(
+                StorageFormat.F32, KV_HEADS, HEAD_DIM, HEAD_BYTES, len(self.kind.windows) * KV_HEADS * HEAD_BYTES
+            ),
+            kv_offset=index * KV_HEADS * HEAD_BYTES,
         )  # fmt: skip
         if self.kind.experts:
             experts = (PackedMlp * EXPERTS)(*mlps)
             self.kept.append(experts)
+            layer.router_norm = layer.expert_norm = layer.mlp_norm
             layer.router, layer.experts = self.linear([w["router"]]), ctypes.addressof(experts)
         else:
             layer.mlp = mlps[0]

@@ -125,14 +125,14 @@ def test_gather_kv_reads_pages_in_the_order_of_the_table():
     assert torch.equal(got[:, 1], torch.cat((pages[:, 1], pages[:, 4]), 1))
 
 
-def naive_attention(query, key, value, window, start):
+def naive_attention(query, key, value, window, start, chunked=False):
     """One row, a query and a head at a time, in fp64."""
     num_queries, num_heads, head_dim = query.shape
     group = num_heads // key.shape[1]
     out = torch.zeros_like(query, dtype=torch.float64)
     for i in range(num_queries):
         position = start + i
-        first = 0 if window is None else max(0, position - window + 1)
+        first = 0 if window is None else position // window * window if chunked else max(0, position - window + 1)
         for head in range(num_heads):
             keys = key[first : position + 1, head // group].double()
             weights = (keys @ query[i, head].double() / math.sqrt(head_dim)).softmax(0)
@@ -140,10 +140,10 @@ def naive_attention(query, key, value, window, start):
     return out
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 40])
+@pytest.mark.parametrize(("window", "chunked"), [*((window, False) for window in (None, 1, 7, 40)), (7, True)])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (8, 1)])
 @pytest.mark.parametrize("head_dim", [16, 24, 80])
-def test_paged_attention_is_the_naive_one(window, num_heads, num_kv_heads, head_dim):
+def test_paged_attention_is_the_naive_one(window, chunked, num_heads, num_kv_heads, head_dim):
     # A decode, a prompt, a chunk in the middle, a chunk of one page; pages in no order, the last ones partly filled.
     spans = [(30, 1), (0, 21), (13, 9), (16, 16)]
     pages = torch.randperm(12).tolist()
@@ -164,10 +164,12 @@ def test_paged_attention_is_the_naive_one(window, num_heads, num_kv_heads, head_
         query_spans.append((begin, begin + length))
         queries.append(query)
         tables.append(table)
-        expected.append(naive_attention(query, key, value, window, start))
+        expected.append(naive_attention(query, key, value, window, start, chunked))
     starts = [start for start, _ in spans]
     # What was never written is NaN, so a read of it would show.
-    got = paged_attention(torch.cat(queries), key_pages, value_pages, tables, query_spans, starts, window)
+    got = paged_attention(
+        torch.cat(queries), key_pages, value_pages, tables, query_spans, starts, window, chunked=chunked
+    )
     torch.testing.assert_close(got.double(), torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 

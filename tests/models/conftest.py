@@ -49,6 +49,8 @@ to bite."""
 
 UNUSUAL_ONLY_IN_WEIGHTS = (
     "gemma2-no-caps-untied-bias",
+    "gemma4-unified",
+    "llama4-two-experts",
     "qwen3-moe-sparse-windows",
     "mixtral",
     "olmo2",
@@ -140,17 +142,25 @@ class TinyModel:
         return result
 
 
+def tiny_config(config_class: str, changes: dict[str, Any]) -> Any:
+    """transformers' config of a tiny model."""
+    return getattr(transformers, config_class)(**{**SMALL, **changes})
+
+
 def build_model(
     path: Path, config_class: str, changes: dict[str, Any], head: str = "CausalLM", **saving: Any
 ) -> TinyModel:
     """Saves a random model of the class; biases and norms are random too, so that none can be left out unseen."""
-    config = getattr(transformers, config_class)(**{**SMALL, **changes})
+    config = tiny_config(config_class, changes)
     torch.manual_seed(7)
     module = getattr(transformers, f"AutoModelFor{head}").from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.ndim == 1 or name.endswith(("bias", "norm.weight")):
                 parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+        for name, buffer in module.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.normal_(mean=1.0, std=0.3)
     module.eval().save_pretrained(path, **saving)
     return TinyModel(path, module)
 
@@ -172,6 +182,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
         return made[variant]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def variant_configs() -> dict[str, dict[str, Any]]:
+    """The config.json of each variant."""
+    configs = {name: tiny_config(*variant) for name, variant in VARIANTS.items()}
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return {
+        name: {**config.to_dict(), "architectures": [known[type(config)].__name__]} for name, config in configs.items()
+    }
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))

@@ -25,6 +25,7 @@ from penstock.kernels.cpu.bindings import (
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
+Positions = NDArray[np.int64]
 Array = TypeVar("Array", Floats, Doubles)
 
 FORMATS = (StorageFormat.F32, StorageFormat.BF16, StorageFormat.INT8)
@@ -42,6 +43,7 @@ class Case:
     context: int
     num_queries: int
     window: int = 0
+    chunked: bool = False
     soft_cap: float = 0.0
     sinks: bool = False
 
@@ -52,6 +54,12 @@ class Case:
     @property
     def start(self) -> int:
         return self.context - self.num_queries
+
+    def first_seen(self, query: Positions) -> Positions:
+        """The first position that each query sees."""
+        if not self.window:
+            return query * 0
+        return query // self.window * self.window if self.chunked else np.maximum(query + 1 - self.window, 0)
 
 
 def aligned(size: int) -> Bytes:
@@ -178,16 +186,16 @@ class Sequence:
         case = self.case
         output = np.full_like(self.queries, np.nan)
         attention = PagedAttention(
-            self.layout, self.pages.ctypes.data, case.num_heads, case.window, case.head_dim**-0.5, case.soft_cap,
-            self.sinks.ctypes.data if case.sinks else None, self.queries.ctypes.data, self.queries.shape[1],
-            output.ctypes.data, output.shape[1],
+            self.layout, self.pages.ctypes.data, case.num_heads, case.window, case.chunked, case.head_dim**-0.5,
+            case.soft_cap, self.sinks.ctypes.data if case.sinks else None, self.queries.ctypes.data,
+            self.queries.shape[1], output.ctypes.data, output.shape[1],
         )  # fmt: skip
         start = case.start if row_start is None else row_start
         token = self.token + start - case.start
         row = AttentionRow(self.page_ids.ctypes.data, token, start, cuts[-1])
         scratch = aligned(self.table.attention_scratch(attention))
         for begin, end in pairwise(cuts):
-            first = max(0, begin + 1 - case.window) // SPLIT if case.window and from_first_seen else 0
+            first = int(case.first_seen(np.array(begin))) // SPLIT if from_first_seen else 0
             item = AttentionItem(0, 0, 1, begin, end, first, (end - 1) // SPLIT + 1, -1)
             for kv_head in range(0, case.kv_heads, heads):
                 item.kv_head_begin, item.kv_head_end = kv_head, min(kv_head + heads, case.kv_heads)
@@ -248,7 +256,7 @@ class Sequence:
         if case.soft_cap:
             scores = case.soft_cap * np.tanh(scores / case.soft_cap)
         query, position = np.arange(case.start, case.context)[:, None], np.arange(case.context)[None]
-        seen = (position <= query) & (position > query - (case.window or math.inf))
+        seen = (position <= query) & (position >= case.first_seen(query))
         sinks = self.sinks.reshape(case.kv_heads, case.group, 1, 1) if case.sinks else -math.inf
         weights = np.exp(np.where(seen, scores, -math.inf))
         weights /= weights.sum(-1, keepdims=True) + np.exp(sinks)

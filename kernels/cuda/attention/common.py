@@ -20,7 +20,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 BLOCK_SEQUENCES = tl.constexpr(128)
 """Sequences that a search compares at a time."""
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 """Head sizes are multiples of 8 in this range."""
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
@@ -39,9 +39,11 @@ class AttentionShape:
     """The dtype of pages: ``dtype``, or float8_e4m3fn with a scale for each KV head."""
     scale: float
     window: int | None = None
-    """A query at position p sees positions from p - window + 1 on; None: all."""
+    """A query at position p sees positions from p - window + 1 on, or from its chunk's first; None: all."""
     cap: float | None = None
     """The soft cap of scores: s becomes cap tanh(s / cap). None: no cap."""
+    chunked: bool = False
+    """Whether the window is the size of chunks, which begin at multiples of it."""
 
     def __post_init__(self) -> None:
         """Asserts that the kernels support the shape; the caller has validated the model."""
@@ -64,6 +66,11 @@ class AttentionShape:
         """The head size, padded to a power of 2 for computing."""
         return int(triton.next_power_of_2(self.head_dim))
 
+    @property
+    def window_constant(self) -> int | None:
+        """The constant WINDOW of kernels: the window, or minus the size of chunks; None: all."""
+        return -self.window if self.chunked and self.window is not None else self.window
+
     def constants(self) -> dict[str, object]:
         """The constants that every attention kernel is compiled with."""
         return {
@@ -73,7 +80,7 @@ class AttentionShape:
             "BLOCK_D": self.block_dim,
             "SCALE": self.scale,
             "CAP": self.cap,
-            "WINDOW": self.window,
+            "WINDOW": self.window_constant,
             "PRODUCT": product_dtype(self.dtype),  # of queries; keys and values are converted to it
         }
 
@@ -162,9 +169,11 @@ def find_sequence(starts, num_sequences, unit):
 
 @triton.jit
 def lowest_seen(position, WINDOW: tl.constexpr):
-    """The first position that a query at ``position`` sees."""
+    """The first position that a query at ``position`` sees. A negative WINDOW is minus the size of chunks."""
     if WINDOW is None:
         return position * 0
+    elif WINDOW < 0:
+        return position // -WINDOW * -WINDOW
     else:
         return tl.maximum(position - (WINDOW - 1), 0)
 
@@ -245,7 +254,7 @@ def attend(
         if MASKED:
             seen = positions[None, :] <= query_positions[:, None]
             if WINDOW is not None:
-                seen &= positions[None, :] > query_positions[:, None] - WINDOW
+                seen &= positions[None, :] >= lowest_seen(query_positions, WINDOW)[:, None]
             scores = tl.where(seen, scores, float("-inf"))
         # The remaining factor is applied after the mask, so that each weight is exp2 of one multiply-add, masked or
         # not.

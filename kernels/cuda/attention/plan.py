@@ -45,6 +45,8 @@ def decode_tiles(shape: AttentionShape, max_rows: int) -> DecodeTiles:
     """The sizes for a shape and at most ``max_rows`` rows per sequence and KV head."""
     wide = shape.block_dim > 128 or shape.dtype == torch.float32
     block_m = min(max(triton.next_power_of_2(max_rows), 16), 32 if wide else 64)
+    if shape.block_dim > 256:
+        return DecodeTiles(16, 16, 2, 1) if shape.dtype == torch.float32 else DecodeTiles(16, 16, 3, 2)
     if wide:
         return DecodeTiles(block_m, 32, 3, 2)
     if shape.kv_dtype == torch.float8_e4m3fn:  # half the bytes, and more registers
@@ -82,7 +84,7 @@ class DecodeShape:
             "GROUP": self.attention.group,
             "HEAD_DIM": self.attention.head_dim,
             "BLOCK_D": self.attention.block_dim,
-            "WINDOW": self.attention.window,
+            "WINDOW": self.attention.window_constant,
             "BLOCK_M": self.tiles.block_m,
             "BLOCK_N": self.tiles.block_n,
         }
@@ -159,7 +161,7 @@ def plan_variant(shape: DecodeShape) -> KernelVariant:
         {**dict.fromkeys(names, torch.int32), "num_sequences": "i32"},
         {
             "GROUP": shape.attention.group,
-            "WINDOW": shape.attention.window,
+            "WINDOW": shape.attention.window_constant,
             "MAX_QUERIES": shape.max_queries,
             "BLOCK_M": shape.tiles.block_m,
             "BLOCK_N": shape.tiles.block_n,

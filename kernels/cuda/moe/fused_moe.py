@@ -104,6 +104,8 @@ def fused_moe(
 ) -> None:
     """out_t = sum over t's experts e of p_te * (down_e(act(g) * u) + b_e), where g = gate_e(x_t), u = up_e(x_t).
 
+    If the mixture scales inputs, it is the sum of down_e(act(g) * u) + b_e, with gate_e and up_e of p_te x_t.
+
     ``x`` and ``out`` are (T, H) in the model's dtype and may be the same tensor; ``logits`` (T, E) come from the
     router. A token's experts are those of its k largest logits, and p_te is their softmax; see ``route``. Each term,
     p_te times an expert's output, is rounded to the model's dtype; terms are summed in fp32, likeliest expert first. A
@@ -129,6 +131,7 @@ def fused_moe(
         weights.gate_up,
         weights.gate_up_exponents,
         weights.gate_up_bias,
+        routes.weights if shape.mixture.scales_inputs else None,
         *routes.grouped,
         room.activations,
     )
@@ -139,7 +142,7 @@ def fused_moe(
         weights.down,
         weights.down_exponents,
         weights.down_bias,
-        routes.weights,
+        None if shape.mixture.scales_inputs else routes.weights,
         *routes.grouped,
         room.parts,
     )

@@ -141,6 +141,7 @@ def gate_up_kernel(
     weight,
     exponents,
     bias,
+    pair_weights,
     pairs,
     tiles,
     num_tiles,
@@ -158,7 +159,7 @@ def gate_up_kernel(
     PDL: tl.constexpr,
 ):
     """A program computes BLOCK_N columns of the activations of a tile's pairs, from BLOCK_N columns each of gate and
-    up."""
+    up. With ``pair_weights``, the inputs are multiplied by them."""
     await_inputs(PDL)
     made = tl.load(num_tiles)
     tile, block = _place(made, tl.cdiv(INNER, BLOCK_N))
@@ -167,13 +168,16 @@ def gate_up_kernel(
     expert = tl.load(tiles + 3 * tile).to(tl.int64)
     at = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
     live = at < tl.load(tiles + 3 * tile + 2)
-    token = tl.load(pairs + at, mask=live, other=0) // PER_TOKEN
+    pair = tl.load(pairs + at, mask=live, other=0)
+    token = pair // PER_TOKEN
 
     # Gate and up alternate, so that both values of a column are in one thread. After the last column, it is read again.
     turn = tl.arange(0, 2 * BLOCK_N)
     row = expert * (2 * INNER) + turn % 2 * INNER + tl.minimum(block * BLOCK_N + turn // 2, INNER - 1)
     left = x + token.to(tl.int64) * HIDDEN
     made = _multiplied_rows(left, live, weight, exponents, row, HIDDEN, PRODUCT, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
+    if pair_weights is not None:  # the product of the scaled input, in fp32
+        made *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
     if bias is not None:
         made += tl.load(bias + row).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(made, (BLOCK_M, BLOCK_N, 2)))
@@ -205,7 +209,7 @@ def down_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program computes BLOCK_N columns of the weighted results of a tile's pairs."""
+    """A program computes BLOCK_N columns of the results of a tile's pairs, weighted if there are ``pair_weights``."""
     await_inputs(PDL)
     made = tl.load(num_tiles)
     tile, block = _place(made, tl.cdiv(HIDDEN, BLOCK_N))
@@ -222,9 +226,10 @@ def down_kernel(
     made = _multiplied_rows(left, live, weight, exponents, row, INNER, PRODUCT, BLOCK_M, BLOCK_N, BLOCK_K)
     if bias is not None:
         made += tl.load(bias + row).to(tl.float32)[None, :]
-    result = made * tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
+    if pair_weights is not None:
+        made *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
     target = out + pair.to(tl.int64)[:, None] * HIDDEN + column[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & (column < HIDDEN)[None, :])
+    tl.store(target, made.to(out.dtype.element_ty), mask=live[:, None] & (column < HIDDEN)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["num_sequences"])
@@ -254,13 +259,12 @@ def sum_kernel(
 def _product_variant(
     kernel: object,
     shape: ExpertsShape,
-    names: tuple[str, ...],
+    is_weighted: bool,
     constants: dict[str, object],
     block_m: int,
     tiles: MoeTiles,
 ) -> KernelVariant:
-    """The variant of one of the two products; ``names`` are the tensors that are neither matrices nor part of
-    ``GROUPED``."""
+    """The variant of one of the two products. ``is_weighted``: it multiplies by the pairs' weights."""
     return KernelVariant(
         kernel,
         {
@@ -268,7 +272,7 @@ def _product_variant(
             "weight": torch.uint8 if shape.is_fp4 else shape.dtype,
             "exponents": torch.uint8 if shape.is_fp4 else None,
             "bias": shape.dtype if shape.mixture.biased else None,
-            **dict.fromkeys(names, torch.float32),
+            "pair_weights": torch.float32 if is_weighted else None,
             **dict.fromkeys(GROUPED, torch.int32),
             "out": shape.dtype,
         },
@@ -291,13 +295,13 @@ def gate_up_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> KernelVariant:
     """The variant of the first product, gate and up, with the given tiles."""
     alpha, limit = shape.clamped_gate or (None, None)
     constants = {"PER_TOKEN": shape.mixture.per_token, "ACTIVATION": shape.activation, "ALPHA": alpha, "LIMIT": limit}
-    return _product_variant(gate_up_kernel, shape, (), constants, tiles.block_m, tiles.gate_up)
+    return _product_variant(gate_up_kernel, shape, shape.mixture.scales_inputs, constants, tiles.block_m, tiles.gate_up)
 
 
 @cache
 def down_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> KernelVariant:
     """The variant of the second product, down, with the given tiles."""
-    return _product_variant(down_kernel, shape, ("pair_weights",), {}, tiles.block_m, tiles.down)
+    return _product_variant(down_kernel, shape, not shape.mixture.scales_inputs, {}, tiles.block_m, tiles.down)
 
 
 @cache

@@ -55,7 +55,7 @@ class CpuBackend(SynchronousBackend):
     def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts, num_parameters: int) -> None:
         self.facts = facts
         self.model = model
-        self._first_pages = FirstPages(pages, model.model.kv.page_bytes)
+        self._first_pages = FirstPages(pages, model.model.page_bytes)
         self._program = model.program(pages)
         self._num_logits = model.model.num_logits
         self._small_step = SMALL_STEP // num_parameters
@@ -307,7 +307,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
 def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int) -> int:
     """Returns the tokens that a step computes in about ``STEP_S``. A new request waits this long, and products are
     nearly as fast as with more tokens."""
-    per_token = 2 * max(1, spec.num_parameters - spec.vocab_size * spec.hidden_size)
+    looked_up = spec.vocab_size * spec.hidden_size
+    if spec.layer_inputs is not None:
+        looked_up += spec.layer_inputs.vocab_size * spec.layer_inputs.size * spec.num_layers
+    per_token = 2 * max(1, spec.num_parameters - looked_up)
     tokens = STEP_S * OPERATIONS_PER_S.get(instruction_set, OTHER_OPERATIONS_PER_S) * num_threads / per_token
     return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, TILE_TOKENS * math.ceil(tokens / TILE_TOKENS)))
 

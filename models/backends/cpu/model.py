@@ -22,7 +22,7 @@ from penstock.kernels.cpu.program import (
 )
 from penstock.models.architecture import spec_parts as decoder
 from penstock.models.architecture.rope import attention_factor, inverse_frequencies
-from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec import BESIDE_NORMS, ModelSpec
 from penstock.models.backends.cpu.weights import (
     ALIGNMENT,
     Packer,
@@ -39,10 +39,18 @@ from penstock.models.checkpoint.quantized_reader import QuantizationError
 from penstock.models.errors import ModelError
 
 ACTIVATIONS = {kind: GemmActivation[kind.name] for kind in decoder.Activation}
-QK_NORMS = {kind: QkNormKind[kind.name] for kind in decoder.QkNorm}
+QK_NORMS = {
+    decoder.QkNorm.NONE: QkNormKind.NONE,
+    decoder.QkNorm.HEAD: QkNormKind.HEAD,
+    decoder.QkNorm.EACH_HEAD: QkNormKind.EACH_HEAD,
+    decoder.QkNorm.ALL: QkNormKind.ALL,
+    decoder.QkNorm.UNWEIGHTED: QkNormKind.HEAD,
+}
 
 EMBEDDING = "model.embed_tokens.weight"
 POSITIONS = "model.embed_positions.weight"
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+LAYER_PROJECTION = "model.per_layer_model_projection"
 HEAD = "lm_head.weight"
 ROUTER = "mlp.gate"
 SHARED_GATE = "mlp.shared_expert_gate"
@@ -81,19 +89,28 @@ class CpuModel:
         return self.library.program(self.model)
 
 
-def kv_layout(spec: ModelSpec, format: StorageFormat) -> KvLayout:
-    """Returns the layout of one layer's page, drawn in ``csrc/core/kernel_table.h``. All layers' pages of the same
-    tokens are adjacent, so that fresh memory is first used evenly over time, not for all layers at once."""
-    padded = -(-spec.head_dim // LANES) * LANES
-    section = padded * LANES * ELEMENT_BYTES[format]
-    head_bytes = 2 * section + (2 * LANES * 4 if format is StorageFormat.INT8 else 0)
-    page_bytes = spec.num_layers * spec.num_kv_heads * head_bytes
-    return KvLayout(format, spec.num_kv_heads, spec.head_dim, head_bytes, page_bytes)
+def kv_layouts(spec: ModelSpec, format: StorageFormat) -> list[tuple[KvLayout, int]]:
+    """Returns the layout of each layer's page, drawn in ``csrc/core/kernel_table.h``, and its offset from the page of
+    the first layer. A layer without keys of its own has the page of another one. All layers' pages of the same tokens
+    are adjacent, so that fresh memory is first used evenly over time, not for all layers at once."""
+    scales = 2 * LANES * 4 if format is StorageFormat.INT8 else 0
+    specs = [spec.at(layer) for layer in range(spec.num_layers)]
+    heads = [2 * (-(-sizes.head_dim // LANES) * LANES) * LANES * ELEMENT_BYTES[format] + scales for sizes in specs]
+    offsets: list[int] = []
+    page_bytes = 0
+    for layer, sizes in enumerate(specs):
+        offsets.append(page_bytes if spec.has_kv(layer) else offsets[spec.kv_sources[layer]])
+        page_bytes += sizes.num_kv_heads * heads[layer] if spec.has_kv(layer) else 0
+    return [
+        (KvLayout(format, sizes.num_kv_heads, sizes.head_dim, head_bytes, page_bytes), offset)
+        for sizes, head_bytes, offset in zip(specs, heads, offsets, strict=True)
+    ]
 
 
 def block_bytes(spec: ModelSpec, format: StorageFormat, block_size: int) -> int:
     """Returns the size of a block of ``block_size`` tokens, a multiple of 16, in all layers."""
-    return int(kv_layout(spec, format).page_bytes) * (block_size // LANES)
+    [(layout, _), *_] = kv_layouts(spec, format)
+    return int(layout.page_bytes) * (block_size // LANES)
 
 
 def max_weight_bytes(
@@ -104,7 +121,7 @@ def max_weight_bytes(
     for name, shape in spec.tensors():
         if len(shape) == 1:
             total += 4 * shape[0]
-        elif name == EMBEDDING and not spec.tied_embeddings:
+        elif name == LAYER_EMBEDDING or (name == EMBEDDING and not spec.tied_embeddings):
             total += math.prod(shape) * ELEMENT_BYTES[formats.table]
         elif name == POSITIONS:
             total += math.prod(shape) * 4
@@ -134,9 +151,12 @@ def load_model(
     """Packs the weights into ``max_bytes``, the result of ``max_weight_bytes``. Raises ModelError and MemoryError."""
     memory = library.memory(max_bytes)
     packer = Packer(library, kernels, tensors, formats.weights, memory.address, memory.address + memory.num_bytes)
-    ropes = list(dict.fromkeys(spec.ropes))
+    ropes = list(dict.fromkeys(_rotations(spec)))
     rope_array = (Rope * len(ropes))(
-        *(Rope(packer.keep(inverse_frequencies(rope, spec.rotary_dim)), attention_factor(rope)) for rope in ropes)
+        *(
+            Rope(packer.keep(inverse_frequencies(rope, rotary_dim)), attention_factor(rope), rotary_dim // 2)
+            for rope, rotary_dim in ropes
+        )
     )
     hidden, vocab = spec.hidden_size, spec.vocab_size
     # The largest matrices go first: while a matrix is packed, its file's pages count as this process's memory.
@@ -146,11 +166,20 @@ def load_model(
     table = packer.table(EMBEDDING, (vocab, hidden), wide) if spec.has_table else None
     positions = spec.position_table
     position_table = packer.table(POSITIONS, (positions.num_rows, hidden), True) if positions else None
-    experts: list[object] = []
-    layers = (DecoderLayer * spec.num_layers)(
-        *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
-    )
     model = _without_weights(spec, formats, num_logits, block_size)
+    if spec.layer_inputs is not None:
+        columns, size = spec.num_layers * spec.layer_inputs.size, spec.layer_inputs.size
+        model.input_embedding = packer.table(LAYER_EMBEDDING, (spec.layer_inputs.vocab_size, columns), wide)
+        model.input_linear = packer.linear([LAYER_PROJECTION], [columns], hidden, False)
+        model.input_linear_norm = Norm(packer.vector("model.per_layer_projection_norm.weight", size, spec.norm_offset))
+    experts: list[object] = []
+    layouts, rotations = kv_layouts(spec, formats.kv), _rotations(spec)
+    layers = (DecoderLayer * spec.num_layers)(
+        *(_layer(packer, spec.at(index), index, experts) for index in range(spec.num_layers))
+    )
+    for index, (layout, offset) in enumerate(layouts):
+        layers[index].kv, layers[index].kv_offset = layout, offset
+        layers[index].rope = ropes.index(rotations[index])
     model.kernels = ctypes.pointer(kernels)
     model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
     model.position_table, model.position_offset = position_table, positions.offset if positions else 0
@@ -167,7 +196,7 @@ def load_model(
 
 def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, block_size: int) -> DecoderModel:
     """Returns a model's sizes and constants, without an address of a weight."""
-    kv = kv_layout(spec, formats.kv)
+    inputs = spec.layer_inputs
     return DecoderModel(
         **_expert_fields(spec),
         vocab_size=spec.vocab_size,
@@ -176,28 +205,36 @@ def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, 
         intermediate_size=spec.intermediate_size,
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        rotary_dim=spec.rotary_dim,
         qk_norm=QK_NORMS[spec.qk_norm],
         qk_norm_is_last=spec.qk_norm_is_last,
         activation=ACTIVATIONS[spec.activation],
         gated_mlp=spec.gated_mlp,
         layer_norms=spec.norm_kind is decoder.NormKind.LAYER,
         parallel_layers=spec.is_parallel,
+        chunked_windows=spec.chunked_windows,
         query_scaling_positions=spec.query_scaling.original_max_positions if spec.query_scaling else 0,
+        query_scaling_shift=spec.query_scaling.shift if spec.query_scaling else 0,
         query_scaling_beta=spec.query_scaling.beta if spec.query_scaling else 0.0,
         block_size=block_size,
         norm_eps=spec.norm_eps,
-        embedding_scale=_rounded(spec.embedding_scale, formats),
+        embedding_scale=_rounded(spec.embedding_scale, formats)
+        if spec.rounds_embedding_scale
+        else spec.embedding_scale,
+        input_size=inputs.size if inputs else 0,
+        input_vocab_size=inputs.vocab_size if inputs else 0,
+        input_embedding_scale=_rounded(math.sqrt(inputs.size), formats) if inputs else 0.0,
         attention_scale=spec.attention_scale,
         attention_soft_cap=spec.attention_soft_cap or 0.0,
         logit_scale=spec.logit_scale,
         logit_soft_cap=spec.logit_soft_cap or 0.0,
         embedding_format=formats.table,
-        kv=kv,
-        layer_bytes=kv.kv_heads * kv.head_bytes,
+        page_bytes=kv_layouts(spec, formats.kv)[0][0].page_bytes,
     )
+
+
+def _rotations(spec: ModelSpec) -> list[tuple[decoder.Rope, int]]:
+    """The rope of each layer, and the number of dimensions that it rotates."""
+    return [(rope, spec.at(layer).rotary_dim) for layer, rope in enumerate(spec.ropes)]
 
 
 def _expert_fields(spec: ModelSpec) -> dict[str, object]:
@@ -214,40 +251,41 @@ def _expert_fields(spec: ModelSpec) -> dict[str, object]:
         "num_groups": experts.num_groups,
         "groups_per_token": experts.groups_per_token,
         "expert_scale": experts.scale,
+        "scales_expert_inputs": experts.scales_inputs,
         "expert_activation": ACTIVATIONS[spec.activation] if experts.gate is None else GemmActivation.CLAMPED,
         "gate_alpha": experts.gate.alpha if experts.gate else 0.0,
         "gate_limit": experts.gate.limit if experts.gate else 0.0,
     }
 
 
-def _norm(packer: Packer, spec: ModelSpec, name: str | None) -> Norm:
-    """Packs a norm of hidden states, or none."""
+def _norm(packer: Packer, spec: ModelSpec, name: str | None, factor: float = 1.0) -> Norm:
+    """Packs a norm of hidden states, whose weight is multiplied by ``factor``, or none."""
     if name is None:
         return Norm()
     hidden, parts = spec.hidden_size, spec.norm_parts
     weight = (
-        packer.vector(f"{name}.weight", hidden, spec.norm_offset)
+        packer.vector(f"{name}.weight", hidden, spec.norm_offset, factor)
         if "weight" in parts
         else packer.keep(np.ones(hidden, np.float32))
     )
     return Norm(weight, packer.vector(f"{name}.bias", hidden) if "bias" in parts else None)
 
 
-def _layer(
-    packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope], experts: list[object]
-) -> DecoderLayer:
+def _layer(packer: Packer, spec: ModelSpec, index: int, experts: list[object]) -> DecoderLayer:
+    """Packs a layer. ``spec`` has its sizes."""
     prefix = f"model.layers.{index}."
     attention, hidden = f"{prefix}self_attn.", spec.hidden_size
     norms = [_norm(packer, spec, name and prefix + name) for name in spec.layer_norms]
     if spec.norm_placement is decoder.NormPlacement.PARALLEL:
         norms[2] = norms[0]
     qk_norms = [Norm(), Norm()]
-    if spec.qk_norm is not decoder.QkNorm.NONE:
-        qk_norms = [
-            Norm(packer.vector(f"{attention}{name}.weight", shape, spec.norm_offset))
-            for name, shape in zip(("q_norm", "k_norm"), spec.qk_norm_shapes, strict=True)
-        ]
-    qkv = [f"{attention}{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    if spec.qk_norm is decoder.QkNorm.UNWEIGHTED and spec.norms_qk(index):
+        qk_norms = [Norm(packer.keep(np.ones(spec.head_dim, np.float32)))] * 2
+    elif spec.norms_qk(index):
+        for which, name in enumerate(("q_norm", "k_norm") if spec.has_kv(index) else ("q_norm",)):
+            shape = spec.qk_norm_shapes[which]
+            qk_norms[which] = Norm(packer.vector(f"{attention}{name}.weight", shape, spec.norm_offset))
+    qkv = {f"{attention}{name}": rows for name, rows in spec.qkv_rows(index).items()}
     layer = DecoderLayer(
         attention_norm=norms[0],
         attention_post_norm=norms[1],
@@ -255,16 +293,42 @@ def _layer(
         mlp_post_norm=norms[3],
         query_norm=qk_norms[0],
         key_norm=qk_norms[1],
+        value_norm=Norm(packer.keep(np.ones(spec.head_dim, np.float32))) if spec.value_norm else Norm(),
         sinks=packer.vector(f"{attention}sinks", spec.num_heads) if spec.sinks else None,
         window=spec.windows[index] or 0,
-        rope=ropes.index(spec.ropes[index]),
-        qkv=packer.linear(qkv, [spec.query_size, spec.kv_size, spec.kv_size], spec.qkv_columns, spec.qkv_bias),
+        scales_queries=spec.scales_queries(index),
+        has_kv=spec.has_kv(index),
+        values_are_keys=spec.values_are_keys(index),
+        intermediate_size=spec.intermediate_size,
+        qkv=packer.linear(list(qkv), list(qkv.values()), spec.qkv_columns, spec.qkv_bias),
         output=packer.linear([f"{attention}o_proj"], [hidden], spec.query_size, spec.output_bias),
+        router_norm=norms[2],
+        expert_norm=norms[2],
+        scalar=packer.number(f"{prefix}layer_scalar") if spec.layer_scalars else 1.0,
     )
-    if spec.experts is None or not spec.has_experts(index):
+    if spec.layer_inputs is not None:
+        size = spec.layer_inputs.size
+        layer.input_gate = packer.linear([f"{prefix}per_layer_input_gate"], [size], hidden, False)
+        layer.input_projection = packer.linear([f"{prefix}per_layer_projection"], [hidden], size, False)
+        layer.input_norm = _norm(packer, spec, f"{prefix}post_per_layer_input_norm")
+    if spec.experts is None or not spec.has_experts(index) or spec.experts.beside_mlp:
         layer.mlp = _mlp(packer, f"{prefix}mlp.", hidden, spec.intermediate_size, spec.mlp_bias, spec.gated_mlp)
-        return layer
-    kinds = spec.experts
+    if spec.experts is not None and spec.has_experts(index):
+        _add_experts(packer, spec, spec.experts, prefix, layer, experts)
+    return layer
+
+
+def _add_experts(
+    packer: Packer, spec: ModelSpec, kinds: decoder.Experts, prefix: str, layer: DecoderLayer, experts: list[object]
+) -> None:
+    """Packs a layer's experts and its router."""
+    hidden = spec.hidden_size
+    if kinds.beside_mlp:
+        layer.router_norm, layer.expert_norm, layer.expert_post_norm, layer.mlp_inner_norm = (
+            _norm(packer, spec, prefix + name, factor)
+            for name, factor in zip(BESIDE_NORMS, (hidden**-0.5, 1.0, 1.0, 1.0), strict=True)
+        )
+        layer.expert_scales = packer.vector(f"{prefix}{ROUTER}.per_expert_scale", kinds.num_experts)
     # In float32: the router's choice depends on small differences, and the cost is negligible.
     layer.router = packer.linear([prefix + ROUTER], [kinds.num_experts], hidden, kinds.biased, format=StorageFormat.F32)
     if kinds.selection_bias:
@@ -287,7 +351,6 @@ def _layer(
             )
     experts.append(array)
     layer.experts = ctypes.addressof(array)
-    return layer
 
 
 def _mlp(packer: Packer, prefix: str, hidden: int, inner: int, biased: bool, gated: bool = True) -> PackedMlp:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import LANES, Kernels, Matrix, StorageFormat
 from penstock.kernels.cpu.program import ElementType, Library, PackedLinear
+from penstock.models.architecture.spec import ONES
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
@@ -78,13 +79,12 @@ class DummyTensors:
         return None
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
-        if len(shape) == 2 and not name.endswith("norm.weight"):
+        ones = name.endswith(ONES)
+        if len(shape) == 2 and not ones:
             drawn = self._generator.standard_normal(shape, dtype=np.float32)
             drawn *= np.float32(0.02)
             return Rows(drawn, ElementType.F32)
-        return Rows(
-            np.full((1, *shape)[-2:], 1.0 if name.endswith("norm.weight") else 0.0, dtype=np.float32), ElementType.F32
-        )
+        return Rows(np.full((1, *shape)[-2:], 1.0 if ones else 0.0, dtype=np.float32), ElementType.F32)
 
     def done(self) -> None:
         """Does nothing: no data is kept."""
@@ -108,11 +108,15 @@ class Packer:
     kept: list[NDArray[np.generic]] = field(default_factory=list)
     """Arrays that the library reads in place."""
 
-    def vector(self, name: str, shape: int | tuple[int, ...], offset: float = 0.0) -> int:
+    def vector(self, name: str, shape: int | tuple[int, ...], offset: float = 0.0, factor: float = 1.0) -> int:
         """Returns the address of a vector, or of vectors one after another, in float32, with ``offset`` added to each
-        entry."""
+        entry, which is then multiplied by ``factor``."""
         floats = self._floats(name, shape if isinstance(shape, tuple) else (shape,))
-        return self.keep(floats + np.float32(offset))
+        return self.keep((floats + np.float32(offset)) * np.float32(factor))
+
+    def number(self, name: str) -> float:
+        """Returns the only entry of a tensor."""
+        return float(self._floats(name, (1,))[0, 0])
 
     def keep(self, array: NDArray[np.generic]) -> int:
         self.kept.append(np.ascontiguousarray(array))

@@ -21,15 +21,16 @@ from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Finish, context_of, shared_facts
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
+from penstock.models.backends.cuda.kv_scales import read_kv_scales
 from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
 from penstock.models.backends.cuda.model import CudaModel, Hidden
+from penstock.models.backends.cuda.pages import DevicePages
 from penstock.models.backends.cuda.rows import CudaRows
 from penstock.models.backends.cuda.sampler import CudaSampler
 from penstock.models.backends.cuda.shapes import max_drafts, shape_of
 from penstock.models.backends.cuda.step_io import Size, StepInputs, StepOutputs
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
-from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.device import torch_device
 from penstock.models.backends.torch_common.fp4_experts import has_fp4_experts, stored_fp4_bytes
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
@@ -205,8 +206,12 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
     if config.block_size != PAGE_SLOTS:
         return f"--block-size is {config.block_size}, and pages hold {PAGE_SLOTS} tokens: give that"
-    if spec.head_dim % 8 or not MIN_HEAD_DIM <= spec.head_dim <= MAX_HEAD_DIM:
-        return f"its heads have {spec.head_dim} dimensions, and this backend runs multiples of 8 from 16 to 256"
+    for size in {spec.at(layer).head_dim for layer in range(spec.num_layers)}:
+        if size % 8 or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return (
+                f"its heads have {size} dimensions, and this backend runs multiples of 8 from {MIN_HEAD_DIM} to "
+                f"{MAX_HEAD_DIM}"
+            )
     if min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size) > MAX_VOCAB:
         return f"its vocabulary has {spec.vocab_size} tokens, and this backend samples from up to {MAX_VOCAB}"
     if config.kv_cache_dtype not in ("auto", *KV_DTYPES):
@@ -241,6 +246,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         logger.info("%s: the weights' relative error is %.2f %%", at_load, 100 * linears.error.relative)
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    block_bytes = spec.kv_bytes_per_token(kv_dtype.itemsize) * PAGE_SLOTS
+    # The memory of steps depends on the context, which depends on what that memory leaves to the KV cache.
+    most_blocks = num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel)
+    max_model_len = context_of(config, spec, most_blocks)
     shape = shape_of(
         spec,
         dtype,
@@ -256,21 +265,23 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     )
     memory = StepMemory(shape, device)
     linears.take_room(dtype, shape.max_tokens)
-    pages = _take_pages(config, spec, kv_dtype, max_model_len, device, parallel)
-    by_block = pages.movedim(1, 0)
-    host_pages = take_host_pages(config, [by_block], by_block[0].nbytes, pages.nbytes)
+    num_blocks = min(most_blocks, num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel))
+    with allocated(num_blocks, device):
+        pages = DevicePages.allocate(spec, num_blocks, kv_dtype, device)
+    host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
     facts = WorkerFacts(
-        **shared_facts(config, info, pages.shape[1], default_budget=MAX_BATCHED_TOKENS),
+        **shared_facts(config, info, num_blocks, default_budget=MAX_BATCHED_TOKENS),
         backend="cuda",
         dtype=dtype_name,
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else dtype_name,
         quantization=quantization,
-        kv_bytes=pages.nbytes,
+        kv_bytes=pages.num_bytes,
         weight_bytes=weights.num_bytes,
         num_host_blocks=host_pages.num_slots,
         copy_us_per_block=host_pages.measure_copy_us(),
     )
-    model = CudaModel(spec, weights, pages, shape, parallel, linears, config.feature_layers)
+    kv_scales = read_kv_scales(info, parallel, device) if kv_dtype == torch.float8_e4m3fn else None
+    model = CudaModel(spec, weights, pages.of_layers, shape, parallel, linears, config.feature_layers, kv_scales)
     return CudaBackend(spec, model, memory, host_pages, facts)
 
 
@@ -290,15 +301,3 @@ def weight_bytes(config: WorkerConfig, info: CheckpointInfo, num_logits: int, dt
             if stored is not None:
                 total += stored - math.prod(shape) * dtype.itemsize
     return total
-
-
-def _take_pages(
-    config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, device: torch.device,
-    parallel: TensorParallel,
-) -> Tensor:  # fmt: skip
-    """Allocates the KV cache: (layers, blocks, 2, KV heads, 16, head size)."""
-    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * PAGE_SLOTS
-    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel)
-    shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, PAGE_SLOTS, spec.head_dim)
-    with allocated(num_blocks, device):
-        return torch.empty(shape, dtype=dtype, device=device)

@@ -3,7 +3,7 @@
 Nothing here waits for the device or reads from it, so that a CUDA graph can capture all of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,10 +36,12 @@ from penstock.models.backends.torch_common.weights import (
     Layer,
     LayerWeights,
     Mlp,
+    MlpBesideExperts,
     RmsNorm,
     SharedWholeNorm,
     Weights,
     WholeNorm,
+    scale_of_embeddings,
     unchanged,
 )
 
@@ -73,13 +75,16 @@ class CudaModel:
         self,
         spec: ModelSpec,
         weights: Weights,
-        pages: Tensor,
+        pages: Sequence[Tensor],
         shape: ModelShape,
         parallel: TensorParallel,
         linears: CudaLinears,
         feature_layers: tuple[int, ...] = (),
+        kv_scales: Sequence[Tensor] | None = None,
     ) -> None:
-        """Everything is the rank's part. ``pages`` is (layers, pages, 2, K, 16, D)."""
+        """Everything is the rank's part. ``pages`` are those that each layer attends to, (pages, 2, K, 16, D).
+        ``kv_scales``, for pages in fp8, has (2, K) in fp32 for each layer: the scales of the keys and of the values
+        that it attends to; None: all are 1."""
         self._spec = spec
         self._feature_layers = feature_layers
         self._parallel = parallel
@@ -87,25 +92,33 @@ class CudaModel:
         self._num_logits = shape.num_logits or shape.vocab_size
         self._weights = weights
         self.embedding = weights.embedding
-        self.device = pages.device
+        self.device = weights.embedding.device
         self._dtype = weights.embedding.dtype
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self._dtype, device=self.device)
+        self._embedding_scale = scale_of_embeddings(spec, self._dtype, self.device)
+        self._specs = [spec.at(layer) for layer in range(spec.num_layers)]
+        """The spec with each layer's sizes."""
+        rotations = {(rope, sizes.rotary_dim) for rope, sizes in zip(spec.ropes, self._specs, strict=True)}
+        if spec.qk_norm_is_last:
+            rotations.add((NoRope(), spec.rotary_dim))
         self._cos_sin_tables = {
-            rope: cos_sin_tables(rope, spec.rotary_dim, shape.max_pages * shape.slots, self.device)
-            for rope in {*spec.ropes, *((NoRope(),) if spec.qk_norm_is_last else ())}
+            (rope, rotary_dim): cos_sin_tables(rope, rotary_dim, shape.max_pages * shape.slots, self.device)
+            for rope, rotary_dim in rotations
         }
-        self._attention: dict[int | None, list[WindowAttention]] = {window: [] for window in shape.windows}
+        self._attention: dict[int | None, list[WindowAttention]] = {window: [] for window in spec.windows}
         for decode in shape.attention():
             self._attention[decode.attention.window].append(_attention(decode, shape.max_sequences, self.device))
         self._mixture: tuple[ExpertsShape, ExpertsWorkspace] | None = None
         if shape.experts is not None:
             experts = ExpertsShape.of(shape)
             self._mixture = experts, ExpertsWorkspace.allocate(experts, shape.max_tokens, self.device)
-        ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=self.device)
+            _fold_expert_scales(weights)
         none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
+        if kv_scales is None:
+            kv_scales = [torch.ones(2, page.shape[2], dtype=torch.float32, device=self.device) for page in pages]
         self._kv = [
-            PagedKV(page, ones, ones, none if layer.sinks is None else layer.sinks.float())
-            for page, layer in zip(pages, weights.layers, strict=True)
+            # Copies, since kernels need addresses that are aligned.
+            PagedKV(page, scales[0].clone(), scales[1].clone(), none if layer.sinks is None else layer.sinks.float())
+            for page, scales, layer in zip(pages, kv_scales, weights.layers, strict=True)
         ]
 
     def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Hidden:
@@ -119,16 +132,20 @@ class CudaModel:
             # Tokens that pad a graph may have positions past the table.
             places = (step.positions + spec.position_table.offset).clamp(max=spec.position_table.num_rows - 1)
             x = x + functional.embedding(places, weights.positions)
+        inputs = None if weights.layer_inputs is None else weights.layer_inputs(step.token_ids, x)
         features = x.new_empty(len(x), len(self._feature_layers), spec.hidden_size)
-        query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
+        head_dims = {sizes.head_dim for sizes in self._specs}
+        queries = {head_dim: x.new_empty(len(x), spec.num_heads, head_dim) for head_dim in head_dims}
         # Attention writes nothing for tokens without a sequence, which pad a graph: their zeros remain.
-        mixed = torch.zeros_like(query)
+        outputs = {head_dim: torch.zeros_like(query) for head_dim, query in queries.items()}
         delta: Tensor | None = None
         after: Layer | None = None
         for index, layer in enumerate(weights.layers):
             y = self._normed(x, delta, after, layer.before_attention)
             if index in self._feature_layers:
                 features[:, self._feature_layers.index(index)] = x
+            head_dim = self._specs[index].head_dim
+            query, mixed = queries[head_dim], outputs[head_dim]
             self._write_kv(index, layer, y, step.positions, step.slots, query)
             self._attend(index, query, rows, attention[spec.windows[index]], mixed, longest)
             delta = layer.output(mixed.flatten(1))
@@ -139,8 +156,12 @@ class CudaModel:
                 self._parallel.all_reduce(delta)
                 y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
                 delta = self._mlp(layer.mlp, y, step.query_starts)
-            self._parallel.all_reduce(delta)
+            if not isinstance(layer.mlp, MlpBesideExperts):
+                self._parallel.all_reduce(delta)
             after = layer.after_mlp
+            if layer.inputs is not None or layer.scalar is not None:
+                self._end_layer(layer, x, delta, None if inputs is None else inputs[:, index])
+                delta, after = None, None
         return Hidden(self._normed(x, delta, after, weights.norm), features)
 
     def changes(self) -> list[int]:
@@ -191,23 +212,32 @@ class CudaModel:
         )
         return y
 
+    def _end_layer(self, layer: LayerWeights, x: Tensor, delta: Tensor, inputs: Tensor | None) -> None:
+        """Computes the rest of a layer that changes its output after the MLP's is added, in place."""
+        self._normed(x, delta, layer.after_mlp, unchanged)
+        if layer.inputs is not None and inputs is not None:
+            self._normed(x, layer.inputs.delta(x, inputs), layer.inputs.norm, unchanged)
+        if layer.scalar is not None:
+            x *= layer.scalar
+
     def _write_kv(
         self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, slots: Tensor, query: Tensor
     ) -> None:
         """Computes queries (T, H, D) from (T, columns of qkv), and writes keys and values to their pages."""
-        spec, kv = self._spec, self._kv[index]
+        spec, kv = self._specs[index], self._kv[index]
+        has_kv = spec.has_kv(index)
         qkv: Tensor = layer.qkv(x)
-        tables = self._cos_sin_tables[spec.ropes[index]]
+        tables = self._cos_sin_tables[spec.ropes[index], spec.rotary_dim]
         rotated = qkv[:, : spec.query_size + spec.kv_size]
         norm = None
         match layer.qk_norm:
             case HeadNorm(RmsNorm(weight, eps)) if spec.qk_norm is QkNorm.HEAD and not spec.qk_norm_is_last:
-                norm = (weight[0], weight[spec.num_heads], eps)
+                norm = (weight[0], weight[-1], eps)
             case HeadNorm() as norm_of_heads if spec.qk_norm_is_last:
                 # Rotated and normed here, so that the kernel only stores them.
                 heads = rotate(rotated.view(len(rotated), -1, spec.head_dim), *(table[positions] for table in tables))
                 rotated.copy_(norm_of_heads(heads.flatten(1)))
-                tables = self._cos_sin_tables[NoRope()]
+                tables = self._cos_sin_tables[NoRope(), spec.rotary_dim]
             case HeadNorm() as norm_of_heads:
                 rotated.copy_(norm_of_heads(rotated))
             case WholeNorm(query_norm, key_norm):
@@ -224,11 +254,13 @@ class CudaModel:
             positions,
             slots,
             query,
-            kv.pages,
+            kv.pages if has_kv else None,
             norm=norm,
-            scales=(kv.key_scales, kv.value_scales) if kv.pages.dtype == torch.float8_e4m3fn else None,
+            scales=(kv.key_scales, kv.value_scales) if has_kv and kv.pages.dtype == torch.float8_e4m3fn else None,
+            value_eps=spec.norm_eps if has_kv and spec.value_norm else None,
+            values_are_keys=has_kv and spec.values_are_keys(index),
         )
-        if spec.query_scaling is not None:
+        if spec.query_scaling is not None and spec.scales_queries(index):
             query *= query_scales(spec.query_scaling, positions)[:, None, None].to(query.dtype)
 
     def _attend(
@@ -250,6 +282,12 @@ class CudaModel:
         """(T, hidden) -> (T, hidden)."""
         if isinstance(mlp, ExpertMlp):
             return self._experts(mlp, x, query_starts)
+        if isinstance(mlp, MlpBesideExperts):
+            before_mlp, before_experts, before_router = (
+                self._normed(x, None, None, norm) for norm in (mlp.before_mlp, mlp.before_experts, mlp.before_router)
+            )
+            chosen = self._experts(mlp.experts, before_experts, query_starts, before_router)
+            return mlp.joined(self._mlp(mlp.mlp, before_mlp, query_starts), chosen)
         assert isinstance(mlp, Mlp)
         if not self._spec.gated_mlp:
             return mlp(x)
@@ -258,20 +296,27 @@ class CudaModel:
         gated_activation(gate_up, ACTIVATION_NAMES[self._spec.activation], inner)
         return mlp.down(inner)
 
-    def _experts(self, mlp: ExpertMlp, x: Tensor, query_starts: Tensor) -> Tensor:
+    def _experts(self, mlp: ExpertMlp, x: Tensor, query_starts: Tensor, routed_by: Tensor | None = None) -> Tensor:
+        """(T, hidden) -> (T, hidden). ``routed_by`` is the input of the router, if it is not that of the experts."""
         assert self._mixture is not None
         shape, room = self._mixture
         weights = ExpertsWeights(
             mlp.gate_up, mlp.down, mlp.gate_up_bias, mlp.down_bias, mlp.gate_up_exponents, mlp.down_exponents
         )
         out = torch.zeros_like(x)  # tokens without a sequence get nothing
-        logits, factor = self._route(mlp, x)
-        fused_moe(shape, x, logits, weights, query_starts, room, out)
-        return mlp.add_shared(x, out if factor is None else out * factor)
+        logits, factor = self._route(mlp, x if routed_by is None else routed_by)
+        if factor is None:
+            fused_moe(shape, x, logits, weights, query_starts, room, out)
+        elif mlp.scales_inputs:
+            fused_moe(shape, x * factor, logits, weights, query_starts, room, out)
+        else:
+            fused_moe(shape, x, logits, weights, query_starts, room, out)
+            out *= factor
+        return mlp.add_shared(x, out)
 
     def _route(self, mlp: ExpertMlp, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns logits (T, E) whose softmax over the largest ones is that of the experts' factors, and what the
-        experts' sum has to be multiplied by."""
+        experts' sum, or their input, has to be multiplied by."""
         logits: Tensor = mlp.router(x)
         assert self._spec.experts is not None
         if self._spec.experts.scoring is Scoring.SOFTMAX:
@@ -279,8 +324,19 @@ class CudaModel:
         chosen, factors = mlp.choose(logits)
         total = factors.sum(-1, keepdim=True)
         least = torch.finfo(logits.dtype).min
-        routed = torch.full_like(logits, least).scatter_(-1, chosen, (factors / total).log().to(logits.dtype))
+        # Sigmoids may all be zero.
+        tiny = torch.finfo(factors.dtype).tiny
+        shares = (factors / total.clamp(min=tiny)).clamp(min=tiny).log()
+        routed = torch.full_like(logits, least).scatter_(-1, chosen, shares.to(logits.dtype))
         return routed, total.to(x.dtype)
+
+
+def _fold_expert_scales(weights: Weights) -> None:
+    """Multiplies the experts' outputs by their factors, which the kernels do not have."""
+    for layer in weights.layers:
+        if isinstance(layer.mlp, MlpBesideExperts) and layer.mlp.experts.scales is not None:
+            down = layer.mlp.experts.down
+            down.copy_(down * layer.mlp.experts.scales[:, None, None])
 
 
 def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> WindowAttention:

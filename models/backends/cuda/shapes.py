@@ -1,5 +1,7 @@
 """The properties of a loaded model that its kernels are compiled for."""
 
+from dataclasses import replace
+
 import torch
 
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
@@ -15,12 +17,13 @@ def shape_of(
     max_tokens: int, *, deterministic: bool, max_drafts: int = 0, has_fp4_experts: bool = False,
 ) -> ModelShape:  # fmt: skip
     """Returns the shape whose ``ahead.variants`` the backend launches."""
-    experts = spec.experts
-    has_mlp = spec.gated_mlp and (experts is None or not all(experts.layers))
+    experts, inputs = spec.experts, spec.layer_inputs
+    is_beside = experts is not None and experts.beside_mlp
+    has_mlp = spec.gated_mlp and (experts is None or is_beside or not all(experts.layers))
     # Other norms are computed in plain torch.
     has_norms = spec.norm_kind is NormKind.RMS
     norms_heads = has_norms and spec.qk_norm is QkNorm.HEAD and not spec.qk_norm_is_last
-    return ModelShape(
+    shape = ModelShape(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size if has_mlp else None,
         clamped_gate=None if experts is None or experts.gate is None else (experts.gate.alpha, experts.gate.limit),
@@ -41,7 +44,13 @@ def shape_of(
         norms_heads=norms_heads,
         norms_queries=spec.qk_norm is QkNorm.ALL,
         activation=ACTIVATION_NAMES[spec.activation],
+        norms_values=spec.value_norm,
+        input_size=0 if inputs is None else inputs.size,
+        inputs_of_layers=0 if inputs is None else inputs.size * spec.num_layers,
+        ends_layers=inputs is not None or spec.layer_scalars,
+        has_mlp_beside_experts=is_beside,
         windows=tuple(dict.fromkeys(spec.windows)),
+        chunked_windows=spec.chunked_windows,
         attention_scale=spec.attention_scale,
         cap=spec.attention_soft_cap,
         dtype=dtype,
@@ -53,6 +62,28 @@ def shape_of(
         max_tokens=max_tokens,
         max_drafts=max_drafts,
         deterministic=deterministic,
+    )
+    first, *others = dict.fromkeys(_kind_of(spec, layer, shape) for layer in range(spec.num_layers))
+    # Kinds that differ only in their window are one.
+    kinds: dict[ModelShape, tuple[int | None, ...]] = {replace(kind, windows=()): () for kind in (first, *others)}
+    for kind in (first, *others):
+        kinds[replace(kind, windows=())] += kind.windows
+    first, *others = (replace(kind, windows=windows) for kind, windows in kinds.items())
+    return replace(first, others=tuple(others))
+
+
+def _kind_of(spec: ModelSpec, layer: int, shape: ModelShape) -> ModelShape:
+    """Returns the shape of a model of layers like this one."""
+    sizes = spec.at(layer)
+    return replace(
+        shape,
+        intermediate_size=None if shape.intermediate_size is None else sizes.intermediate_size,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        rotary_dim=sizes.rotary_dim,
+        has_kv=spec.has_kv(layer),
+        values_are_keys=spec.values_are_keys(layer),
+        windows=(spec.windows[layer],),
     )
 
 
@@ -68,4 +99,5 @@ def _mixture(experts: Experts) -> Mixture:
         per_token=experts.per_token,
         normalise=experts.normalise or experts.scoring is Scoring.SIGMOID,
         biased=experts.biased,
+        scales_inputs=experts.scales_inputs,
     )

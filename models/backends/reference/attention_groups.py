@@ -49,10 +49,18 @@ class AttentionGroup:
 
 
 def attention_groups(
-    batch: Ragged, window: int | None, num_blocks: int, block_size: int, device: torch.device
+    batch: Ragged,
+    window: int | None,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    *,
+    chunked: bool = False,
 ) -> list[AttentionGroup]:
-    """Returns groups in the order of tokens. Tables are padded with the page ``num_blocks``."""
-    return [_group(batch, rows, window, num_blocks, block_size, device) for rows in _neighbours(batch, block_size)]
+    """Returns groups in the order of tokens. Tables are padded with the page ``num_blocks``. ``window`` and ``chunked``
+    are those of ``visible``."""
+    neighbours = _neighbours(batch, block_size)
+    return [_group(batch, rows, window, chunked, num_blocks, block_size, device) for rows in neighbours]
 
 
 def grouped_attention(
@@ -95,14 +103,21 @@ def _neighbours(batch: Ragged, block_size: int) -> Iterator[slice]:
 
 
 def _group(
-    batch: Ragged, rows: slice, window: int | None, num_blocks: int, block_size: int, device: torch.device
+    batch: Ragged,
+    rows: slice,
+    window: int | None,
+    chunked: bool,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
 ) -> AttentionGroup:
     num_rows = rows.stop - rows.start
     token_start, token_end = int(batch.token_starts[rows.start]), int(batch.token_starts[rows.stop])
     positions = batch.positions[token_start:token_end].reshape(num_rows, -1)
     ends = positions[:, -1] + 1
     # The first block that any query of the row sees; earlier ones are not read.
-    first = np.zeros_like(ends) if window is None else np.maximum(positions[:, 0] - window + 1, 0) // block_size
+    lowest = _lowest_seen(positions[:, 0], window, chunked)
+    first = lowest // block_size
     counts = -(-ends // block_size) - first
     columns = np.arange(int(counts.max()))
     index = np.minimum(first[:, None] + columns, batch.tables.shape[1] - 1)
@@ -111,9 +126,9 @@ def _group(
     # Whole pages are read, so that rows stay dense in memory: strided operands would be copied first.
     num_keys = table.shape[1] * block_size
     mask = None
-    if positions.shape[1] > 1 or int(lengths.min()) < num_keys or (window is not None and num_keys > window):
+    if positions.shape[1] > 1 or int(lengths.min()) < num_keys or np.any(lowest > first * block_size):
         seen = torch.from_numpy(first[:, None, None] * block_size + np.arange(num_keys))
-        mask = visible(torch.from_numpy(positions)[:, :, None], seen, window).to(device)
+        mask = visible(torch.from_numpy(positions)[:, :, None], seen, window, chunked).to(device)
     return AttentionGroup(
         token_start=token_start,
         token_end=token_end,
@@ -122,3 +137,10 @@ def _group(
         reach=int((positions[:, 0] - first * block_size).max()) + 1,
         mask=mask,
     )
+
+
+def _lowest_seen(positions: Ids, window: int | None, chunked: bool) -> Ids:
+    """Returns the first position that a query at each of the positions sees."""
+    if window is None:
+        return np.zeros_like(positions)
+    return positions // window * window if chunked else np.maximum(positions - window + 1, 0)

@@ -21,7 +21,13 @@ from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.paged_backend import PagedBackend
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
-from penstock.models.backends.torch_common.weights import LayerWeights, Weights, unchanged
+from penstock.models.backends.torch_common.weights import (
+    LayerWeights,
+    MlpBesideExperts,
+    Weights,
+    scale_of_embeddings,
+    unchanged,
+)
 from penstock.models.batch.batch import Batch
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
@@ -60,8 +66,12 @@ class ReferenceBackend(PagedBackend):
         self._spec = spec
         self._weights = weights
         self.embedding = weights.embedding
+        self._specs = [spec.at(layer) for layer in range(spec.num_layers)]
+        """The spec with each layer's sizes."""
+        self._rotations = [(rope, sizes.rotary_dim) for rope, sizes in zip(spec.ropes, self._specs, strict=True)]
         self._cos_sin_tables = {
-            rope: cos_sin_tables(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
+            (rope, rotary_dim): cos_sin_tables(rope, rotary_dim, facts.max_model_len, pages.device)
+            for rope, rotary_dim in set(self._rotations)
         }
 
     def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
@@ -71,22 +81,30 @@ class ReferenceBackend(PagedBackend):
         token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp(0, spec.vocab_size - 1)
         positions = torch.from_numpy(batch.positions).to(self._device)
         slots = torch.from_numpy(batch.slots).to(self._device)
-        turns = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self._cos_sin_tables.items()}
+        turns = {key: (cos[positions], sin[positions]) for key, (cos, sin) in self._cos_sin_tables.items()}
         groups = {
-            window: attention_groups(batch, window, self._pages.num_blocks, self._pages.block_size, self._device)
+            window: attention_groups(
+                batch,
+                window,
+                self._pages.num_blocks,
+                self._pages.block_size,
+                self._device,
+                chunked=spec.chunked_windows,
+            )
             for window in set(spec.windows)
         }
         query_scale = None if spec.query_scaling is None else query_scales(spec.query_scaling, positions)
         x = functional.embedding(token_ids, weights.embedding)
-        # A tensor, so that the factor is also rounded to the model's dtype.
-        x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype, device=x.device)
+        x = x * scale_of_embeddings(spec, x.dtype, x.device)
         if spec.position_table is not None and weights.positions is not None:
             x = x + functional.embedding(positions + spec.position_table.offset, weights.positions)
-        for index, (layer, window, rope) in enumerate(zip(weights.layers, spec.windows, spec.ropes, strict=True)):
+        inputs = None if weights.layer_inputs is None else weights.layer_inputs(token_ids, x)
+        for index, (layer, window) in enumerate(zip(weights.layers, spec.windows, strict=True)):
             if index in batch.feature_layers:
                 features.append(x)
-            before = layer.before_attention(x)
-            mixed = attend(spec, self._pages, index, layer, before, turns[rope], slots, groups[window], query_scale)
+            before, turned = layer.before_attention(x), turns[self._rotations[index]]
+            sizes = self._specs[index]
+            mixed = attend(sizes, self._pages, index, layer, before, turned, slots, groups[window], query_scale)
             if spec.is_parallel:
                 both = mixed + layer.mlp(before if layer.before_mlp is unchanged else layer.before_mlp(x))
                 self._parallel.all_reduce(both)
@@ -95,8 +113,13 @@ class ReferenceBackend(PagedBackend):
             self._parallel.all_reduce(mixed)
             x = x + layer.after_attention(mixed)
             gated = layer.mlp(layer.before_mlp(x))
-            self._parallel.all_reduce(gated)
+            if not isinstance(layer.mlp, MlpBesideExperts):
+                self._parallel.all_reduce(gated)
             x = x + layer.after_mlp(gated)
+            if layer.inputs is not None and inputs is not None:
+                x = layer.inputs(x, inputs[:, index])
+            if layer.scalar is not None:
+                x = x * layer.scalar
         return weights.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -117,21 +140,24 @@ def attend(
     query_scale: Tensor | None = None,
 ) -> Tensor:
     """Computes one layer's attention and output projection, (T, hidden) -> (T, hidden): this rank's part of the sum.
-    Writes the KV of every token. ``query_scale`` (T,) is a factor of each token's queries."""
-    rotated = spec.query_size + spec.kv_size
+    Writes the KV of every token if the layer has its own. ``spec`` has the layer's sizes. ``query_scale`` (T,) is a
+    factor of each token's queries, where the layer has one."""
+    has_kv = spec.has_kv(index)
+    rotated = spec.query_size + (spec.kv_size if has_kv else 0)
     qkv = layer.qkv(x)
     heads = qkv[:, :rotated] if spec.qk_norm_is_last else layer.qk_norm(qkv[:, :rotated])
-    heads = rotate(heads.view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim), *rotation)
+    heads = rotate(heads.view(len(x), -1, spec.head_dim), *rotation)
     if spec.qk_norm_is_last:
         heads = layer.qk_norm(heads.flatten(1)).view_as(heads)
     query, key = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
-    if query_scale is not None:
+    if query_scale is not None and spec.scales_queries(index):
         query = query * query_scale[:, None, None].to(query.dtype)
-    value = qkv[:, rotated:].view(-1, spec.num_kv_heads, spec.head_dim)
-    pages.write(index, slots, key, value)
-    mixed = grouped_attention(
-        pages, index, query, groups, scale=spec.attention_scale, cap=spec.attention_soft_cap, sinks=layer.sinks
-    )
+    if has_kv:
+        # The last columns: those of the keys, if there are none for values.
+        value = qkv[:, -spec.kv_size :].view(-1, spec.num_kv_heads, spec.head_dim)
+        pages.write(index, slots, key, layer.value_norm(value))
+    source, scale, cap = spec.kv_sources[index], spec.attention_scale, spec.attention_soft_cap
+    mixed = grouped_attention(pages, source, query, groups, scale=scale, cap=cap, sinks=layer.sinks)
     return layer.output(mixed.flatten(1))
 
 

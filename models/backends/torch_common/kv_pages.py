@@ -8,7 +8,8 @@ from penstock.models.architecture.spec import ModelSpec
 
 
 class KVPages:
-    """Pages of ``block_size`` slots for each layer. One extra page stays zero: tables are padded with it.
+    """Pages of ``block_size`` slots for each layer that has keys and values of its own. One extra page stays zero:
+    tables are padded with it.
 
     Memory is allocated when a block is first used: until ``reset_blocks``, a page's content is undefined.
     """
@@ -19,28 +20,41 @@ class KVPages:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        shape = (spec.num_layers, spec.num_kv_heads, num_blocks + 1, block_size, spec.head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys: dict[int, Tensor] = {}
+        """The pages of each layer, (kv heads, num_blocks + 1, block_size, head size)."""
+        self.values: dict[int, Tensor] = {}
+        self._whole: list[Tensor] = []
+        """Keys and values, each of all layers of the same sizes: (layers, kv heads, num_blocks + 1, block_size, D)."""
+        layers_of: dict[tuple[int, int], list[int]] = {}
+        for layer in filter(spec.has_kv, range(spec.num_layers)):
+            sizes = spec.at(layer)
+            layers_of.setdefault((sizes.num_kv_heads, sizes.head_dim), []).append(layer)
+        for (num_kv_heads, head_dim), layers in layers_of.items():
+            shape = (len(layers), num_kv_heads, num_blocks + 1, block_size, head_dim)
+            for pages in (self.keys, self.values):
+                whole = torch.empty(shape, dtype=dtype, device=device)
+                self._whole.append(whole)
+                pages.update(zip(layers, whole, strict=True))
         # Gathers reuse one buffer: fresh memory costs more to map than to fill.
-        self._gathered_keys = self.keys.new_empty(0)
-        self._gathered_values = self.values.new_empty(0)
+        self._gathered_keys = torch.empty(0, dtype=dtype, device=device)
+        self._gathered_values = torch.empty(0, dtype=dtype, device=device)
         self.reset_blocks([num_blocks])
 
     @property
     def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(pages.nbytes for pages in self._whole)
 
     @property
     def by_block(self) -> list[Tensor]:
-        """Views of a block's content: keys and values, each (num_blocks, layers, kv heads, block_size, head size)."""
-        return [pages.movedim(2, 0)[: self.num_blocks] for pages in (self.keys, self.values)]
+        """Views of a block's content: for each size of heads keys and values, each (num_blocks, layers, kv heads,
+        block_size, head size)."""
+        return [pages.movedim(2, 0)[: self.num_blocks] for pages in self._whole]
 
     def reset_blocks(self, block_ids: list[int]) -> None:
         """Zeroes blocks: one owner's infinities would reach the next through masked slots, whose weight is 0."""
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
-        self.keys.index_fill_(2, ids, 0)
-        self.values.index_fill_(2, ids, 0)
+        for pages in self._whole:
+            pages.index_fill_(2, ids, 0)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values, each (T, kv heads, head size), in ``slots`` (T,)."""
@@ -50,10 +64,10 @@ class KVPages:
     def gather(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of rows, each (kv heads, B, N * block_size, head size), from a ``table`` (B, N) of block ids,
         valid until the next call. Slots past a row's end are included unchanged and must be masked."""
-        size = table.numel() * self.keys[0, :, 0].numel()
+        size = table.numel() * self.keys[layer][:, 0].numel()
         if self._gathered_keys.numel() < size:
-            self._gathered_keys = self.keys.new_empty(size)
-            self._gathered_values = self.values.new_empty(size)
+            self._gathered_keys = self._gathered_keys.new_empty(size)
+            self._gathered_values = self._gathered_values.new_empty(size)
         return (
             gather_kv(self.keys[layer], table, self._gathered_keys[:size]),
             gather_kv(self.values[layer], table, self._gathered_values[:size]),

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from penstock.kernels.reference.ops import (
     gated_activation,
 )
 from penstock.kernels.reference.upcast import upcast
-from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec import BESIDE_NORMS, ONES, ModelSpec
 from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, QkNorm, Scoring
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
 from penstock.models.backends.torch_common.fp4_experts import Fp4Experts
@@ -26,10 +26,13 @@ from penstock.models.backends.torch_common.weights import (
     ExpertMlp,
     HeadNorm,
     Layer,
+    LayerInput,
+    LayerInputTable,
     LayerNorm,
     LayerWeights,
     Linear,
     Mlp,
+    MlpBesideExperts,
     RmsNorm,
     SharedWholeNorm,
     Weights,
@@ -78,13 +81,14 @@ class DummySource:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
-        if out.ndim == 2 and not name.endswith("norm.weight"):
+        ones = name.endswith(ONES)
+        if out.ndim == 2 and not ones:
             whole = out if out.shape == self._shapes[name] else out.new_empty(self._shapes[name])
             whole.normal_(std=0.02, generator=self._generator)
             if whole is not out:
                 out.copy_(whole[part])
         else:
-            out.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            out.fill_(1.0 if ones else 0.0)
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,11 @@ class _Filler:
         bias = self.tensor(f"{name}.bias", (rows,)) if biased else None
         weight = partial(self.tensor, f"{name}.weight", (rows, columns))
         return self.make_linear((), weight, bias, may_quantize=False)
+
+    def whole(self, name: str, rows: int, columns: int) -> Linear:
+        """Returns a linear without a bias that is whole on every rank."""
+        weight = partial(self.tensor, f"{name}.weight", (rows, columns))
+        return self.make_linear((name,), weight, None, may_quantize=True)
 
     def by_outputs(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> Linear:
         """Returns the rank's ``rows[i]`` of each linear, stacked."""
@@ -201,7 +210,8 @@ def load_weights(
         embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     table = spec.position_table
     positions = fill.tensor("model.embed_positions.weight", (table.num_rows, spec.hidden_size)) if table else None
-    layers = tuple(_load_layer(fill, layer) for layer in range(spec.num_layers))
+    layer_inputs = _load_layer_inputs(fill)
+    layers = tuple(_load_layer(replace(fill, spec=spec.at(layer)), layer) for layer in range(spec.num_layers))
     norm = fill.norm("model.norm")
     rows = share(num_logits, parallel)
     untied = None
@@ -210,37 +220,87 @@ def load_weights(
     head_weight = embedding[rows] if untied is None else untied
     bias = fill.tensor("lm_head.bias", (rows.stop - rows.start,), (rows,)) if spec.head_bias else None
     head = fill.make_linear((), lambda: head_weight, bias, may_quantize=False)
-    return Weights(embedding, positions, layers, norm, head, num_bytes((embedding, positions, layers, norm, untied)))
+    total = num_bytes((embedding, positions, layer_inputs, layers, norm, untied))
+    return Weights(embedding, positions, layer_inputs, layers, norm, head, total)
+
+
+def _load_layer_inputs(fill: _Filler) -> LayerInputTable | None:
+    spec, inputs = fill.spec, fill.spec.layer_inputs
+    if inputs is None:
+        return None
+    columns = spec.num_layers * inputs.size
+    return LayerInputTable(
+        fill.tensor("model.embed_tokens_per_layer.weight", (inputs.vocab_size, columns)),
+        fill.whole("model.per_layer_model_projection", columns, spec.hidden_size),
+        fill.norm_of(fill.norm_part("model.per_layer_projection_norm.weight", (inputs.size,))),
+    )
 
 
 def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
+    """Loads a layer; the filler's spec has its sizes."""
     spec = fill.spec
     hidden = spec.hidden_size
     prefix = f"model.layers.{layer}."
     attention = f"{prefix}self_attn."
-    qkv_names = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
+    qkv = spec.qkv_rows(layer)
+    qkv_names = tuple(f"{attention}{name}" for name in qkv)
     before_attention, after_attention, before_mlp, after_mlp = (
         unchanged if name is None else fill.norm(prefix + name) for name in spec.layer_norms
     )
     return LayerWeights(
         before_attention=before_attention,
-        qkv=fill.by_outputs(qkv_names, (spec.query_size, spec.kv_size, spec.kv_size), spec.qkv_columns, spec.qkv_bias),
-        qk_norm=_load_qk_norm(fill, attention),
+        qkv=fill.by_outputs(qkv_names, tuple(qkv.values()), spec.qkv_columns, spec.qkv_bias),
+        qk_norm=_load_qk_norm(fill, attention, spec.has_kv(layer)) if spec.norms_qk(layer) else unchanged,
+        value_norm=RmsNorm(fill.empty_norm((spec.head_dim,)).fill_(1.0), spec.norm_eps)
+        if spec.value_norm
+        else unchanged,
         sinks=fill.tensor(f"{attention}sinks", (spec.num_heads,), (fill.mine(spec.num_heads),)) if spec.sinks else None,
         output=fill.by_inputs(f"{attention}o_proj", hidden, spec.query_size, spec.output_bias),
         after_attention=after_attention,
-        before_mlp=before_mlp,
-        mlp=_load_experts(fill, f"{prefix}mlp.")
-        if spec.has_experts(layer)
-        else _load_mlp(fill, f"{prefix}mlp.", spec.intermediate_size, spec.mlp_bias, spec.gated_mlp),
+        before_mlp=unchanged if spec.experts is not None and spec.experts.beside_mlp else before_mlp,
+        mlp=_load_feed_forward(fill, prefix, layer, before_mlp),
         after_mlp=after_mlp,
+        inputs=_load_layer_input(fill, prefix),
+        scalar=fill.tensor(f"{prefix}layer_scalar", (1,)) if spec.layer_scalars else None,
     )
 
 
-def _load_qk_norm(fill: _Filler, prefix: str) -> Layer:
+def _load_feed_forward(fill: _Filler, prefix: str, layer: int, before_mlp: Layer) -> Layer:
+    """Loads the MLP, the experts or both. ``before_mlp`` is the norm of the MLP's input."""
     spec = fill.spec
-    if spec.qk_norm is QkNorm.NONE:
-        return unchanged
+    if spec.experts is None or not spec.has_experts(layer):
+        return _load_mlp(fill, f"{prefix}mlp.", spec.intermediate_size, spec.mlp_bias, spec.gated_mlp)
+    experts = _load_experts(fill, f"{prefix}mlp.")
+    if not spec.experts.beside_mlp:
+        return experts
+    mlp = _load_mlp(fill, f"{prefix}mlp.", spec.intermediate_size, spec.mlp_bias, spec.gated_mlp)
+    gate_norm, experts_norm, experts_post_norm, dense_post_norm = (fill.norm(prefix + name) for name in BESIDE_NORMS)
+    gate_norm.weight.mul_(spec.hidden_size**-0.5)
+    return MlpBesideExperts(
+        before_mlp, mlp, dense_post_norm, gate_norm, experts_norm, experts, experts_post_norm, fill.parallel
+    )
+
+
+def _load_layer_input(fill: _Filler, prefix: str) -> LayerInput | None:
+    spec, inputs = fill.spec, fill.spec.layer_inputs
+    if inputs is None:
+        return None
+    return LayerInput(
+        fill.whole(f"{prefix}per_layer_input_gate", inputs.size, spec.hidden_size),
+        partial(gated_activation, activation=ACTIVATION_NAMES[spec.activation]),
+        fill.whole(f"{prefix}per_layer_projection", spec.hidden_size, inputs.size),
+        fill.norm(f"{prefix}post_per_layer_input_norm"),
+    )
+
+
+def _load_qk_norm(fill: _Filler, prefix: str, has_keys: bool) -> Layer:
+    spec = fill.spec
+    if not has_keys:
+        assert spec.qk_norm is QkNorm.HEAD, "the only norm that layers without keys have"
+        query = fill.norm_part(f"{prefix}q_norm.weight", spec.qk_norm_shapes[0])
+        return HeadNorm(fill.norm_of(query.repeat(spec.num_heads, 1)))
+    if spec.qk_norm is QkNorm.UNWEIGHTED:
+        return HeadNorm(fill.norm_of(fill.empty_norm((spec.num_heads + spec.num_kv_heads, spec.head_dim)).fill_(1.0)))
     query, key = (
         fill.norm_part(
             f"{prefix}{name}.weight", shape, WHOLE if spec.qk_norm is QkNorm.HEAD else (fill.mine(shape[0]),)
@@ -299,21 +359,24 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         activation=activation,
-        choose=_choice(fill, f"{prefix}gate.e_score_correction_bias", experts),
+        choose=_choice(fill, f"{prefix}gate", experts),
         shared=_load_mlp(fill, f"{prefix}shared_expert.", shared, experts.biased) if shared else None,
         shared_gate=fill.router(f"{prefix}shared_expert_gate", 1, hidden) if experts.shared_gated else None,
         gate_up_exponents=gate_up_exponents,
         down_exponents=down_exponents,
+        scales_inputs=experts.scales_inputs,
+        scales=fill.norm_part(f"{prefix}gate.per_expert_scale", (num,)) if experts.beside_mlp else None,
     )
 
 
-def _choice(fill: _Filler, bias: str, experts: Experts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Returns the choice of a layer's experts. ``bias`` is the name of its bias."""
+def _choice(fill: _Filler, router: str, experts: Experts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Returns the choice of a layer's experts. ``router`` is the name of its router."""
+    shape = (experts.num_experts,)
     if experts.scoring is Scoring.SOFTMAX:
         return partial(choose_experts, num_chosen=experts.per_token, normalise=experts.normalise)
     return partial(
         choose_experts_by_sigmoid,
-        bias=fill.norm_part(bias, (experts.num_experts,)) if experts.selection_bias else None,
+        bias=fill.norm_part(f"{router}.e_score_correction_bias", shape) if experts.selection_bias else None,
         num_chosen=experts.per_token,
         num_groups=experts.num_groups,
         groups_chosen=experts.groups_per_token,

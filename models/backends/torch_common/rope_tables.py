@@ -17,4 +17,4 @@ def cos_sin_tables(rope: Rope, rotary_dim: int, num_positions: int, device: torc
 
 def query_scales(scaling: QueryScaling, positions: Tensor) -> Tensor:
     """Returns the factor of the queries at each of the positions (T,), in fp32."""
-    return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.original_max_positions))
+    return 1 + scaling.beta * torch.log1p(torch.floor((positions + scaling.shift) / scaling.original_max_positions))

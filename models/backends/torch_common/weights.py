@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from penstock.kernels.reference.ops import layer_norm, rms_norm
 from penstock.kernels.reference.upcast import upcast
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.tensor_parallel import TensorParallel
 
 Layer = Callable[[Tensor], Tensor]
@@ -144,14 +145,25 @@ class ExpertMlp:
     neither."""
     down_exponents: Tensor | None = None
     """(E, hidden, I / 32) uint8."""
+    scales_inputs: bool = False
+    """Whether the factors multiply the experts' inputs, not their outputs."""
+    scales: Tensor | None = None
+    """(E,) in at least fp32: factors of the experts' outputs."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, routed_by: Tensor | None = None) -> Tensor:
+        """``routed_by`` is the input of the router, if it is not that of the experts."""
         assert self.gate_up_exponents is None, "only kernels read codes"
-        chosen, factors = self.choose(self.router(x))
+        chosen, factors = self.choose(self.router(x if routed_by is None else routed_by))
+        if self.scales is not None:
+            factors = factors * self.scales[chosen]
         out = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
             tokens, places = torch.where(chosen == expert)
-            weighted = self._expert(expert)(x[tokens]) * factors[tokens, places].unsqueeze(1)
+            chosen_x, factor = x[tokens], factors[tokens, places].unsqueeze(1)
+            if self.scales_inputs:
+                weighted = self._expert(expert)((chosen_x * factor).to(x.dtype))
+            else:
+                weighted = self._expert(expert)(chosen_x) * factor
             out.index_add_(0, tokens, weighted.to(x.dtype))
         return self.add_shared(x, out)
 
@@ -170,6 +182,70 @@ class ExpertMlp:
         )
 
 
+@dataclass(frozen=True)
+class MlpBesideExperts:
+    """A layer's MLP and, beside it, its experts, each with norms before and after it. Its input is not normed yet."""
+
+    before_mlp: Layer
+    mlp: Mlp
+    after_mlp: Layer
+    before_router: Layer
+    before_experts: Layer
+    experts: ExpertMlp
+    after_experts: Layer
+    parallel: TensorParallel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns the whole result, not the rank's part of it."""
+        return self.joined(self.mlp(self.before_mlp(x)), self.experts(self.before_experts(x), self.before_router(x)))
+
+    def joined(self, dense: Tensor, chosen: Tensor) -> Tensor:
+        """Returns the sum of the rank's outputs of the MLP and of the experts, after their norms."""
+        for part in (dense, chosen):
+            self.parallel.all_reduce(part)
+        return self.after_mlp(dense) + self.after_experts(chosen)
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """Adds what a layer makes of its own input (see ``LayerInputs``)."""
+
+    gate: Linear
+    activation: Layer
+    """Maps the gate's outputs and the inputs, side by side, to half as many columns."""
+    projection: Linear
+    norm: Layer
+
+    def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """``x`` is (T, hidden), ``inputs`` (T, size)."""
+        return x + self.norm(self.delta(x, inputs))
+
+    def delta(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """Returns what is added, before its norm."""
+        gated: Tensor = self.activation(torch.cat((self.gate(x), inputs), dim=1))
+        return self.projection(gated)
+
+
+@dataclass(frozen=True)
+class LayerInputTable:
+    """Computes the inputs of all layers (see ``LayerInputs``)."""
+
+    embedding: Tensor
+    """(vocabulary, layers * size)."""
+    projection: Linear
+    norm: RmsNorm | LayerNorm
+    """Its weight is (size,)."""
+
+    def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        """(T,) and (T, hidden) -> (T, layers, size)."""
+        [size] = self.norm.weight.shape
+        embedded = functional.embedding(token_ids, self.embedding)
+        embedded = embedded * torch.tensor(size**0.5, dtype=x.dtype, device=x.device)
+        projected = self.projection(x) * x.shape[1] ** -0.5
+        projected = self.norm(projected.unflatten(1, (-1, size)))
+        return (projected + embedded.view_as(projected)) * 2**-0.5
+
+
 def unchanged(x: Tensor) -> Tensor:
     """Replaces a norm that a layer does not have."""
     return x
@@ -182,9 +258,12 @@ class LayerWeights:
     before_attention: Layer
     """The norm of attention's input, and of the MLP's too where both see the same."""
     qkv: Linear
-    """Rows: all query heads, all key heads, all value heads."""
+    """Rows: all query heads, all key heads, all value heads; without the values if they are the keys, and only queries
+    if the layer has no keys of its own."""
     qk_norm: Layer
     """The norm of queries and keys, side by side."""
+    value_norm: Layer
+    """The norm of values, (T, heads, head size)."""
     sinks: Tensor | None
     """(query heads,)."""
     output: Linear
@@ -192,6 +271,9 @@ class LayerWeights:
     before_mlp: Layer
     mlp: Layer
     after_mlp: Layer
+    inputs: LayerInput | None
+    scalar: Tensor | None
+    """The factor of the layer's output."""
 
 
 @dataclass(frozen=True)
@@ -202,11 +284,19 @@ class Weights:
     """(vocabulary, hidden)."""
     positions: Tensor | None
     """(rows, hidden): the embedding of positions."""
+    layer_inputs: LayerInputTable | None
     layers: tuple[LayerWeights, ...]
     norm: RmsNorm | LayerNorm
     head: Linear
     """Only the rows that the tokenizer can use; shares the embedding's memory if they are tied."""
     num_bytes: int
+
+
+def scale_of_embeddings(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Tensor | float:
+    """Returns the factor of embeddings of ``dtype``: a tensor if the factor is rounded to it."""
+    if not spec.rounds_embedding_scale:
+        return spec.embedding_scale
+    return torch.tensor(spec.embedding_scale, dtype=dtype, device=device)
 
 
 def num_bytes(part: Any) -> int:

@@ -1,7 +1,7 @@
 """Attention over our KV pages for the modules of transformers, which call it by the name of an implementation."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ KNOWN = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"
 class ModuleAttention:
     """The attention of all layers of one module. Its ``name`` is that of its implementation in transformers."""
 
-    def __init__(self, pages: KVPages) -> None:
+    def __init__(self, pages: KVPages, kv_sources: Sequence[int]) -> None:
+        """``kv_sources`` has the layer whose pages each layer attends to."""
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
@@ -29,6 +30,7 @@ class ModuleAttention:
         self.layers: set[int] = set()
         """The layers that have called it since this was cleared."""
         self._pages = pages
+        self._kv_sources = kv_sources
         self._slots = torch.empty(0, dtype=torch.int64)
         self._groups: Callable[[int | None], list[AttentionGroup]] = lambda window: []
         AttentionInterface.register(self.name, self._attend)
@@ -65,17 +67,20 @@ class ModuleAttention:
                 what = f"keys of {key.shape[-1]} dimensions and values of {value.shape[-1]}"
             raise ModelError(f"{type(module).__name__}: its attention has {what}, which is not supported")
         layer, pages = module.layer_idx, self._pages
-        if (key.shape[1], key.shape[3]) != (pages.keys.shape[1], pages.keys.shape[4]):
+        source = self._kv_sources[layer]
+        num_heads, _, _, head_dim = pages.keys[source].shape
+        if (key.shape[1], key.shape[3]) != (num_heads, head_dim):
             raise ModelError(
                 f"{type(module).__name__}: has {key.shape[1]} key heads of {key.shape[3]} dimensions, and config.json "
-                f"describes {pages.keys.shape[1]} of {pages.keys.shape[4]}: such a model is not supported"
+                f"describes {num_heads} of {head_dim}: such a model is not supported"
             )
         self.layers.add(layer)
         queries = query[0].transpose(0, 1)
-        pages.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        if source == layer:
+            pages.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         mixed = grouped_attention(
             pages,
-            layer,
+            source,
             queries,
             self._groups(options.get("sliding_window")),
             scale=options.get("scaling"),

@@ -22,6 +22,8 @@ from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFact
 
 logger = logging.getLogger(__name__)
 
+LANGUAGE_MODEL = {r"^model\.language_model\.": "model."}
+"""The names of a language model's tensors in a checkpoint of a model that also sees images."""
 ORDINARY = {"full_attention", "sliding_attention", None}
 """Kinds of layers whose KV cache is ours."""
 
@@ -87,7 +89,9 @@ class _Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, vocabulary)."""
         self._states.last_hidden_state = hidden.unsqueeze(0)
-        logits: Tensor = self._module(input_ids=None).logits[0]
+        # Some modules look at the shape of the ids.
+        token_ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
+        logits: Tensor = self._module(input_ids=token_ids).logits[0]
         return logits
 
 
@@ -100,7 +104,9 @@ class _HiddenStates(torch.nn.Module):
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         # The output of the most kinds of layers: what is absent is None.
-        return MoeModelOutputWithPast(last_hidden_state=self.last_hidden_state)
+        output = MoeModelOutputWithPast(last_hidden_state=self.last_hidden_state)
+        output.shared_kv_states = None  # what Gemma 4's layers have besides
+        return output
 
 
 def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None:
@@ -140,7 +146,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> TransformersBackend:
     num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1)
     with allocated(num_blocks, device):
         pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
-    attention = ModuleAttention(pages)
+    attention = ModuleAttention(pages, spec.kv_sources)
     module.set_attn_implementation(attention.name)
     host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
     facts = WorkerFacts(
@@ -176,11 +182,11 @@ def _find_config(info: CheckpointInfo) -> Any:
             f"{info.path / 'config.json'}: architectures names {name}, which transformers does not have; the closest "
             f"is {nearest(info.config)}, and penstock models lists all of them"
         )
+    kind = getattr(transformers, name)
     try:
-        config = transformers.AutoConfig.from_pretrained(info.path, local_files_only=True, trust_remote_code=False)
+        config = kind.config_class.from_dict(dict(info.config))
     except Exception as error:
         raise ModelError(f"{info.path / 'config.json'}: transformers refuses it ({_one_line(error)})") from error
-    kind = getattr(transformers, name)
     unusual = set(getattr(config, "layer_types", None) or ()) - ORDINARY
     if unusual or kind._is_stateful or not kind._supports_attention_backend:  # noqa: SLF001
         what = f"layers of the kind {min(unusual)}" if unusual else "attention, or a state, of its own"
@@ -202,6 +208,7 @@ def _load_module(info: CheckpointInfo, config: Any, dtype: torch.dtype, device: 
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
+            key_mapping=LANGUAGE_MODEL,
             output_loading_info=True,
         )
     except Exception as error:

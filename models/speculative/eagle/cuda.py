@@ -108,7 +108,7 @@ class HeadLayer(CudaModel):
     def __init__(self, head: EagleCheckpoint, weights: HeadWeights, pages: Tensor, shape: ModelShape) -> None:
         """``pages`` is (1, pages, 2, K, 16, D)."""
         linears = CudaLinears(head.info, None, pages.device, deterministic=False)
-        super().__init__(head.spec, weights.common, pages, shape, ALONE, linears)
+        super().__init__(head.spec, weights.common, list(pages), shape, ALONE, linears)
         self._hidden_norm = weights.hidden_norm
 
     def continue_from(self, x: Tensor, inputs: HeadInputs, size: Size) -> Made:

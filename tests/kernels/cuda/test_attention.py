@@ -59,7 +59,10 @@ class Sequences:
             if num_queries == 0:
                 continue
             first = context - num_queries
-            lowest = 0 if self.shape.window is None else max(0, first - self.shape.window + 1)
+            lowest = 0
+            if self.shape.window is not None:
+                window = self.shape.window
+                lowest = first // window * window if self.shape.chunked else max(0, first - window + 1)
             for position in range(lowest, context):
                 needed[tables[row, position // PAGE_SLOTS], position % PAGE_SLOTS] = True
             tables[row, -(-context // PAGE_SLOTS) :] = 1 << 30
@@ -133,6 +136,7 @@ def expected(step: Sequences) -> Tensor:
         scale=shape.scale,
         cap=shape.cap,
         sinks=None if step.kv.sinks.isinf().all() else step.kv.sinks,
+        chunked=shape.chunked,
     )
 
 
@@ -168,6 +172,13 @@ def test_window(window):
     check(sequences(shape, [(1, 150), (5, 90), (50, 110), (3, 3)]), max_queries=5)
 
 
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_chunks(window):
+    """Their ends are within blocks of positions and between them, and within a tile of queries."""
+    shape = replace(SMALL, window=window, chunked=True)
+    check(sequences(shape, [(1, 150), (1, 129), (5, 90), (50, 110), (3, 3), (0, 0)]), max_queries=5)
+
+
 def test_soft_cap_and_sinks():
     shape = replace(SMALL, cap=2.0, scale=0.5)
     check(sequences(shape, [(1, 150), (50, 60)], sinks=True))
@@ -179,7 +190,7 @@ def test_scores_far_beyond_the_cap():
     check(sequences(replace(SMALL, cap=5.0, scale=100.0), [(1, 40), (20, 20)]))
 
 
-@pytest.mark.parametrize("head_dim", [80, 96, 256])
+@pytest.mark.parametrize("head_dim", [80, 96, 256, 512])
 def test_head_sizes(head_dim):
     shape = replace(SMALL, head_dim=head_dim, num_heads=3, num_kv_heads=1)
     check(sequences(shape, [(1, 70), (20, 50)]))
@@ -208,9 +219,9 @@ def test_random_batches(seed):
     )
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window, sums_alike):
-    step = sequences(replace(SMALL, window=window), [(1, 230), (60, 100), (5, 120), (1, 40)])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (40, False), (40, True)])
+def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window, chunked, sums_alike):
+    step = sequences(replace(SMALL, window=window, chunked=chunked), [(1, 230), (60, 100), (5, 120), (1, 40)])
     whole = computed(step, max_queries=0)
     torch.testing.assert_close(whole, expected(step), atol=2e-5, rtol=2e-5)
     starts = step.batch.query_starts.tolist()
@@ -228,7 +239,7 @@ def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window, sums_alike
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_queries", [0, 16])
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024)])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024), (512, None)])
 def test_real_sizes(head_dim, window, fp8, max_queries):
     kv_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     shape = AttentionShape(32, 8, head_dim, torch.bfloat16, kv_dtype, head_dim**-0.5, window)
@@ -243,7 +254,7 @@ def test_real_sizes(head_dim, window, fp8, max_queries):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024)])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024), (512, None)])
 def test_bits_at_real_sizes(head_dim, window):
     shape = AttentionShape(32, 8, head_dim, torch.bfloat16, torch.bfloat16, head_dim**-0.5, window)
     step = sequences(shape, [*((1, 1 + 257 * b) for b in range(16)), (700, 2100)])

@@ -90,6 +90,7 @@ def expected_of(shape, x, logits, weights, dtype=torch.float64):
         choose=partial(reference.choose_experts, num_chosen=shape.mixture.per_token, normalise=shape.mixture.normalise),
         shared=None,
         shared_gate=None,
+        scales_inputs=shape.mixture.scales_inputs,
     )
     return mlp(x.to(dtype))
 
@@ -132,6 +133,13 @@ def test_probabilities_as_they_are(device):
     shape = make_shape(5, 2, 40, 24)
     shape = replace(shape, mixture=replace(shape.mixture, normalise=False))
     check_mixture(shape, random_inputs(shape, 6, device), random_weights(shape, device))
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(6, (5, 2, 40, 24)), (20, (3, 1, 64, 136, torch.bfloat16, True))])
+def test_weights_of_the_inputs(tokens, sizes, device):
+    shape = make_shape(*sizes)
+    shape = replace(shape, mixture=replace(shape.mixture, scales_inputs=True))
+    check_mixture(shape, random_inputs(shape, tokens, device), random_weights(shape, device))
 
 
 def test_logits_in_fp32(device):

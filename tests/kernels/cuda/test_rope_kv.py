@@ -26,6 +26,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
     normed: bool = False
+    value_eps: float | None = None
+    values_are_keys: bool = False
     num_pages: int = 4
     page_slots: int = 16
 
@@ -34,7 +36,8 @@ class Inputs:
     """Random arguments; every third token is stored nowhere."""
 
     def __init__(self, case, device):
-        heads = case.num_heads + 2 * case.num_kv_heads
+        heads = case.num_heads + (1 if case.values_are_keys else 2) * case.num_kv_heads
+        self.values = {"value_eps": case.value_eps, "values_are_keys": case.values_are_keys}
         self.qkv = torch.randn(case.tokens, heads * case.head_dim, device=device).to(case.dtype)
         angles = torch.randn(POSITIONS, case.rotary_dim // 2, device=device) * 100
         self.cosines, self.sines = angles.cos(), angles.sin()
@@ -53,14 +56,14 @@ class Inputs:
     def run(self):
         rope_kv(
             self.qkv, self.cosines, self.sines, self.positions, self.slots, self.query, self.pages,
-            norm=self.norm, scales=self.scales,
+            norm=self.norm, scales=self.scales, **self.values,
         )  # fmt: skip
 
     def expect(self):
         """Queries and pages, and whether an element of the pages is written."""
         pages = self.pages.clone()
         query = reference_cuda.rope_kv(
-            self.qkv, self.cosines, self.sines, self.positions, self.slots, pages, self.norm, self.scales
+            self.qkv, self.cosines, self.sines, self.positions, self.slots, pages, self.norm, self.scales, **self.values
         )
         num_pages, _, _, page_slots, _ = pages.shape
         written = torch.zeros(num_pages * page_slots, dtype=torch.bool, device=pages.device)
@@ -102,6 +105,11 @@ CASES = {
     "one key head": replace(SMALL, num_heads=4, num_kv_heads=1, head_dim=256, rotary_dim=256, normed=True),
     "as many key heads": replace(SMALL, num_heads=10, num_kv_heads=10, head_dim=128, rotary_dim=128),
     "more heads than a program's": replace(SMALL, num_heads=40, num_kv_heads=20, head_dim=64, rotary_dim=64),
+    "normed values": replace(SMALL, normed=True, value_eps=EPS),
+    "values that are keys": replace(
+        SMALL, head_dim=40, rotary_dim=40, normed=True, value_eps=EPS, values_are_keys=True
+    ),
+    "large heads": replace(SMALL, head_dim=512, rotary_dim=512, normed=True, value_eps=EPS),
     "bf16": replace(SMALL, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
     "bf16, normed": replace(SMALL, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, normed=True, rotary_dim=24),
     "fp16": replace(SMALL, dtype=torch.float16, kv_dtype=torch.float16, normed=True),
@@ -113,6 +121,19 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_rope_kv(case, device):
     check(case, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_queries(dtype, device):
+    """Of a layer that takes keys and values from another one."""
+    inputs = Inputs(replace(SMALL, num_kv_heads=0, dtype=dtype, kv_dtype=dtype, normed=True), device)
+    inputs.pages = None
+    expected = reference_cuda.rope_kv(
+        inputs.qkv, inputs.cosines, inputs.sines, inputs.positions, inputs.slots, None, inputs.norm, None
+    )
+    inputs.run()
+    slack = 1e-6 if dtype == torch.float32 else 2**-5
+    assert_close(inputs.query, expected, rtol=slack, atol=2 * slack)
 
 
 @pytest.mark.gpu

@@ -131,7 +131,7 @@ async def test_bits_depend_only_on_the_request(odd, on_cpu, start_engine, format
     await check_bits(odd, FORMATS[format], on_cpu, start_engine, [(77, 1), (256, 3)])
 
 
-@pytest.mark.parametrize("variant", ["gemma2", "gpt-oss"])
+@pytest.mark.parametrize("variant", ["gemma2", "gemma4-inputs", "gemma4-experts", "gpt-oss"])
 async def test_bits_of_windows_caps_sinks_and_experts(tiny_model, on_cpu, start_engine, variant):
     await check_bits(tiny_model(variant), FORMATS["bfloat16"], on_cpu, start_engine, [(48, 3)])
 
@@ -144,7 +144,7 @@ async def test_bits_of_every_model(typical_model, on_cpu, start_engine, format):
 
 
 @pytest.mark.parametrize("format", list(FORMATS))
-@pytest.mark.parametrize("variant", ["qwen2-tied", "gpt-oss"])
+@pytest.mark.parametrize("variant", ["qwen2-tied", "gemma4-inputs", "gpt-oss"])
 async def test_dummy_weights_of_every_format(tiny_model, tmp_path, on_cpu, start_engine, prompts, variant, format):
     (tmp_path / "config.json").write_text((tiny_model(variant).path / "config.json").read_text())
     config = {**FORMATS[format], "load_format": "dummy"}

@@ -39,6 +39,8 @@ VARIANTS = [
     "qwen3-tied-bias-yarn-windows",
     "gemma2",
     "gemma3",
+    "gemma4-inputs",
+    "gemma4-experts",
     "olmo2",
     "phi3-partial-rotary",
     "gpt-oss",
@@ -49,6 +51,8 @@ VARIANTS = [
     "ministral3",
     "glm4-moe",
     "qwen2-moe",
+    "llama4",
+    "llama4-two-experts",
 ]
 """Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
 
@@ -229,7 +233,10 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
     [
         ("qwen3", "fp8", False),
         ("gemma2", "none", False),
+        ("gemma4-inputs", "none", False),
+        ("gemma4-experts", "none", True),
         ("olmo2", "none", False),
+        ("llama4", "none", False),
         ("llama-tied-biases-head24", "none", True),
     ],
 )
@@ -314,6 +321,16 @@ def test_kv_in_eight_bits(tiny_model, load):
     expected = model.logits(PROMPT * 2)[:-1].log_softmax(-1).gather(1, torch.tensor(PROMPT * 2)[1:, None]).squeeze(1)
     errors = (torch.tensor(part.logprobs.chosen) - expected).abs()
     assert 0 < errors.mean() < 0.3 * expected.std()
+
+
+def test_tables_are_as_long_as_the_context_that_the_kv_cache_holds(tiny_model, worker_config):
+    """The model was made for 2,048 positions."""
+    num_bytes = 65 * 16 * check_checkpoint(tiny_model("llama").path).spec.kv_bytes_per_token(4)
+    changes = {"max_model_len": None, "num_blocks": None, "kv_cache_bytes": num_bytes}
+    backend = load_backend(worker_config(tiny_model("llama").path, **{**SMALL, "backend": "cuda", **changes}))
+    assert backend.facts.max_model_len == 65 * 16
+    assert backend._memory.rows.rows.tables.shape[1] == 65
+    assert {len(table) for tables in backend._model._cos_sin_tables.values() for table in tables} == {65 * 16}
 
 
 class TestRefusals:

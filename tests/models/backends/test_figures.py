@@ -23,8 +23,8 @@ class PoisonedPages(KVPages):
     """A block that goes to a new owner is NaN in every slot until written."""
 
     def reset_blocks(self, block_ids):
-        self.keys[:, :, block_ids] = math.nan
-        self.values[:, :, block_ids] = math.nan
+        for pages in self._whole:
+            pages[:, :, block_ids] = math.nan
 
 
 def attention_of_what_is_seen(query, keys, values, mask, reach, **scores):

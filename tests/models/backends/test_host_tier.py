@@ -26,8 +26,7 @@ def copies_are_free(monkeypatch):
 
 def content(executor, block_ids):
     """The bits of blocks."""
-    pages = executor._runner._backend._pages
-    return [tensor[:, :, block_ids].cpu().clone() for tensor in (pages.keys, pages.values)]
+    return [blocks[block_ids].cpu().clone() for blocks in executor._runner._backend._pages.by_block]
 
 
 @pytest.mark.usefixtures("copies_are_free")

@@ -10,6 +10,7 @@ import torch
 
 from penstock.models.backends import memory
 from penstock.models.backends.base import load_backend
+from penstock.models.backends.torch_common.weights import scale_of_embeddings
 from penstock.models.checkpoint.checkpoint import DEMO, check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
 from penstock.models.worker.runner import Runner
@@ -20,7 +21,15 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.25), ("float16", 0.03), ("float64", 1e-4)])
 async def test_other_dtypes_come_close(tiny_model, in_process, start_engine, prompts, dtype, tolerance):
-    for variant in ("llama-tied-biases-head24", "qwen3-tied-bias-yarn-windows", "mistral-window9", "olmo2", "gpt-oss"):
+    for variant in (
+        "llama-tied-biases-head24",
+        "qwen3-tied-bias-yarn-windows",
+        "mistral-window9",
+        "olmo2",
+        "gpt-oss",
+        "gemma4-inputs",
+        "gemma4-experts",
+    ):
         model = tiny_model(variant)
         engine = await start_engine(in_process(model.path, dtype=dtype))
         assert engine.engine.facts.dtype == dtype
@@ -30,6 +39,30 @@ async def test_other_dtypes_come_close(tiny_model, in_process, start_engine, pro
             chosen = expected.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
             got = torch.tensor([value for part in answer.prompt_logprobs for value in part.logprobs.chosen])
             assert (got - chosen).abs().mean() < tolerance
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes", "rounded"),
+    [
+        ("GraniteConfig", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}, None),
+        ("GraniteMoeConfig", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "num_local_experts": 4}, None),
+        ("Gemma3TextConfig", {"hidden_size": 72, "head_dim": 16}, 8.5),
+        ("GemmaConfig", {"hidden_size": 72, "head_dim": 16}, 8.5),
+    ],
+)
+def test_only_gemmas_factor_of_embeddings_is_rounded(
+    tmp_path, build_model, worker_config, cpu_library, config_class, changes, rounded
+):
+    """12 / 0.22 is 54.545, and would be 54.5 in bfloat16; the root of 72 is 8.485."""
+    build_model(tmp_path, config_class, changes)
+    spec = check_checkpoint(tmp_path).spec
+    expected = spec.embedding_scale if rounded is None else rounded
+    ours = load_backend(worker_config(tmp_path, backend="cpu", dtype="bfloat16")).model.model.embedding_scale
+    assert ours == pytest.approx(expected, rel=1e-6)
+    of_torch = scale_of_embeddings(spec, torch.bfloat16, torch.device("cpu"))
+    assert float(of_torch) == pytest.approx(expected, rel=1e-6)
+    exact = load_backend(worker_config(tmp_path, backend="cpu", dtype="float32")).model.model.embedding_scale
+    assert exact == pytest.approx(spec.embedding_scale, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ FAMILIES = (
     "llama-tied-biases-head24",
     "qwen3",
     "gemma2",
+    "gemma4-inputs",
     "mixtral",
     "olmo2",
     "gpt-oss",

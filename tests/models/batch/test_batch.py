@@ -93,9 +93,9 @@ def test_a_batch_is_flat_and_marks_the_rows_that_sample(table):
     assert batch.slots.tolist() == slots
 
 
-@pytest.mark.parametrize("window", [None, 5, 33])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (5, False), (33, False), (33, True), (64, True)])
 @pytest.mark.parametrize("limit", [1 << 18, 64])
-def test_groups_compute_what_the_plain_reference_computes(window, limit, monkeypatch):
+def test_groups_compute_what_the_plain_reference_computes(window, chunked, limit, monkeypatch):
     """Decodes of very different lengths, prompts and chunks together; every way to cut them gives the same."""
     monkeypatch.setattr(attention_groups, "MAX_GATHERED_TOKENS", limit)
     torch.manual_seed(1)
@@ -118,10 +118,9 @@ def test_groups_compute_what_the_plain_reference_computes(window, limit, monkeyp
     query = torch.randn(len(batch.token_ids), 4, 8, dtype=torch.float64)
     blocks = [table.tables([row])[0, : row.num_blocks].tolist() for row in batch.rows]
     starts = batch.token_starts.tolist()
-    expected = paged_attention(
-        query, keys, values, blocks, list(itertools.pairwise(starts)), batch.starts.tolist(), window
-    )
-    groups = attention_groups.attention_groups(batch, window, 256, BLOCK, torch.device("cpu"))
+    spans_of_queries, positions = list(itertools.pairwise(starts)), batch.starts.tolist()
+    expected = paged_attention(query, keys, values, blocks, spans_of_queries, positions, window, chunked=chunked)
+    groups = attention_groups.attention_groups(batch, window, 256, BLOCK, torch.device("cpu"), chunked=chunked)
     assert [group.token_end for group in groups[:-1]] == [group.token_start for group in groups[1:]]
     for group in groups:
         part = query[group.token_start : group.token_end].view(group.num_rows, -1, 4, 8)

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from penstock.models.architecture.registry import spec_from_config
+from penstock.models.architecture.registry import ignored_layer_types, spec_from_config
 from penstock.models.architecture.rope import attention_factor, inverse_frequencies
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import ClampedGate, DefaultRope, LinearRope, LongRope, Rope, YarnRope
@@ -116,6 +116,46 @@ def test_details_of_published_configs():
     assert spec_from_config(bare) == gpt_oss
 
 
+LLAMA4 = {
+    "architectures": ["Llama4ForCausalLM"], "vocab_size": 160, "hidden_size": 64, "intermediate_size": 40,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "layers"),
+    [
+        ({}, (8192, 8192, 8192, None), (1, 1, 1, 1)),
+        ({"no_rope_layers": []}, (8192, 8192, 8192, None), (1, 1, 1, 1)),  # as published
+        ({"no_rope_layers": [0, 1, 1, 0]}, (None, 8192, 8192, None), (1, 1, 1, 1)),
+        ({"attention_chunk_size": None, "moe_layers": [], "num_local_experts": 0}, (None,) * 4, None),
+        ({"interleave_moe_layer_step": 2, "attention_chunk_size": 9}, (9, 9, 9, None), (0, 1, 0, 1)),
+        (
+            {"moe_layers": [0], "layer_types": ["full_attention", *["chunked_attention"] * 3]},
+            (None, 8192, 8192, 8192),
+            (1, 0, 0, 0),
+        ),
+    ],
+)
+def test_layers_of_llama4(changes, windows, layers):
+    config = {**LLAMA4, **changes}
+    spec = spec_from_config(config)
+    assert spec.windows == windows
+    assert (None if spec.experts is None else spec.experts.layers) == layers
+    # Of the MLP, in layers without experts.
+    assert spec.intermediate_size == (40 if layers == (1, 1, 1, 1) else 16384)
+    assert ignored_layer_types(config, spec) is None
+    rotated = changes.get("no_rope_layers") or [1, 1, 1, 0]
+    assert [spec.norms_qk(layer) for layer in range(4)] == [turns == 1 for turns in rotated]
+    assert [spec.scales_queries(layer) for layer in range(4)] == [turns == 0 for turns in rotated]
+
+
+@pytest.mark.parametrize(("value", "is_scaled"), [(4, True), (True, True), (0, False), (False, False)])
+def test_the_scaling_of_llama4s_queries_may_be_a_number(value, is_scaled):
+    spec = spec_from_config({**LLAMA4, "attn_temperature_tuning": value})
+    assert (spec.query_scaling is not None) == is_scaled
+
+
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [({}, (1, 1, 1, 1)), ({"decoder_sparse_step": 2}, (0, 1, 0, 1)), ({"mlp_only_layers": [0, 3]}, (0, 1, 1, 0))],
@@ -158,6 +198,11 @@ ALPHA = {"rope_type": "dynamic", "alpha": 50.0}
         (GPT_OSS_20B, {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
         (GPT_OSS_20B, {"swiglu_limit": -1.0}, "swiglu_limit"),
         (SIZES, {"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": ""}, "sliding_window_pattern"),
+        (SIZES, {"architectures": ["Llama4ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
+        (SIZES, {"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 0}, "attention_chunk_size"),
+        (SIZES, {"architectures": ["Llama4ForCausalLM"], "layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        (SIZES, {"architectures": ["Llama4ForCausalLM"], "attn_temperature_tuning": "yes"}, "attn_temperature_tuning"),
+        (SIZES, {"architectures": ["MllamaForCausalLM"], "cross_attention_layers": [1, 0]}, "cross_attention_layers"),
         (SIZES, {"architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 2, "rope_scaling": ALPHA}, "alpha"),
         (SIZES, {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 8}, "n_group"),
         (SIZES, {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 3}, "n_group"),
@@ -173,6 +218,9 @@ ROPES = {
     "linear": {"factor": 2.5},
     "llama3": {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    },
+    "llama3 without a blend": {  # Llama 4 Scout's
+        "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192,
     },
     "yarn": {
         "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096,
@@ -193,9 +241,10 @@ def test_frequencies_are_those_of_transformers(theta):
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         pairs: list[tuple[Rope, torch.Tensor, float]] = [(DefaultRope(theta), 1.0 / theta**exponents, 1.0)]
         for kind, values in ROPES.items():
-            config.rope_parameters = {"rope_type": kind, "rope_theta": theta, **values}
+            name = kind.split()[0]
+            config.rope_parameters = {"rope_type": name, "rope_theta": theta, **values}
             rope = spec_from_config({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).ropes[0]
-            pairs.append((rope, *ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))))
+            pairs.append((rope, *ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"))))
         for rope, expected, scale in pairs:
             got = inverse_frequencies(rope, head_dim)
             assert got.dtype == np.float32

@@ -139,17 +139,38 @@ def test_parts_of_fp8_that_do_not_fit_are_named(fp8, part, value, says):
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale",), ("kv_scale",)],
+    ("names", "kinds"),
+    [
+        (("k_scale", "v_scale", "k_zero_point"), "kv"),
+        (("k_proj.k_scale", "v_proj.v_scale"), "kv"),
+        (("k_proj.output_scale",), "k"),
+        (("kv_scale",), "kv"),
+    ],
 )
-def test_scales_of_keys_and_values_are_left_out_with_a_line(fp8, names):
-    assert not check_checkpoint(fp8).warnings
+def test_scales_of_keys_and_values_by_each_tool(fp8, worker_config, caplog, names, kinds):
+    assert not check_checkpoint(fp8).kv_scales
     for name in names:
         replace(fp8, f"model.layers.1.self_attn.{name}", torch.tensor(0.5))
     info = check_checkpoint(fp8)
-    [line] = info.warnings
-    assert line.startswith(f"{fp8}: its {len(names)} scales of quantised keys and values are not used: the KV cache")
-    assert not any(name.endswith("_scale") for name in info.tensors)
+    assert list(info.kv_scales) == [f"model.layers.1.self_attn.{kind}_scale" for kind in kinds]
+    assert not any(name.endswith(("_scale", "_zero_point")) for name in info.tensors)
+    with caplog.at_level("INFO"):
+        load_backend(worker_config(fp8, backend="reference"))
+    line = f"{fp8}: its {len(kinds)} scales of keys and values are not used: they are for --kv-cache-dtype fp8"
+    assert line in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (torch.ones(3), "k_scale has the shape [3], and config.json calls for [2]"),
+        (torch.ones(2, dtype=torch.int32), "k_scale has dtype I32: scales must be F64, F32, F16, BF16"),
+    ],
+)
+def test_scales_of_keys_that_do_not_fit_are_named(fp8, value, says):
+    replace(fp8, "model.layers.1.self_attn.k_scale", value)
+    with pytest.raises(ModelError, match=re.escape(says)):
+        check_checkpoint(fp8)
 
 
 @pytest.mark.parametrize("config", [FP8, compressed(FP8_WEIGHTS)])

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.models.architecture.lines import PLAIN_ON_CUDA
 from penstock.models.architecture.registry import spec_from_config
+from penstock.models.architecture.spec_parts import NormKind, Scoring
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -21,6 +23,20 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
     num_parameters, config = PUBLISHED[name]
     assert spec_from_config(config).num_parameters == num_parameters
+
+
+def test_the_matrix_names_what_has_parts_without_kernels_on_cuda(variant_configs: Any) -> None:
+    specs = [spec_from_config(config) for config in variant_configs.values()]
+    plain = {
+        spec.architecture
+        for spec in specs
+        if spec.norm_kind is NormKind.LAYER
+        or spec.is_parallel
+        or spec.qk_norm_is_last
+        or not spec.gated_mlp
+        or (spec.experts is not None and spec.experts.scoring is Scoring.SIGMOID)
+    }
+    assert plain == PLAIN_ON_CUDA & {spec.architecture for spec in specs}
 
 
 def test_layers_that_only_propose_drafts_are_not_loaded(tiny_model: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import SamplingParams
 
@@ -38,6 +39,28 @@ QWENS_TOKENS = {
 """Ids that no output contains."""
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LLAMA4S_EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+    "vision_output_dim": 16,
+}
+MLLAMAS_EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_global_layers": 1,
+    "attention_heads": 2,
+    "vision_output_dim": 64,
+    "intermediate_layers_indices": [0],
+    "image_size": 28,
+    "patch_size": 14,
+}
 PIXTRAL = {"vision_config": {"model_type": "pixtral", **EYES, "image_size": 28, "patch_size": 14}}
 
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +70,46 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
             "text_config": {**TEXT, "head_dim": 24, "sliding_window": 9},
             "vision_config": {**EYES, "image_size": 28, "patch_size": 14},
             "mm_tokens_per_image": 4,
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "text_config": {
+                **TEXT,
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "head_dim": 16,
+                "global_head_dim": 24,
+                "num_kv_shared_layers": 2,
+                "hidden_size_per_layer_input": 12,
+                "vocab_size_per_layer_input": 160,
+                "sliding_window": 9,
+            },
+            "vision_config": {**EYES, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16},
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "text_config": {
+                **TEXT,
+                "head_dim": 16,
+                "num_hidden_layers": 4,
+                "intermediate_size_mlp": 48,
+                "num_local_experts": 4,
+                "interleave_moe_layer_step": 2,
+                "attention_chunk_size": 10,
+                "floor_scale": 4,
+            },
+            "vision_config": LLAMA4S_EYES,
+        },
+    ),
+    "mllama": (
+        "Mllama",
+        {
+            "text_config": {**TEXT, "num_hidden_layers": 4, "cross_attention_layers": [0, 2]},
+            "vision_config": MLLAMAS_EYES,
         },
     ),
     "mistral3": ("Mistral3", {"text_config": {"model_type": "mistral", **TEXT}, **PIXTRAL}),
@@ -91,6 +154,9 @@ def build(name: str, path: Path) -> Any:
         for parameter in module.model.language_model.parameters():
             if parameter.ndim == 1:
                 parameter.normal_(mean=1.0, std=0.3)
+        for buffer_name, buffer in module.model.language_model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.normal_(mean=1.0, std=0.3)
     module.save_pretrained(path)
     return module
 
@@ -101,6 +167,16 @@ def turn_experts(path: Path) -> None:
     for name, tensor in tensors.items():
         if ".experts." in name and tensor.shape[-1] in (TEXT["hidden_size"], EXPERTS["moe_intermediate_size"]):
             tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, path / "model.safetensors")
+
+
+def add_unused(path: Path) -> None:
+    """Adds the tensors that Gemma 4 is published with, though its last layers take keys and values from others."""
+    tensors = load_file(path / "model.safetensors")
+    for layer in (2, 3):
+        prefix = f"model.language_model.layers.{layer}.self_attn."
+        tensors |= {f"{prefix}{name}.weight": torch.ones(32, 64) for name in ("k_proj", "v_proj")}
+        tensors[f"{prefix}k_norm.weight"] = torch.ones(16)
     save_file(tensors, path / "model.safetensors")
 
 
@@ -119,6 +195,8 @@ async def test_text_is_that_of_the_whole_model(
     module = build(name, tmp_path)
     if name == "qwen3-vl-moe":
         turn_experts(tmp_path)
+    if name == "gemma4":
+        add_unused(tmp_path)
     prompt = [3, 9, 1, 33, 12, 5, 70, 81, 2, 14, 99, 4]
     engine = await start_engine(in_process(tmp_path, backend=backend, max_model_len=64))
     [answer] = await engine.run([prompt], SamplingParams(temperature=0.0), 12)
@@ -152,6 +230,24 @@ def test_an_unknown_language_model_is_named(tmp_path: Path) -> None:
     config["text_config"]["model_type"] = "mamba"
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"text_config\.model_type is 'mamba': it names no supported language model"):
+        check_checkpoint(tmp_path)
+
+
+def test_layers_that_attend_to_images_are_left_out(tmp_path: Path) -> None:
+    """Llama 3.2 Vision's; its embedding has 8 rows more than its head."""
+    build("mllama", tmp_path)
+    info = check_checkpoint(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    [name] = [name for name in stored if name.endswith("layers.3.self_attn.q_proj.weight")]
+    assert info.spec.num_layers == 2
+    assert info.tensors["model.embed_tokens.weight"].shape == (160, 64)
+    files = TensorFiles(entry.file for entry in info.tensors.values())
+    query = files.array(info.tensors["model.layers.1.self_attn.q_proj.weight"])
+    assert (torch.from_numpy(query) == stored[name]).all()
+    [embedding] = [name for name in stored if name.endswith("embed_tokens.weight")]
+    stored[embedding] = stored[embedding][:160].clone()
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight has the shape \[160, 64\], .* calls for \[168, 64\]"):
         check_checkpoint(tmp_path)
 
 

@@ -2,7 +2,6 @@
 what the weights are."""
 
 import copy
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+from model_files.mxfp4_files import turn_to_mxfp4
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.tensor_parallel import ALONE
@@ -38,35 +37,19 @@ class Published:
     module: Any
 
 
-def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(E, in, out) to blocks (E, out, groups, 16) and scales (E, out, groups)."""
-    groups = weight.transpose(1, 2).unflatten(2, (-1, 32)).float()
-    exponents = groups.abs().amax(-1).log2().floor() - 2
-    scaled = torch.ldexp(groups, -exponents.unsqueeze(-1).int())
-    codes = (scaled.unsqueeze(-1) - torch.tensor(FP4_VALUES)).abs().argmin(-1).to(torch.uint8)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
-
-
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, tiny_model):
     """Columns are no multiple of what kernels read at a time."""
     path = tmp_path_factory.mktemp("mxfp4")
     tiny_model("gpt-oss").module.save_pretrained(path)
+    turn_to_mxfp4(path)
+    module = copy.deepcopy(tiny_model("gpt-oss").module)
     tensors = load_file(path / "model.safetensors")
-    dequantised = dict(tensors)
-    for name, values in dequantised.items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            blocks, scales = packed(values)
-            del tensors[name]
-            tensors |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales.contiguous()}
-            dequantised[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    save_file(dequantised, path / "model.safetensors", {"format": "pt"})
-    module = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-    save_file(tensors, path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text())
-    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
-    (path / "config.json").write_text(json.dumps(config))
+    for name, blocks in tensors.items():
+        if name.endswith("_blocks"):
+            weight = name.removesuffix("_blocks")
+            values = convert_moe_packed_tensors(blocks, tensors[f"{weight}_scales"], dtype=torch.float32)
+            module.get_parameter(weight).data = values
     return Published(path, module)
 
 

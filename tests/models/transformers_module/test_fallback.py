@@ -1,6 +1,7 @@
 """Architectures without an implementation here run as modules of transformers, token for token; what cannot run so is
 refused by name."""
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,44 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=1)
 NUM_TOKENS = 24
+GEMMA3N = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "head_dim": 16,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 160,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.9, 0.0, 0.0],
+    "sliding_window": 9,
+    "final_logit_softcapping": 5.0,
+}
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("ApertusConfig", {"initializer_range": 0.1, "hidden_act": "xielu"}),
+    "gemma3n": ("Gemma3nTextConfig", GEMMA3N),
     "helium": ("HeliumConfig", {"head_dim": 16}),
     "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "sliding_window": None}),
 }
 OURS = {
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 160,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "sliding_window": 9,
+            "initializer_range": 0.1,
+        },
+    ),
     "cohere": ("CohereConfig", {"logit_scale": 0.3}),
     "gemma2": ("Gemma2Config", {"sliding_window": 9, "head_dim": 16}),
 }
@@ -30,7 +58,7 @@ OURS = {
 Load = Callable[..., Any]
 
 
-@pytest.mark.parametrize("name", ["apertus", "helium", "phimoe", "cohere", "gemma2"])
+@pytest.mark.parametrize("name", ["apertus", "gemma3n", "helium", "phimoe", "cohere", "gemma2", "gemma4"])
 async def test_tokens_are_those_of_transformers(
     name: str, tmp_path: Path, build_model: Load, in_process: Load, start_engine: Load, prompts: list[list[int]]
 ) -> None:
@@ -49,6 +77,23 @@ async def test_tokens_are_those_of_transformers(
             torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, atol=2e-4, rtol=0)
         preemptions += engine.stats.preemptions
     assert preemptions > 0
+
+
+async def test_the_language_model_of_a_model_that_sees_images(
+    tmp_path: Path, build_model: Load, in_process: Load, start_engine: Load, edit_config: Load, prompts: list[list[int]]
+) -> None:
+    model = build_model(tmp_path, *FOREIGN["gemma3n"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    edit_config(tmp_path, architectures=["Gemma3nForConditionalGeneration"], model_type="gemma3n", text_config=config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    tensors["model.vision_tower.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert check_checkpoint(tmp_path).spec.kv_sources == (0, 1, 2, 2, 1)
+    engine = await start_engine(in_process(tmp_path, backend="auto", max_model_len=200))
+    [answer] = await engine.run(prompts[-1:], GREEDY, NUM_TOKENS)
+    logits = model.logits(prompts[-1] + answer.token_ids)[len(prompts[-1]) - 1 : -1]
+    assert answer.token_ids == logits.argmax(-1).tolist()
 
 
 def test_the_log_names_it_once(

@@ -69,18 +69,9 @@ class Installer:
                 _write(self._peers / f"openvino-models/{model}-{name}", [str(tool), "export", "openvino", *task])
 
     def llama(self) -> None:
-        """Built here, for this machine's instructions; and the models as it reads them."""
-        self._environment("llama.cpp")
-        sources = self._llama_sources()
-        server = self._peers / "llama.cpp/build/bin/llama-server"
-        quantise = server.with_name("llama-quantize")
-        if not (server.exists() and quantise.exists()):
-            tools = self._peers / "llama.cpp/bin"
-            variables = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
-            build = str(server.parents[1])
-            _run([str(tools / "cmake"), "-S", str(sources), "-B", build, "-G", "Ninja", *LLAMA_OPTIONS], env=variables)
-            jobs = ["-j", str(os.cpu_count()), "--target", "llama-server", "llama-quantize"]
-            _run([str(tools / "cmake"), "--build", build, *jobs], env=variables)
+        """Its server; and the models as it reads them."""
+        _, quantise = self.llama_programs("llama-server", "llama-quantize")
+        sources = self.llama_sources()
         python = self._peers / "transformers/bin/python"
         for model in self._models:
             source = self._model(model)
@@ -88,6 +79,33 @@ class Installer:
             _write(whole, [str(python), "-P", str(PACKAGE / "to_gguf.py"), str(sources), str(source)])
             for name in LLAMA_QUANTISED:
                 _write(self._peers / f"gguf/{model}-{name}.gguf", [str(quantise), str(whole)], name)
+
+    def llama_programs(self, *names: str) -> list[Path]:
+        """Builds programs of llama.cpp, for this machine's instructions, and returns their paths."""
+        build = self._peers / "llama.cpp/build"
+        programs = [build / "bin" / name for name in names]
+        if not all(program.exists() for program in programs):
+            sources = str(self.llama_sources())
+            tools = self._peers / "llama.cpp/bin"
+            variables = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+            cmake = str(tools / "cmake")
+            _run([cmake, "-S", sources, "-B", str(build), "-G", "Ninja", *LLAMA_OPTIONS], env=variables)
+            jobs = ["-j", str(os.cpu_count()), "--target", *names]
+            _run([cmake, "--build", str(build), *jobs], env=variables)
+        return programs
+
+    def llama_sources(self) -> Path:
+        """Returns the folder of llama.cpp's sources. Downloads them, and what builds them, unless they are there."""
+        self._environment("llama.cpp")
+        folder = self._peers / "llama.cpp/src"
+        if not folder.exists():
+            pip = [str(self._peers / "llama.cpp/bin/pip"), "download", "--quiet", "--no-deps", "--no-build-isolation"]
+            downloads = self._peers / "llama.cpp/downloads"
+            _run([*pip, "--no-binary", ":all:", LLAMA_SDIST, "-d", str(downloads)])
+            with tarfile.open(next(downloads.glob("*.tar.gz"))) as archive:
+                archive.extractall(downloads, filter="data")
+            next(path for path in downloads.iterdir() if path.is_dir()).rename(folder)
+        return folder / "vendor/llama.cpp"
 
     def _environment(self, name: str) -> None:
         """Exactly what its requirements say. They are complete, so pip is not asked what depends on what: some engines
@@ -110,17 +128,6 @@ class Installer:
         if not (folder / name / "model.safetensors").exists():
             _run([sys.executable, "-P", "-m", "cpu_bench.make_models", str(folder), "--names", name])
         return folder / name
-
-    def _llama_sources(self) -> Path:
-        folder = self._peers / "llama.cpp/src"
-        if not folder.exists():
-            pip = [str(self._peers / "llama.cpp/bin/pip"), "download", "--quiet", "--no-deps", "--no-build-isolation"]
-            downloads = self._peers / "llama.cpp/downloads"
-            _run([*pip, "--no-binary", ":all:", LLAMA_SDIST, "-d", str(downloads)])
-            with tarfile.open(next(downloads.glob("*.tar.gz"))) as archive:
-                archive.extractall(downloads, filter="data")
-            next(path for path in downloads.iterdir() if path.is_dir()).rename(folder)
-        return folder / "vendor/llama.cpp"
 
 
 def main() -> int:

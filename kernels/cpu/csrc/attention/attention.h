@@ -127,7 +127,7 @@ struct Work {
   }
   // The positions that a row attends to: [first, last).
   int last(int index) const { return item.query_begin + index / group + 1; }
-  int first(int index) const { return attention.window ? larger(last(index) - attention.window, 0) : 0; }
+  int first(int index) const { return first_seen(last(index) - 1, attention.window, attention.chunked); }
 };
 
 template <class Kv>

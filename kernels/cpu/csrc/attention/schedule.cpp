@@ -23,13 +23,12 @@ struct Tile {
 
 // Divides rows into tiles; returns their number. Tiles begin with the row's first token, so a row with few tokens, such
 // as one with drafts, reads its KV once, whatever its position.
-int64_t find_tiles(const AttentionRow* rows, int num_rows, int window, Tile* tiles) {
+int64_t find_tiles(const AttentionRow* rows, int num_rows, int window, bool chunked, Tile* tiles) {
   int64_t num_tiles = 0;
   for (int r = 0; r < num_rows; r++)
     for (int begin = rows[r].start; begin < rows[r].end;) {
       int end = begin + QUERY_TILE < rows[r].end ? begin + QUERY_TILE : rows[r].end;
-      int seen = window > 0 && begin + 1 > window ? begin + 1 - window : 0;
-      tiles[num_tiles++] = {r, begin, end, seen / SPLIT, (end - 1) / SPLIT + 1};
+      tiles[num_tiles++] = {r, begin, end, first_seen(begin, window, chunked) / SPLIT, (end - 1) / SPLIT + 1};
       begin = end;
     }
   return num_tiles;
@@ -77,11 +76,11 @@ class Items {
 }  // namespace
 
 AttentionPlan StepRun::plan_attention(const DecoderLayer& layer) {
-  int kv_heads = model_.num_kv_heads;
+  int kv_heads = layer.kv.kv_heads;
   int64_t num_tiles = 0, num_splits = 0, most = 0;
-  for (int r = 0; r < step_.num_rows; r++) num_tiles += (rows_[r].end - rows_[r].start) / QUERY_TILE + 1;
+  for (int r = 0; r < num_attention_rows_; r++) num_tiles += (rows_[r].end - rows_[r].start) / QUERY_TILE + 1;
   Tile* tiles = arena_.take<Tile>(num_tiles);
-  num_tiles = find_tiles(rows_, step_.num_rows, layer.window, tiles);
+  num_tiles = find_tiles(rows_, num_attention_rows_, layer.window, model_.chunked_windows, tiles);
   for (int i = 0; i < num_tiles; i++) num_splits += tiles[i].splits();
 
   // With few tiles, long ones are divided, into pieces short enough to give all threads work.
@@ -92,7 +91,7 @@ AttentionPlan StepRun::plan_attention(const DecoderLayer& layer) {
   else if (uncut < enough && piece > MOST_SPLITS)
     piece = MOST_SPLITS;
   for (int i = 0; i < num_tiles; i++) most += (tiles[i].splits() + piece - 1) / piece * kv_heads;
-  PagedAttention attention = {model_.kv, nullptr, model_.num_heads, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
+  PagedAttention attention = {layer.kv, nullptr, model_.num_heads, 0, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
   int64_t split_floats = kernels_.partial_floats(attention) * (model_.num_heads / kv_heads);
   Items items(arena_, most, uncut, piece, split_floats);
   // Last tile first: later tiles of a prompt see more positions, and long items should start early. The tiles of a row

@@ -87,6 +87,7 @@ struct PagedAttention {
   uint8_t* pages;  // of this layer
   int32_t num_heads;
   int32_t window;   // 0: all positions before; w: the last w positions, its own included
+  int32_t chunked;  // the window is the size of chunks, and a query sees the positions before it in its own chunk
   float scale;      // of scores
   float soft_cap;   // 0: none; c: scores become c tanh(score / c)
   const float* sinks;    // one score per query head, which takes part in the softmax without a value; or null
@@ -95,6 +96,13 @@ struct PagedAttention {
   float* output;  // (T, stride), in the same order
   int64_t output_stride;
 };
+
+// The first position that a query sees.
+static inline int first_seen(int position, int window, bool chunked) {
+  if (window == 0) return 0;
+  if (chunked) return position / window * window;
+  return position < window ? 0 : position + 1 - window;
+}
 
 // A row of the batch: tokens [token, token + end - start) of the batch are at its positions [start, end).
 struct AttentionRow {

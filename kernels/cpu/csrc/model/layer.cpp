@@ -7,7 +7,8 @@
 namespace penstock {
 
 void StepRun::layer(const DecoderLayer& layer, int index) {
-  uint8_t* pages = model_.pages + index * model_.layer_bytes;
+  take_sizes(layer);
+  uint8_t* pages = model_.pages + layer.kv_offset;
   bool last = index == model_.num_layers - 1;
   Prepared inputs = layer.hidden_norm.weight
                         ? prepare_joined(layer)
@@ -20,12 +21,25 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   // After the last layer's KV is written, only rows whose logits or hidden states are requested are computed.
   if (last && step_.num_wanted() == 0) return;
   attend(layer, pages);
-  if (last) keep_wanted_rows();
+  if (last && !only_wanted_) keep_wanted_rows(true);
   spent_on(STAGE_ATTENTION);
   if (!model_.parallel_layers) add_attention(layer);
   feed_forward(layer);
   // The MLP has read x by now.
   if (model_.parallel_layers) add_attention(layer);
+  if (layer.input_gate.num_parts) add_layer_input(layer, index);
+  if (layer.scalar != 1.0f)
+    each(num_rows_, [&](int row, int) {
+      kernels_.scale(x_ + static_cast<int64_t>(row) * model_.hidden_size, layer.scalar, model_.hidden_size);
+    });
+}
+
+void StepRun::take_sizes(const DecoderLayer& layer) {
+  num_kv_heads_ = layer.kv.kv_heads;
+  head_dim_ = layer.kv.head_dim;
+  query_size_ = model_.num_heads * head_dim_;
+  kv_size_ = num_kv_heads_ * head_dim_;
+  qkv_size_ = query_size_ + (!layer.has_kv ? 0 : layer.values_are_keys ? kv_size_ : 2 * kv_size_);
 }
 
 void StepRun::add_attention(const DecoderLayer& layer) {
@@ -39,9 +53,36 @@ void StepRun::add_attention(const DecoderLayer& layer) {
 void StepRun::feed_forward(const DecoderLayer& layer) {
   if (layer.router.num_parts) return experts(layer);
   bool direct = !layer.mlp_post_norm.weight;
-  mlp(layer.mlp, model_.intermediate_size, layer.mlp_norm, direct ? x_ : delta_, direct ? OUTPUT_ADD : OUTPUT_STORE);
+  mlp(layer.mlp, layer.intermediate_size, layer.mlp_norm, direct ? x_ : delta_, direct ? OUTPUT_ADD : OUTPUT_STORE);
   if (!direct) add_sublayer(layer.mlp_post_norm);
   spent_on(STAGE_DOWN);
+}
+
+// Adds what the layer makes of its own input.
+void StepRun::add_layer_input(const DecoderLayer& layer, int index) {
+  const DecoderModel& m = model_;
+  Arena::Mark before = arena_.mark();
+  int64_t width = static_cast<int64_t>(m.num_layers) * m.input_size;
+  float* gates = arena_.take<float>(static_cast<int64_t>(num_rows_) * m.input_size);
+  Prepared inputs = prepare(layer.input_gate, x_, m.hidden_size, num_rows_, Norm{});
+  product(layer.input_gate, inputs, gates, m.input_size, OUTPUT_STORE);
+  each(num_rows_, [&](int row, int) {
+    float* gate = gates + static_cast<int64_t>(row) * m.input_size;
+    const float* input = layer_inputs_ + row * width + static_cast<int64_t>(index) * m.input_size;
+    kernels_.gated(gate, input, m.input_size, static_cast<Activation>(m.activation), gate);
+  });
+  inputs = prepare(layer.input_projection, gates, m.input_size, num_rows_, Norm{});
+  product(layer.input_projection, inputs, delta_, m.hidden_size, OUTPUT_STORE);
+  arena_.give_back(before);
+  add_sublayer(layer.input_norm);
+  spent_on(STAGE_DOWN);
+}
+
+void StepRun::norm_rows(const Norm& norm, float* x) {
+  each(num_rows_, [&](int row, int) {
+    float* at = x + static_cast<int64_t>(row) * model_.hidden_size;
+    this->norm(norm, at, model_.hidden_size, at);
+  });
 }
 
 void StepRun::norm(const Norm& norm, const float* x, int size, float* out) {
@@ -64,45 +105,57 @@ Prepared StepRun::prepare_joined(const DecoderLayer& layer) {
 
 void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {
   const DecoderModel& m = model_;
-  int half = m.rotary_dim / 2;
-  bool by_head = m.qk_norm == QK_NORM_HEAD || m.qk_norm == QK_NORM_EACH_HEAD;
-  const float* angles = angles_ + static_cast<int64_t>(layer.rope) * step_.num_tokens * m.rotary_dim;
+  int half = m.ropes[layer.rope].half, num_heads = m.num_heads + (layer.has_kv ? num_kv_heads_ : 0);
+  bool by_head = layer.query_norm.weight && (m.qk_norm == QK_NORM_HEAD || m.qk_norm == QK_NORM_EACH_HEAD);
+  const float* angles = angles_ + layer.rope * step_.num_tokens * most_angles_;
   // One thread writes a whole page, since its slots are interleaved.
-  each(num_page_items_, [&](int i, int) {
+  each(num_page_items_, [&](int i, int thread) {
     const PageItem& item = page_items_[i];
     const AttentionRow& row = rows_[item.row];
     for (int position = item.begin; position < item.end; position++) {
       int token = row.token + position - row.start;
       float* query = qkv_ + static_cast<int64_t>(token) * qkv_size_;
       float* key = query + query_size_;
+      float* value = key + kv_size_;
+      if (layer.has_kv && layer.values_are_keys) {
+        value = row_room_[thread];
+        memcpy(value, key, static_cast<size_t>(kv_size_) * sizeof(float));
+      }
       if (m.qk_norm == QK_NORM_ALL) {
         kernels_.rms_norm(query, layer.query_norm.weight, query_size_, m.norm_eps, query);
         kernels_.rms_norm(key, layer.key_norm.weight, kv_size_, m.norm_eps, key);
       }
-      const float* cosines = angles + static_cast<int64_t>(token) * m.rotary_dim;
-      for (int head = 0; head < m.num_heads + m.num_kv_heads; head++) {
-        float* at = query + head * m.head_dim;
+      const float* cosines = angles + token * most_angles_;
+      for (int head = 0; head < num_heads; head++) {
+        float* at = query + head * head_dim_;
         bool is_query = head < m.num_heads;
         Norm of_head = is_query ? layer.query_norm : layer.key_norm;
-        if (m.qk_norm == QK_NORM_EACH_HEAD) of_head.weight += (is_query ? head : head - m.num_heads) * m.head_dim;
-        if (by_head && !m.qk_norm_is_last) norm(of_head, at, m.head_dim, at);
+        if (m.qk_norm == QK_NORM_EACH_HEAD) of_head.weight += (is_query ? head : head - m.num_heads) * head_dim_;
+        if (by_head && !m.qk_norm_is_last) norm(of_head, at, head_dim_, at);
         kernels_.rotate(at, cosines, cosines + half, half);
-        if (by_head && m.qk_norm_is_last) norm(of_head, at, m.head_dim, at);
+        if (by_head && m.qk_norm_is_last) norm(of_head, at, head_dim_, at);
       }
-      if (m.query_scaling_positions) {
-        float beyond = std::log(1.0f + static_cast<float>(position / m.query_scaling_positions));
+      if (layer.scales_queries) {
+        int periods = (position + m.query_scaling_shift) / m.query_scaling_positions;
+        float beyond = std::log(1.0f + static_cast<float>(periods));
         if (beyond > 0) kernels_.scale(query, 1.0f + m.query_scaling_beta * beyond, query_size_);
       }
-      uint8_t* page = pages + row.pages[position / LANES] * m.kv.page_bytes;
-      kernels_.write_kv(m.kv, page, position % LANES, key, key + kv_size_);
+      if (layer.has_kv) write_kv(layer, pages + row.pages[position / LANES] * m.page_bytes, position % LANES, key, value);
     }
   });
 }
 
+void StepRun::write_kv(const DecoderLayer& layer, uint8_t* page, int slot, const float* key, float* value) {
+  for (int head = 0; head < num_kv_heads_ && layer.value_norm.weight; head++)
+    norm(layer.value_norm, value + head * head_dim_, head_dim_, value + head * head_dim_);
+  kernels_.write_kv(layer.kv, page, slot, key, value);
+}
+
 void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   const AttentionPlan& plan = plans_[&layer - model_.layers];
-  PagedAttention attention = {model_.kv, pages, model_.num_heads, layer.window, model_.attention_scale,
-                         model_.attention_soft_cap, layer.sinks, qkv_, qkv_size_, mixed_, query_size_};
+  PagedAttention attention = {layer.kv, pages, model_.num_heads, layer.window, model_.chunked_windows,
+                              model_.attention_scale, model_.attention_soft_cap, layer.sinks, qkv_, qkv_size_, mixed_,
+                              query_size_};
   threads_.run(plan.num_items, [&](int i, int thread) {
     const AttentionItem& item = plan.items[i];
     kernels_.attend(attention, rows_[item.row], item, kernel_room_[thread], partials_);
@@ -113,25 +166,54 @@ void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   });
 }
 
-// Moves the requested rows to the front. Those whose logits are requested are in the order in which the head reads
-// them.
-void StepRun::keep_wanted_rows() {
+// Moves the requested rows of x to the front, and those of attention if there are any yet. Those whose logits are
+// requested are in the order in which the head reads them.
+void StepRun::keep_wanted_rows(bool has_mixed) {
   int wanted = step_.num_wanted();
   bool same = wanted == num_rows_;  // true for a batch of decoding rows
   for (int i = 0; same && i < wanted; i++) same = step_.wanted(i) == i;
   if (same) return;
   float* x = arena_.take<float>(static_cast<int64_t>(wanted) * model_.hidden_size);
-  float* mixed = arena_.take<float>(static_cast<int64_t>(wanted) * query_size_);
+  float* mixed = has_mixed ? arena_.take<float>(static_cast<int64_t>(wanted) * query_size_) : mixed_;
+  int64_t width = static_cast<int64_t>(model_.num_layers) * model_.input_size;
+  float* layer_inputs = arena_.take<float>(wanted * width);
   for (int i = 0; i < wanted; i++) {
     int64_t from = step_.wanted(i);
     memcpy(x + static_cast<int64_t>(i) * model_.hidden_size, x_ + from * model_.hidden_size,
            static_cast<size_t>(model_.hidden_size) * sizeof(float));
-    memcpy(mixed + static_cast<int64_t>(i) * query_size_, mixed_ + from * query_size_,
-           static_cast<size_t>(query_size_) * sizeof(float));
+    if (has_mixed)
+      memcpy(mixed + static_cast<int64_t>(i) * query_size_, mixed_ + from * query_size_,
+             static_cast<size_t>(query_size_) * sizeof(float));
+    if (width)
+      memcpy(layer_inputs + i * width, layer_inputs_ + from * width, static_cast<size_t>(width) * sizeof(float));
   }
   x_ = x;
+  layer_inputs_ = layer_inputs;
   mixed_ = mixed;
   num_rows_ = wanted;
+}
+
+// Moves the requested rows of x to the front, in the same order, and divides the attention of the layers from `index` on
+// for these alone: each is a row of one token.
+void StepRun::keep_wanted_queries(int index) {
+  int wanted = step_.num_wanted(), row = 0;
+  if (wanted == num_rows_) return;  // a batch of decoding rows
+  AttentionRow* rows = arena_.take<AttentionRow>(wanted);
+  for (int i = 0; i < wanted; i++) {
+    int64_t token = step_.wanted(i);
+    while (token < step_.token_starts[row]) row--;
+    while (token >= step_.token_starts[row + 1]) row++;
+    int position = rows_[row].start + static_cast<int>(token - step_.token_starts[row]);
+    rows[i] = {rows_[row].pages, i, position, position + 1};
+    page_items_[i] = {i, position, position + 1};
+  }
+  keep_wanted_rows(false);
+  rows_ = rows;
+  num_attention_rows_ = wanted;
+  num_page_items_ = wanted;
+  only_wanted_ = true;
+  find_angles();
+  plan_layers(index);
 }
 
 // out = or += down(act(gate) * up), or down(act(up)), of x after a norm.

@@ -20,9 +20,10 @@ struct ExpertItem {
 
 }  // namespace
 
-// Chooses the experts that rank highest for each token, by logit or by sigmoid plus bias; ties go to the lowest number.
-// Their weights are the softmax over all experts, or their sigmoids; normalised, they are divided by their sum.
-void StepRun::choose_experts(const float* logits, const float* bias, int32_t* chosen, float* weights) {
+// Chooses the experts that rank highest for each token: by sigmoid plus bias in the chosen groups, or by logit; ties go
+// to the lowest number. Their weights are the softmax over all experts, or their sigmoids; normalised, they are divided
+// by their sum. In the end they are multiplied by factors.
+void StepRun::choose_experts(const DecoderLayer& layer, const float* logits, int32_t* chosen, float* weights) {
   int num = model_.num_experts, wanted = model_.experts_per_token;
   bool normalise = model_.normalise_experts, sigmoids = model_.scores_are_sigmoids;
   each(num_rows_, [&](int token, int thread) {
@@ -30,8 +31,8 @@ void StepRun::choose_experts(const float* logits, const float* bias, int32_t* ch
     int32_t* ids = chosen + static_cast<int64_t>(token) * wanted;
     float* shares = weights + static_cast<int64_t>(token) * wanted;
     const float* ranks = row;
-    if (sigmoids) {
-      rank_experts(row, bias, row_room_[thread]);
+    if (sigmoids && (layer.selection_bias || model_.num_groups > 1)) {
+      rank_experts(row, layer.selection_bias, row_room_[thread]);
       ranks = row_room_[thread];
     }
     for (int k = 0; k < wanted; k++) {
@@ -49,6 +50,7 @@ void StepRun::choose_experts(const float* logits, const float* bias, int32_t* ch
     for (int k = 0; k < wanted; k++) shares[k] = sigmoids ? sigmoid(row[ids[k]]) : std::exp(row[ids[k]] - row[ids[0]]);
     for (int k = 0; k < wanted && normalise; k++) total += shares[k];
     for (int k = 0; k < wanted; k++) shares[k] *= model_.expert_scale / total;
+    for (int k = 0; k < wanted && layer.expert_scales; k++) shares[k] *= layer.expert_scales[ids[k]];
   });
 }
 
@@ -87,9 +89,9 @@ Routing StepRun::route(const DecoderLayer& layer) {
   float* logits = arena_.take<float>(static_cast<int64_t>(num_rows_) * m.num_experts);
   int32_t* chosen = arena_.take<int32_t>(num_pairs);
   float* weights = arena_.take<float>(num_pairs);
-  Prepared inputs = prepare(layer.router, x_, m.hidden_size, num_rows_, layer.mlp_norm);
+  Prepared inputs = prepare(layer.router, x_, m.hidden_size, num_rows_, layer.router_norm);
   product(layer.router, inputs, logits, m.num_experts, OUTPUT_STORE);
-  choose_experts(logits, layer.selection_bias, chosen, weights);
+  choose_experts(layer, logits, chosen, weights);
 
   int32_t* starts = arena_.take<int32_t>(m.num_experts + 1);
   int32_t* places = arena_.take<int32_t>(num_pairs);
@@ -108,6 +110,25 @@ uint8_t* StepRun::gather(const Routing& routing, const Inputs& inputs) {
   each(routing.num_pairs, [&](int pair, int) {
     memcpy(gathered + routing.places[pair] * inputs.stride,
            inputs.data + pair / model_.experts_per_token * inputs.stride, static_cast<size_t>(inputs.stride));
+  });
+  return gathered;
+}
+
+// Rounds each pair's token, after its norm and times the pair's weight, at the pair's place.
+uint8_t* StepRun::gather_scaled(const Routing& routing, const DecoderLayer& layer) {
+  const Matrix& part = layer.experts[0].gate_up.parts[0];
+  int hidden = model_.hidden_size;
+  int64_t stride = kernels_.input_bytes(part.format, part.columns, part.group);
+  uint8_t* gathered = arena_.take<uint8_t>(routing.num_pairs * stride);
+  each(routing.num_pairs, [&](int pair, int thread) {
+    const float* x = x_ + static_cast<int64_t>(pair / model_.experts_per_token) * hidden;
+    float* scaled = row_room_[thread];
+    if (layer.expert_norm.weight)
+      norm(layer.expert_norm, x, hidden, scaled);
+    else
+      memcpy(scaled, x, static_cast<size_t>(hidden) * sizeof(float));
+    kernels_.scale(scaled, routing.weights[pair], hidden);
+    kernels_.prepare(part.format, part.columns, part.group, scaled, gathered + routing.places[pair] * stride);
   });
   return gathered;
 }
@@ -136,7 +157,7 @@ void StepRun::multiply_experts(const Routing& routing, const DecoderLayer& layer
   });
 }
 
-// delta = the weighted sum of each token's outputs, in the order of its choices.
+// delta = the sum of each token's outputs, weighted unless the inputs were, in the order of its choices.
 void StepRun::combine(const Routing& routing, float* outputs) {
   int hidden = model_.hidden_size, wanted = model_.experts_per_token;
   each(num_rows_, [&](int token, int) {
@@ -144,7 +165,7 @@ void StepRun::combine(const Routing& routing, float* outputs) {
     memset(sum, 0, sizeof(float) * static_cast<size_t>(hidden));
     for (int pair = token * wanted; pair < (token + 1) * wanted; pair++) {
       float* output = outputs + static_cast<int64_t>(routing.places[pair]) * hidden;
-      kernels_.scale(output, routing.weights[pair], hidden);
+      if (!model_.scales_expert_inputs) kernels_.scale(output, routing.weights[pair], hidden);
       kernels_.add(sum, output, hidden);
     }
   });
@@ -167,13 +188,26 @@ void StepRun::add_shared(const DecoderLayer& layer) {
   arena_.give_back(before);
 }
 
+// delta += the output of the MLP beside the experts, after its norm.
+void StepRun::add_dense(const DecoderLayer& layer) {
+  int64_t size = model_.hidden_size;
+  Arena::Mark before = arena_.mark();
+  float* output = arena_.take<float>(num_rows_ * size);
+  mlp(layer.mlp, layer.intermediate_size, layer.mlp_norm, output, OUTPUT_STORE);
+  norm_rows(layer.mlp_inner_norm, output);
+  each(num_rows_, [&](int row, int) { kernels_.add(delta_ + row * size, output + row * size, model_.hidden_size); });
+  arena_.give_back(before);
+}
+
 void StepRun::experts(const DecoderLayer& layer) {
   const DecoderModel& m = model_;
   Arena::Mark before = arena_.mark();
   Routing routing = route(layer);
   // All experts need inputs in the same format.
-  Prepared shared = prepare(layer.experts[0].gate_up, x_, m.hidden_size, num_rows_, layer.mlp_norm);
-  uint8_t* inputs = gather(routing, shared.parts[0]);
+  uint8_t* inputs =
+      m.scales_expert_inputs
+          ? gather_scaled(routing, layer)
+          : gather(routing, prepare(layer.experts[0].gate_up, x_, m.hidden_size, num_rows_, layer.expert_norm).parts[0]);
   int64_t stride = (m.expert_size + LANES - 1) / LANES * LANES;  // a gated product writes whole panels
   float* inner = arena_.take<float>(routing.num_pairs * stride);
   multiply_experts(routing, layer, &PackedMlp::gate_up, inputs, inner, stride, OUTPUT_GATED);
@@ -188,6 +222,8 @@ void StepRun::experts(const DecoderLayer& layer) {
   multiply_experts(routing, layer, &PackedMlp::down, inner_inputs, outputs, m.hidden_size, OUTPUT_STORE);
   combine(routing, outputs);
   arena_.give_back(before);
+  if (layer.expert_post_norm.weight) norm_rows(layer.expert_post_norm, delta_);
+  if (layer.mlp.down.num_parts) add_dense(layer);
   if (layer.shared.down.num_parts) add_shared(layer);
   add_sublayer(layer.mlp_post_norm);
   spent_on(STAGE_EXPERTS);

@@ -26,8 +26,9 @@ struct Norm {
 
 // The angles of a rotary embedding.
 struct Rope {
-  const float* frequencies;  // (rotary_dim / 2,): angle per position
+  const float* frequencies;  // (half,): angle per position
   float scale;               // of cosines and sines
+  int32_t half;              // pairs of dimensions that are rotated
 };
 
 // An MLP, or one expert. Gate and up are one part in alternating panels, or two parts: gate, then up. An MLP without a
@@ -41,23 +42,39 @@ struct DecoderLayer {
   Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;
   // For a draft head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm.
   Norm hidden_norm;
-  Norm query_norm, key_norm;  // (head_dim,), (heads, head_dim), or over all heads
+  Norm query_norm, key_norm;  // (head_dim,), (heads, head_dim), or over all heads; or none
+  Norm value_norm;            // (head_dim,)
   const float* sinks;                  // (num_heads,) or null
   int32_t window;                      // 0: none
   int32_t rope;                        // index
+  int32_t scales_queries;
+  int32_t has_kv;           // else it attends to the keys and values of an earlier layer, and qkv has only queries
+  int32_t values_are_keys;  // before any norm: qkv has no values
+  int32_t intermediate_size;
+  KvLayout kv;
+  int64_t kv_offset;  // from the start of a page to the layer's keys and values, or to those that it attends to
   PackedLinear qkv, output;
-  PackedMlp mlp;
+  PackedMlp mlp;        // no parts in layers that have only experts
+  Norm mlp_inner_norm;  // of the MLP's output where there are experts beside it
+  // For a mixture of experts: the norms of the router's input and of the experts', and of the experts' output.
+  Norm router_norm, expert_norm, expert_post_norm;
   PackedLinear router;  // for a mixture of experts; else no parts
   const PackedMlp* experts;
   const float* selection_bias;  // (num_experts,): added to scores for the choice only; or null
+  const float* expert_scales;   // (num_experts,): factors of the experts' weights; or null
   PackedMlp shared;          // also runs on every token; or no parts
   PackedLinear shared_gate;  // its output is multiplied by the sigmoid of this; or no parts
+  // x += norm(projection(act(gate(x)) * input)), where the input is the layer's own; or no parts.
+  PackedLinear input_gate, input_projection;
+  Norm input_norm;
+  float scalar;  // the factor of the layer's output
 };
 
 struct DecoderModel {
   const Kernels* kernels;
-  int32_t vocab_size, num_logits, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
-  int32_t rotary_dim, num_ropes;
+  int32_t vocab_size, num_logits, hidden_size;
+  int32_t intermediate_size;  // the largest of the layers'
+  int32_t num_layers, num_heads, num_ropes;
   int32_t num_experts, experts_per_token, expert_size, normalise_experts, shared_size;
   int32_t scores_are_sigmoids;  // of experts; else a softmax
   int32_t num_groups, groups_per_token;
@@ -66,8 +83,11 @@ struct DecoderModel {
   int32_t qk_norm_is_last;    // after the rotation
   int32_t activation;         // Activation
   int32_t gated_mlp, layer_norms, parallel_layers;
+  int32_t chunked_windows;        // see PagedAttention
+  int32_t scales_expert_inputs;   // by the experts' weights, which otherwise multiply their outputs
   int32_t block_size;  // of block tables; a multiple of 16
-  int32_t query_scaling_positions;  // queries are scaled by 1 + beta ln(1 + floor(position / this)); 0: they are not
+  // Queries are scaled by 1 + beta ln(1 + floor((position + shift) / positions)) in some layers.
+  int32_t query_scaling_positions, query_scaling_shift;
   float query_scaling_beta, expert_scale;
   float norm_eps, embedding_scale, attention_scale, attention_soft_cap, logit_scale, logit_soft_cap;
   float gate_alpha, gate_limit;  // for experts with the clamped activation
@@ -76,14 +96,21 @@ struct DecoderModel {
   Matrix packed_embedding;
   const float* position_table;  // (rows, hidden_size): row p + position_offset is added at position p; or null
   int32_t position_offset;
+  // The inputs of all layers, `input_size` floats each: (norm(linear(x) / sqrt(hidden_size)) + embedding
+  // sqrt(input_size)) / sqrt(2).
+  int32_t input_size;           // 0: there are none
+  int32_t input_vocab_size;
+  float input_embedding_scale;
+  const uint8_t* input_embedding;  // (input_vocab_size, num_layers * input_size), in the format of `embedding`
+  PackedLinear input_linear;
+  Norm input_linear_norm;  // (input_size,)
   PackedLinear fc;           // for a draft head: from features to x; else no parts
   PackedLinear head;         // only the first num_logits rows are multiplied, of a tied embedding that may have more
   Norm norm;
   const DecoderLayer* layers;
   const Rope* ropes;
-  KvLayout kv;
-  uint8_t* pages;       // of layer 0
-  int64_t layer_bytes;  // from a page to the page of the same tokens in the next layer
+  uint8_t* pages;
+  int64_t page_bytes;  // of 16 tokens in all layers
 };
 
 // R rows of T tokens, built by models/batch/batch.py, and the requested outputs.

@@ -20,6 +20,11 @@ int head_rows(const Step& step, int begin) {
 // Ids are checked at admission. Clamping makes sure that an id out of range never becomes an address.
 int within(int64_t id, int num) { return id < 0 ? 0 : id < num ? static_cast<int>(id) : num - 1; }
 
+// Whether the attention of two layers is divided alike.
+bool have_same_plan(const DecoderLayer& one, const DecoderLayer& other) {
+  return one.window == other.window && one.kv.kv_heads == other.kv.kv_heads && one.kv.head_dim == other.kv.head_dim;
+}
+
 int64_t widest_input(const Kernels& kernels, const PackedLinear& linear, int64_t so_far) {
   for (int i = 0; i < linear.num_parts; i++) {
     const Matrix& part = linear.parts[i];
@@ -50,11 +55,7 @@ void Program::finish() {
 
 StepRun::StepRun(Program& program, const Step& step)
     : program_(program), model_(program.model_), kernels_(*program.model_.kernels), step_(step),
-      threads_(program.threads_), arena_(program.arena_), num_rows_(step.num_tokens) {
-  query_size_ = model_.num_heads * model_.head_dim;
-  kv_size_ = model_.num_kv_heads * model_.head_dim;
-  qkv_size_ = query_size_ + 2 * kv_size_;
-}
+      threads_(program.threads_), arena_(program.arena_), num_rows_(step.num_tokens) {}
 
 void StepRun::spent_on(Stage stage) {
   timespec now;
@@ -72,8 +73,14 @@ void StepRun::begin() {
   embed(model_.fc.num_parts ? embeddings_ : x_);
   if (model_.position_table) add_positions(x_);
   if (model_.fc.num_parts) take_hidden();
+  if (model_.input_size) find_layer_inputs();
   spent_on(STAGE_EMBED);
   for (int i = 0; i < model_.num_layers; i++) {
+    // Once all keys and values are written, only tokens are computed whose logits or hidden states are requested.
+    if (i == first_without_kv_ && step_.num_features == 0) {
+      if (step_.num_wanted() == 0) return;
+      keep_wanted_queries(i);
+    }
     record(i);
     layer(model_.layers[i], i);
   }
@@ -97,11 +104,16 @@ void StepRun::lay_out() {
   int64_t tokens = step_.num_tokens;
   x_ = arena_.take<float>(tokens * m.hidden_size);
   delta_ = arena_.take<float>(tokens * m.hidden_size);
-  qkv_ = arena_.take<float>(tokens * qkv_size_);
-  mixed_ = arena_.take<float>(tokens * query_size_);
+  most_angles_ = 0;
+  for (int i = 0; i < m.num_ropes; i++)
+    most_angles_ = 2 * m.ropes[i].half > most_angles_ ? 2 * m.ropes[i].half : most_angles_;
+  angles_ = arena_.take<float>(m.num_ropes * tokens * most_angles_);
+  first_without_kv_ = m.num_layers;
+  while (first_without_kv_ > 0 && !m.layers[first_without_kv_ - 1].has_kv) first_without_kv_--;
+  int64_t widest_qkv = 0, widest_query = 0;
   int64_t inner = m.intermediate_size > m.shared_size ? m.intermediate_size : m.shared_size;
   inner_ = arena_.take<float>(tokens * ((inner + LANES - 1) / LANES * LANES));
-  int64_t widest_row = m.hidden_size, inputs = widest_input(kernels_, m.head, 0);
+  int64_t widest_row = m.hidden_size, inputs = widest_input(kernels_, m.input_linear, widest_input(kernels_, m.head, 0));
   int most_parts = 1;
   if (m.fc.num_parts) {
     inputs = widest_input(kernels_, m.fc, inputs);
@@ -111,8 +123,13 @@ void StepRun::lay_out() {
   }
   for (int i = 0; i < m.num_layers; i++) {
     const DecoderLayer& layer = m.layers[i];
+    take_sizes(layer);
+    widest_qkv = qkv_size_ > widest_qkv ? qkv_size_ : widest_qkv;
+    widest_query = query_size_ > widest_query ? query_size_ : widest_query;
+    widest_row = kv_size_ > widest_row ? kv_size_ : widest_row;
     const PackedLinear* linears[] = {&layer.qkv, &layer.output, &layer.mlp.gate_up, &layer.mlp.down, &layer.router,
                                      &layer.shared.gate_up, &layer.shared.down, &layer.shared_gate,
+                                     &layer.input_gate, &layer.input_projection,
                                      layer.experts ? &layer.experts->gate_up : &layer.router};
     for (const PackedLinear* linear : linears) {
       inputs = widest_input(kernels_, *linear, inputs);
@@ -121,6 +138,8 @@ void StepRun::lay_out() {
         widest_row = linear->parts[part].columns > widest_row ? linear->parts[part].columns : widest_row;
     }
   }
+  qkv_ = arena_.take<float>(tokens * widest_qkv);
+  mixed_ = arena_.take<float>(tokens * widest_query);
   for (int i = 0; i < 3; i++) inputs_[i] = i < most_parts ? arena_.take<uint8_t>(tokens * inputs) : nullptr;
   gate_up_ = most_parts > 1 ? arena_.take<float>(tokens * 2 * inner) : nullptr;
   // For the ranks of experts and of their groups.
@@ -134,6 +153,7 @@ void StepRun::lay_out() {
 void StepRun::find_pages() {
   int pages_per_block = model_.block_size / LANES;
   rows_ = arena_.take<AttentionRow>(step_.num_rows);
+  num_attention_rows_ = step_.num_rows;
   page_items_ = arena_.take<PageItem>(step_.num_tokens + step_.num_rows);
   num_page_items_ = 0;
   for (int r = 0; r < step_.num_rows; r++) {
@@ -152,24 +172,32 @@ void StepRun::find_pages() {
   }
   kernel_room_ = arena_.take<uint8_t*>(threads_.num());
   plans_ = arena_.take<AttentionPlan>(model_.num_layers);
-  int64_t partials = 0, room = 0;
+  plan_layers(0);
+  int64_t room = 0;
   for (int i = 0; i < model_.num_layers; i++) {
-    int same = 0;
-    while (model_.layers[same].window != model_.layers[i].window) same++;
+    const KvLayout& kv = model_.layers[i].kv;
+    PagedAttention attention = {kv, nullptr, model_.num_heads, 0, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
+    int64_t needed = kernels_.attention_scratch(attention);
+    room = needed > room ? needed : room;
+  }
+  for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
+}
+
+// Divides the attention of the layers from `first` on.
+void StepRun::plan_layers(int first) {
+  int64_t partials = 0;
+  for (int i = first; i < model_.num_layers; i++) {
+    int same = first;
+    while (!have_same_plan(model_.layers[same], model_.layers[i])) same++;
     plans_[i] = same < i ? plans_[same] : plan_attention(model_.layers[i]);
     partials = plans_[i].num_partial_floats > partials ? plans_[i].num_partial_floats : partials;
   }
-  PagedAttention attention = {model_.kv, nullptr, model_.num_heads, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
-  room = kernels_.attention_scratch(attention);
-  for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
   partials_ = arena_.take<float>(partials);
 }
 
 // Computes the cosines and sines of every token for every rope. The angle is a float32 product, and its cosine is
 // computed in float32, as in transformers.
 void StepRun::find_angles() {
-  int half = model_.rotary_dim / 2;
-  angles_ = arena_.take<float>(static_cast<int64_t>(model_.num_ropes) * step_.num_tokens * model_.rotary_dim);
   each(num_page_items_, [&](int item, int) {
     const PageItem& page = page_items_[item];
     const AttentionRow& row = rows_[page.row];
@@ -177,11 +205,11 @@ void StepRun::find_angles() {
       const Rope& rope = model_.ropes[i];
       for (int position = page.begin; position < page.end; position++) {
         int64_t token = static_cast<int64_t>(i) * step_.num_tokens + row.token + position - row.start;
-        float* to = angles_ + token * model_.rotary_dim;
-        for (int j = 0; j < half; j++) {
+        float* to = angles_ + token * most_angles_;
+        for (int j = 0; j < rope.half; j++) {
           float angle = static_cast<float>(position) * rope.frequencies[j];
           to[j] = std::cos(angle) * rope.scale;
-          to[half + j] = std::sin(angle) * rope.scale;
+          to[rope.half + j] = std::sin(angle) * rope.scale;
         }
       }
     }
@@ -194,20 +222,47 @@ void StepRun::embed(float* out) {
   each(step_.num_tokens, [&](int token, int) {
     int64_t id = within(step_.token_ids[token], m.vocab_size);
     float* to = out + static_cast<int64_t>(token) * m.hidden_size;
-    if (!m.embedding) {
+    if (!m.embedding)
       kernels_.unpack_row(m.packed_embedding, static_cast<int>(id), to);
-    } else if (m.embedding_format == FORMAT_F32) {
-      memcpy(to, m.embedding + id * m.hidden_size * 4, static_cast<size_t>(m.hidden_size) * 4);
-    } else {
-      const uint8_t* from = m.embedding + id * m.hidden_size * 2;
-      for (int i = 0; i < m.hidden_size; i++) {
-        uint16_t half;
-        memcpy(&half, from + 2 * i, 2);
-        uint32_t bits = static_cast<uint32_t>(half) << 16;
-        memcpy(to + i, &bits, 4);
-      }
-    }
+    else
+      look_up(m.embedding, id, m.hidden_size, to);
     if (m.embedding_scale != 1.0f) kernels_.scale(to, m.embedding_scale, m.hidden_size);
+  });
+}
+
+// Writes a row of a table in the embedding's format.
+void StepRun::look_up(const uint8_t* table, int64_t row, int64_t size, float* out) {
+  if (model_.embedding_format == FORMAT_F32) {
+    memcpy(out, table + row * size * 4, static_cast<size_t>(size) * 4);
+    return;
+  }
+  const uint8_t* from = table + row * size * 2;
+  for (int64_t i = 0; i < size; i++) {
+    uint16_t half;
+    memcpy(&half, from + 2 * i, 2);
+    uint32_t bits = static_cast<uint32_t>(half) << 16;
+    memcpy(out + i, &bits, 4);
+  }
+}
+
+// Computes the inputs of all layers, from the tokens and from x.
+void StepRun::find_layer_inputs() {
+  const DecoderModel& m = model_;
+  int64_t width = static_cast<int64_t>(m.num_layers) * m.input_size;
+  layer_inputs_ = arena_.take<float>(step_.num_tokens * width);
+  Prepared inputs = prepare(m.input_linear, x_, m.hidden_size, step_.num_tokens, Norm{});
+  product(m.input_linear, inputs, layer_inputs_, width, OUTPUT_STORE);
+  float** embedded = arena_.take<float*>(threads_.num());
+  for (int i = 0; i < threads_.num(); i++) embedded[i] = arena_.take<float>(width);
+  float scale = 1.0f / std::sqrt(static_cast<float>(m.hidden_size));
+  each(step_.num_tokens, [&](int token, int thread) {
+    float *to = layer_inputs_ + token * width, *added = embedded[thread];
+    look_up(m.input_embedding, within(step_.token_ids[token], m.input_vocab_size), width, added);
+    kernels_.scale(added, m.input_embedding_scale, static_cast<int>(width));
+    kernels_.scale(to, scale, static_cast<int>(width));
+    for (int64_t i = 0; i < width; i += m.input_size) norm(m.input_linear_norm, to + i, m.input_size, to + i);
+    kernels_.add(to, added, static_cast<int>(width));
+    kernels_.scale(to, std::sqrt(0.5f), static_cast<int>(width));
   });
 }
 

@@ -49,8 +49,11 @@ class StepRun {
   // model/step.cpp
   void lay_out();
   void find_pages();
+  void plan_layers(int first);
   void find_angles();
   void embed(float* out);
+  void look_up(const uint8_t* table, int64_t row, int64_t size, float* out);
+  void find_layer_inputs();
   void add_positions(float* out);
   void take_hidden();
   void record(int layer);
@@ -62,12 +65,17 @@ class StepRun {
 
   // model/layer.cpp
   void layer(const DecoderLayer& layer, int index);
+  void take_sizes(const DecoderLayer& layer);
   Prepared prepare_joined(const DecoderLayer& layer);
   void rotate_and_write(const DecoderLayer& layer, uint8_t* pages);
+  void write_kv(const DecoderLayer& layer, uint8_t* page, int slot, const float* key, float* value);
   void attend(const DecoderLayer& layer, uint8_t* pages);
-  void keep_wanted_rows();
+  void keep_wanted_rows(bool has_mixed);
+  void keep_wanted_queries(int index);
   void add_attention(const DecoderLayer& layer);
   void feed_forward(const DecoderLayer& layer);
+  void add_layer_input(const DecoderLayer& layer, int index);
+  void norm_rows(const Norm& norm, float* x);
   void mlp(const PackedMlp& mlp, int inner, const Norm& norm, float* out, OutputMode mode);
   void add_sublayer(const Norm& post_norm);
   void norm(const Norm& norm, const float* x, int size, float* out);
@@ -75,12 +83,14 @@ class StepRun {
   // model/moe.cpp
   void experts(const DecoderLayer& layer);
   Routing route(const DecoderLayer& layer);
-  void choose_experts(const float* logits, const float* bias, int32_t* chosen, float* weights);
+  void choose_experts(const DecoderLayer& layer, const float* logits, int32_t* chosen, float* weights);
   void rank_experts(const float* scores, const float* bias, float* ranks);
   uint8_t* gather(const Routing& routing, const Inputs& inputs);
+  uint8_t* gather_scaled(const Routing& routing, const DecoderLayer& layer);
   void multiply_experts(const Routing& routing, const DecoderLayer& layer, PackedLinear PackedMlp::*linear,
                         const uint8_t* inputs, float* out, int64_t stride, OutputMode mode);
   void combine(const Routing& routing, float* outputs);
+  void add_dense(const DecoderLayer& layer);
   void add_shared(const DecoderLayer& layer);
 
   // model/linear.cpp Rounds `rows` rows of x for a product, after a norm if there is one.
@@ -112,17 +122,22 @@ class StepRun {
   Arena& arena_;
   timespec clock_;
 
-  int num_rows_;  // of x: all tokens; in the last layer, only the requested ones
-  int query_size_, kv_size_, qkv_size_;
+  int num_rows_;  // of x: all tokens; later only the requested ones
+  bool only_wanted_ = false;  // whether they are the requested ones
+  int first_without_kv_;      // the first of the last layers, none of which has keys and values of its own
+  int num_kv_heads_, head_dim_, query_size_, kv_size_, qkv_size_;  // of the current layer
   float *embeddings_, *joined_;  // for a draft head
   float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;
   float** row_room_;  // per thread: room for one row of any kind
   int64_t row_floats_;
   uint8_t* inputs_[3];
   AttentionRow* rows_;
+  int num_attention_rows_;
   PageItem* page_items_;
   int num_page_items_;
-  float* angles_;  // (ropes, T, rotary_dim): cosines, then sines
+  float* layer_inputs_;  // (rows of x, layers, input_size)
+  int64_t most_angles_;  // cosines and sines of a token for the rope with the most
+  float* angles_;  // (ropes, T, most_angles_): cosines, then sines
   AttentionPlan* plans_;  // one per layer
   uint8_t** kernel_room_;  // per thread: scratch memory of attention, then of sampling
   float* partials_;

@@ -1,0 +1,43 @@
+"""The KV cache on a GPU: pages of keys and values of every layer, in the layout that the kernels read."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cuda.attention.common import PAGE_SLOTS
+from penstock.models.architecture.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class DevicePages:
+    """Pages of 16 tokens. Layers whose heads have the same sizes have one tensor."""
+
+    whole: tuple[Tensor, ...]
+    """(layers, blocks, 2, KV heads, 16, head size) each: keys, then values."""
+    of_layers: tuple[Tensor, ...]
+    """(blocks, 2, KV heads, 16, head size): of each layer, or of the layer whose keys and values it takes."""
+
+    @classmethod
+    def allocate(cls, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> "DevicePages":
+        """Allocates the pages. Raises RuntimeError if memory runs out."""
+        layers_of: dict[tuple[int, int], list[int]] = {}
+        for layer in filter(spec.has_kv, range(spec.num_layers)):
+            sizes = spec.at(layer)
+            layers_of.setdefault((sizes.num_kv_heads, sizes.head_dim), []).append(layer)
+        whole: list[Tensor] = []
+        found: dict[int, Tensor] = {}
+        for (num_kv_heads, head_dim), layers in layers_of.items():
+            shape = (len(layers), num_blocks, 2, num_kv_heads, PAGE_SLOTS, head_dim)
+            whole.append(torch.empty(shape, dtype=dtype, device=device))
+            found.update(zip(layers, whole[-1], strict=True))
+        return cls(tuple(whole), tuple(found[source] for source in spec.kv_sources))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pages.nbytes for pages in self.whole)
+
+    @property
+    def by_block(self) -> list[Tensor]:
+        """Views of the blocks' content, (blocks, layers, ...) each."""
+        return [pages.movedim(1, 0) for pages in self.whole]
