@@ -7,7 +7,7 @@ import re
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
-from tool_texts import ARGUMENTS, NAMES, ONE, take_apart
+from texts.tool_texts import ARGUMENTS, NAMES, ONE, take_apart
 
 from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.parsers.registry import make_parser, shows_special_tokens

@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tool_texts import take_apart
+from texts.tool_texts import take_apart
 
 from penstock.clients.gateway.parsers.tool_grammar import (
     MARKED_FORMATS,

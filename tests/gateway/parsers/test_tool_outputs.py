@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tool_texts import folded, take_apart, whole
+from texts.tool_texts import folded, take_apart, whole
 
 from penstock.service.text.detokenizer import text_states
 from penstock.service.text.tokenizer import Tokenizer

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 from starlette.datastructures import Headers
+from texts.tool_texts import ARGUMENTS, ONE, folded, whole
 from tokenizers import decoders, models, pre_tokenizers
-from tool_texts import ARGUMENTS, ONE, folded, whole
 
 from penstock.clients.gateway.requests.forced_calls import fill_calls
 from penstock.clients.gateway.schemas.chat import ChatRequest

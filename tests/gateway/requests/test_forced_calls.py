@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from tool_texts import folded, whole
+from texts.tool_texts import folded, whole
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"

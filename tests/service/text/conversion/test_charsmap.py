@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from diverse_texts import diverse_texts
+from texts.diverse_texts import diverse_texts
 from tokenizers import normalizers
 
 from penstock.service.text.charsmap import check_charsmap, longest_replacement

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import sentencepiece
-from diverse_texts import diverse_texts
+from texts.diverse_texts import diverse_texts
 
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.text.conversion.convert import SENTENCEPIECE
