@@ -17,6 +17,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from serve_process import PENSTOCK
 
 from penstock.clients import Client, RequestFailed
+from penstock.clients.chat_messages import ChatMessage
 from penstock.service.app.embedded import local_service
 
 PROMPT = "the quick [INST] fox ééé 漢 </s>"
@@ -24,7 +25,7 @@ FLAGS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory_byte
 NUM_SPECIAL = 20
 
 
-def write_model(directory: Path, vocab_size: int) -> transformers.LlamaForCausalLM:
+def write_model(directory: Path, vocab_size: int) -> Any:
     """Writes a tiny random Llama without a tokenizer."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -63,11 +64,11 @@ def write_tekken(directory: Path) -> Tekkenizer:
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tekken.json"])
 def test_a_model_is_served_with_its_own_tokenizer(kind: str, tmp_path: Path) -> None:
     if kind == "tokenizer.model":
-        own = write_tokenizer_model(tmp_path)
-        prompt, size = [own.bos_id(), *own.encode(PROMPT)], own.get_piece_size()
+        model_file = write_tokenizer_model(tmp_path)
+        prompt, size = [model_file.bos_id(), *model_file.encode(PROMPT)], model_file.get_piece_size()
     else:
-        own = write_tekken(tmp_path)
-        prompt, size = own.encode(PROMPT, bos=True, eos=False), own.n_words
+        tekken = write_tekken(tmp_path)
+        prompt, size = tekken.encode(PROMPT, bos=True, eos=False), tekken.n_words
     model = write_model(tmp_path, size)
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :].tolist()
     ended = [token_id for token_id in expected if token_id != 2]
@@ -82,7 +83,7 @@ def test_a_model_is_served_with_its_own_tokenizer(kind: str, tmp_path: Path) -> 
         assert client.model().vocab_size == size
         assert not client.model().has_chat_template
         with pytest.raises(RequestFailed, match=r"no chat template.* --chat-template"):
-            client.complete([{"role": "user", "content": "hello"}], max_tokens=1)
+            client.complete([ChatMessage(role="user", content="hello")], max_tokens=1)
     assert not glob.glob(f"{tempfile.gettempdir()}/penstock-*/tokenizer.json")
 
 

@@ -6,9 +6,9 @@ from base64 import b64encode
 from functools import cache
 
 import pytest
-from diverse_texts import diverse_texts
 from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from model_files.diverse_texts import diverse_texts
 
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.text.conversion.convert import TEKKEN
