@@ -1,10 +1,8 @@
 """A model whose directory has only a tokenizer.model or a tekken.json is served with that tokenizer."""
 
-import glob
 import json
 import re
 import subprocess
-import tempfile
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,17 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from serve_process import PENSTOCK
 
 from penstock.clients import Client, RequestFailed
+from penstock.clients.chat_messages import ChatMessage
 from penstock.service.app.embedded import local_service
+from penstock.service.app.prepare import prepare
+from penstock.service.config.command_line import parse_config
 
 PROMPT = "the quick [INST] fox ééé 漢 </s>"
 FLAGS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory_bytes": "4M", "backend": "reference"}
 NUM_SPECIAL = 20
 
 
-def write_model(directory: Path, vocab_size: int) -> transformers.LlamaForCausalLM:
+def write_model(directory: Path, vocab_size: int) -> Any:
     """Writes a tiny random Llama without a tokenizer."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -63,11 +64,11 @@ def write_tekken(directory: Path) -> Tekkenizer:
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tekken.json"])
 def test_a_model_is_served_with_its_own_tokenizer(kind: str, tmp_path: Path) -> None:
     if kind == "tokenizer.model":
-        own = write_tokenizer_model(tmp_path)
-        prompt, size = [own.bos_id(), *own.encode(PROMPT)], own.get_piece_size()
+        model_file = write_tokenizer_model(tmp_path)
+        prompt, size = [model_file.bos_id(), *model_file.encode(PROMPT)], model_file.get_piece_size()
     else:
-        own = write_tekken(tmp_path)
-        prompt, size = own.encode(PROMPT, bos=True, eos=False), own.n_words
+        tekken = write_tekken(tmp_path)
+        prompt, size = tekken.encode(PROMPT, bos=True, eos=False), tekken.n_words
     model = write_model(tmp_path, size)
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :].tolist()
     ended = [token_id for token_id in expected if token_id != 2]
@@ -82,8 +83,22 @@ def test_a_model_is_served_with_its_own_tokenizer(kind: str, tmp_path: Path) -> 
         assert client.model().vocab_size == size
         assert not client.model().has_chat_template
         with pytest.raises(RequestFailed, match=r"no chat template.* --chat-template"):
-            client.complete([{"role": "user", "content": "hello"}], max_tokens=1)
-    assert not glob.glob(f"{tempfile.gettempdir()}/penstock-*/tokenizer.json")
+            client.complete([ChatMessage(role="user", content="hello")], max_tokens=1)
+
+
+def test_the_log_names_the_flag_for_a_template_and_nothing_stays_on_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, write_tekken(tmp_path).n_words)
+    with caplog.at_level("INFO"):
+        prepared = prepare(parse_config([f"--model={tmp_path}", "--port=0", "--backend=reference"]))
+        with prepared.resources:
+            assert prepared.load_tokenizer().encode("the")[0] == 1
+            converted = Path(str(prepared.worker.tokenizer))
+            assert [each.name for each in converted.iterdir()] == ["tokenizer.json"]
+    assert not converted.exists()
+    message = f"{tmp_path}: has no chat template, so chats are refused: give one with --chat-template"
+    assert [record.message for record in caplog.records if "template" in record.message] == [message]
 
 
 def test_a_damaged_file_ends_with_one_line_and_status_1(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -15,8 +16,12 @@ from penstock.service.text.tokenizer_config import TokenizerError
 
 from .conftest import MISTRAL, train
 
-PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
-KINDS = {
+PLAIN: dict[str, Any] = {
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "byte_fallback": True,
+}
+KINDS: dict[str, dict[str, Any]] = {
     "bpe": {"model_type": "bpe"},
     "llama": {
         "model_type": "bpe",
@@ -35,7 +40,10 @@ KINDS = {
         **PLAIN,
     },
 }
-UNIGRAMS = {"defaults": {}, "bytes": {**PLAIN, "allow_whitespace_only_pieces": True, "control_symbols": ["<c>"]}}
+UNIGRAMS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "bytes": {**PLAIN, "allow_whitespace_only_pieces": True, "control_symbols": ["<c>"]},
+}
 SYMBOLS = ["a<|a|>b", "<|a|> x", " <b>x<b>x\n", "<start_of_turn>user\n\n\nhi", "x<c>y[INST] z [/INST]", "<0x0A>"]
 
 
