@@ -31,7 +31,7 @@ class ScoreOptions(ClassifyOptions, total=False):
     """The same for pairs of a query and a document."""
 
     instruction: str | None
-    """An instruction to the model. Only with a chat template that has the role ``system``."""
+    """An instruction to the model. Only with a chat template for pairs, which shows it as the role ``system``."""
 
 
 @dataclass(slots=True)

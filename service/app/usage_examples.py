@@ -115,12 +115,12 @@ class UsageExamples:
         prompt: dict[str, object] = {"text": _BEGINNING}
         if self.takes_chat:
             prompt = {"chat": {"messages": [{"role": "user", "content": _QUESTION}]}}
-        message: dict[str, object] = {
+        messages: dict[Purpose, object] = {
             Purpose.GENERATION: {"start": {**prompt, "sampling": {"max_tokens": _MAX_TOKENS}}},
             Purpose.SCORING: {"queries": [_QUESTION], "documents": _DOCUMENTS},
             Purpose.CLASSIFICATION: {"inputs": [{"text": _QUESTION}]},
-        }[self.purpose]
-        return shlex.quote(json.dumps(message))
+        }
+        return shlex.quote(json.dumps(messages[self.purpose]))
 
     @property
     def _header(self) -> str:

@@ -44,9 +44,9 @@ class ScoreRequestBuilder:
         if num_queries not in (1, num_documents):
             raise invalid("queries", f"must be one, or one for each of the {num_documents:,} documents; they are "
                           f"{num_queries:,}")  # fmt: skip
-        if request.HasField("instruction") and not self._pairs.takes_instruction:
+        if request.HasField("instruction") and not self._pairs.has_template:
             raise invalid(
-                "instruction", "the model has no chat template with the roles query, document and system; leave it out"
+                "instruction", "the model has no chat template with the roles query and document; leave it out"
             )
         truncates = self._inputs.truncation(request) is not None
         for name, texts in (("queries", request.queries), ("documents", request.documents)):

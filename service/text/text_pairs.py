@@ -21,8 +21,7 @@ class TextPairs:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.has_template = {QUERY, DOCUMENT} <= tokenizer.template_roles
-        self.takes_instruction = self.has_template and INSTRUCTION in tokenizer.template_roles
-        """Whether the template shows the message with the instruction."""
+        """Whether pairs are rendered, possibly with an instruction."""
 
     def encode(
         self, query: str, document: str, instruction: str | None, truncation: Truncation | None, limit: PromptLimit

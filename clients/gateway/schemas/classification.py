@@ -65,7 +65,7 @@ class PairsBody(PooledBody):
     """Fields of requests with pairs of a query and a document."""
 
     instruction: str | None = None
-    """An instruction to the model. Only if its chat template for pairs has the role system."""
+    """An instruction to the model. Only with a chat template for pairs, which shows it as the role system."""
 
 
 class ScoreRequest(PairsBody):

@@ -173,7 +173,7 @@ class ScoreRequest(_message.Message):
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     instruction: _builtins.str
     """What the template gets as the message with the role `system`, such as an instruction to the model: at most 65,536
-    bytes. Only with a chat template that has this role. Default: no such message.
+    bytes. Only with a chat template for pairs; one that does not show this role ignores it. Default: no such message.
     """
     use_activation: _builtins.bool
     """Whether the head's activation function is applied. Without it, scores are logits. Default: true."""
