@@ -52,7 +52,6 @@ VARIANTS = [
     "glm4-moe",
     "qwen2-moe",
     "llama4",
-    "llama4-two-experts",
 ]
 """Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
 

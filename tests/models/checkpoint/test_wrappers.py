@@ -108,7 +108,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mllama": (
         "Mllama",
         {
-            "text_config": {**TEXT, "num_hidden_layers": 4, "cross_attention_layers": [0, 2]},
+            "text_config": {**TEXT, "num_hidden_layers": 4, "bos_token_id": 1, "cross_attention_layers": [0, 2]},
             "vision_config": MLLAMAS_EYES,
         },
     ),
@@ -151,7 +151,7 @@ def build(name: str, path: Path) -> Any:
     config = getattr(transformers, f"{prefix}Config")(**fields)
     module = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
-        for parameter in module.model.language_model.parameters():
+        for parameter in getattr(module, "model", module).language_model.parameters():
             if parameter.ndim == 1:
                 parameter.normal_(mean=1.0, std=0.3)
         for buffer_name, buffer in module.model.language_model.named_buffers():
