@@ -184,7 +184,7 @@ def _find_config(info: CheckpointInfo) -> Any:
         )
     kind = getattr(transformers, name)
     try:
-        config = kind.config_class.from_dict(dict(info.config))
+        config = kind.config_class.from_pretrained(info.path, local_files_only=True)
     except Exception as error:
         raise ModelError(f"{info.path / 'config.json'}: transformers refuses it ({_one_line(error)})") from error
     unusual = set(getattr(config, "layer_types", None) or ()) - ORDINARY

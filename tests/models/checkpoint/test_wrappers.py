@@ -85,6 +85,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
                 "hidden_size_per_layer_input": 12,
                 "vocab_size_per_layer_input": 160,
                 "sliding_window": 9,
+                "pad_token_id": 0,
             },
             "vision_config": {**EYES, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16},
         },
