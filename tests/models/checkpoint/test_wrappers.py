@@ -152,10 +152,11 @@ def build(name: str, path: Path) -> Any:
     config = getattr(transformers, f"{prefix}Config")(**fields)
     module = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
-        for parameter in getattr(module, "model", module).language_model.parameters():
+        language_model = getattr(module, "model", module).language_model
+        for parameter in language_model.parameters():
             if parameter.ndim == 1:
                 parameter.normal_(mean=1.0, std=0.3)
-        for buffer_name, buffer in module.model.language_model.named_buffers():
+        for buffer_name, buffer in language_model.named_buffers():
             if buffer_name.endswith("layer_scalar"):
                 buffer.normal_(mean=1.0, std=0.3)
     module.save_pretrained(path)
