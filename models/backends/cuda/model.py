@@ -107,7 +107,8 @@ class CudaModel:
             kv_scales = torch.ones(spec.num_layers, 2, spec.num_kv_heads, dtype=torch.float32, device=self.device)
         none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
         self._kv = [
-            PagedKV(page, *scales, none if layer.sinks is None else layer.sinks.float())
+            # Copies, since kernels need addresses that are aligned.
+            PagedKV(page, scales[0].clone(), scales[1].clone(), none if layer.sinks is None else layer.sinks.float())
             for page, scales, layer in zip(pages, kv_scales, weights.layers, strict=True)
         ]
 
