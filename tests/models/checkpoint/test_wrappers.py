@@ -246,6 +246,9 @@ def test_layers_that_attend_to_images_are_left_out(tmp_path: Path) -> None:
     files = TensorFiles(entry.file for entry in info.tensors.values())
     query = files.array(info.tensors["model.layers.1.self_attn.q_proj.weight"])
     assert (torch.from_numpy(query.copy()) == stored[name]).all()
+    stored[name.replace("q_proj.weight", "k_scale")] = torch.tensor(0.5)
+    save_file(stored, tmp_path / "model.safetensors")
+    assert list(check_checkpoint(tmp_path).kv_scales) == ["model.layers.1.self_attn.k_scale"]
     [embedding] = [name for name in stored if name.endswith("embed_tokens.weight")]
     stored[embedding] = stored[embedding][:160].clone()
     save_file(stored, tmp_path / "model.safetensors")
