@@ -100,6 +100,11 @@ class _HiddenStates(torch.nn.Module):
 
     last_hidden_state: Tensor
 
+    @property
+    def decoder(self) -> "_HiddenStates":
+        """OPT's layers are in an attribute of this name."""
+        return self
+
     def forward(self, *_: Any, **__: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
