@@ -188,7 +188,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 def variant_configs() -> dict[str, dict[str, Any]]:
     """The config.json of each variant."""
     configs = {name: tiny_config(*variant) for name, variant in VARIANTS.items()}
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    known: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     return {
         name: {**config.to_dict(), "architectures": [known[type(config)].__name__]} for name, config in configs.items()
     }

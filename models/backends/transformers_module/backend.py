@@ -100,6 +100,11 @@ class _HiddenStates(torch.nn.Module):
 
     last_hidden_state: Tensor
 
+    @property
+    def decoder(self) -> "_HiddenStates":
+        """OPT's layers are in an attribute of this name."""
+        return self
+
     def forward(self, *_: Any, **__: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -184,7 +189,7 @@ def _find_config(info: CheckpointInfo) -> Any:
         )
     kind = getattr(transformers, name)
     try:
-        config = kind.config_class.from_dict(dict(info.config))
+        config = kind.config_class.from_pretrained(info.path, local_files_only=True)
     except Exception as error:
         raise ModelError(f"{info.path / 'config.json'}: transformers refuses it ({_one_line(error)})") from error
     unusual = set(getattr(config, "layer_types", None) or ()) - ORDINARY

@@ -1,6 +1,7 @@
 """The norm of heads, rotation and the write of keys and values, against torch."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_rope_kv(case, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_queries(dtype, device):
     """Of a layer that takes keys and values from another one."""
-    inputs = Inputs(replace(SMALL, num_kv_heads=0, dtype=dtype, kv_dtype=dtype, normed=True), device)
+    inputs: Any = Inputs(replace(SMALL, num_kv_heads=0, dtype=dtype, kv_dtype=dtype, normed=True), device)
     inputs.pages = None
     expected = reference_cuda.rope_kv(
         inputs.qkv, inputs.cosines, inputs.sines, inputs.positions, inputs.slots, None, inputs.norm, None

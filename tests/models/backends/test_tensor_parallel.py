@@ -48,6 +48,7 @@ FAMILIES = (
     "cohere-qk-norm",
     "phi",
     "glm4-moe",
+    "llama4",
     "qwen2-moe",
 )
 OTHER_RANK = """

@@ -85,6 +85,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
                 "hidden_size_per_layer_input": 12,
                 "vocab_size_per_layer_input": 160,
                 "sliding_window": 9,
+                "pad_token_id": 0,
             },
             "vision_config": {**EYES, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16},
         },
@@ -108,7 +109,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mllama": (
         "Mllama",
         {
-            "text_config": {**TEXT, "num_hidden_layers": 4, "cross_attention_layers": [0, 2]},
+            "text_config": {**TEXT, "num_hidden_layers": 4, "bos_token_id": 1, "cross_attention_layers": [0, 2]},
             "vision_config": MLLAMAS_EYES,
         },
     ),
@@ -151,10 +152,11 @@ def build(name: str, path: Path) -> Any:
     config = getattr(transformers, f"{prefix}Config")(**fields)
     module = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
-        for parameter in module.model.language_model.parameters():
+        language_model = getattr(module, "model", module).language_model
+        for parameter in language_model.parameters():
             if parameter.ndim == 1:
                 parameter.normal_(mean=1.0, std=0.3)
-        for buffer_name, buffer in module.model.language_model.named_buffers():
+        for buffer_name, buffer in language_model.named_buffers():
             if buffer_name.endswith("layer_scalar"):
                 buffer.normal_(mean=1.0, std=0.3)
     module.save_pretrained(path)
@@ -243,7 +245,10 @@ def test_layers_that_attend_to_images_are_left_out(tmp_path: Path) -> None:
     assert info.tensors["model.embed_tokens.weight"].shape == (160, 64)
     files = TensorFiles(entry.file for entry in info.tensors.values())
     query = files.array(info.tensors["model.layers.1.self_attn.q_proj.weight"])
-    assert (torch.from_numpy(query) == stored[name]).all()
+    assert (torch.from_numpy(query.copy()) == stored[name]).all()
+    stored[name.replace("q_proj.weight", "k_scale")] = torch.tensor(0.5)
+    save_file(stored, tmp_path / "model.safetensors")
+    assert list(check_checkpoint(tmp_path).kv_scales) == ["model.layers.1.self_attn.k_scale"]
     [embedding] = [name for name in stored if name.endswith("embed_tokens.weight")]
     stored[embedding] = stored[embedding][:160].clone()
     save_file(stored, tmp_path / "model.safetensors")

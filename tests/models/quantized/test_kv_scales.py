@@ -7,7 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import load_backend
+from penstock.models.backends.tensor_parallel import ALONE
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
@@ -74,3 +77,26 @@ def test_a_scale_that_is_not_above_zero_is_named(with_outliers, worker_config):
     load_backend(worker_config(with_outliers.path, **SMALL))
     with pytest.raises(ModelError, match=r"the scale model\.layers\.0\.self_attn\.k_scale is not above zero"):
         load_backend(worker_config(with_outliers.path, **{**SMALL, "kv_cache_dtype": "fp8"}))
+
+
+def scales_of(model, path, values: dict[int, tuple[float, ...]]) -> tuple[ModelSpec, list[list[float]]]:
+    """Returns the scales of each layer's keys, with those of some layers in the checkpoint."""
+    from penstock.models.backends.cuda.kv_scales import read_kv_scales
+
+    tensors = load_file(model.path / "model.safetensors")
+    tensors |= {f"model.layers.{layer}.self_attn.k_scale": torch.tensor(value) for layer, value in values.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text((model.path / "config.json").read_text())
+    info = check_checkpoint(path)
+    return info.spec, [keys.tolist() for keys, _ in read_kv_scales(info, ALONE, torch.device("cpu"))]
+
+
+def test_layers_with_other_numbers_of_heads_have_as_many_scales(tiny_model, tmp_path):
+    _, scales = scales_of(tiny_model("gemma4-experts"), tmp_path, {0: (2.0, 4.0), 2: (8.0,)})
+    assert scales == [[2.0, 4.0], [1.0], [8.0]]
+
+
+def test_layers_that_share_keys_share_their_scales(tiny_model, tmp_path):
+    spec, scales = scales_of(tiny_model("gemma4-inputs"), tmp_path, {1: (2.0,), 2: (4.0,)})
+    assert spec.kv_sources == (0, 1, 2, 2, 2, 1)
+    assert [keys[0] for keys in scales] == [1.0, 2.0, 4.0, 4.0, 4.0, 2.0]

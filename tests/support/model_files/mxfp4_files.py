@@ -27,7 +27,7 @@ def turn_to_mxfp4(path: Path) -> None:
 
 def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
     """An expert's matrix (in, out) to blocks (out, groups, 16) and scales (out, groups)."""
-    groups = weight.T.unflatten(1, (-1, 32)).float()
+    groups = weight.T.reshape(weight.shape[1], -1, 32).float()
     exponents = groups.abs().amax(-1).log2().floor() - 2
     scaled = torch.ldexp(groups, -exponents.unsqueeze(-1).int())
     codes = (scaled.unsqueeze(-1) - torch.tensor(FP4_VALUES)).abs().argmin(-1).to(torch.uint8)
