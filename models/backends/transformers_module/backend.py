@@ -105,7 +105,9 @@ class _HiddenStates(torch.nn.Module):
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         # The output of the most kinds of layers: what is absent is None.
-        return MoeModelOutputWithPast(last_hidden_state=self.last_hidden_state)
+        output = MoeModelOutputWithPast(last_hidden_state=self.last_hidden_state)
+        output.cross_attentions = None  # which GPT-2 passes on
+        return output
 
 
 def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None:

@@ -24,6 +24,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
 OURS = {
     "cohere": ("CohereConfig", {"logit_scale": 0.3}),
     "gemma2": ("Gemma2Config", {"sliding_window": 9, "head_dim": 16}),
+    "gpt2": ("GPT2Config", {}),
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
 }
 """Also run by the fallback on demand: a factor of logits, caps and windows, and layers that the head calls."""
@@ -31,7 +32,7 @@ OURS = {
 Load = Callable[..., Any]
 
 
-@pytest.mark.parametrize("name", ["apertus", "helium", "phimoe", "cohere", "gemma2", "opt"])
+@pytest.mark.parametrize("name", ["apertus", "helium", "phimoe", "cohere", "gemma2", "gpt2", "opt"])
 async def test_tokens_are_those_of_transformers(
     name: str, tmp_path: Path, build_model: Load, in_process: Load, start_engine: Load, prompts: list[list[int]]
 ) -> None:
