@@ -109,7 +109,8 @@ class _HiddenStates(torch.nn.Module):
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         # The output of the most kinds of layers: what is absent is None.
-        output = MoeModelOutputWithPast(last_hidden_state=self.last_hidden_state)
+        output: Any = MoeModelOutputWithPast(last_hidden_state=self.last_hidden_state)
+        output.cross_attentions = None  # which GPT-2 passes on
         output.shared_kv_states = None  # what Gemma 4's layers have besides
         return output
 

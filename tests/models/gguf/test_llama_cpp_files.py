@@ -28,7 +28,7 @@ SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": NUM_LAYERS, "head_dim": 64,
     "initializer_range": 0.1,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "mlp_only_layers": []}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 MODELS = {"QWEN3": ("Qwen3Config", SIZES), "QWEN3MOE": ("Qwen3MoeConfig", SIZES | EXPERTS)}
 TYPES = {
     "Q2_K": {"Q2_K", "Q3_K"},

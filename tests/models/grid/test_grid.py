@@ -60,7 +60,7 @@ SETUPS = {
     ),
 }
 
-NOT_BY_TRANSFORMERS = ("FalconForCausalLM",)
+NOT_BY_TRANSFORMERS = ("FalconForCausalLM", "StableLmForCausalLM")
 """Architectures that the backend ``transformers`` refuses, since their attention cannot be replaced."""
 
 Outputs = list[tuple[list[int], list[int]]]

@@ -52,6 +52,7 @@ OURS = {
     ),
     "cohere": ("CohereConfig", {"logit_scale": 0.3}),
     "gemma2": ("Gemma2Config", {"sliding_window": 9, "head_dim": 16}),
+    "gpt2": ("GPT2Config", {}),
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
 }
 """Also run by the fallback on demand: a factor of logits, caps and windows, shared keys, and layers that the head
@@ -60,7 +61,9 @@ calls."""
 Load = Callable[..., Any]
 
 
-@pytest.mark.parametrize("name", ["apertus", "gemma3n", "helium", "phimoe", "cohere", "gemma2", "gemma4", "opt"])
+@pytest.mark.parametrize(
+    "name", ["apertus", "gemma3n", "helium", "phimoe", "cohere", "gemma2", "gemma4", "gpt2", "opt"]
+)
 async def test_tokens_are_those_of_transformers(
     name: str, tmp_path: Path, build_model: Load, in_process: Load, start_engine: Load, prompts: list[list[int]]
 ) -> None:
