@@ -62,8 +62,9 @@ def inverse_frequencies(rope: Rope, rotary_dim: int) -> Floats:
         case YarnRope():
             return _yarn(rope, powers, rotary_dim)
         case ProportionalRope():
-            turned = np.arange(rotary_dim // 2) < int(rope.part * rotary_dim // 2)
-            return np.where(turned, 1.0 / powers, np.float32(0.0)) / np.float32(rope.factor)
+            frequencies: Floats = 1.0 / powers / np.float32(rope.factor)
+            frequencies[int(rope.part * rotary_dim // 2) :] = 0.0
+            return frequencies
         case LongRope():
             return 1.0 / (np.array(rope.factors, dtype=np.float32) * powers)
 

@@ -127,7 +127,7 @@ def test_rope_kv(case, device):
 def test_only_queries(dtype, device):
     """Of a layer that takes keys and values from another one."""
     inputs = Inputs(replace(SMALL, num_kv_heads=0, dtype=dtype, kv_dtype=dtype, normed=True), device)
-    inputs.pages = None
+    inputs.pages = None  # type: ignore[assignment]
     expected = reference_cuda.rope_kv(
         inputs.qkv, inputs.cosines, inputs.sines, inputs.positions, inputs.slots, None, inputs.norm, None
     )
