@@ -62,9 +62,8 @@ def inverse_frequencies(rope: Rope, rotary_dim: int) -> Floats:
         case YarnRope():
             return _yarn(rope, powers, rotary_dim)
         case ProportionalRope():
-            frequencies: Floats = 1.0 / powers / np.float32(rope.factor)
-            frequencies[int(rope.part * rotary_dim // 2) :] = 0.0
-            return frequencies
+            turned = np.arange(rotary_dim // 2) < int(rope.part * rotary_dim // 2)
+            return np.where(turned, 1.0 / powers / np.float32(rope.factor), np.zeros_like(powers))
         case LongRope():
             return 1.0 / (np.array(rope.factors, dtype=np.float32) * powers)
 
@@ -76,6 +75,8 @@ def _llama3(rope: Llama3Rope, frequencies: Floats) -> Floats:
     wavelengths = 1.0 / frequencies * np.float32(2 * math.pi)
     scaled = np.where(wavelengths > longest, frequencies / np.float32(rope.factor), frequencies)
     spread = rope.high_freq_factor - rope.low_freq_factor
+    if spread == 0:
+        return scaled
     rotations = 1.0 / wavelengths * np.float32(rope.original_max_positions)
     smooth = (rotations - np.float32(rope.low_freq_factor)) / np.float32(spread)
     blended = (1 - smooth) * scaled / np.float32(rope.factor) + smooth * scaled
