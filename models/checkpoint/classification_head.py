@@ -30,6 +30,8 @@ MAX_LABELS = 4096
 WEIGHT, BIAS = "score.weight", "score.bias"
 TOKENS_FLAG = "--score-tokens"
 
+_MAX_PRODUCTS = 1 << 17
+"""The most products of a head that reduces a hidden state as soon as it is there: about 30 us on the event loop."""
 _OUTPUT_HEAD = HEAD.removesuffix("weight")
 _MAX_LABEL_CHARS = 1000
 _PROBLEMS = {
@@ -82,9 +84,14 @@ class ClassificationHead:
         values: Floats = np.einsum("lh,h->l", self.weight, state) + self.bias
         return values.tobytes()
 
-    def values(self, logits: bytes, use_activation: bool) -> list[float]:
-        """Returns a value for each label: what the activation function makes of the logits, or the logits."""
-        values: Floats = np.frombuffer(logits, np.float32)
+    def reduced(self, hidden: bytes) -> bytes:
+        """Returns what ``values`` needs of a hidden state: the logits, or the whole state if they take long. Fast."""
+        return self.logits(hidden) if self._is_small else hidden
+
+    def values(self, reduced: bytes, use_activation: bool) -> list[float]:
+        """Returns a value for each label: what the activation function makes of the logits, or the logits. Takes about
+        10 us, or 0.3 ms for each million products of a head that does not reduce states."""
+        values: Floats = np.frombuffer(reduced if self._is_small else self.logits(reduced), np.float32)
         if use_activation and self.activation is HeadActivation.SIGMOID:
             # Without an overflow for logits far below 0.
             values = np.exp(-np.logaddexp(np.float32(0), -values))
@@ -93,6 +100,10 @@ class ClassificationHead:
             values = powers / powers.sum()
         found: list[float] = values.tolist()
         return found
+
+    @property
+    def _is_small(self) -> bool:
+        return self.weight.size <= _MAX_PRODUCTS
 
     def last_counted(self, token_ids: list[int]) -> list[int]:
         """Returns a text's tokens up to the one whose state counts: the last that is not padding, or the first."""

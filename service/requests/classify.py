@@ -29,15 +29,15 @@ class ClassifyRequestBuilder:
         self._inputs.validator.check(request)
         existing(self._head)
         self._inputs.check(request.inputs, truncates=self._inputs.truncation(request) is not None)
-        check_num_values(len(request.inputs), self.num_values(request), "inputs x labels")
+        check_num_values(len(request.inputs), len(existing(self._head).labels), "inputs x labels")
 
-    def num_values(self, request: pb.ClassifyRequest) -> int:
-        """Returns the number of values for each input."""
-        return len(existing(self._head).labels)
+    def work(self, request: pb.ClassifyRequest) -> int:
+        """Returns the work of ``response`` for each input, in values."""
+        return existing(self._head).weight.size
 
     def kept(self, request: pb.ClassifyRequest, vector: bytes) -> bytes:
-        """Returns the logits of an input's hidden state."""
-        return existing(self._head).logits(vector)
+        """Returns the part of a hidden state that ``response`` needs."""
+        return existing(self._head).reduced(vector)
 
     async def prepare(self, request: pb.ClassifyRequest, origin: Origin, sink: Callable[[Event], None]) -> Request:
         """Returns the scheduler's request. ``request`` has passed ``check``. Raises ServiceError."""
@@ -52,12 +52,12 @@ class ClassifyRequestBuilder:
     def response(
         self, request: pb.ClassifyRequest, request_id: str, usage: generation_pb2.Usage, vectors: Sequence[bytes]
     ) -> pb.ClassifyResponse:
-        """Returns the response with the logits that ``kept`` returned."""
+        """Returns the response for what ``kept`` returned."""
         head = existing(self._head)
         use_activation = request.use_activation if request.HasField("use_activation") else True
         response = pb.ClassifyResponse(request_id=request_id, usage=usage, labels=head.labels)
-        for logits in vectors:
-            response.classifications.add().values.extend(array("f", head.values(logits, use_activation)))
+        for reduced in vectors:
+            response.classifications.add().values.extend(array("f", head.values(reduced, use_activation)))
         return response
 
 

@@ -34,15 +34,15 @@ class EmbedRequestBuilder:
                 "dimensions", f"at most {self._hidden_size:,}, the model's embedding_size; it is {request.dimensions:,}"
             )
         self._inputs.check(request.inputs, truncates=self._inputs.truncation(request) is not None)
-        check_num_values(len(request.inputs), self.num_values(request), "inputs x dimensions")
+        check_num_values(len(request.inputs), self.work(request), "inputs x dimensions")
 
-    def num_values(self, request: pb.EmbedRequest) -> int:
+    def work(self, request: pb.EmbedRequest) -> int:
         """Returns the number of values in each vector of the response."""
         return request.dimensions or self._hidden_size
 
     def kept(self, request: pb.EmbedRequest, vector: bytes) -> bytes:
         """Returns the part of a vector that ``response`` needs."""
-        return vector[: array("f").itemsize * self.num_values(request)]
+        return vector[: array("f").itemsize * self.work(request)]
 
     async def prepare(self, request: pb.EmbedRequest, origin: Origin, sink: Callable[[Event], None]) -> Request:
         """Returns the scheduler's request. ``request`` has passed ``check``. Raises ServiceError."""

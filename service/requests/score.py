@@ -57,13 +57,13 @@ class ScoreRequestBuilder:
             raise too_expensive("documents", "the bytes of all pairs, with the query of each,", num_bytes,
                                 MAX_PAIR_BYTES)  # fmt: skip
 
-    def num_values(self, request: pb.ScoreRequest) -> int:
-        """Returns the number of values for each pair."""
-        return 1
+    def work(self, request: pb.ScoreRequest) -> int:
+        """Returns the work of ``response`` for each pair, in values."""
+        return existing(self._head).weight.size
 
     def kept(self, request: pb.ScoreRequest, vector: bytes) -> bytes:
-        """Returns the logit of a pair's hidden state."""
-        return existing(self._head).logits(vector)
+        """Returns the part of a hidden state that ``response`` needs."""
+        return existing(self._head).reduced(vector)
 
     async def prepare(self, request: pb.ScoreRequest, origin: Origin, sink: Callable[[Event], None]) -> Request:
         """Returns the scheduler's request. ``request`` has passed ``check``. Raises ServiceError."""
@@ -91,8 +91,8 @@ class ScoreRequestBuilder:
     def response(
         self, request: pb.ScoreRequest, request_id: str, usage: generation_pb2.Usage, vectors: Sequence[bytes]
     ) -> pb.ScoreResponse:
-        """Returns the response with the logits that ``kept`` returned."""
+        """Returns the response for what ``kept`` returned."""
         head = existing(self._head)
         use_activation = request.use_activation if request.HasField("use_activation") else True
-        scores = [score for logits in vectors for score in head.values(logits, use_activation)]
+        scores = [score for reduced in vectors for score in head.values(reduced, use_activation)]
         return pb.ScoreResponse(request_id=request_id, usage=usage, scores=scores)

@@ -23,7 +23,7 @@ from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
 from penstock.v1 import generation_pb2
 
 _MAX_VALUES_ON_LOOP = 8192
-"""Larger responses are built in a thread."""
+"""Responses that take more work are built in a thread."""
 
 RequestT = TypeVar("RequestT", bound=Any)
 ResponseT = TypeVar("ResponseT")
@@ -46,8 +46,8 @@ class PooledRequestBuilder(Protocol[RequestT_contra, ResponseT_co]):
     def kept(self, request: RequestT_contra, vector: bytes) -> bytes:
         """Returns what ``response`` needs of a vector. Fast, since it runs on the event loop."""
 
-    def num_values(self, request: RequestT_contra) -> int:
-        """Returns the number of values for each input in the response."""
+    def work(self, request: RequestT_contra) -> int:
+        """Returns the work of ``response`` for each input, in values that it reads."""
 
     def response(
         self, request: RequestT_contra, request_id: str, usage: generation_pb2.Usage, vectors: Sequence[bytes]
@@ -154,7 +154,7 @@ class _LiveCall:
             prompt_tokens=finished.usage.prompt_tokens, cached_tokens=finished.usage.cached_tokens
         )
         vectors = [self._vectors[index] for index in range(self._request.n)]
-        if len(vectors) * builder.num_values(message) <= _MAX_VALUES_ON_LOOP:
+        if len(vectors) * builder.work(message) <= _MAX_VALUES_ON_LOOP:
             return builder.response(message, self._request_id, usage, vectors)
         return await asyncio.to_thread(builder.response, message, self._request_id, usage, vectors)
 

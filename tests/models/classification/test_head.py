@@ -198,6 +198,17 @@ class TestValues:
         hidden = np.array([5, -1, 2, 9, 9, 9, 9, 9], np.float32)
         assert np.frombuffer(self.head(NONE).logits(hidden.tobytes()), np.float32).tolist() == [5, 0, 4]
 
+    @pytest.mark.parametrize("num_labels", [2, 300])
+    def test_only_small_heads_reduce_states(self, num_labels: int) -> None:
+        """The event loop reduces states. A large head's product would block it."""
+        rng = np.random.default_rng(1)
+        weight, bias = rng.random((num_labels, 1024), np.float32), rng.random(num_labels, np.float32)
+        head = ClassificationHead(weight, bias, tuple(map(str, range(num_labels))), NONE)
+        state = rng.random(1024, np.float32)
+        reduced = head.reduced(state.tobytes())
+        assert len(reduced) == (state.nbytes if num_labels == 300 else bias.nbytes)
+        assert head.values(reduced, use_activation=True) == pytest.approx((weight @ state + bias).tolist(), rel=1e-5)
+
     @pytest.mark.parametrize("values", [[0.5, -2.0, 3.0], [200.0, -200.0, 0.0], [1e30, -1e30, 0.0]], ids=str)
     def test_activations_equal_torchs(self, values: list[float]) -> None:
         logits = np.array(values, np.float32).tobytes()
