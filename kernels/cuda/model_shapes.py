@@ -78,8 +78,9 @@ class ModelShape:
     ends_layers: bool = False
     """Whether a layer changes its output after the MLP's is added."""
     has_mlp_beside_experts: bool = False
+    """Whether layers with experts have the MLP too."""
     others: tuple["ModelShape", ...] = ()
-    """Layers of other sizes, as models that consist of them."""
+    """The layers of other sizes: for each size, the shape of a model of only such layers."""
     windows: tuple[int | None, ...] = (None,)
     """The attention windows of the model's kinds of layers, each once; None for full attention."""
     chunked_windows: bool = False
@@ -110,7 +111,7 @@ class ModelShape:
 
     @property
     def kinds(self) -> tuple["ModelShape", ...]:
-        """The layers of each size, as models."""
+        """For each size of layer, the shape of a model of only such layers."""
         return (self, *self.others)
 
     @property
@@ -158,7 +159,7 @@ class ModelShape:
     @property
     def products(self) -> list[tuple[int, int, bool]]:
         """The matrix products of a layer, each as outputs, inputs, and whether there is a bias: QKV, attention output,
-        gate and up, down, and those of its own input and of all layers'."""
+        gate and up, down; then those of the layer's input and of all layers' inputs."""
         width, hidden, inner = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
         own = self.input_size
         attention = [(self.heads.row_heads * self.head_dim, hidden, self.qkv_bias), (hidden, width, self.output_bias)]
@@ -335,21 +336,21 @@ SHAPES = {
         expert_size=14336,
         max_positions=32768,
     ),
+    "Llama-4-Scout": ModelShape(
+        hidden_size=5120,
+        intermediate_size=None,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        rotary_dim=128,
+        vocab_size=202048,
+        norm_eps=1e-5,
+        windows=(8192, None),
+        chunked_windows=True,
+        experts=Mixture(num_experts=16, per_token=1, normalise=True, scales_inputs=True),
+        expert_size=8192,
+        max_positions=262144,
+    ),
+    "Gemma-4-E2B": _gemma4_e2b(),
 }
-SHAPES["Llama-4-Scout"] = ModelShape(
-    hidden_size=5120,
-    intermediate_size=None,
-    num_heads=40,
-    num_kv_heads=8,
-    head_dim=128,
-    rotary_dim=128,
-    vocab_size=202048,
-    norm_eps=1e-5,
-    windows=(8192, None),
-    chunked_windows=True,
-    experts=Mixture(num_experts=16, per_token=1, normalise=True, scales_inputs=True),
-    expert_size=8192,
-    max_positions=262144,
-)
-SHAPES["Gemma-4-E2B"] = _gemma4_e2b()
 SHAPES["gpt-oss-20b-mxfp4"] = replace(SHAPES["gpt-oss-20b"], has_fp4_experts=True)

@@ -109,8 +109,8 @@ def choose_experts_by_sigmoid(
     """DeepSeek-V3's choice (arXiv 2412.19437) of experts by the sigmoids of a router's ``logits`` (T, E).
 
     Sigmoids plus ``bias`` (E,) decide: first on ``groups_chosen`` of the groups, by the sum of a group's two largest,
-    then on the experts of these; ties go to the lowest number. With one group and no bias, the logits decide, which
-    rank experts whose sigmoids are rounded to the same. Returns the chosen experts and their factors, both (T,
+    then on the experts of these; ties go to the lowest number. With one group and no bias, the logits decide: they
+    still differ where sigmoids round to the same number. Returns the chosen experts and their factors, both (T,
     num_chosen): the sigmoids without the bias, divided by their sum if ``normalise`` is set, times ``scale``.
     """
     scores = upcast(logits).sigmoid()
@@ -229,7 +229,7 @@ def paged_attention(
     """Ragged causal attention over paged KV, one row at a time: the reference for all batched forms.
 
     Row r's queries are ``query[begin:end]`` with (begin, end) = ``query_spans[r]``, at positions ``starts[r]`` onward;
-    its keys are in the pages ``tables[r]``. A query sees the keys that ``visible`` defines. ``query`` is (T, H, D),
+    its keys are in the pages ``tables[r]``. ``visible`` defines which keys a query sees. ``query`` is (T, H, D),
     pages are (K, pages, S, D); returns (T, H, D). For the other arguments see ``attention``.
     """
     out = torch.empty_like(query)
@@ -248,8 +248,8 @@ def paged_attention(
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None, chunked: bool = False) -> Tensor:
     """The mask of the keys that each query sees: ``key <= query``, and ``key > query - window`` if there is a window.
-    ``chunked``: the window is the size of chunks, and a query sees its own, ``key >= query // window * window``.
-    Broadcasts."""
+    ``chunked``: the window is the size of chunks, and a query sees only its own chunk, ``key >= query // window *
+    window``. Broadcasts."""
     mask = key_positions <= query_positions
     if window is None:
         return mask

@@ -32,7 +32,7 @@ PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu": Activation.RELU, "relu2": Activation.
 _OLD_FULL = "attention"
 """The name of full attention in older configs."""
 
-_OF_GEMMA: dict[str, Any] = {
+_GEMMA_ONLY: dict[str, Any] = {
     "intermediate_sizes": None,
     "unwindowed": None,
     "value_norm": False,
@@ -40,7 +40,7 @@ _OF_GEMMA: dict[str, Any] = {
     "layer_inputs": None,
     "layer_scalars": False,
 }
-"""Fields of what only Gemma has, as they are in other families."""
+"""The fields that only Gemma uses, with their values in other families."""
 
 Windows = tuple[int | None, ...]
 
@@ -121,7 +121,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         head_bias=False,
         experts=None,
         tied_embeddings=fields.flag("tie_word_embeddings", defaults.tied_embeddings),
-        **_OF_GEMMA,
+        **_GEMMA_ONLY,
     )
 
 
@@ -190,7 +190,7 @@ def windows_by_type(fields: HfConfigReader, window: int | None, default: Callabl
 
 
 def rotated_layers(fields: HfConfigReader) -> list[bool]:
-    """Whether each layer rotates queries and keys, by ``no_rope_layers``, which has a 1 for those that do."""
+    """Returns whether each layer rotates queries and keys: ``no_rope_layers`` has a 1 for those that do."""
     count = num_layers(fields)
     interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, 4)
     rotated = fields.integers("no_rope_layers", 0, 1) or [int((layer + 1) % interval != 0) for layer in range(count)]
@@ -200,11 +200,13 @@ def rotated_layers(fields: HfConfigReader) -> list[bool]:
 
 
 def shared_kv_sources(fields: HfConfigReader, kinds: Sequence[object], own: int) -> tuple[int, ...]:
-    """Returns the layers whose keys and values the layers attend to where only the first ``own`` have some: the others
-    take those of the last of these of the same kind. ``kinds`` are the windows of the layers, or their types."""
+    """Returns, for each layer, the layer whose keys and values it attends to. Only the first ``own`` layers have their
+    own; each later one uses those of the last of them of its kind. ``kinds`` are the layers' windows or types."""
     latest = {kind: layer for layer, kind in enumerate(kinds[:own])}
     if set(kinds[own:]) - latest.keys():
-        raise fields.wrong("num_kv_shared_layers", "must leave a layer of every kind that has keys of its own")
+        raise fields.wrong(
+            "num_kv_shared_layers", "must leave at least one layer of each kind with keys and values of its own"
+        )
     return (*range(own), *(latest[kind] for kind in kinds[own:]))
 
 

@@ -130,8 +130,8 @@ def glm4_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
 
 
 def llama4(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """Llama 4: layers that rotate attend within chunks; the others, to everything. Experts get inputs that are
-    multiplied by their scores; every token also runs through one that is not chosen."""
+    """Llama 4: layers that rotate attend within chunks; the others attend to everything. The scores multiply
+    the experts' inputs; every token also runs through a shared expert."""
     rotated = rotated_layers(fields)
     chunk = None
     if not fields.is_null("attention_chunk_size"):
@@ -181,7 +181,7 @@ def _with_llama4s_experts(spec: ModelSpec, fields: HfConfigReader) -> ModelSpec:
 
 def _llama4s_query_scaling(fields: HfConfigReader) -> QueryScaling | None:
     name = "attn_temperature_tuning"
-    # The first published configs have a number, of which only zero means no.
+    # The first published configs have a number here; only zero means no.
     is_number = name in fields and not fields.is_bool(name)
     if not (fields.integer(name, 0, MAX_POSITIONS) if is_number else fields.flag(name, True)):
         return None

@@ -81,22 +81,26 @@ def gemma3(fields: HfConfigReader, architecture: str) -> ModelSpec:
     )
 
 
-def gemma4(fields: HfConfigReader, architecture: str, *, default_inputs: int = 256) -> ModelSpec:
+def gemma4(
+    fields: HfConfigReader,
+    architecture: str,
+    *,
+    default_inputs: int = 256,
+    default_window: int = 512,
+    max_positions: int = 131072,
+) -> ModelSpec:
     """Gemma 4's text model: layers without a window have larger heads, the last layers attend to the keys and values of
     earlier ones, and layers have inputs of their own (in small models) or experts beside the MLP (in 26B-A4B).
-    ``default_inputs`` is the size of those inputs if the config does not have it."""
+    ``default_inputs``, ``default_window`` and ``max_positions`` apply if the config lacks these fields."""
     if "use_bidirectional_attention" in fields and fields.text("use_bidirectional_attention") != "vision":
         raise fields.wrong("use_bidirectional_attention", "must be null or vision: only causal models generate text")
-    windows = windows_by_type(fields, read_window(fields, 512), lambda layer: (layer + 1) % 6 != 0)
+    windows = windows_by_type(fields, read_window(fields, default_window), lambda layer: (layer + 1) % 6 != 0)
     if "layer_types" in fields and windows[-1] is not None:
         raise fields.wrong("layer_types", "must end with full_attention")
     windows = (*windows[:-1], None)
-    defaults = replace(GEMMA, heads=8, vocab_size=262144, read_rope=read_proportional_rope)
+    defaults = replace(GEMMA, max_positions=max_positions, heads=8, vocab_size=262144, read_rope=read_proportional_rope)
     spec = with_biases(read_decoder(fields, architecture, windows, defaults), fields)
-    unwindowed, num_shared = (
-        _unwindowed(fields, spec),
-        fields.integer("num_kv_shared_layers", 0, spec.num_layers - 1, 0),
-    )
+    num_shared = fields.integer("num_kv_shared_layers", 0, spec.num_layers - 1, 0)
     wide = fields.flag("use_double_wide_mlp", False) and num_shared > 0
     own = spec.num_layers - num_shared
     inner = spec.intermediate_size
@@ -104,7 +108,7 @@ def gemma4(fields: HfConfigReader, architecture: str, *, default_inputs: int = 2
         spec,
         intermediate_size=2 * inner if wide else inner,
         intermediate_sizes=(inner,) * own + (2 * inner,) * num_shared if wide else None,
-        unwindowed=unwindowed,
+        unwindowed=_unwindowed(fields, spec),
         kv_sources=shared_kv_sources(fields, windows, own),
         norm_placement=NormPlacement.BOTH,
         qk_norm=QkNorm.HEAD,
@@ -120,13 +124,13 @@ def gemma4(fields: HfConfigReader, architecture: str, *, default_inputs: int = 2
 
 
 def gemma4_unified(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """Gemma 4 12B: neither inputs of layers nor experts."""
-    return gemma4(fields, architecture, default_inputs=0)
+    """Gemma 4 12B: its layers have neither inputs of their own nor experts."""
+    return gemma4(fields, architecture, default_inputs=0, default_window=1024, max_positions=262144)
 
 
 def _unwindowed(fields: HfConfigReader, spec: ModelSpec) -> AttentionSizes | None:
-    """Reads the sizes of layers without a window: from fields of their own, or as transformers 5 writes them, from an
-    entry of ``per_layer_config`` for each."""
+    """Reads the sizes of layers without a window: from fields of their own or, as transformers 5 writes them, from
+    each layer's entry in ``per_layer_config``."""
     values_are_keys = fields.flag("attention_k_eq_v", False)
     named = fields.part("per_layer_config")
     if "per_layer_config" in fields:
@@ -139,7 +143,8 @@ def _unwindowed(fields: HfConfigReader, spec: ModelSpec) -> AttentionSizes | Non
         usual = {(spec.num_kv_heads, spec.head_dim)}
         if any(len(sizes) > 1 for sizes in kinds.values()) or any(kinds[window] != usual for window in kinds if window):
             raise fields.wrong(
-                "per_layer_config", "must be the same for all layers without a window, and for no others"
+                "per_layer_config",
+                "must be the same for all layers without a window, and must not change the other layers",
             )
         [(kv_heads, head_dim)] = kinds[None]
     else:

@@ -125,7 +125,7 @@ WRAPPERS = (
 """Models that see images: a language model, of which only text is served, and parts that are not loaded."""
 
 FOREIGN_WRAPPERS = ("Gemma3nForConditionalGeneration",)
-"""The same around language models without a family here, which the backend ``transformers`` runs."""
+"""Models that see images, around a language model without a family here. The backend ``transformers`` runs it."""
 
 TEXT_MODELS = {
     "cohere2": "Cohere2ForCausalLM",

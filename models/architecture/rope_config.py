@@ -115,7 +115,7 @@ def read_proportional_rope(fields: HfConfigReader, head_dim: int, max_positions:
         raise _wrong_kind(full, "default and proportional")
     for holder in (windowed, *((full,) if kind == "default" else ())):
         if holder.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-            raise holder.wrong("partial_rotary_factor", "is for the rope type proportional")
+            raise holder.wrong("partial_rotary_factor", "is only for the rope type proportional")
     theta = full.number("rope_theta", 1.0, MAX_THETA, 1e6)
     default_part = 1.0 if FULL in scaling else 0.25
     turned = ProportionalRope(

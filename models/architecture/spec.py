@@ -29,9 +29,8 @@ BESIDE_NORMS = ("mlp.gate_norm", "mlp.experts_norm", "mlp.experts_post_norm", "m
 """Norms of a layer with experts beside its MLP: before the router, before the experts, after them, and after the
 MLP."""
 
-
 ONES = ("norm.weight", "layer_scalar", "per_expert_scale")
-"""Endings of the names of tensors that are factors; in a model of random weights they are one."""
+"""Name endings of tensors that multiply. With random weights they are 1."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,15 @@ class ModelSpec:
     """The intermediate size of each layer; None: all have the same."""
     num_layers: int
     left_out_layers: tuple[int, ...]
-    """The numbers of the checkpoint's layers that are not part of the decoder. The others follow each other."""
+    """The numbers of the checkpoint's layers that are not part of the decoder. The others are numbered without gaps."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     unwindowed: AttentionSizes | None
     """The sizes in layers without a window, if they differ from those in the others."""
     kv_sources: tuple[int, ...]
-    """The layer whose keys and values each layer attends to: itself, or an earlier one with the same window and sizes,
-    and then it computes none."""
+    """The layer whose keys and values each layer attends to: itself, or an earlier one with the same window and sizes.
+    In the second case it computes none."""
     value_norm: bool
     """Whether each value head has an RMS norm, without a weight."""
     max_positions: int
@@ -167,6 +166,19 @@ class ModelSpec:
             changes |= {"num_kv_heads": sizes.num_kv_heads, "head_dim": sizes.head_dim, "rotary_dim": sizes.head_dim}
         return replace(self, **changes) if changes else self
 
+    @property
+    def rotations(self) -> list[tuple[Rope, int]]:
+        """The rope of each layer, and the number of dimensions that it rotates."""
+        return [(rope, self.at(layer).rotary_dim) for layer, rope in enumerate(self.ropes)]
+
+    def layers_by_kv_sizes(self) -> dict[tuple[int, int], list[int]]:
+        """Groups the layers that have keys and values of their own by their number of KV heads and their head size."""
+        layers_of: dict[tuple[int, int], list[int]] = {}
+        for layer in filter(self.has_kv, range(self.num_layers)):
+            sizes = self.at(layer)
+            layers_of.setdefault((sizes.num_kv_heads, sizes.head_dim), []).append(layer)
+        return layers_of
+
     def has_kv(self, layer: int) -> bool:
         """Whether the layer has keys and values of its own."""
         return self.kv_sources[layer] == layer
@@ -185,8 +197,8 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Returns the bytes that one position's keys and values take, over all layers."""
-        heads = sum(self.at(layer).kv_size for layer in range(self.num_layers) if self.has_kv(layer))
-        return 2 * heads * element_bytes
+        groups = self.layers_by_kv_sizes().items()
+        return 2 * element_bytes * sum(heads * size * len(layers) for (heads, size), layers in groups)
 
     def divided(self, num_ranks: int) -> "ModelSpec":
         """The part of the model that each of ``num_ranks`` ranks computes: its share of the heads and of the inner

@@ -262,7 +262,7 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
 
 
 def _skipped(path: Path, config: Mapping[str, Any], num_skipped: int) -> str:
-    """The warning that only a part of a model is loaded."""
+    """Returns the warning that only part of a model is loaded."""
     return (
         f"{path / CONFIG}: only the language model of {', '.join(config['architectures'])} is served, for text: "
         f"{num_skipped} tensors of its other parts are not loaded"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.architecture.foreign import ForeignSpec
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.registry import has_classifier
 from penstock.models.architecture.spec import ModelSpec
@@ -24,6 +25,7 @@ from penstock.models.checkpoint.info import (
     ClassifierInfo,
     HeadActivation,
 )
+from penstock.models.checkpoint.quantized_reader import as_floats
 from penstock.models.errors import ModelError
 
 MAX_LABELS = 4096
@@ -80,7 +82,7 @@ class ClassificationHead:
         """Returns the logits of a hidden state. Both are float32 numbers in the machine's byte order. The bits depend
         only on the state."""
         state = np.frombuffer(hidden, np.float32)
-        # Not a product by BLAS, which would start threads of its own beside the worker's.
+        # Not BLAS: it would start threads of its own beside the worker's.
         values: Floats = np.einsum("lh,h->l", self.weight, state) + self.bias
         return values.tobytes()
 
@@ -93,7 +95,7 @@ class ClassificationHead:
         10 us, or 0.3 ms for each million products of a head that does not reduce states."""
         values: Floats = np.frombuffer(reduced if self._is_small else self.logits(reduced), np.float32)
         if use_activation and self.activation is HeadActivation.SIGMOID:
-            # Without an overflow for logits far below 0.
+            # This form does not overflow for logits far below 0.
             values = np.exp(-np.logaddexp(np.float32(0), -values))
         elif use_activation and self.activation is HeadActivation.SOFTMAX:
             powers = np.exp(values - values.max())
@@ -118,6 +120,8 @@ def find_classifier(whole: Mapping[str, Any], config: Mapping[str, Any], spec: M
     the language model. Raises ModelError that names the field."""
     if not has_classifier(whole):
         return None
+    if isinstance(spec, ForeignSpec):
+        raise ModelError("architectures: a classification head on a decoder without a family is not supported")
     labels = _labels(whole)
     pad = config.get("pad_token_id", _DEFAULT_PAD.get(spec.architecture))
     is_id = isinstance(pad, int) and not isinstance(pad, bool)
@@ -168,7 +172,7 @@ def take_classifier(
     num_labels, hidden_size = len(classifier.labels), spec.hidden_size
     entry = stored.get(WEIGHT)
     if entry is None:
-        raise ModelError(f"{path}: tensor {WEIGHT} is missing, the classification head: download the weights again")
+        raise ModelError(f"{path}: the classification head, tensor {WEIGHT}, is missing: download the weights again")
     shapes = {WEIGHT: (num_labels, hidden_size), BIAS: (num_labels,)}
     found = {name: stored[name] for name in shapes if name in stored}
     for name, tensor in found.items():
@@ -219,10 +223,7 @@ def head_of_tokens(
 def _read(entry: TensorEntry, name: str, rows: list[int] | None = None) -> Floats:
     """Returns a tensor, or some of its rows, in float32. Raises ModelError."""
     stored = TensorFiles([entry.file]).array(entry)
-    found = stored if rows is None else stored[rows]
-    if entry.dtype == "BF16":
-        found = (found.astype(np.uint32) << 16).view(np.float32)
-    values: Floats = found.astype(np.float32)
+    values = as_floats(stored if rows is None else stored[rows], entry.dtype)
     if not np.isfinite(values).all():
         raise ModelError(f"{entry.file}: tensor {name} has a value that is not a finite number: download it again")
     return values

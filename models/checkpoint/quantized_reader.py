@@ -254,8 +254,12 @@ def _read_words(entry: TensorEntry) -> Words:
 
 def read_floats(entry: TensorEntry) -> Floats:
     """Returns a float tensor as float32. Raises ModelError."""
-    values = _read(entry)
-    if entry.dtype == "BF16":
+    return as_floats(_read(entry), entry.dtype)
+
+
+def as_floats(values: NDArray[Any], dtype: str) -> Floats:
+    """Returns the values of a float tensor as float32. ``dtype`` is its type in the file."""
+    if dtype == "BF16":
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return _floats(values)
 

@@ -62,6 +62,13 @@ def _decoder_layer(spec: ModelSpec, layer: int) -> int | None:
     return layer - sum(left_out < layer for left_out in spec.left_out_layers)
 
 
+def _stored_layer(spec: ModelSpec, layer: int) -> int:
+    """Returns the checkpoint's number of one of the decoder's layers."""
+    for left_out in spec.left_out_layers:  # ascending
+        layer += left_out <= layer
+    return layer
+
+
 def _is_unused(spec: ModelSpec, layer: int, local: str) -> bool:
     """Whether a layer's tensor is for keys and values that it takes from another one. Published checkpoints have such
     tensors."""
@@ -69,7 +76,8 @@ def _is_unused(spec: ModelSpec, layer: int, local: str) -> bool:
 
 
 def _without_last_rows(name: str, entry: TensorEntry, spec: ModelSpec, count: int) -> TensorEntry:
-    """Returns the embedding of the tokens that text has. Raises ModelError unless ``count`` rows follow."""
+    """Returns the embedding without its last ``count`` rows, which text does not use. Raises ModelError if it has
+    another shape."""
     rows, columns = spec.vocab_size, spec.hidden_size
     entry.check_shape(name, (rows + count, columns), "config.json")
     return replace(entry, shape=(rows, columns), num_bytes=rows * columns * ELEMENT_BITS[entry.dtype] // 8)
@@ -130,13 +138,14 @@ def find_kv_scales(
 
 
 def stored_name(spec: ModelSpec, name: str) -> str:
-    """Returns the name of the tensor that combines the one of this name with others, or the name itself."""
+    """Returns the checkpoint's name of a tensor, or of the one that combines it with others."""
     match = LAYER.fullmatch(name)
     if match is not None:
-        prefix, _, local = match.groups()
+        number, local = _stored_layer(spec, int(match[2])), match[3]
         for whole, layout in NAMINGS.get(spec.architecture, Naming()).wholes(spec).items():
             if any(part.name == local for part in layout.parts):
-                return prefix + whole
+                return f"model.layers.{number}.{whole}"
+        return f"model.layers.{number}.{local}"
     return name
 
 

@@ -86,7 +86,9 @@ class AdmissionControl:
                 )
         num_pooled = waiting.num_pooled
         if request.pooling is not None and num_pooled and num_pooled + request.num_prompts > MAX_QUEUED_POOLED:
-            raise Refused(RefusalKind.QUEUE_FULL, f"prompts without output that wait: {num_pooled:,}", RETRY_AFTER_MS)
+            raise Refused(
+                RefusalKind.QUEUE_FULL, f"waiting prompts to embed or classify: {num_pooled:,}", RETRY_AFTER_MS
+            )
 
     def _is_within_share(self, request: Request) -> bool:
         """Returns whether the tenant's share of the queue has room. Where tenants take turns, a tenant may fill its

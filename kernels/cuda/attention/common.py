@@ -39,7 +39,8 @@ class AttentionShape:
     """The dtype of pages: ``dtype``, or float8_e4m3fn with a scale for each KV head."""
     scale: float
     window: int | None = None
-    """A query at position p sees positions from p - window + 1 on, or from its chunk's first; None: all."""
+    """A query at position p sees positions from p - window + 1 on, or, if ``chunked``, from the start of its chunk;
+    None: all."""
     cap: float | None = None
     """The soft cap of scores: s becomes cap tanh(s / cap). None: no cap."""
     chunked: bool = False

@@ -45,7 +45,7 @@ class PrefillTiles:
 @functools.cache
 def prefill_tiles(shape: AttentionShape) -> PrefillTiles:
     """The sizes for a shape."""
-    if shape.block_dim > 256:
+    if shape.block_dim > 256:  # larger tiles spill registers
         return PrefillTiles(32, 16, 8, 2) if shape.dtype == torch.float32 else PrefillTiles(32, 32, 8, 3)
     if shape.dtype == torch.float32:
         return PrefillTiles(64, 32 if shape.block_dim <= 128 else 16, 8, 3)

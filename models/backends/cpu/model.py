@@ -151,7 +151,7 @@ def load_model(
     """Packs the weights into ``max_bytes``, the result of ``max_weight_bytes``. Raises ModelError and MemoryError."""
     memory = library.memory(max_bytes)
     packer = Packer(library, kernels, tensors, formats.weights, memory.address, memory.address + memory.num_bytes)
-    ropes = list(dict.fromkeys(_rotations(spec)))
+    ropes = list(dict.fromkeys(spec.rotations))
     rope_array = (Rope * len(ropes))(
         *(
             Rope(packer.keep(inverse_frequencies(rope, rotary_dim)), attention_factor(rope), rotary_dim // 2)
@@ -173,7 +173,7 @@ def load_model(
         model.input_linear = packer.linear([LAYER_PROJECTION], [columns], hidden, False)
         model.input_linear_norm = Norm(packer.vector("model.per_layer_projection_norm.weight", size, spec.norm_offset))
     experts: list[object] = []
-    layouts, rotations = kv_layouts(spec, formats.kv), _rotations(spec)
+    layouts, rotations = kv_layouts(spec, formats.kv), spec.rotations
     layers = (DecoderLayer * spec.num_layers)(
         *(_layer(packer, spec.at(index), index, experts) for index in range(spec.num_layers))
     )
@@ -230,11 +230,6 @@ def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, 
         embedding_format=formats.table,
         page_bytes=kv_layouts(spec, formats.kv)[0][0].page_bytes,
     )
-
-
-def _rotations(spec: ModelSpec) -> list[tuple[decoder.Rope, int]]:
-    """The rope of each layer, and the number of dimensions that it rotates."""
-    return [(rope, spec.at(layer).rotary_dim) for layer, rope in enumerate(spec.ropes)]
 
 
 def _expert_fields(spec: ModelSpec) -> dict[str, object]:

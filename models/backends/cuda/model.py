@@ -97,7 +97,7 @@ class CudaModel:
         self._embedding_scale = scale_of_embeddings(spec, self._dtype, self.device)
         self._specs = [spec.at(layer) for layer in range(spec.num_layers)]
         """The spec with each layer's sizes."""
-        rotations = {(rope, sizes.rotary_dim) for rope, sizes in zip(spec.ropes, self._specs, strict=True)}
+        rotations = set(spec.rotations)
         if spec.qk_norm_is_last:
             rotations.add((NoRope(), spec.rotary_dim))
         self._cos_sin_tables = {
@@ -335,8 +335,8 @@ def _fold_expert_scales(weights: Weights) -> None:
     """Multiplies the experts' outputs by their factors, which the kernels do not have."""
     for layer in weights.layers:
         if isinstance(layer.mlp, MlpBesideExperts) and layer.mlp.experts.scales is not None:
-            down = layer.mlp.experts.down
-            down.copy_(down * layer.mlp.experts.scales[:, None, None])
+            # In place: the KV cache is allocated by now, and a copy in fp32 may not fit beside it.
+            layer.mlp.experts.down.mul_(layer.mlp.experts.scales[:, None, None])
 
 
 def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> WindowAttention:

@@ -16,18 +16,14 @@ class DevicePages:
     whole: tuple[Tensor, ...]
     """(layers, blocks, 2, KV heads, 16, head size) each: keys, then values."""
     of_layers: tuple[Tensor, ...]
-    """(blocks, 2, KV heads, 16, head size): of each layer, or of the layer whose keys and values it takes."""
+    """(blocks, 2, KV heads, 16, head size): the pages that each layer attends to, its own or an earlier layer's."""
 
     @classmethod
     def allocate(cls, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> "DevicePages":
         """Allocates the pages. Raises RuntimeError if memory runs out."""
-        layers_of: dict[tuple[int, int], list[int]] = {}
-        for layer in filter(spec.has_kv, range(spec.num_layers)):
-            sizes = spec.at(layer)
-            layers_of.setdefault((sizes.num_kv_heads, sizes.head_dim), []).append(layer)
         whole: list[Tensor] = []
         found: dict[int, Tensor] = {}
-        for (num_kv_heads, head_dim), layers in layers_of.items():
+        for (num_kv_heads, head_dim), layers in spec.layers_by_kv_sizes().items():
             shape = (len(layers), num_blocks, 2, num_kv_heads, PAGE_SLOTS, head_dim)
             whole.append(torch.empty(shape, dtype=dtype, device=device))
             found.update(zip(layers, whole[-1], strict=True))

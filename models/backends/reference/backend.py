@@ -68,7 +68,7 @@ class ReferenceBackend(PagedBackend):
         self.embedding = weights.embedding
         self._specs = [spec.at(layer) for layer in range(spec.num_layers)]
         """The spec with each layer's sizes."""
-        self._rotations = [(rope, sizes.rotary_dim) for rope, sizes in zip(spec.ropes, self._specs, strict=True)]
+        self._rotations = spec.rotations
         self._cos_sin_tables = {
             (rope, rotary_dim): cos_sin_tables(rope, rotary_dim, facts.max_model_len, pages.device)
             for rope, rotary_dim in set(self._rotations)

@@ -25,11 +25,7 @@ class KVPages:
         self.values: dict[int, Tensor] = {}
         self._whole: list[Tensor] = []
         """Keys and values, each of all layers of the same sizes: (layers, kv heads, num_blocks + 1, block_size, D)."""
-        layers_of: dict[tuple[int, int], list[int]] = {}
-        for layer in filter(spec.has_kv, range(spec.num_layers)):
-            sizes = spec.at(layer)
-            layers_of.setdefault((sizes.num_kv_heads, sizes.head_dim), []).append(layer)
-        for (num_kv_heads, head_dim), layers in layers_of.items():
+        for (num_kv_heads, head_dim), layers in spec.layers_by_kv_sizes().items():
             shape = (len(layers), num_kv_heads, num_blocks + 1, block_size, head_dim)
             for pages in (self.keys, self.values):
                 whole = torch.empty(shape, dtype=dtype, device=device)

@@ -359,7 +359,7 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         activation=activation,
-        choose=_choice(fill, f"{prefix}gate", experts),
+        choose=_choice(fill, f"{prefix}gate.e_score_correction_bias", experts),
         shared=_load_mlp(fill, f"{prefix}shared_expert.", shared, experts.biased) if shared else None,
         shared_gate=fill.router(f"{prefix}shared_expert_gate", 1, hidden) if experts.shared_gated else None,
         gate_up_exponents=gate_up_exponents,
@@ -369,14 +369,13 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
     )
 
 
-def _choice(fill: _Filler, router: str, experts: Experts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Returns the choice of a layer's experts. ``router`` is the name of its router."""
-    shape = (experts.num_experts,)
+def _choice(fill: _Filler, bias: str, experts: Experts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Returns the choice of a layer's experts. ``bias`` is the name of its bias."""
     if experts.scoring is Scoring.SOFTMAX:
         return partial(choose_experts, num_chosen=experts.per_token, normalise=experts.normalise)
     return partial(
         choose_experts_by_sigmoid,
-        bias=fill.norm_part(f"{router}.e_score_correction_bias", shape) if experts.selection_bias else None,
+        bias=fill.norm_part(bias, (experts.num_experts,)) if experts.selection_bias else None,
         num_chosen=experts.per_token,
         num_groups=experts.num_groups,
         groups_chosen=experts.groups_per_token,

@@ -208,7 +208,7 @@ class MlpBesideExperts:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """Adds what a layer makes of its own input (see ``LayerInputs``)."""
+    """Adds what a layer computes from the token's input for this layer (see ``LayerInputs``)."""
 
     gate: Linear
     activation: Layer

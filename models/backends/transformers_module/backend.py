@@ -23,7 +23,7 @@ from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFact
 logger = logging.getLogger(__name__)
 
 LANGUAGE_MODEL = {r"^model\.language_model\.": "model."}
-"""The names of a language model's tensors in a checkpoint of a model that also sees images."""
+"""Renames the language model's tensors in the checkpoint of a model that also sees images."""
 ORDINARY = {"full_attention", "sliding_attention", None}
 """Kinds of layers whose KV cache is ours."""
 
@@ -111,7 +111,7 @@ class _HiddenStates(torch.nn.Module):
         # The output of the most kinds of layers: what is absent is None.
         output: Any = MoeModelOutputWithPast(last_hidden_state=self.last_hidden_state)
         output.cross_attentions = None  # which GPT-2 passes on
-        output.shared_kv_states = None  # what Gemma 4's layers have besides
+        output.shared_kv_states = None  # which Gemma 4 passes on
         return output
 
 
@@ -127,6 +127,8 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
         return "the checkpoint is quantised, which this backend does not support: use the unquantised one"
     if config.feature_layers:
         return "EAGLE heads are not supported here: leave --speculative-config out, or choose another method"
+    if info.spec.left_out_layers:
+        return "text skips some of the model's layers, and this backend runs all of them: leave --backend out"
     return None
 
 
@@ -205,7 +207,7 @@ def _load_module(info: CheckpointInfo, config: Any, dtype: torch.dtype, device: 
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = getattr(transformers, info.spec.architecture)
-    if info.classifier is not None:  # there is no output head, and none is needed
+    if info.classifier is not None:  # there is no output head; tied, none is missing
         config.tie_word_embeddings = True
     try:
         module, loading = kind.from_pretrained(

@@ -14,7 +14,8 @@ MAX_INDEX_BYTES = 32 * MIB
 MAX_TOKENIZER_BYTES = 128 * MIB
 """The limit for tokenizer.json and tekken.json. With 262,144 tokens it is a quarter of this."""
 MAX_SENTENCEPIECE_BYTES = 16 * MIB
-"""The limit for tokenizer.model, three times the largest known. Each two bytes may be a token, which takes fifty."""
+"""The limit for tokenizer.model, three times the largest known. Every two bytes of it may be a
+token, which takes fifty bytes of memory."""
 MAX_TOKENIZER_CONFIG_BYTES = 8 * MIB
 """The limit for tokenizer_config.json, special_tokens_map.json and added_tokens.json."""
 MAX_TEMPLATE_BYTES = 1 * MIB

@@ -62,7 +62,7 @@ def normalizer(
         steps.append({"type": "Prepend", "prepend": SPACE})
     steps.append(_replace(" ", SPACE))
     if trims:
-        # From the beginning of a run alone, or the time would be quadratic in its length.
+        # Only from the beginning of a run, or the time would be quadratic in its length.
         steps.append(_replace_all(rf"(?<!{SPACE})(?>{SPACE}+)\z", ""))
     return steps[0] if len(steps) == 1 else {"type": "Sequence", "normalizers": steps}
 

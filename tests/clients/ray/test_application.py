@@ -50,7 +50,7 @@ def test_listeners_and_tls_are_refused(app: Any, name: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_number_of_rows_that_is_none_names_the_flag(app: Any) -> None:
+def test_a_max_num_seqs_that_is_not_a_number_is_named(app: Any) -> None:
     with pytest.raises(InvalidOption, match=r"max_num_seqs.*positive integer"):
         app({"max-num-seqs": "many"})
 

@@ -1,4 +1,5 @@
-"""POST /v1/classify, /v1/score and /v1/rerank: over a service that gives known values, and over one on a real model."""
+"""POST /v1/classify, /v1/score and /v1/rerank: over a stub that gives known values, and over the service with a fake
+model."""
 
 import asyncio
 from typing import Any

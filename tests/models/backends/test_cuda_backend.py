@@ -233,7 +233,7 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
         ("qwen3", "fp8", False),
         ("gemma2", "none", False),
         ("gemma4-inputs", "none", False),
-        ("gemma4-inputs", "none", True),
+        pytest.param("gemma4-inputs", "none", True, marks=pytest.mark.soak),
         ("olmo2", "none", False),
         ("llama4", "none", False),
         ("llama-tied-biases-head24", "none", True),

@@ -1,5 +1,4 @@
-"""What Gemma 4's configs say, as published and as transformers writes them. That it computes what transformers does is
-test_oracle's."""
+"""Gemma 4's configs, as published and as transformers writes them. test_oracle compares outputs with transformers'."""
 
 import numpy as np
 import pytest
@@ -70,7 +69,8 @@ def test_layers_of_gemma4_that_differ():
     assert frequencies[63] == pytest.approx(1e6 ** (-126 / 512))
     bare = {"architectures": ["Gemma4UnifiedForCausalLM"], "hidden_size": 64, "intermediate_size": 96}
     unified = spec_from_config({**bare, "num_hidden_layers": 7})
-    assert (unified.layer_inputs, unified.windows) == (None, (*[512] * 5, None, None))
+    assert (unified.layer_inputs, unified.windows) == (None, (*[1024] * 5, None, None))
+    assert unified.max_positions == 262144
 
 
 def test_sizes_of_layers_as_transformers_writes_them():

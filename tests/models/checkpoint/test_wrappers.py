@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.errors import ModelError
@@ -235,9 +236,11 @@ def test_an_unknown_language_model_is_named(tmp_path: Path) -> None:
         check_checkpoint(tmp_path)
 
 
-def test_layers_that_attend_to_images_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_attend_to_images_are_left_out(tmp_path: Path, worker_config: Callable[..., Any]) -> None:
     """Llama 3.2 Vision's; its embedding has 8 rows more than its head."""
     build("mllama", tmp_path)
+    with pytest.raises(ModelError, match="text skips some of the model's layers, and this backend runs all of them"):
+        load_backend(worker_config(tmp_path, backend="transformers"))
     info = check_checkpoint(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     [name] = [name for name in stored if name.endswith("layers.3.self_attn.q_proj.weight")]

@@ -1,4 +1,4 @@
-"""What a config and its weights say of a classification head, and what is made of logits."""
+"""How a classification head is read from a config and weights, and how logits become values."""
 
 import json
 from pathlib import Path
@@ -102,7 +102,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("weights", "names"),
         [
-            ({"score.weight": None}, ["score.weight is missing"]),
+            ({"score.weight": None}, ["score.weight, is missing"]),
             ({"score.weight": torch.zeros(3, 32)}, ["score.weight", "[3, 32]", "[3, 64]"]),
             ({"score.bias": torch.zeros(2)}, ["score.bias", "[2]"]),
             ({"score.weight": torch.zeros(3, 64, dtype=torch.int8)}, ["score.weight", "I8"]),

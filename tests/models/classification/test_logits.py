@@ -34,10 +34,10 @@ def classifier(tmp_path_factory: pytest.TempPathFactory, build_model: Any) -> An
     """The model of a variant's name with a head of three labels; each is made once."""
     made: dict[str, Any] = {}
 
-    def get(name: str, **changes: Any) -> Any:
+    def get(name: str) -> Any:
         if name not in made:
             path = tmp_path_factory.mktemp(name)
-            config = VARIANTS[name]["changes"] | {"num_labels": 3} | changes
+            config = VARIANTS[name]["changes"] | {"num_labels": 3}
             made[name] = build_model(path, VARIANTS[name]["config"], config, head="SequenceClassification")
         return made[name]
 

@@ -28,8 +28,8 @@ SAME = {
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
 }
-"""Architectures without variants, and the one that computes the same. That their files are read correctly is what
-tests in ``checkpoint/`` show."""
+"""Architectures without variants, and the one that computes the same. Tests in ``checkpoint/`` show that
+their files are read correctly."""
 
 RecordCell = Callable[[str, str], None]
 

@@ -1,8 +1,8 @@
 """The grid: every variant of every architecture on every backend, in several types and block sizes, with requests
-alone, batched, chunked, cached and preempted. ``make soak`` runs it and prints a table.
+that run by themselves, batched, chunked, cached and preempted. ``make soak`` runs it and prints a table.
 
 In float32 and float64 the tokens are those of transformers. In other types, in which only the CPU backend promises the
-same result in every batch, they are those of each request alone.
+same result in every batch, they are those of each request by itself.
 """
 
 from dataclasses import dataclass, field
@@ -69,8 +69,8 @@ Outputs = list[tuple[list[int], list[int]]]
 
 @pytest.fixture
 def run(any_model, in_process, start_engine):
-    """Runs requests of a setup on the model, each alone. With ``ways``, some of them are alone, others together, in
-    chunks and with too few blocks, and one comes again, when its prefix is in the cache."""
+    """Runs a setup's requests on the model, one at a time. With ``ways``, some run together, in chunks and with too few
+    blocks, and one is sent again when its prefix is in the cache."""
 
     async def run(setup: Setup, num_threads: int, *, ways: bool) -> Outputs:
         executor = in_process(

@@ -1,4 +1,4 @@
-"""Embeddings, classes and scores as Python's clients have them, and as ``penstock serve`` is told to make them."""
+"""Embeddings, classes and scores in Python's clients, and the flags of ``penstock serve`` that configure them."""
 
 import asyncio
 import json
@@ -204,7 +204,7 @@ class TestServe:
 
     def test_the_models_files_and_the_flag(self, model):
         def embedding(*flags):
-            return prepare(parse_config([str(model), "--port=0", "--admin-listen=off", *flags])).server.embedding
+            return prepared(model, *flags).server.embedding
 
         assert embedding() == PoolingConfig(Pooling.MEAN, normalize=False)
         assert embedding("--pooling", "cls") == PoolingConfig(Pooling.CLS, normalize=False)

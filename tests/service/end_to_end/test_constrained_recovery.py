@@ -31,8 +31,6 @@ CONSTRAINT = constraint_pb2.Constraint(json_schema=json.dumps(RECORDS))
 steps take."""
 KILL_AT = (120, 240)
 """Characters of the output."""
-
-
 SERVING = admin_pb2.ENGINE_STATE_SERVING
 
 
@@ -111,7 +109,7 @@ def test_killed_workers_change_nothing(drafts: dict[str, str] | None, tmp_path: 
         while True:
             killer = Killer(KILL_AT, AdminServiceStub(admin), others)
             disturbed = generate(stub, start, killer)
-            if disturbed.restarts == len(KILL_AT):
+            if disturbed.restarts >= len(KILL_AT):
                 break
             killer.wait_until_replaced()  # on a busy machine the request had ended before the worker was killed
     assert (plain.restarts, undisturbed.restarts, disturbed.restarts) == (0, 0, len(KILL_AT))

@@ -1,24 +1,26 @@
-"""ClassificationService over a real socket: classes and scores in order, what is out of bounds, and which models have
-what."""
+"""ClassificationService over a real socket: the order of results, bounds, and which models offer which calls."""
 
 import asyncio
 import json
 import math
+import threading
 
 import grpc
 import numpy as np
 import pytest
+from letters import paced
 from waiting import until
 
+from penstock.models.checkpoint import classification_head
 from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.models.checkpoint.info import HeadActivation
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.plan import Pooling
-from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import vector_of
 from penstock.service.auth.identity import Principal
 from penstock.service.requests import pooled, score
+from penstock.service.rpc import pooled_calls
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import classification_pb2 as pb, embedding_pb2, generation_pb2, model_pb2
 
@@ -37,9 +39,7 @@ def head(*labels, activation=None, pad=None):
     weight = np.linspace(-1, 1, len(labels) * HIDDEN_SIZE, dtype=np.float32).reshape(len(labels), HIDDEN_SIZE) / 4096
     if activation is None:
         activation = HeadActivation.SIGMOID if len(labels) == 1 else HeadActivation.SOFTMAX
-    return ClassificationHead(
-        weight.astype(np.float32), np.arange(len(labels), dtype=np.float32), labels, activation, pad
-    )
+    return ClassificationHead(weight, np.arange(len(labels), dtype=np.float32), labels, activation, pad)
 
 
 RERANKER, CLASSIFIER = head("relevant"), head("bad", "fine", "good")
@@ -65,10 +65,6 @@ def texts(*inputs, **fields):
 
 def pairs(queries, documents, **fields):
     return pb.ScoreRequest(queries=queries, documents=documents, **fields)
-
-
-def paced(seconds_per_step=0.002, **options):
-    return FakeExecutor(vocab_size=258, seconds_per_step=seconds_per_step, **options)
 
 
 async def failure(call):
@@ -175,6 +171,22 @@ class TestClassify:
         await until(lambda: len(live._vectors) > 10)
         assert {len(kept) for kept in live._vectors.values()} == {3 * 4}
         assert len((await call).classifications) == 100
+
+    async def test_a_large_head_multiplies_in_a_thread(self, start_service, monkeypatch):
+        service = await start_service(head=CLASSIFIER)
+        monkeypatch.setattr(classification_head, "_MAX_PRODUCTS", 0)
+        monkeypatch.setattr(pooled_calls, "_MAX_VALUES_ON_LOOP", 0)
+        threads, multiply = [], ClassificationHead.logits
+
+        def multiply_and_note(self, hidden):
+            threads.append(threading.get_ident())
+            return multiply(self, hidden)
+
+        monkeypatch.setattr(ClassificationHead, "logits", multiply_and_note)
+        response = await service.classification.Classify(texts("abc", use_activation=False))
+        assert list(response.classifications[0].values) == pytest.approx(logits(CLASSIFIER, list(b"abc")), rel=1e-5)
+        assert threads
+        assert threading.get_ident() not in threads
 
 
 class TestScore:
@@ -351,7 +363,7 @@ class TestLimits:
     async def test_a_request_is_one_whatever_its_documents(self, start_service, details_of):
         limits = TenantLimits(max_live_requests=1, max_prompt_tokens=50)
         scheduler = SchedulerConfig(max_num_seqs=4, max_queued_requests=1, default_tenant=limits)
-        service = await start_service(paced(0.01), scheduler, head=RERANKER, authenticator=Keys())
+        service = await start_service(paced(0.04), scheduler, head=RERANKER, authenticator=Keys())
         mine = (("authorization", "acme"),)
         call = asyncio.ensure_future(service.classification.Score(pairs(["q" * 20], ["d"] * 100), metadata=mine))
         await until(lambda: service.engine.stats().requests)

@@ -58,7 +58,7 @@ void StepRun::feed_forward(const DecoderLayer& layer) {
   spent_on(STAGE_DOWN);
 }
 
-// Adds what the layer makes of its own input.
+// Adds what the layer computes from the token's input for this layer (see DecoderModel::input_size).
 void StepRun::add_layer_input(const DecoderLayer& layer, int index) {
   const DecoderModel& m = model_;
   Arena::Mark before = arena_.mark();

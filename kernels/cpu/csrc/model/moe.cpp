@@ -22,7 +22,7 @@ struct ExpertItem {
 
 // Chooses the experts that rank highest for each token: by sigmoid plus bias in the chosen groups, or by logit; ties go
 // to the lowest number. Their weights are the softmax over all experts, or their sigmoids; normalised, they are divided
-// by their sum. In the end they are multiplied by factors.
+// by their sum. Finally they are multiplied by the layer's factors, if it has any.
 void StepRun::choose_experts(const DecoderLayer& layer, const float* logits, int32_t* chosen, float* weights) {
   int num = model_.num_experts, wanted = model_.experts_per_token;
   bool normalise = model_.normalise_experts, sigmoids = model_.scores_are_sigmoids;
@@ -114,7 +114,7 @@ uint8_t* StepRun::gather(const Routing& routing, const Inputs& inputs) {
   return gathered;
 }
 
-// Rounds each pair's token, after its norm and times the pair's weight, at the pair's place.
+// Normalises each pair's token, multiplies it by the pair's weight, and rounds it into the pair's place.
 uint8_t* StepRun::gather_scaled(const Routing& routing, const DecoderLayer& layer) {
   const Matrix& part = layer.experts[0].gate_up.parts[0];
   int hidden = model_.hidden_size;

@@ -124,7 +124,7 @@ class StepRun {
 
   int num_rows_;  // of x: all tokens; later only the requested ones
   bool only_wanted_ = false;  // whether they are the requested ones
-  int first_without_kv_;      // the first of the last layers, none of which has keys and values of its own
+  int first_without_kv_;      // from this layer on, none has keys and values of its own
   int num_kv_heads_, head_dim_, query_size_, kv_size_, qkv_size_;  // of the current layer
   float *embeddings_, *joined_;  // for a draft head
   float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;

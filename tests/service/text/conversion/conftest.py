@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 
 from penstock.service.text.conversion.convert import SENTENCEPIECE, convert_tokenizer
+from penstock.service.text.detokenizer import text_states
 from penstock.service.text.tokenizer import Tokenizer
 
 MISTRAL = Path(mistral_common.__file__).with_name("data")
@@ -35,6 +36,12 @@ def serve(tmp_path: Path) -> Callable[..., Tokenizer]:
         return Tokenizer(directory, converted=convert_tokenizer(directory, into), **options)
 
     return read
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of tokens that come one by one."""
+    state = text_states(tokenizer)()
+    return "".join([*(state.feed(token_id).text for token_id in ids), state.finish().text])
 
 
 def train(directory: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:

@@ -11,10 +11,9 @@ from texts.diverse_texts import diverse_texts
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.text.conversion.convert import SENTENCEPIECE
 from penstock.service.text.conversion.sentencepiece_proto import parse_model
-from penstock.service.text.detokenizer import text_states
 from penstock.service.text.tokenizer_config import TokenizerError
 
-from .conftest import MISTRAL, train
+from .conftest import MISTRAL, streamed, train
 
 PLAIN: dict[str, Any] = {
     "normalization_rule_name": "identity",
@@ -49,11 +48,6 @@ SYMBOLS = ["a<|a|>b", "<|a|> x", " <b>x<b>x\n", "<start_of_turn>user\n\n\nhi", "
 
 def unigram_score(model, ids):
     return sum(model.get_score(token_id) for token_id in ids)
-
-
-def streamed(tokenizer, ids):
-    state = text_states(tokenizer)()
-    return "".join([*(state.feed(token_id).text for token_id in ids), state.finish().text])
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"])
@@ -95,14 +89,15 @@ def test_unigram_models_give_their_ids_or_as_probable_ones(kind, tmp_path, serve
     assert num_different < 100
 
 
-def test_long_runs_take_no_quadratic_time(tmp_path, serve):
-    own = train(tmp_path)
+@pytest.mark.parametrize("options", [{}, KINDS["llama"]], ids=["collapsed", "kept"])
+def test_long_runs_take_no_quadratic_time(options, tmp_path, serve):
+    own = train(tmp_path, **options)
     tokenizer = serve(tmp_path)
     text = "▁" * (1 << 19) + "x" + " " * (1 << 19)
     assert tokenizer.decode(tokenizer.encode(text)) == own.decode(own.encode(text))
 
 
-def test_control_tokens_are_the_templates_alone(tmp_path, serve):
+def test_only_templates_make_control_tokens(tmp_path, serve):
     own = train(tmp_path, **KINDS["llama"])
     template = "{{ bos_token }}{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(template)

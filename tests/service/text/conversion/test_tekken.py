@@ -12,10 +12,9 @@ from texts.diverse_texts import diverse_texts
 
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.text.conversion.convert import TEKKEN
-from penstock.service.text.detokenizer import text_states
 from penstock.service.text.tokenizer_config import TokenizerError
 
-from .conftest import MISTRAL
+from .conftest import MISTRAL, streamed
 
 IGNORE, KEEP = SpecialTokenPolicy.IGNORE, SpecialTokenPolicy.KEEP
 NUM_SPECIAL = 30
@@ -45,11 +44,6 @@ def write(path, change=lambda described: None, num_tokens=2000):
 def without_special_tokens(described):
     del described["special_tokens"]
     described["config"]["version"] = "v3"
-
-
-def streamed(tokenizer, ids):
-    state = text_states(tokenizer)()
-    return "".join([*(state.feed(token_id).text for token_id in ids), state.finish().text])
 
 
 def check_same(own, tokenizer):
@@ -91,7 +85,7 @@ def test_a_file_with_its_own_special_tokens(tmp_path, serve):
     check_special(own, tokenizer)
 
 
-def test_control_tokens_are_the_templates_alone(tmp_path, serve):
+def test_only_templates_make_control_tokens(tmp_path, serve):
     own = Tekkenizer.from_file(write(tmp_path) / TEKKEN)
     template = "{{ bos_token }}{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(template)
