@@ -1,14 +1,14 @@
 """Converts texts to the contract's ``ClassifyRequest`` and ``ScoreRequest``, and the responses to values."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from penstock.clients.embeddings import Input, add_inputs
+from penstock.clients.embeddings import Input, add_inputs, usage_of
 from penstock.clients.errors import InvalidOption, shown
 from penstock.clients.events import Usage
 from penstock.clients.requests import MAX_START_BYTES, set_field
-from penstock.v1 import classification_pb2 as pb, generation_pb2
+from penstock.v1 import classification_pb2 as pb
 
 
 class ClassifyOptions(TypedDict, total=False):
@@ -28,7 +28,7 @@ class ClassifyOptions(TypedDict, total=False):
 
 
 class ScoreOptions(ClassifyOptions, total=False):
-    """The same for pairs of a query and a document."""
+    """The options of a request to score pairs of a query and a document."""
 
     instruction: str | None
     """An instruction to the model. Only with a chat template for pairs, which shows it as the role ``system``."""
@@ -48,7 +48,7 @@ class Classes:
     @classmethod
     def from_proto(cls, message: pb.ClassifyResponse) -> "Classes":
         values = [list(each.values) for each in message.classifications]
-        return cls(list(message.labels), values, _usage(message.usage), message.request_id)
+        return cls(list(message.labels), values, usage_of(message.usage), message.request_id)
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Scores:
 
     @classmethod
     def from_proto(cls, message: pb.ScoreResponse) -> "Scores":
-        return cls(list(message.scores), _usage(message.usage), message.request_id)
+        return cls(list(message.scores), usage_of(message.usage), message.request_id)
 
 
 def build_classify_request(inputs: str | Sequence[Input], options: Mapping[str, object]) -> pb.ClassifyRequest:
@@ -82,8 +82,6 @@ def build_score_request(
         raise InvalidOption("documents", f"expected a list of texts, got {shown(documents)}")
     fields = request.DESCRIPTOR.fields_by_name
     for name, texts in (("queries", query), ("documents", documents)):
-        if not isinstance(texts, Iterable):
-            raise InvalidOption(name, f"expected texts, got {shown(texts)}")
         set_field(request, fields[name], texts)
     _set_options(request, options, ("queries", "documents"))
     return request
@@ -92,7 +90,7 @@ def build_score_request(
 def _set_options(
     request: pb.ClassifyRequest | pb.ScoreRequest, options: Mapping[str, object], inputs: Sequence[str]
 ) -> None:
-    """Sets the options, and checks the size of the whole request. ``inputs`` are the fields that are no options."""
+    """Sets the options, and checks the size of the whole request. ``inputs`` names the fields that are not options."""
     fields = {name: field for name, field in request.DESCRIPTOR.fields_by_name.items() if name not in inputs}
     for name, value in options.items():
         if name not in fields:
@@ -101,7 +99,3 @@ def _set_options(
             set_field(request, fields[name], value)
     if (size := request.ByteSize()) > MAX_START_BYTES:
         raise InvalidOption(inputs[-1], f"the request has {size:,} bytes; the limit is {MAX_START_BYTES:,}")
-
-
-def _usage(usage: generation_pb2.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)

@@ -7,7 +7,7 @@ from typing import TypedDict, cast
 from penstock.clients.errors import InvalidOption, shown
 from penstock.clients.events import Usage
 from penstock.clients.requests import MAX_START_BYTES, set_field
-from penstock.v1 import embedding_pb2 as pb
+from penstock.v1 import embedding_pb2 as pb, generation_pb2
 from penstock.v1.classification_pb2 import ClassifyRequest
 
 Input = str | Sequence[int]
@@ -44,8 +44,13 @@ class Embeddings:
 
     @classmethod
     def from_proto(cls, message: pb.EmbedResponse) -> "Embeddings":
-        usage = Usage(message.usage.prompt_tokens, message.usage.cached_tokens, message.usage.output_tokens)
-        return cls([list(embedding.values) for embedding in message.embeddings], usage, message.request_id)
+        vectors = [list(embedding.values) for embedding in message.embeddings]
+        return cls(vectors, usage_of(message.usage), message.request_id)
+
+
+def usage_of(usage: generation_pb2.Usage) -> Usage:
+    """Returns the usage in a response."""
+    return Usage(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
 
 
 def build_embed_request(inputs: str | Sequence[Input], options: Mapping[str, object]) -> pb.EmbedRequest:

@@ -64,10 +64,11 @@ def serve_arguments(flags: Mapping[str, object]) -> Iterator[str]:
 
 
 def _max_num_seqs(flags: Mapping[str, object]) -> int:
-    given = str(flags.get("max_num_seqs") or _MAX_NUM_SEQS)
-    if not given.isdecimal():
+    given = flags.get("max_num_seqs")
+    text = str(_MAX_NUM_SEQS if given is None else given)
+    if not (text.isdecimal() and int(text)):
         raise InvalidOption("max_num_seqs", "must be a positive integer")
-    return int(given)
+    return int(text)
 
 
 def _parsed(value: object) -> Any:

@@ -82,8 +82,8 @@ class TimelineView:
             choices = f" for each of {response.num_choices} choices" if response.num_choices > 1 else ""
             yield f"prompt       {response.prompt_tokens:,} tokens; up to {response.max_tokens:,} of output{choices}"
             yield f"first token  {self._first_token()}"
-        else:  # only embeddings have no output
-            yield f"inputs       {response.num_choices:,} without output; {response.prompt_tokens:,} tokens together"
+        else:  # embeddings, classes and scores have no output
+            yield f"inputs       {response.num_choices:,}, with {response.prompt_tokens:,} tokens in total; no output"
         if self._total_us and not response.omitted_entries:
             yield f"time         {self._shares()}"
 

@@ -1,4 +1,5 @@
-"""POST /v1/classify, /v1/score and /v1/rerank, as in vLLM; the last also as in Cohere's and Jina's APIs."""
+"""POST /v1/classify, /v1/score and /v1/rerank, as in vLLM; the last also with the basic fields of Cohere's and Jina's
+APIs."""
 
 from typing import Annotated, Any, Literal
 
@@ -39,7 +40,7 @@ class PooledBody(QueuedBody):
     """Fields of all requests to the classification head."""
 
     use_activation: bool | None = None
-    """Whether the model's activation function is applied, as a rule sigmoid or softmax; without it, values are logits.
+    """Whether the model's activation function is applied, usually sigmoid or softmax. Without it, values are logits.
     Default: true."""
     activation: bool | None = Field(None, description="The older name of use_activation.")
     truncate_prompt_tokens: NumKept | None = Field(None, description=TRUNCATE)
@@ -94,7 +95,10 @@ class ClassifyResult(BaseModel):
 
     index: int = Field(description="The index of the input.")
     label: str = Field(description="The name of the label with the highest value.")
-    probs: list[float] = Field(description="A value for each label: its probability, unless use_activation is false.")
+    probs: list[float] = Field(
+        description="A value for each label: its probability, unless the model or use_activation turns the activation "
+        "function off."
+    )
     num_classes: int
 
 

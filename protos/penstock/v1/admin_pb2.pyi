@@ -1171,11 +1171,11 @@ class LiveRequest(_message.Message):
     age_ms: _builtins.int
     """The time since the request arrived, in milliseconds."""
     prompt_tokens: _builtins.int
-    """The number of tokens of the prompt, or of all inputs of a request to embed."""
+    """The number of tokens of the prompt, or of all inputs of a request without output."""
     output_tokens: _builtins.int
     """The number of output tokens so far, of all choices."""
     max_tokens: _builtins.int
-    """The maximum number of output tokens of each choice; 0 for a request to embed."""
+    """The maximum number of output tokens of each choice; 0 for a request to embed, classify or score."""
     num_choices: _builtins.int
     """The number of choices, or of inputs."""
     priority: _builtins.int

@@ -194,12 +194,14 @@ class ScoreRequest(_message.Message):
     """The end of a text that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_RIGHT, which keeps the first tokens."""
     @_builtins.property
     def queries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The queries: one for all documents, or one for each. Special tokens spelled in a text are ordinary text."""
+        """The queries: one for all documents, or one for each; not empty, together at most 4 MiB of UTF-8. Special tokens
+        spelled in a query or a document are ordinary text.
+        """
 
     @_builtins.property
     def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The documents: 1 to 2,048. The pairs have at most 1,048,576 tokens and 16 MiB of UTF-8 in total, where a query
-        counts once for each of its documents.
+        """The documents: 1 to 2,048, not empty, together at most 4 MiB of UTF-8. The pairs have at most 1,048,576 tokens and
+        16 MiB of UTF-8 in total, where a query counts once for each of its documents.
         """
 
     def __init__(

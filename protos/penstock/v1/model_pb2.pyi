@@ -116,7 +116,7 @@ class GetModelResponse(_message.Message):
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The features of this service by name: "prefix_caching", "prompt_logprobs", "priority" and so on. "generation",
-        "embeddings", "classification" and "scoring" are the services and methods that the model can be used for.
+        "embeddings", "classification" and "scoring" say what the model can be used for.
         """
 
     @_builtins.property

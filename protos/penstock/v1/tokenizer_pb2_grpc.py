@@ -28,7 +28,7 @@ if _version_not_supported:
 class TokenizerServiceStub(object):
     """Converts between text and tokens exactly as generation does. A response has at most 4 MiB, the default limit of gRPC
     clients. A request whose response would be larger is INVALID_ARGUMENT; split it into several. Calls count against the
-    tenant's `requests_per_second`, separately from requests for generation and embedding.
+    tenant's `requests_per_second`, separately from all other requests.
     """
 
     def __init__(self, channel):
@@ -62,7 +62,7 @@ class TokenizerServiceStub(object):
 class TokenizerServiceServicer(object):
     """Converts between text and tokens exactly as generation does. A response has at most 4 MiB, the default limit of gRPC
     clients. A request whose response would be larger is INVALID_ARGUMENT; split it into several. Calls count against the
-    tenant's `requests_per_second`, separately from requests for generation and embedding.
+    tenant's `requests_per_second`, separately from all other requests.
     """
 
     def Tokenize(self, request, context):
@@ -128,7 +128,7 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 class TokenizerService(object):
     """Converts between text and tokens exactly as generation does. A response has at most 4 MiB, the default limit of gRPC
     clients. A request whose response would be larger is INVALID_ARGUMENT; split it into several. Calls count against the
-    tenant's `requests_per_second`, separately from requests for generation and embedding.
+    tenant's `requests_per_second`, separately from all other requests.
     """
 
     @staticmethod

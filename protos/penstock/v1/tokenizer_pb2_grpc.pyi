@@ -29,7 +29,7 @@ GRPC_VERSION: str
 class TokenizerServiceStub:
     """Converts between text and tokens exactly as generation does. A response has at most 4 MiB, the default limit of gRPC
     clients. A request whose response would be larger is INVALID_ARGUMENT; split it into several. Calls count against the
-    tenant's `requests_per_second`, separately from requests for generation and embedding.
+    tenant's `requests_per_second`, separately from all other requests.
     """
 
     @_typing.overload
@@ -51,7 +51,7 @@ class TokenizerServiceStub:
 class TokenizerServiceAsyncStub(TokenizerServiceStub):
     """Converts between text and tokens exactly as generation does. A response has at most 4 MiB, the default limit of gRPC
     clients. A request whose response would be larger is INVALID_ARGUMENT; split it into several. Calls count against the
-    tenant's `requests_per_second`, separately from requests for generation and embedding.
+    tenant's `requests_per_second`, separately from all other requests.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -69,7 +69,7 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
 class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Converts between text and tokens exactly as generation does. A response has at most 4 MiB, the default limit of gRPC
     clients. A request whose response would be larger is INVALID_ARGUMENT; split it into several. Calls count against the
-    tenant's `requests_per_second`, separately from requests for generation and embedding.
+    tenant's `requests_per_second`, separately from all other requests.
     """
 
     @_abc_1.abstractmethod

@@ -205,7 +205,7 @@ def test_help_shows_where_to_find_ids(capsys):
 
 def test_inputs_to_embed_are_no_prompt_with_an_output():
     text = plain(response(TIMELINE[:5], max_tokens=0, num_choices=3, first_token_us=None))
-    assert "inputs       3 without output; 6,264 tokens together\n" in text
+    assert "inputs       3, with 6,264 tokens in total; no output\n" in text
     assert "of output" not in text
     assert "first token " not in text
 

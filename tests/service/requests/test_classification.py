@@ -36,7 +36,8 @@ QWENS_TEMPLATE = (
 
 def head(*labels, activation=None, pad=None):
     """Logits of a few thousandths, whatever the fake model's vectors are."""
-    weight = np.linspace(-1, 1, len(labels) * HIDDEN_SIZE, dtype=np.float32).reshape(len(labels), HIDDEN_SIZE) / 4096
+    numbers = np.linspace(-1, 1, len(labels) * HIDDEN_SIZE) / 4096
+    weight = numbers.astype(np.float32).reshape(len(labels), HIDDEN_SIZE)
     if activation is None:
         activation = HeadActivation.SIGMOID if len(labels) == 1 else HeadActivation.SOFTMAX
     return ClassificationHead(weight, np.arange(len(labels), dtype=np.float32), labels, activation, pad)
