@@ -19,7 +19,8 @@ from triton import JITFunction, knobs
 from penstock.kernels.cuda.accept_drafts import accept_variant
 from penstock.kernels.cuda.activation import gated_activation_variant
 from penstock.kernels.cuda.attention.paged import attention_variants
-from penstock.kernels.cuda.core.launch import TYPES, KernelVariant
+from penstock.kernels.cuda.core.launch import ALIGNMENT, TYPES, KernelVariant
+from penstock.kernels.cuda.gemv import gemv_variant
 from penstock.kernels.cuda.model_shapes import SHAPES, ModelShape
 from penstock.kernels.cuda.moe.fused_moe import fused_moe_variants
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
@@ -47,10 +48,9 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 
 
 def variants(shape: ModelShape) -> Iterator[KernelVariant]:
-    """All kernels that a model of this shape launches, except the matrix products with quantised weights."""
+    """All kernels that a model of this shape launches, except the matrix products with the weights of layers."""
     yield from _norm_variants(shape)
-    if shape.deterministic:
-        yield from float_variants(shape)
+    yield from _unquantized_variants(shape)
     if shape.experts is not None:
         yield from fused_moe_variants(ExpertsShape.of(shape))
     for kind in shape.kinds:
@@ -94,13 +94,31 @@ def _products(shape: ModelShape) -> list[tuple[int, int, bool]]:
 
 
 def float_variants(shape: ModelShape) -> Iterator[KernelVariant]:
-    """Matrix products with weights that are not quantised."""
-    products = [*_products(shape), (shape.num_logits or shape.vocab_size, shape.hidden_size, False)]
+    """Matrix products with the weights of layers, if these are not quantised."""
+    for kind in shape.kinds:
+        products = list(kind.products)
+        if kind.gate_up is not None and not shape.deterministic:
+            products.remove(kind.gate_up)
+            _, columns, is_biased = kind.gate_up
+            yield gemv_variant(shape.dtype, columns, kind.activation, is_biased=is_biased)
+        for product in products:
+            yield from _float_product(shape, *product)
+
+
+def _unquantized_variants(shape: ModelShape) -> Iterator[KernelVariant]:
+    """Matrix products with weights that are never quantised."""
+    yield from _float_product(shape, shape.num_logits or shape.vocab_size, shape.hidden_size, is_biased=False)
     if shape.experts is not None:
-        products.append((shape.experts.num_experts, shape.hidden_size, shape.experts.biased))
-    for rows, columns, is_biased in products:
+        yield from _float_product(shape, shape.experts.num_experts, shape.hidden_size, shape.experts.biased)
+
+
+def _float_product(shape: ModelShape, rows: int, columns: int, is_biased: bool) -> Iterator[KernelVariant]:
+    """One matrix product: of one token, or of any number of tokens if the model is deterministic."""
+    if shape.deterministic:
         layout = WeightLayout(Codes(shape.dtype), rows, columns)
         yield from gemm_variants(layout, shape.dtype, shape.max_tokens, deterministic=True, is_biased=is_biased)
+    elif columns * shape.dtype.itemsize % ALIGNMENT == 0:
+        yield gemv_variant(shape.dtype, columns, is_biased=is_biased)
 
 
 def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelVariant]:
@@ -132,8 +150,9 @@ def wanted(shapes: Iterable[ModelShape]) -> dict[str, KernelVariant]:
     found: dict[str, KernelVariant] = {}
     for shape in shapes:
         others = replace(shape, kv_dtype=torch.float8_e4m3fn), replace(shape, deterministic=True)
-        for variant in chain.from_iterable(map(variants, (shape, *others))):
-            found.setdefault(describe(variant), variant)
+        for each in (shape, *others):
+            for variant in chain(variants(each), float_variants(each)):
+                found.setdefault(describe(variant), variant)
     return found
 
 

@@ -63,6 +63,8 @@ class ModelShape:
     """The experts that replace the MLP, in some layers or in all."""
     expert_size: int = 0
     """The intermediate size of an expert."""
+    shared_size: int = 0
+    """The intermediate size of the MLP that runs beside the experts on every token; 0: there is none."""
     has_fp4_experts: bool = False
     """Whether experts are in MXFP4."""
     has_kv: bool = True
@@ -159,13 +161,20 @@ class ModelShape:
     @property
     def products(self) -> list[tuple[int, int, bool]]:
         """The matrix products of a layer, each as outputs, inputs, and whether there is a bias: QKV, attention output,
-        gate and up, down; then those of the layer's input and of all layers' inputs."""
-        width, hidden, inner = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
-        own = self.input_size
+        gate and up, down; then those of the shared experts, of the layer's input and of all layers' inputs."""
+        width, hidden, own = self.num_heads * self.head_dim, self.hidden_size, self.input_size
         attention = [(self.heads.row_heads * self.head_dim, hidden, self.qkv_bias), (hidden, width, self.output_bias)]
-        mlp = [] if inner is None else [(2 * inner, hidden, self.mlp_bias), (hidden, inner, self.mlp_bias)]
+        mlp = [self.gate_up, (hidden, self.gate_up[0] // 2, self.mlp_bias)] if self.gate_up else []
+        shared = [(2 * self.shared_size, hidden, False), (hidden, self.shared_size, False)] if self.shared_size else []
         inputs = [(own, hidden, False), (hidden, own, False), (self.inputs_of_layers, hidden, False)] if own else []
-        return attention + mlp + inputs
+        return attention + mlp + shared + inputs
+
+    @property
+    def gate_up(self) -> tuple[int, int, bool] | None:
+        """The product of gate and up among ``products``; None without an MLP."""
+        if self.intermediate_size is None:
+            return None
+        return (2 * self.intermediate_size, self.hidden_size, self.mlp_bias)
 
     @property
     def heads(self) -> RopeKv:

@@ -226,6 +226,15 @@ async def start_engine() -> AsyncIterator[Start]:
 
 
 @pytest.fixture
+def captures_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, fails a test in which a step of the CUDA backend does what a CUDA graph cannot capture."""
+    if not torch.cuda.is_available():
+        from capture_checks import check_captures
+
+        check_captures(monkeypatch)
+
+
+@pytest.fixture
 def in_process() -> Callable[..., InProcessExecutor]:
     """An executor in this process: ``in_process(model_path, num_blocks=..., dtype=...)``."""
 

@@ -17,6 +17,7 @@ from penstock.kernels.cuda.core.common import product_dtype
 PAGE_SLOTS = 16
 SLOTS = tl.constexpr(PAGE_SLOTS)
 LOG2E = tl.constexpr(math.log2(math.e))
+MAX_FP16 = tl.constexpr(65504.0)
 BLOCK_SEQUENCES = tl.constexpr(128)
 """Sequences that a search compares at a time."""
 
@@ -68,6 +69,13 @@ class AttentionShape:
         return int(triton.next_power_of_2(self.head_dim))
 
     @property
+    def product_dtype(self) -> torch.dtype:
+        """The dtype of products' operands. fp16 has all values of fp8, and Hopper converts fp8 to it faster than to
+        bf16. With larger heads it spills registers."""
+        is_half = self.dtype.itemsize == 2 and self.kv_dtype == torch.float8_e4m3fn
+        return torch.float16 if is_half and self.block_dim <= 128 else self.dtype
+
+    @property
     def window_constant(self) -> int | None:
         """The constant WINDOW of kernels: the window, or minus the size of chunks; None: all."""
         return -self.window if self.chunked and self.window is not None else self.window
@@ -82,7 +90,7 @@ class AttentionShape:
             "SCALE": self.scale,
             "CAP": self.cap,
             "WINDOW": self.window_constant,
-            "PRODUCT": product_dtype(self.dtype),  # of queries; keys and values are converted to it
+            "PRODUCT": product_dtype(self.product_dtype),  # the operands of products
         }
 
 
@@ -191,6 +199,15 @@ def query_offsets(
     index = row // GROUP
     offsets = ((begin + index).to(tl.int64) * NUM_KV_HEADS + head) * GROUP + row % GROUP
     return index, offsets, index < num_queries
+
+
+@triton.jit
+def load_queries(pointers, there, PRODUCT: tl.constexpr):
+    """Loads queries as PRODUCT; 0 where they are not ``there``. In fp16 they are clamped to its range."""
+    queries = tl.load(pointers, mask=there, other=0.0)
+    if tl.float16 == PRODUCT:
+        queries = tl.minimum(tl.maximum(queries.to(tl.float32), -MAX_FP16), MAX_FP16)
+    return queries.to(PRODUCT)
 
 
 @triton.jit

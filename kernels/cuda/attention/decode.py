@@ -19,6 +19,7 @@ from penstock.kernels.cuda.attention.common import (
     attend,
     final_weight,
     find_sequence,
+    load_queries,
     lowest_seen,
     query_offsets,
     score_factor,
@@ -112,7 +113,7 @@ def decode_kernel(
         at = query_rows[:, None] * HEAD_DIM + dims[None, :]
         there = live[:, None] & (dims < HEAD_DIM)[None, :]
         maximum, total, mixed = attend(
-            tl.load(query + at, mask=there, other=0.0).to(PRODUCT),
+            load_queries(query + at, there, PRODUCT),
             context - num_queries + index,
             tl.full((BLOCK_M,), float("-inf"), tl.float32),
             tl.zeros((BLOCK_M,), tl.float32),

@@ -21,6 +21,7 @@ from penstock.kernels.cuda.attention.common import (
     attend,
     final_weight,
     find_sequence,
+    load_queries,
     lowest_seen,
     query_offsets,
     score_factor,
@@ -48,7 +49,8 @@ def prefill_tiles(shape: AttentionShape) -> PrefillTiles:
     if shape.block_dim > 256:  # larger tiles spill registers
         return PrefillTiles(32, 16, 8, 2) if shape.dtype == torch.float32 else PrefillTiles(32, 32, 8, 3)
     if shape.dtype == torch.float32:
-        return PrefillTiles(64, 32 if shape.block_dim <= 128 else 16, 8, 3)
+        # With (64, 16, 8, 3), Triton 3.6 generates a second product that reads past the end of shared memory.
+        return PrefillTiles(64, 32, 8, 3) if shape.block_dim <= 128 else PrefillTiles(32, 32, 4, 2)
     if shape.block_dim > 128:
         return PrefillTiles(128, 32, 8, 3)
     if shape.block_dim > 64 and (shape.window is not None or shape.kv_dtype != shape.dtype or shape.head_dim != 128):
@@ -101,7 +103,7 @@ def prefill_kernel(
     index, query_rows, live = query_offsets(begin, tile, head, num_queries, NUM_KV_HEADS, GROUP, BLOCK_M)
     at = query_rows[:, None] * HEAD_DIM + dims[None, :]
     there = live[:, None] & (dims < HEAD_DIM)[None, :]
-    queries = tl.load(query + at, mask=there, other=0.0).to(PRODUCT)
+    queries = load_queries(query + at, there, PRODUCT)
     query_positions = context - num_queries + index
     factor = score_factor(tl.load(key_scales + head), SCALE, CAP)
 

@@ -117,6 +117,11 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether kernels can read a tensor's rows one after another."""
+    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+
+
 def shared_bytes(device: torch.device) -> int:
     """The shared memory available to a program on a GPU, in bytes."""
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,6 +1,8 @@
 """CUDA graphs of steps, by size. Without CUDA, a graph is a plain call."""
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -99,11 +101,24 @@ class StepGraphs(Generic[Made]):
         if self._device.type != "cuda":
             return
         layers, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Only this thread's calls: another thread waits for the results of earlier steps.
-        with torch.cuda.graph(layers, pool=self._pool, capture_error_mode="thread_local"):
-            made = self._forward(size)
-        self._pool = layers.pool()
-        # ``made`` is still referenced, so nothing else in this step reuses its memory.
-        with torch.cuda.graph(rest, pool=self._pool, capture_error_mode="thread_local"):
-            self._choose(size, made)
+        with _without_garbage_collection():
+            # Only this thread's calls: another thread waits for the results of earlier steps.
+            with torch.cuda.graph(layers, pool=self._pool, capture_error_mode="thread_local"):
+                made = self._forward(size)
+            self._pool = layers.pool()
+            # ``made`` is still referenced, so nothing else in this step reuses its memory.
+            with torch.cuda.graph(rest, pool=self._pool, capture_error_mode="thread_local"):
+                self._choose(size, made)
         self._graphs[size] = layers, rest, made
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Stops the collector, since a capture fails if the graphs of a discarded backend are freed meanwhile."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.cuda.core.launch import is_aligned
+from penstock.kernels.cuda.gemv import gemv, supports
 from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.quantize import CHUNK, GROUP, quantize_fp8, quantize_int4, quantize_int8
 from penstock.kernels.cuda.quantized.tiles import changes
@@ -58,7 +60,8 @@ class CudaLinears:
         if made is None and self._deterministic:
             made = keep_floats(weight())
         if made is None:
-            return DenseLinear(weight(), bias)
+            whole = weight()
+            return OneTokenLinear(whole, bias) if supports(whole) else DenseLinear(whole, bias)
         self._made.append(made)
         return CudaLinear(made, None if bias is None else bias.float(), self)
 
@@ -110,6 +113,28 @@ class CudaLinears:
         """The room that all products use in turn."""
         assert self._room is not None
         return self._room
+
+
+class OneTokenLinear(DenseLinear):
+    """A linear with a float weight, whose product with one token is a kernel of its own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, K) -> (T, N)."""
+        if not self.computes(x):
+            return super().__call__(x)
+        out = x.new_empty(1, len(self.weight))
+        gemv(x, self.weight, out, self.bias)
+        return out
+
+    def computes(self, x: Tensor) -> bool:
+        """Whether the kernel computes the product with ``x``."""
+        return len(x) == 1 and is_aligned(x)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """(1, K) -> (1, N / 2): activation(gate) * up, for the rows of gate and up. ``computes(x)`` must hold."""
+        out = x.new_empty(1, len(self.weight) // 2)
+        gemv(x, self.weight, out, self.bias, activation)
+        return out
 
 
 @dataclass(frozen=True, eq=False)

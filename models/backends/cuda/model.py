@@ -26,7 +26,7 @@ from penstock.kernels.reference.ops import rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm, Scoring
-from penstock.models.backends.cuda.linear import CudaLinears
+from penstock.models.backends.cuda.linear import CudaLinears, OneTokenLinear
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
@@ -94,7 +94,7 @@ class CudaModel:
         self.embedding = weights.embedding
         self.device = weights.embedding.device
         self._dtype = weights.embedding.dtype
-        self._embedding_scale = scale_of_embeddings(spec, self._dtype, self.device)
+        self._embedding_scale = scale_of_embeddings(spec, self._dtype)
         self._specs = [spec.at(layer) for layer in range(spec.num_layers)]
         """The spec with each layer's sizes."""
         rotations = set(spec.rotations)
@@ -291,9 +291,12 @@ class CudaModel:
         assert isinstance(mlp, Mlp)
         if not self._spec.gated_mlp:
             return mlp(x)
+        activation = ACTIVATION_NAMES[self._spec.activation]
+        if isinstance(mlp.gate_up, OneTokenLinear) and mlp.gate_up.computes(x):
+            return mlp.down(mlp.gate_up.gated(x, activation))
         gate_up: Tensor = mlp.gate_up(x)
         inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        gated_activation(gate_up, ACTIVATION_NAMES[self._spec.activation], inner)
+        gated_activation(gate_up, activation, inner)
         return mlp.down(inner)
 
     def _experts(self, mlp: ExpertMlp, x: Tensor, query_starts: Tensor, routed_by: Tensor | None = None) -> Tensor:

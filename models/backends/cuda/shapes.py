@@ -29,6 +29,7 @@ def shape_of(
         clamped_gate=None if experts is None or experts.gate is None else (experts.gate.alpha, experts.gate.limit),
         experts=None if experts is None else _mixture(experts),
         expert_size=0 if experts is None else experts.intermediate_size,
+        shared_size=0 if experts is None else experts.shared_size,
         has_fp4_experts=has_fp4_experts,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,

@@ -95,7 +95,7 @@ class ReferenceBackend(PagedBackend):
         }
         query_scale = None if spec.query_scaling is None else query_scales(spec.query_scaling, positions)
         x = functional.embedding(token_ids, weights.embedding)
-        x = x * scale_of_embeddings(spec, x.dtype, x.device)
+        x = x * scale_of_embeddings(spec, x.dtype)
         if spec.position_table is not None and weights.positions is not None:
             x = x + functional.embedding(positions + spec.position_table.offset, weights.positions)
         inputs = None if weights.layer_inputs is None else weights.layer_inputs(token_ids, x)

@@ -1,5 +1,6 @@
 """Fills ``Weights`` from safetensors files, or with random numbers, and fuses and casts tensors one at a time."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from penstock.models.backends.torch_common.weights import (
     Weights,
     WholeNorm,
     num_bytes,
+    round_to,
     unchanged,
 )
 from penstock.models.checkpoint.files.safetensors import TensorFiles
@@ -229,10 +231,12 @@ def _load_layer_inputs(fill: _Filler) -> LayerInputTable | None:
     if inputs is None:
         return None
     columns = spec.num_layers * inputs.size
+    embedding = fill.tensor("model.embed_tokens_per_layer.weight", (inputs.vocab_size, columns))
     return LayerInputTable(
-        fill.tensor("model.embed_tokens_per_layer.weight", (inputs.vocab_size, columns)),
+        embedding,
         fill.whole("model.per_layer_model_projection", columns, spec.hidden_size),
         fill.norm_of(fill.norm_part("model.per_layer_projection_norm.weight", (inputs.size,))),
+        round_to(math.sqrt(inputs.size), embedding.dtype),
     )
 
 

@@ -235,12 +235,13 @@ class LayerInputTable:
     projection: Linear
     norm: RmsNorm | LayerNorm
     """Its weight is (size,)."""
+    embedding_scale: float
+    """The factor of the embedding."""
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
         """(T,) and (T, hidden) -> (T, layers, size)."""
         [size] = self.norm.weight.shape
-        embedded = functional.embedding(token_ids, self.embedding)
-        embedded = embedded * torch.tensor(size**0.5, dtype=x.dtype, device=x.device)
+        embedded = functional.embedding(token_ids, self.embedding) * self.embedding_scale
         projected = self.projection(x) * x.shape[1] ** -0.5
         projected = self.norm(projected.unflatten(1, (-1, size)))
         return (projected + embedded.view_as(projected)) * 2**-0.5
@@ -292,11 +293,14 @@ class Weights:
     num_bytes: int
 
 
-def scale_of_embeddings(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Tensor | float:
-    """Returns the factor of embeddings of ``dtype``: a tensor if the factor is rounded to it."""
-    if not spec.rounds_embedding_scale:
-        return spec.embedding_scale
-    return torch.tensor(spec.embedding_scale, dtype=dtype, device=device)
+def scale_of_embeddings(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Returns the factor of embeddings of ``dtype``, to which some models round it."""
+    return round_to(spec.embedding_scale, dtype) if spec.rounds_embedding_scale else spec.embedding_scale
+
+
+def round_to(value: float, dtype: torch.dtype) -> float:
+    """Rounds a number to ``dtype``. A CUDA graph cannot capture a tensor made of a number."""
+    return float(torch.tensor(value, dtype=dtype))
 
 
 def num_bytes(part: Any) -> int:

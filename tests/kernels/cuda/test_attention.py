@@ -63,8 +63,8 @@ class Sequences:
             if self.shape.window is not None:
                 window = self.shape.window
                 lowest = first // window * window if self.shape.chunked else max(0, first - window + 1)
-            for position in range(lowest, context):
-                needed[tables[row, position // PAGE_SLOTS], position % PAGE_SLOTS] = True
+            positions = torch.arange(lowest, context, device=DEVICE)
+            needed[tables[row, positions // PAGE_SLOTS], positions % PAGE_SLOTS] = True
             tables[row, -(-context // PAGE_SLOTS) :] = 1 << 30
             tables[row, : lowest // PAGE_SLOTS] = 1 << 30
         pages[~needed[:, None, None, :].expand(-1, 2, pages.shape[2], -1)] = math.nan

@@ -5,6 +5,7 @@ import copy
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks,
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)
 
-from penstock.kernels.aot import describe, quantized_variants, variants
+from penstock.kernels.aot import describe, float_variants, quantized_variants, variants
 from penstock.kernels.cuda.core.launch import launches
 from penstock.kernels.cuda.norm import rms_norm
 from penstock.kernels.cuda.quantized.weights import multiplied_out
@@ -28,7 +29,10 @@ from penstock.models.backends.cuda.linear import AT_LOAD
 from penstock.models.backends.cuda.shapes import shape_of
 
 # Of the interpreter, which computes with numpy.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("captures_are_checked"),
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_NUM_SEQS, MAX_MODEL_LEN = 4, 64
@@ -248,9 +252,8 @@ def test_what_is_warmed_is_what_is_compiled_ahead(variant, quantization, determi
         spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, 2048,
         deterministic=deterministic,
     )  # fmt: skip
-    ahead = set(map(describe, variants(shape)))
-    if quantization != "none":
-        ahead |= set(map(describe, quantized_variants(shape, quantization)))
+    products = float_variants(shape) if quantization == "none" else quantized_variants(shape, quantization)
+    ahead = {describe(variant) for variant in chain(variants(shape), products)}
     assert set(map(describe, warmed)) == ahead
 
 

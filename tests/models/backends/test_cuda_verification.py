@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from penstock.scheduler.plan import (
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)
 
-from penstock.kernels.aot import describe, variants
+from penstock.kernels.aot import describe, float_variants, variants
 from penstock.kernels.cuda.core.launch import launches
 
 # Of the interpreter, which computes with numpy.
@@ -245,7 +246,8 @@ def test_a_line_without_numbers_gets_the_lowest_token_that_its_grammar_allows(pa
 def test_what_is_warmed_is_what_is_compiled_ahead(tiny_model, worker_config):
     """With the forms for rows that have drafts."""
     backend: Any = load_backend(worker_config(tiny_model("llama-tied-biases-head24").path, **SMALL))
-    assert set(map(describe, launches.warmed)) == set(map(describe, variants(backend._memory.shape)))
+    shape = backend._memory.shape
+    assert {*map(describe, launches.warmed)} == {*map(describe, chain(variants(shape), float_variants(shape)))}
     assert {1, 1 + MAX_DRAFTS} <= {shape.max_queries for shape in backend._memory.shape.attention()}
 
 

@@ -60,8 +60,7 @@ def test_only_gemmas_factor_of_embeddings_is_rounded(
     expected = spec.embedding_scale if rounded is None else rounded
     ours: Any = load_backend(worker_config(tmp_path, backend="cpu", dtype="bfloat16"))
     assert ours.model.model.embedding_scale == pytest.approx(expected, rel=1e-6)
-    of_torch = scale_of_embeddings(spec, torch.bfloat16, torch.device("cpu"))
-    assert float(of_torch) == pytest.approx(expected, rel=1e-6)
+    assert scale_of_embeddings(spec, torch.bfloat16) == pytest.approx(expected, rel=1e-6)
     exact: Any = load_backend(worker_config(tmp_path, backend="cpu", dtype="float32"))
     assert exact.model.model.embedding_scale == pytest.approx(spec.embedding_scale, rel=1e-6)
 
