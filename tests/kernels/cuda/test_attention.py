@@ -203,6 +203,15 @@ def test_dtypes(dtype, fp8):
     check(sequences(shape, [(1, 140), (20, 30)]))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_queries", [1, 20])
+def test_queries_beyond_fp16_are_clamped(num_queries):
+    step = sequences(replace(SMALL, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn), [(num_queries, 140)])
+    clamped = replace(step, query=(step.query * 1e5).float().clamp(-65504, 65504))
+    step = replace(step, query=step.query * 1e5)
+    torch.testing.assert_close(computed(step).float(), expected(clamped), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches(seed):
     chosen = random.Random(seed)

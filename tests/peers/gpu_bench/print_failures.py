@@ -17,7 +17,7 @@ LINES = 14
 def pytest_runtest_call() -> Generator[None]:
     """Waits for the test's kernels, whose errors are reported late."""
     yield
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
@@ -31,7 +31,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish() -> None:
     """Ends a process whose CUDA context is lost, once its reports are sent."""
-    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         try:
             torch.cuda.synchronize()
         except RuntimeError:
