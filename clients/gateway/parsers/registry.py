@@ -9,7 +9,7 @@ from collections.abc import Callable
 from penstock.clients.gateway.parsers.base import AnswerParser
 from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS, ReasoningParser
 from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
-from penstock.clients.gateway.parsers.tool_parser import ContentParser
+from penstock.clients.gateway.parsers.tool_parser import ContentParser, OnlyCallsParser
 
 
 def make_parser(
@@ -19,12 +19,14 @@ def make_parser(
     tool_names: frozenset[str] = frozenset(),
     in_reasoning: bool = False,
     parallel_calls: bool = True,
+    only_calls: bool = False,
     new_call_id: Callable[[], str] | None = None,
 ) -> AnswerParser:
     """Makes a parser for one choice. If a format is None, such text stays in the content.
 
     ``tool_names``: the names of the request's tools; formats without a marker accept no other calls. ``in_reasoning``:
     the prompt ended inside the model's reasoning. Without ``parallel_calls`` only an answer's first call is reported.
+    ``only_calls``: a grammar limits the answer to calls, so it has no content.
     Raises KeyError for a format that is not one of TOOL_FORMATS or REASONING_FORMATS.
     """
     calls: AnswerParser
@@ -33,6 +35,8 @@ def make_parser(
     else:
         form = TOOL_FORMATS[tool_format]
         calls = form.parser(tool_names, parallel_calls, new_call_id or form.new_id)
+        if only_calls:
+            calls = OnlyCallsParser(calls)
     if reasoning_format is None:
         return calls
     return ReasoningParser(REASONING_FORMATS[reasoning_format], calls, in_reasoning)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta, append_call
+from penstock.clients.gateway.parsers.base import AnswerParser, ParsedDelta, ToolCallDelta, append_call
 from penstock.clients.gateway.parsers.incremental_text import HeldSpace, IncrementalText, Reading
 
 _EXPECTED_KEYS = frozenset({"id", "type"})
@@ -21,6 +21,23 @@ class ContentParser:
 
     def end(self) -> ParsedDelta:
         return ParsedDelta()
+
+
+class OnlyCallsParser:
+    """Drops the content of an answer that a grammar limits to calls: it is a part of a call that was cut off."""
+
+    def __init__(self, calls: AnswerParser) -> None:
+        self._calls = calls
+
+    def feed(self, text: str) -> ParsedDelta:
+        return self._without_content(self._calls.feed(text))
+
+    def end(self) -> ParsedDelta:
+        return self._without_content(self._calls.end())
+
+    @staticmethod
+    def _without_content(delta: ParsedDelta) -> ParsedDelta:
+        return replace(delta, content="", calls=tuple(replace(call, at=0) for call in delta.calls), spans=())
 
 
 class ToolCallParser:

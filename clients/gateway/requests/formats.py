@@ -20,6 +20,7 @@ from penstock.clients.gateway.parsers.registry import make_parser, shows_special
 from penstock.clients.gateway.parsers.tool_grammar import AnswerShape
 from penstock.clients.gateway.requests.chat import content_text, template_variables, uses_tools
 from penstock.clients.gateway.requests.constraints import is_constrained
+from penstock.clients.gateway.requests.tool_choice import forces_call
 from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.clients.gateway.settings import AUTO, NONE
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
@@ -74,6 +75,7 @@ async def parser_maker(body: ChatRequest, caller: UpstreamCaller) -> tuple[Calla
         tool_names=frozenset(each.function.name for each in body.tools or ()),
         in_reasoning=formats.in_reasoning,
         parallel_calls=body.parallel_tool_calls is not False,
+        only_calls=forces_call(body),
     )
     return make, shows_special_tokens(tool, formats.reasoning)
 

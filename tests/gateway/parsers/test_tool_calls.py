@@ -119,6 +119,17 @@ def test_a_call_streams(tool_format):
         assert max(len(piece.arguments) for piece in pieces) == 1
 
 
+@pytest.mark.parametrize("tool_format", TWO)
+def test_an_answer_that_may_only_be_calls_has_no_content_wherever_it_is_cut_off(tool_format):
+    text = TWO[tool_format]
+    whole = calls_of(text, tool_format)[1]
+    for length in range(len(text) + 1):
+        content, calls = calls_of(text[:length], tool_format, only_calls=True)
+        assert content == ""
+        assert [name for name, _ in calls] == [name for name, _ in whole[: len(calls)]]
+    assert calls == whole
+
+
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_only_the_first_call_is_reported_where_more_are_not_wanted(tool_format):
     assert calls_of(TWO[tool_format], tool_format, parallel_calls=False) == ("", [("weather", '{"a": 1}')])

@@ -59,8 +59,9 @@ def timeless(response):
 
 
 def test_a_question_gets_its_answer(respond):
-    response = respond("SAY hello", metadata={"a": "b"}, user="me", temperature=0.5)
-    assert response.output_text == "hello"
+    """No other test has the word, so that nothing of it is cached."""
+    response = respond("SAY welcome", metadata={"a": "b"}, user="me", temperature=0.5)
+    assert response.output_text == "welcome"
     (message,) = response.output
     assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
     assert (response.object, response.status, response.model) == ("response", "completed", "gpt-4o")
@@ -71,8 +72,8 @@ def test_a_question_gets_its_answer(respond):
     assert response.model_extra["store"] is False
     assert response.text.format.type == "text"
     usage = response.usage
-    assert usage.input_tokens == len("user\nSAY helloassistant\n") + 3
-    assert usage.output_tokens == len("hello") + 1
+    assert usage.input_tokens == len("user\nSAY welcomeassistant\n") + 3
+    assert usage.output_tokens == len("welcome") + 1
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (0, 0)
 
