@@ -241,7 +241,8 @@ def from_validation(errors: Sequence[Any]) -> GatewayError:
     """Returns the first error of a body. In a union, the error of the member that matched furthest counts."""
     first = max(errors, key=_depth)
     param = _path(first["loc"])
-    problem = str(first["msg"]).removeprefix("Value error, ")
+    is_empty = first["type"] in ("too_short", "string_too_short") and first["ctx"]["min_length"] == 1
+    problem = "must not be empty" if is_empty else str(first["msg"]).removeprefix("Value error, ")
     return invalid(param, problem) if param else GatewayError(400, problem)
 
 

@@ -161,6 +161,12 @@ async def test_what_is_wrong_is_named_and_not_sent(http, service, body, param):
     assert service.requests == []
 
 
+@pytest.mark.parametrize("empty", ["", []])
+async def test_an_empty_input_is_called_empty(http, empty):
+    answer = await http.post("/v1/embeddings", json={"input": empty})
+    assert answer.json()["error"]["message"] == "input: must not be empty"
+
+
 async def test_too_many_inputs_are_refused_before_each_is_looked_at(http, service):
     answer = await http.post("/v1/embeddings", json={"input": [[1], "x"] * 1500})
     error = answer.json()["error"]
