@@ -312,7 +312,7 @@ def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
         ({"input": [{"role": "user", "content": [{"type": ["text"]}]}]}, "input[0].content[0]", "must be text:"),
         ({"input": [{"role": "user", "content": ["text"]}]}, "input[0].content[0]", "must be text:"),
         ({"input": [{"role": "user", "content": [{"type": "text"}]}]}, "input[0].content[0].text", "Field required"),
-        ({"input": []}, "input", "at least 1"),
+        ({"input": []}, "input", "must not be empty"),
         ({"input": None}, "input", "valid"),
         ({"n": 2}, "n", "unknown field"),
         ({"max_output_tokens": "5"}, "max_output_tokens", "integer"),
