@@ -17,7 +17,7 @@ from gpu_bench.apart import Failed, Send, run_apart
 from gpu_bench.figures import TABLES, LeftOut
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.soak
 def test_everything_runs_with_tiny_shapes_and_has_every_key(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     done = subprocess.run(

@@ -20,7 +20,7 @@ HOPPER_SHARED_BYTES = 227 * 1024
 MAX_SPILLED_BYTES = 32
 
 # A model that sees all, one with windows, a cap and large heads, and one with heads of two sizes.
-SOME = ("Qwen3-0.6B", "Gemma-2-2B", "Gemma-4-E2B")
+SOME = ("Qwen3-0.6B", "Gemma-2-2B")
 
 # A number that were specialised would be compiled anew for 1, and for a multiple of 16.
 SPECIALISED = """
