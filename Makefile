@@ -163,8 +163,8 @@ test-gpu: ## run the tests that need a GPU
 	$(on-gpu) -m pytest $$($$python -c 'import msgspec, pytest_asyncio, pytest_timeout' 2>/dev/null \
 	  || echo $(WITHOUT_PLUGINS) tests/kernels/cuda) -m gpu $(ARGS)
 
-# For a machine with a GPU, Python 3.12, torch and transformers, but no package index: what it lacks to run the service and
-# the tests. The versions are those of requirements.lock.
+# For a machine with a GPU, Python 3.12 and torch, but no package index: what it lacks to run the service and the tests, and
+# the transformers that the tests compare with. The versions are those of requirements.lock.
 GPU_WHEELS := msgspec pyjwt cryptography cffi pycparser grpcio grpcio-health-checking grpcio-reflection protobuf \
   googleapis-common-protos opentelemetry-api llguidance compressed-tensors loguru pydantic pydantic-core annotated-types \
   typing-inspection typing-extensions transformers \

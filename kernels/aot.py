@@ -99,8 +99,7 @@ def float_variants(shape: ModelShape) -> Iterator[KernelVariant]:
         products = list(kind.products)
         if kind.gate_up is not None and not shape.deterministic:
             products.remove(kind.gate_up)
-            _, columns, is_biased = kind.gate_up
-            yield gemv_variant(shape.dtype, columns, kind.activation, is_biased=is_biased)
+            yield from _one_token_product(shape, *kind.gate_up[1:], kind.activation)
         for product in products:
             yield from _float_product(shape, *product)
 
@@ -117,8 +116,16 @@ def _float_product(shape: ModelShape, rows: int, columns: int, is_biased: bool) 
     if shape.deterministic:
         layout = WeightLayout(Codes(shape.dtype), rows, columns)
         yield from gemm_variants(layout, shape.dtype, shape.max_tokens, deterministic=True, is_biased=is_biased)
-    elif columns * shape.dtype.itemsize % ALIGNMENT == 0:
-        yield gemv_variant(shape.dtype, columns, is_biased=is_biased)
+    else:
+        yield from _one_token_product(shape, columns, is_biased)
+
+
+def _one_token_product(
+    shape: ModelShape, columns: int, is_biased: bool, activation: str | None = None
+) -> Iterator[KernelVariant]:
+    """The product of one token; torch computes it if the weight's rows are not aligned."""
+    if columns * shape.dtype.itemsize % ALIGNMENT == 0:
+        yield gemv_variant(shape.dtype, columns, activation, is_biased=is_biased)
 
 
 def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelVariant]:

@@ -83,8 +83,8 @@ def gemv_variant(
     )
 
 
-def supports(weight: Tensor) -> bool:
-    """Whether the kernel can read a weight: its rows are aligned."""
+def has_aligned_rows(weight: Tensor) -> bool:
+    """Whether the kernel can read a weight: every row starts at an aligned address."""
     return is_aligned(weight) and weight.shape[1] * weight.element_size() % ALIGNMENT == 0
 
 

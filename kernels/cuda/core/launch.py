@@ -118,7 +118,7 @@ def interpreted() -> bool:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether kernels can read a tensor's rows one after another."""
+    """Whether a tensor is contiguous and starts at an address that kernels can read from."""
     return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 

@@ -1,5 +1,6 @@
 """Linears that the CUDA backend computes with its own kernels: 8-bit or 4-bit weights, quantised at load or by the
-checkpoint, and float weights if a token's bits must not depend on the batch. All others use torch."""
+checkpoint, and float weights if a step has one token or if a token's bits must not depend on the batch. All others use
+torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.core.launch import is_aligned
-from penstock.kernels.cuda.gemv import gemv, supports
+from penstock.kernels.cuda.gemv import gemv, has_aligned_rows
 from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.quantize import CHUNK, GROUP, quantize_fp8, quantize_int4, quantize_int8
 from penstock.kernels.cuda.quantized.tiles import changes
@@ -61,7 +62,7 @@ class CudaLinears:
             made = keep_floats(weight())
         if made is None:
             whole = weight()
-            return OneTokenLinear(whole, bias) if supports(whole) else DenseLinear(whole, bias)
+            return OneTokenLinear(whole, bias) if has_aligned_rows(whole) else DenseLinear(whole, bias)
         self._made.append(made)
         return CudaLinear(made, None if bias is None else bias.float(), self)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels.cuda.gemv import gemv, supports
+from penstock.kernels.cuda.gemv import gemv, has_aligned_rows
 from penstock.kernels.reference import ops as reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -57,11 +57,11 @@ def test_product_at_size(rows, columns, device):
 
 def test_weights_that_kernels_cannot_read():
     weight = torch.zeros(8, 64, dtype=torch.bfloat16)
-    assert supports(weight)
-    assert supports(weight[2:])
-    assert not supports(weight[:, :40])
-    assert not supports(torch.zeros(8, 20, dtype=torch.bfloat16))
-    assert not supports(torch.zeros(100, dtype=torch.bfloat16)[1:65].view(2, 32))
+    assert has_aligned_rows(weight)
+    assert has_aligned_rows(weight[2:])
+    assert not has_aligned_rows(weight[:, :40])
+    assert not has_aligned_rows(torch.zeros(8, 20, dtype=torch.bfloat16))
+    assert not has_aligned_rows(torch.zeros(100, dtype=torch.bfloat16)[1:65].view(2, 32))
 
 
 def test_what_does_not_fit_is_refused(device):
