@@ -32,6 +32,7 @@ from penstock.service.config.addresses import (
     Address,
     admin_address,
     admin_http_address,
+    check_apart,
     metrics_address,
     warn_of_exposure,
 )
@@ -150,11 +151,12 @@ def _check_addresses(config: ServeConfig, machine: Machine) -> _Addresses:
     address = Address.parse(config.address, *config.address_flags)
     admin = admin_address(config.admin_listen, address, has_keys=config.has_credentials)
     metrics = metrics_address(config.metrics_listen, address)
-    address.check_free()
     http = None if config.http_address is None else Address.parse(config.http_address, HTTP_FLAG, HTTP_HOST_FLAG)
     status_page = admin_http_address(config.admin_http_address, has_keys=config.has_credentials)
-    for other in filter(None, (admin, metrics, http, status_page)):
-        other.check_free()
+    listeners = [each for each in (address, http, status_page, admin, metrics) if each is not None]
+    check_apart(listeners)
+    for each in listeners:
+        each.check_free()
     for listener, flag in ((http, HTTP_FLAG), (status_page, ADMIN_HTTP_FLAG)):
         if listener is not None:
             check_installed(machine, flag)

@@ -6,8 +6,9 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +187,6 @@ def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Addr
     elif text is None:
         text = _beside(service, 1)
     address = Address.parse(text, ADMIN_FLAG)
-    if address == service and (address.path is not None or address.port):
-        raise ListenError(f"{ADMIN_FLAG} {text}: the service listens there; choose another address, or {OFF}")
     if not (has_keys or address.is_local):
         raise ListenError(
             f"{ADMIN_FLAG} {text}: anyone who reaches it could administer the service; give --api-keys-file with an "
@@ -224,6 +223,19 @@ def admin_http_address(text: str | None, *, has_keys: bool) -> Address | None:
             "--api-keys-file with an admin's key, or listen on 127.0.0.1"
         )
     return address
+
+
+def check_apart(addresses: Iterable[Address]) -> None:
+    """Checks that no two listeners have the same port or path. Raises ListenError, which names the flags of both, since
+    a user may not know that a listener has a default address."""
+    for one, other in combinations(addresses, 2):
+        if one.path is None and other.path is None:
+            shares_host = one.host == other.host or one.host in _ANYWHERE or other.host in _ANYWHERE
+            is_same = one.port == other.port != 0 and shares_host
+        else:
+            is_same = one.path == other.path
+        if is_same:
+            raise ListenError(f"{one.flag} and {other.flag} are both {other}; give one of them another address")
 
 
 def warn_of_exposure(

@@ -47,16 +47,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name of a variant: config class, and what differs from SMALL. Windows are shorter than prompts, and caps low enough
 to bite."""
 
-UNUSUAL_ONLY_IN_WEIGHTS = (
-    "gemma2-no-caps-untied-bias",
-    "gemma4-unified",
-    "llama4-two-experts",
-    "qwen3-moe-sparse-windows",
-    "mixtral",
-    "olmo2",
-    "phi3-partial-rotary",
-    "phi3-longrope",
+OWN_STEPS = (
+    "llama",
+    "mistral-window9",
+    "qwen2-some-windows",
+    "gemma2",
+    "gemma3",
+    "gemma4-inputs",
+    "gemma4-experts",
+    "gpt-oss",
+    "qwen3-moe",
+    "falcon7b",
+    "gpt2",
+    "smollm3",
+    "ministral3",
+    "llama4",
 )
+"""The variants that differ in how a step reads and writes KV, or in how it uses positions. What the others change is
+computed for each token separately."""
 
 
 WITHOUT_MODEL = """
@@ -200,9 +208,12 @@ def any_model(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyMo
     return tiny_model(request.param)
 
 
-@pytest.fixture(scope="session", params=[name for name in VARIANTS if name not in UNUSUAL_ONLY_IN_WEIGHTS])
+@pytest.fixture(
+    scope="session",
+    params=[name if name in OWN_STEPS else pytest.param(name, marks=pytest.mark.soak) for name in VARIANTS],
+)
 def typical_model(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> TinyModel:
-    """Every variant in turn that has something of its own in how steps touch KV, or in how tokens are summed."""
+    """Each of ``OWN_STEPS`` in turn, and in the soak tests every variant."""
     return tiny_model(request.param)
 
 

@@ -171,10 +171,13 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in sockets or ():
             if listener.family != socket.AF_UNIX:
-                # The kernel ends connections whose client, gone or slow, reads nothing for this long. Connections
-                # inherit it from the listener. Only the kernel knows what was read, with TLS too.
+                # Connections inherit both options from the listener. The kernel ends connections whose client, gone
+                # or slow, reads nothing for this long: only the kernel knows what was read, with TLS too.
                 milliseconds = self._http.write_timeout_s * 1000
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+                # uvloop sends at once in any case, asyncio only if the listener was made with its protocol. Otherwise
+                # a response's second part waits 40 ms for the client's acknowledgement of the first.
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._http.heartbeat is not None:
             os.set_blocking(self._http.heartbeat, False)
         self._take_over_tls()

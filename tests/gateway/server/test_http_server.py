@@ -47,6 +47,12 @@ def unix(tmp_path):
         yield listener
 
 
+async def test_connections_send_at_once(tcp):
+    """They inherit it from the listener. asyncio's own loop would set it only for some listeners."""
+    async with listening(tcp):
+        assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def target_of(gateway):
     """The service that is behind it."""
     return gateway.app.state.link.settings.service.target

@@ -4,7 +4,6 @@ by position, int8 and int4 by perplexity. CI looks at the first documents, the s
 import json
 import math
 from functools import cache
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -109,8 +108,9 @@ def test_bfloat16_beside_transformers_in_float32_at_20000_positions(worker_confi
 @pytest.mark.parametrize(("config", "growth"), [
     ({"quantization": "int8"}, 1.01), ({"quantization": "int4"}, 1.05), ({"kv_cache_dtype": "int8"}, 1.01),
 ])  # fmt: skip
-def test_perplexity_beside_bfloat16(worker_config, config, growth):
-    texts = list(islice(windows(), 24))
+@pytest.mark.parametrize("num_windows", [6, pytest.param(24, marks=pytest.mark.soak)])
+def test_perplexity_beside_bfloat16(worker_config, config, growth, num_windows):
+    texts = windows()[:num_windows]
     plain = Model(worker_config, dtype="bfloat16").perplexity(texts)
     quantized = Model(worker_config, dtype="bfloat16", **config).perplexity(texts)
     print(f"\n{sum(map(len, texts))} tokens: perplexity {plain:.4f} in bfloat16, {quantized:.4f} with {config}")

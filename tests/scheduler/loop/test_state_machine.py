@@ -6,8 +6,8 @@ Figures 1 and 2 of the reliability targets: blocks and reference counts, and who
 import pytest
 
 
-def test_reliability_figure_1_2000_sequences(explore, world_type):
-    explore(world_type, 2000, 20)
+def test_reliability_figure_1_500_sequences(explore, world_type):
+    explore(world_type, 500, 20)
 
 
 @pytest.mark.soak
@@ -15,8 +15,8 @@ def test_reliability_figure_1_10000_sequences_of_200_operations(explore, world_t
     explore(world_type, 10_000, 200)
 
 
-def test_reliability_figure_14_200_sequences_with_killers(explore, deadly_world_type):
-    explore(deadly_world_type, 200, 20)
+def test_reliability_figure_14_100_sequences_with_killers(explore, deadly_world_type):
+    explore(deadly_world_type, 100, 20)
 
 
 @pytest.mark.soak

@@ -1,6 +1,7 @@
 """Where the server listens, and that nothing is left of a start that failed."""
 
 import asyncio
+import re
 import socket
 from contextlib import ExitStack, suppress
 
@@ -15,7 +16,7 @@ from penstock.service.app.http_process import HttpProcess
 from penstock.service.app.prepare import prepare
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
-from penstock.service.config.addresses import Address, ListenError
+from penstock.service.config.addresses import Address, ListenError, check_apart
 from penstock.service.config.command_line import parse_config
 
 
@@ -52,6 +53,32 @@ class TestListening:
         executor.start = None  # type: ignore[assignment, method-assign]  # it must not come to that
         with pytest.raises(ListenError, match=f"{service.target}.*in use"):
             await start_service(executor, listen=service.target)
+
+    @pytest.mark.parametrize(
+        "addresses",
+        [
+            ("--port 127.0.0.1:7", "--admin-listen 127.0.0.1:7"),
+            ("--port 0.0.0.0:7", "--http-port 127.0.0.1:8", "--admin-listen 127.0.0.1:8"),
+            ("--port 127.0.0.1:0", "--http-port 127.0.0.1:7", "--metrics-listen [::]:7"),
+            ("--listen unix:/run/s", "--admin-listen unix:/run/s"),
+        ],
+    )
+    def test_two_listeners_with_one_address_are_named(self, addresses):
+        listeners = [Address.parse(text, flag) for flag, text in (each.split() for each in addresses)]
+        (flag, _), (other_flag, other) = (each.split() for each in addresses[-2:])
+        with pytest.raises(ListenError, match=rf"^{flag} and {other_flag} are both {re.escape(other)}; give one of"):
+            check_apart(listeners)
+
+    @pytest.mark.parametrize(
+        "addresses",
+        [
+            ("127.0.0.1:7", "127.0.0.1:8", "unix:/run/s", "unix:/run/t"),
+            ("127.0.0.1:0", "127.0.0.1:0"),
+            ("127.0.0.1:7", "192.0.2.1:7"),
+        ],
+    )
+    def test_listeners_with_addresses_of_their_own(self, addresses):
+        check_apart([Address.parse(text) for text in addresses])
 
     async def test_an_address_that_is_not_ours_is_named(self, start_service):
         with pytest.raises(ListenError, match=r"192\.0\.2\.1.*no such address"):

@@ -6,7 +6,8 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import cycle
+from itertools import cycle, groupby
+from operator import itemgetter
 from typing import Any
 
 import grpc
@@ -24,7 +25,6 @@ from penstock.service.transport.call_limits import MAX_MESSAGE_BYTES
 from penstock.v1 import classification_pb2, constraint_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 MIB = 1 << 20
-NUM_REFUSALS = 50
 MOST_BYTES = 64 << 10
 """That each may leave behind."""
 MOST_OBJECTS = 40
@@ -148,8 +148,9 @@ def message(method: str, start: pb.Start) -> bytes:
     return kinds[method](start=start).SerializeToString()
 
 
+@pytest.mark.parametrize("num_refusals", [12, pytest.param(50, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("reason", REFUSED)
-async def test_a_refused_request_leaves_nothing_behind(service, held_bytes, reason):
+async def test_a_refused_request_leaves_nothing_behind(service, held_bytes, reason, num_refusals):
     tenant, start, part = REFUSED[reason]
     sender = Sender(service, held_bytes)
     calls = cycle([(method, message(method, start)) for method in ("Complete", "GenerateOne", "Generate")])
@@ -164,14 +165,14 @@ async def test_a_refused_request_leaves_nothing_behind(service, held_bytes, reas
         await sender.said(f"{GENERATION}/Complete", [message("Complete", start)], tenant)
     await refuse(6)
     before, num_objects = await sender.settled(), len(gc.get_objects())
-    await refuse(NUM_REFUSALS)
+    await refuse(num_refusals)
     running = service.server._running
     # Work that had begun when its caller's deadline passed goes on.
     await until(lambda: not (running.generation.num_live or running.pool._short._jobs))
     await until(lambda: not running.pool._long._jobs)
-    most = NUM_REFUSALS * MOST_BYTES + BUFFER_BYTES
+    most = num_refusals * MOST_BYTES + BUFFER_BYTES
     assert await grown_bytes(sender.settled, before, most) <= most
-    assert len(gc.get_objects()) - num_objects < NUM_REFUSALS * MOST_OBJECTS
+    assert len(gc.get_objects()) - num_objects < num_refusals * MOST_OBJECTS
 
 
 async def test_a_stream_keeps_nothing_of_what_was_refused_on_it(service, held_bytes):
@@ -205,7 +206,11 @@ PROMPTS = {
 """What a method refuses for what it holds."""
 
 
-def bodies(method: str) -> dict[str, tuple[list[bytes], str]]:
+SOME = (f"{GENERATION}/Complete", f"{GENERATION}/Generate", "/penstock.v1.AdminService/GetSettings")
+"""A unary method, a stream, and one on the port for administration. One interceptor reads the messages of all."""
+
+
+def malformed(method: str) -> dict[str, tuple[list[bytes], str]]:
     """By reason: messages as large as they may be, and who sends them."""
     key = "ops" if "Admin" in method else "any"
     large = b"\x7a" + b"\xf0\xff\xff\x03" + b"x" * (MAX_MESSAGE_BYTES - 16)  # one unknown field
@@ -218,9 +223,6 @@ def bodies(method: str) -> dict[str, tuple[list[bytes], str]]:
     }
     if "Admin" in method:
         found["no administrator"] = ([large], "any")
-    prompt = PROMPTS.get(method.removeprefix("/penstock.v1."))
-    if prompt is not None:
-        found["what it asks"] = ([prompt.SerializeToString()], key)
     return found
 
 
@@ -230,18 +232,29 @@ def test_every_method_with_a_prompt_is_covered():
     assert {name for name in named if not name.startswith("AdminService/")} - without == PROMPTS.keys()
 
 
-async def test_no_method_keeps_what_it_refuses(service, held_bytes):
-    sender = Sender(service, held_bytes)
-    cases = [(method, *body) for method in ACCESS for body in bodies(method).values()]
+async def refuse_all(sender: Sender, cases: list[tuple[str, list[bytes], str]]) -> None:
     for case in cases[:10]:
         await sender.said(*case)
     first, grown = await sender.settled(), []
-    for method in ACCESS:
+    for method, of_method in groupby(cases, key=itemgetter(0)):
         before = await sender.settled()
-        for raw, key in bodies(method).values():
+        for case in of_method:
             for _ in range(3):
-                said = await sender.said(method, raw, key)
+                said = await sender.said(*case)
                 assert "StatusCode.OK" not in said or method.endswith("Generate"), method
         grown.append((await sender.settled() - before, method))
     most = 3 * len(cases) * MOST_BYTES + BUFFER_BYTES
     assert await grown_bytes(sender.settled, first, most) <= most, sorted(grown)[-3:]
+
+
+async def test_no_method_keeps_what_it_refuses(service, held_bytes):
+    prompts = [(f"/penstock.v1.{name}", [prompt.SerializeToString()], "any") for name, prompt in PROMPTS.items()]
+    await refuse_all(Sender(service, held_bytes), prompts)
+
+
+@pytest.mark.parametrize(
+    "methods", [SOME, pytest.param(tuple(ACCESS), marks=pytest.mark.soak)], ids=["some methods", "all methods"]
+)
+async def test_no_method_keeps_what_is_malformed(service, held_bytes, methods):
+    cases = [(method, *body) for method in methods for body in malformed(method).values()]
+    await refuse_all(Sender(service, held_bytes), cases)
