@@ -1,5 +1,6 @@
 """The CPU library's tables of kernels, one for each instruction set that this machine has."""
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,11 @@ def software_tiles(pytestconfig: pytest.Config) -> Path:
     except CannotBuild:
         pytest.skip("needs a C++ compiler")
     folder.mkdir(parents=True, exist_ok=True)
-    return build_cpu.build(folder, software_tiles=True, levels=["amx.cpp"])
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's other process may be building it
+        if build_cpu.is_current(library):
+            return library
+        return build_cpu.build(folder, software_tiles=True, levels=["amx.cpp"])
 
 
 @pytest.fixture(params=LEVELS)
