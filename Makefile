@@ -41,13 +41,16 @@ define make-venv
 @test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 endef
 
-install-torch = $(BIN)/pip install -c constraints.txt \
+# Without --no-compile, pip compiles every module, and most are never imported.
+PIP_INSTALL = $(BIN)/pip install --no-compile
+
+install-torch = $(PIP_INSTALL) -c constraints.txt \
   $(if $(PENSTOCK_TORCH_INDEX),--extra-index-url "$(PENSTOCK_TORCH_INDEX)") torch
 
 # pip checks the hash of every package except torch and the packages that CUDA builds of torch depend on. A CPU build of
 # the same version has another hash, so torch is pinned by its version. pip resolves nothing, since the locks are complete.
 $(ENVIRONMENT): constraints.txt requirements.lock $(SERVING)
-	$(BIN)/pip install --require-hashes --no-deps -r requirements.lock
+	$(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock
 	$(install-torch)
 	@touch $@
 
@@ -55,8 +58,8 @@ $(ENVIRONMENT): constraints.txt requirements.lock $(SERVING)
 $(SERVING): pyproject.toml requirements-serve.lock
 	$(make-venv)
 	@$(BIN)/python -P kernels/cpu/build.py --if-possible & \
-	$(BIN)/pip install --quiet --require-hashes --no-deps -r requirements-serve.lock; \
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .; wait $$!
+	$(PIP_INSTALL) --quiet --require-hashes --no-deps -r requirements-serve.lock; \
+	$(PIP_INSTALL) --quiet --no-deps --no-build-isolation -e .; wait $$!
 	@test -e kernels/cpu/libpenstock_cpu.so || $(install-torch)
 	@touch $(NATIVE) $@
 

@@ -182,9 +182,8 @@ async def call_the_service(service, channel):
         Constraint(gbnf=f"root ::= {SCHEMA}"),
     ):
         await complete("INVALID_ARGUMENT", pb.Start(text=PROMPT, constraint=constraint))
-    any_value = text(PROMPT)
-    any_value.constraint.json_schema = json.dumps({"title": SCHEMA})
-    await complete("OK", any_value)
+    any_value = Constraint(json_schema=json.dumps({"title": SCHEMA}))
+    await complete("OK", pb.Start(text=PROMPT, constraint=any_value, sampling=pb.Sampling(max_tokens=32)))
 
     raw = channel.unary_unary("/penstock.v1.GenerationService/Complete")
     await service.expect("INVALID_ARGUMENT", raw(b"\x0a\xff\xff" + PROMPT.encode(), metadata=mine))
