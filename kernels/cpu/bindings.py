@@ -60,6 +60,7 @@ class StorageFormat(IntEnum):
     INT8 = 2
     INT4 = 3
     FP4 = 4
+    Q4_0 = 5
 
 
 class GemmActivation(IntEnum):

@@ -1,4 +1,4 @@
-"""Products of int8, int4 and FP4 weights against float64, on every instruction set: what is packed, what it is
+"""Products of int8, int4, FP4 and Q4_0 weights against float64, on every instruction set: what is packed, what it is
 multiplied with, and the bits that must not change."""
 
 import ctypes
@@ -25,7 +25,8 @@ POISON = 0xFF
 """In every byte, a NaN of float32."""
 KINDS = ((StorageFormat.INT8, 0), (StorageFormat.INT4, 32), (StorageFormat.INT4, 128))
 FP4 = (StorageFormat.FP4, 32)
-ALL_KINDS = (*KINDS, FP4)
+Q4_0 = (StorageFormat.Q4_0, 32)
+ALL_KINDS = (*KINDS, FP4, Q4_0)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 ROWS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65)
 
@@ -117,9 +118,10 @@ def pointers(rows):
 
 
 def quantized(table, kind, weights, bias=None):
-    """The packed matrix, and the sums of squares of its errors and of its weights. FP4 is quantised here."""
-    if kind == FP4:
-        codes, scales, zeros = nearest_fp4(weights)
+    """The packed matrix, and the sums of squares of its errors and of its weights. FP4 and Q4_0 are quantised
+    here."""
+    if kind in (FP4, Q4_0):
+        codes, scales, zeros = nearest_fp4(weights) if kind == FP4 else nearest_q4_0(weights)
         return from_codes(table, kind, codes, scales, zeros, bias), None
     error = (ctypes.c_double * 2)()
 
@@ -138,6 +140,15 @@ def nearest_fp4(weights):
     scales = 2.0 ** np.floor(np.log2(np.abs(padded).max(2) + 1e-30) - 2).astype(np.float32)
     codes = np.abs(padded[..., None] / scales[..., None, None] - E2M1).argmin(3).astype(np.uint8)
     return np.ascontiguousarray(codes.reshape(len(weights), -1)[:, : weights.shape[1]]), scales, np.zeros_like(scales)
+
+
+def nearest_q4_0(weights):
+    """The same, with zero points that are always 8."""
+    padded = np.pad(weights, ((0, 0), (0, -weights.shape[1] % 32))).reshape(len(weights), -1, 32)
+    scales = (np.abs(padded).max(2) / 7).astype(np.float16).astype(np.float32)
+    codes = np.clip(np.rint(padded / np.where(scales > 0, scales, 1)[..., None]) + 8, 0, 15).astype(np.uint8)
+    zeros = np.full_like(scales, 8)
+    return np.ascontiguousarray(codes.reshape(len(weights), -1)[:, : weights.shape[1]]), scales, zeros
 
 
 def from_codes(table, kind, codes, scales, zeros, bias=None):
@@ -323,10 +334,24 @@ def test_fp4_codes_are_kept(table, columns):
     np.testing.assert_array_equal(packed.unpacked(), expected)
 
 
+@pytest.mark.parametrize("columns", [5, 32, 130, 320])
+def test_q4_0_codes_are_kept(table, columns):
+    """All codes, and scales of any size that float16 has."""
+    numbers = np.random.default_rng(columns)
+    codes = numbers.integers(0, 16, (53, columns), dtype=np.uint8)
+    scales = (2.0 ** numbers.uniform(-24, 15, (53, math.ceil(columns / 32)))).astype(np.float16).astype(np.float32)
+    scales[::3] *= -1  # as GGUF's are where a block's largest weight is positive
+    packed = from_codes(table, Q4_0, codes, scales, np.full_like(scales, 8))
+    expected = (codes.astype(np.float32) - 8) * scales[:, np.arange(columns) // 32]
+    np.testing.assert_array_equal(packed.unpacked(), expected)
+
+
 @pytest.mark.parametrize("columns", [64, 2880])
-def test_fp4_takes_hardly_more_than_its_codes_and_scales(table, columns):
-    """An int4 panel with groups of 32 takes 18 % more."""
-    assert table.panel_bytes(*FP4[:1], columns, 32) <= 1.06 * 16 * (columns // 2 + columns // 32)
+@pytest.mark.parametrize(("kind", "scale_bytes"), [(FP4, 1), (Q4_0, 2)])
+def test_a_panel_takes_hardly_more_than_its_codes_and_scales(table, kind, scale_bytes, columns):
+    """An int4 panel with groups of 32 takes 11 % more than one of Q4_0."""
+    in_file = 16 * (columns // 2 + columns // 32 * scale_bytes)
+    assert table.panel_bytes(*kind[:1], columns, 32) <= 1.06 * in_file
 
 
 def test_int8_codes_are_kept(table):
@@ -342,9 +367,12 @@ def test_int8_codes_are_kept(table):
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_the_extremes_of_codes_and_inputs_do_not_overflow(table, kind):
-    highest, lowest, zero = {StorageFormat.INT8: (0x7F, 0x80, 0), StorageFormat.INT4: (15, 0, 16)}.get(
-        kind[0], (7, 15, 0)
-    )
+    highest, lowest, zero = {
+        StorageFormat.INT8: (0x7F, 0x80, 0),
+        StorageFormat.INT4: (15, 0, 16),
+        StorageFormat.FP4: (7, 15, 0),
+        StorageFormat.Q4_0: (15, 0, 8),
+    }[kind[0]]
     codes = np.full((16, 256), highest, np.uint8)
     codes[8:] = lowest
     ones, zeros = np.ones((16, 8), np.float32), np.full((16, 8), zero, np.float32)

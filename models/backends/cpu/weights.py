@@ -244,6 +244,8 @@ def stored_format(scheme: QuantScheme, columns: int) -> tuple[StorageFormat, int
         return StorageFormat.INT8, 0
     if scheme.is_float:
         return StorageFormat.FP4, scheme.group
+    if scheme.layout is QuantLayout.Q4_0:
+        return StorageFormat.Q4_0, scheme.group
     return StorageFormat.INT4, scheme.group or -(-columns // 32) * 32
 
 

@@ -10,6 +10,7 @@
 #include "gemm/fp4.h"
 #include "gemm/int4.h"
 #include "gemm/int8.h"
+#include "gemm/q4_0.h"
 
 #include "core/simd.h"
 
@@ -22,7 +23,8 @@ static int64_t panel_bytes(Format format, int columns, int group) {
     case penstock::FORMAT_BF16: return bf16_panel_bytes(columns);
     case penstock::FORMAT_INT8: return int8_panel_bytes(columns);
     case penstock::FORMAT_INT4: return int4_panel_bytes(columns, group);
-    case penstock::FORMAT_FP4: return fp4_panel_bytes(columns);
+    case penstock::FORMAT_FP4: return block_scaled_panel_bytes<Fp4>(columns);
+    case penstock::FORMAT_Q4_0: return block_scaled_panel_bytes<Q4_0>(columns);
     default: return f32_panel_bytes(columns);
   }
 }
@@ -32,7 +34,8 @@ static int64_t input_bytes(Format format, int columns, int group) {
     case penstock::FORMAT_BF16: return bf16_input_bytes(columns);
     case penstock::FORMAT_INT8: return int8_input_bytes(columns);
     case penstock::FORMAT_INT4: return int4_input_bytes(columns, group);
-    case penstock::FORMAT_FP4: return fp4_input_bytes(columns);
+    case penstock::FORMAT_FP4:
+    case penstock::FORMAT_Q4_0: return block_scaled_input_bytes(columns);
     default: return f32_input_bytes(columns);
   }
 }
@@ -53,9 +56,12 @@ static void pack_panel_bf16(int columns, const uint16_t* const rows[LANES], uint
 
 static void pack_panel_codes(Format format, int columns, int group, const uint8_t* const codes[LANES],
                              const float* const scales[LANES], const float* const zeros[LANES], uint8_t* panel) {
-  if (format == penstock::FORMAT_INT8) return int8_pack_codes(columns, codes, scales, zeros, panel);
-  if (format == penstock::FORMAT_FP4) return fp4_pack_codes(columns, codes, scales, panel);
-  int4_pack_codes(columns, group, codes, scales, zeros, panel);
+  switch (format) {
+    case penstock::FORMAT_INT8: return int8_pack_codes(columns, codes, scales, zeros, panel);
+    case penstock::FORMAT_FP4: return block_scaled_pack_codes<Fp4>(columns, codes, scales, panel);
+    case penstock::FORMAT_Q4_0: return block_scaled_pack_codes<Q4_0>(columns, codes, scales, panel);
+    default: return int4_pack_codes(columns, group, codes, scales, zeros, panel);
+  }
 }
 
 static void unpack_row(const Matrix& matrix, int row, float* out) {
@@ -63,7 +69,8 @@ static void unpack_row(const Matrix& matrix, int row, float* out) {
     case penstock::FORMAT_BF16: return bf16_unpack_row(matrix, row, out);
     case penstock::FORMAT_INT8: return int8_unpack_row(matrix, row, out);
     case penstock::FORMAT_INT4: return int4_unpack_row(matrix, row, out);
-    case penstock::FORMAT_FP4: return fp4_unpack_row(matrix, row, out);
+    case penstock::FORMAT_FP4: return block_scaled_unpack_row<Fp4>(matrix, row, out);
+    case penstock::FORMAT_Q4_0: return block_scaled_unpack_row<Q4_0>(matrix, row, out);
     default: return f32_unpack_row(matrix, row, out);
   }
 }
@@ -73,7 +80,8 @@ static void prepare(Format format, int columns, int group, const float* x, uint8
     case penstock::FORMAT_BF16: return bf16_prepare(columns, x, out);
     case penstock::FORMAT_INT8: return int8_prepare(columns, x, out);
     case penstock::FORMAT_INT4: return int4_prepare(columns, group, x, out);
-    case penstock::FORMAT_FP4: return fp4_prepare(columns, x, out);
+    case penstock::FORMAT_FP4: return block_scaled_prepare<Fp4>(columns, x, out);
+    case penstock::FORMAT_Q4_0: return block_scaled_prepare<Q4_0>(columns, x, out);
     default: return f32_prepare(columns, x, out);
   }
 }
@@ -83,7 +91,8 @@ static void product(const Matrix& matrix, const Inputs& inputs, int begin, int e
     case penstock::FORMAT_BF16: return bf16_product(matrix, inputs, begin, end, output);
     case penstock::FORMAT_INT8: return int8_product(matrix, inputs, begin, end, output);
     case penstock::FORMAT_INT4: return int4_product(matrix, inputs, begin, end, output);
-    case penstock::FORMAT_FP4: return compute_tiles<Fp4>(matrix, inputs, begin, end, output);
+    case penstock::FORMAT_FP4: return compute_tiles<BlockScaled<Fp4>>(matrix, inputs, begin, end, output);
+    case penstock::FORMAT_Q4_0: return compute_tiles<BlockScaled<Q4_0>>(matrix, inputs, begin, end, output);
     default: return f32_product(matrix, inputs, begin, end, output);
   }
 }
