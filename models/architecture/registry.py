@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.models.architecture.decoder import read_layer_types
 from penstock.models.architecture.experts import (
+    dots1,
     glm4_moe,
     gpt_oss,
     granite_moe,
@@ -62,6 +63,7 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "ArceeForCausalLM": arcee,
     "Cohere2ForCausalLM": cohere2,
     "CohereForCausalLM": cohere,
+    "Dots1ForCausalLM": dots1,
     "Ernie4_5ForCausalLM": ernie,
     "Exaone4ForCausalLM": exaone4,
     "ExaoneForCausalLM": exaone,

@@ -186,6 +186,7 @@ def _granite_moe(spec: ModelSpec) -> Wholes:
     }
 
 
+_SHARED_EXPERTS = (r"mlp\.shared_experts\.", "mlp.shared_expert.")
 _PLAIN_MLP = (
     (r"mlp\.(c_fc|fc1|dense_h_to_4h)\.", "mlp.up_proj."),
     (r"mlp\.(c_proj|fc2|dense_4h_to_h)\.", "mlp.down_proj."),
@@ -219,6 +220,7 @@ def _internlm2(spec: ModelSpec) -> Wholes:
 
 
 NAMINGS = {
+    "Dots1ForCausalLM": Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts),
     "ExaoneForCausalLM": Naming(
         prefixes=(
             ("transformer.h.", "model.layers."),
@@ -329,9 +331,7 @@ NAMINGS = {
         ),
         wholes=_glm,
     ),
-    "Glm4MoeForCausalLM": Naming(
-        renamed=((r"mlp\.shared_experts\.", "mlp.shared_expert."),), wholes=_fused_experts, has_draft_layers=True
-    ),
+    "Glm4MoeForCausalLM": Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts, has_draft_layers=True),
     "GlmForCausalLM": Naming(wholes=_glm),
     "GptOssForCausalLM": Naming(renamed=((r"mlp\.router\.", "mlp.gate."),), wholes=_gpt_oss),
     "GraniteMoeForCausalLM": Naming(

@@ -12,6 +12,7 @@ from penstock.models.architecture.lines import PLAIN_ON_CUDA
 from penstock.models.architecture.registry import spec_from_config
 from penstock.models.architecture.spec_parts import NormKind, Scoring
 from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.errors import ModelError
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     name: (published["parameters"], published["config"])
@@ -37,6 +38,27 @@ def test_the_matrix_names_what_has_parts_without_kernels_on_cuda(variant_configs
         or (spec.experts is not None and spec.experts.scoring is Scoring.SIGMOID)
     }
     assert plain == PLAIN_ON_CUDA & {spec.architecture for spec in specs}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (None, None)),
+        ({"sliding_window": 9}, (None, None)),  # max_window_layers is as published
+        ({"sliding_window": 9, "max_window_layers": 1}, (None, 9)),
+        ({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}, (9, None)),
+    ],
+)
+def test_layers_of_dots1_that_have_a_window(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    config = PUBLISHED["dots.llm1"][1] | {"num_hidden_layers": 2}
+    assert spec_from_config(config | changes).windows == windows
+
+
+@pytest.mark.parametrize("name", ["n_routed_experts", "n_shared_experts", "num_experts_per_tok"])
+def test_numbers_of_experts_that_dots1_has_no_default_for(name: str) -> None:
+    config = PUBLISHED["dots.llm1"][1]
+    with pytest.raises(ModelError, match=f"{name} is missing"):
+        spec_from_config({field: value for field, value in config.items() if field != name})
 
 
 def test_layers_that_only_propose_drafts_are_not_loaded(tiny_model: Any, tmp_path: Path) -> None:
