@@ -23,6 +23,7 @@ from penstock.models.architecture.rope_config import (
     CHUNKED,
     FULL,
     MAX_POSITIONS,
+    RopeConfig,
     read_rope,
     read_yarn_by_default,
 )
@@ -152,6 +153,21 @@ def _grouped_experts(
         scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
         shared_size=inner * fields.integer("n_shared_experts", 1, 64, shared),
     )
+
+
+def minimax_m2(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """MiniMax-M2: OLMoE's norms of queries and keys, and in every layer experts that are chosen by the sigmoid of their
+    scores plus a bias."""
+    defaults = Defaults(max_positions=196608, kv_heads=8, head_dim=128, read_rope=_read_minimax_rope)
+    spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
+    experts = read_experts(fields, "num_local_experts", 256, 8, spec.intermediate_size)
+    return replace(spec, qk_norm=QkNorm.ALL, experts=replace(experts, scoring=Scoring.SIGMOID, selection_bias=True))
+
+
+def _read_minimax_rope(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
+    """Reads a rope whose part may be given as ``rotary_dim``, as in the published models."""
+    part = fields.integer("rotary_dim", 2, head_dim, head_dim) / head_dim
+    return read_rope(fields, head_dim, max_positions, default_theta=5e6, default_part=part)
 
 
 def llama4(fields: HfConfigReader, architecture: str) -> ModelSpec:

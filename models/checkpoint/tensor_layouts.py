@@ -186,6 +186,12 @@ def _granite_moe(spec: ModelSpec) -> Wholes:
     }
 
 
+_MIXTRAL_EXPERTS = (
+    (r"block_sparse_moe\.gate\.", "mlp.gate."),
+    (r"block_sparse_moe\.experts\.(\d+)\.w1\.", r"mlp.experts.\1.gate_proj."),
+    (r"block_sparse_moe\.experts\.(\d+)\.w2\.", r"mlp.experts.\1.down_proj."),
+    (r"block_sparse_moe\.experts\.(\d+)\.w3\.", r"mlp.experts.\1.up_proj."),
+)
 _SHARED_EXPERTS = (r"mlp\.shared_experts\.", "mlp.shared_expert.")
 _PLAIN_MLP = (
     (r"mlp\.(c_fc|fc1|dense_h_to_4h)\.", "mlp.up_proj."),
@@ -346,15 +352,15 @@ NAMINGS = {
     "Llama4ForCausalLM": Naming(
         renamed=((r"feed_forward\.router\.", "mlp.gate."), (r"feed_forward\.", "mlp.")), wholes=_llama4
     ),
-    "MixtralForCausalLM": Naming(
+    "MiniMaxM2ForCausalLM": Naming(
         renamed=(
-            (r"block_sparse_moe\.gate\.", "mlp.gate."),
-            (r"block_sparse_moe\.experts\.(\d+)\.w1\.", r"mlp.experts.\1.gate_proj."),
-            (r"block_sparse_moe\.experts\.(\d+)\.w2\.", r"mlp.experts.\1.down_proj."),
-            (r"block_sparse_moe\.experts\.(\d+)\.w3\.", r"mlp.experts.\1.up_proj."),
+            *_MIXTRAL_EXPERTS,
+            (r"(block_sparse_moe|mlp)\.e_score_correction_bias$", "mlp.gate.e_score_correction_bias"),
         ),
         wholes=_fused_experts,
+        has_draft_layers=True,
     ),
+    "MixtralForCausalLM": Naming(renamed=_MIXTRAL_EXPERTS, wholes=_fused_experts),
     "MllamaForCausalLM": Naming(image_rows=8),
     "OlmoeForCausalLM": Naming(wholes=_fused_experts),
     "Phi3ForCausalLM": Naming(wholes=_phi3),

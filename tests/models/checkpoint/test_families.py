@@ -280,7 +280,7 @@ def tensors_of(path):
     return {name: files.array(entry).copy() for name, entry in info.tensors.items()}
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe", "dots1", "minimax-m2"])
 def test_experts_saved_as_one_tensor_are_the_same(tiny_model, tmp_path, variant):
     model = tiny_model(variant)
     model.module.save_pretrained(tmp_path, save_original_format=False)

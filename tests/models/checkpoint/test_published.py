@@ -61,9 +61,18 @@ def test_numbers_of_experts_that_dots1_has_no_default_for(name: str) -> None:
         spec_from_config({field: value for field, value in config.items() if field != name})
 
 
-def test_layers_that_only_propose_drafts_are_not_loaded(tiny_model: Any, tmp_path: Path) -> None:
-    """GLM-4.5 is published with one of them, after its layers."""
-    path = tiny_model("glm4-moe").path
+@pytest.mark.parametrize(
+    ("changes", "rotary_dim"),
+    [({}, 64), ({"rotary_dim": None}, 128), ({"rope_parameters": {"partial_rotary_factor": 0.25}}, 32)],
+)
+def test_the_part_of_a_head_that_minimax_m2_rotates(changes: dict[str, Any], rotary_dim: int) -> None:
+    assert spec_from_config(PUBLISHED["MiniMax-M2"][1] | changes).rotary_dim == rotary_dim
+
+
+@pytest.mark.parametrize("variant", ["glm4-moe", "minimax-m2"])
+def test_layers_that_only_propose_drafts_are_not_loaded(tiny_model: Any, tmp_path: Path, variant: str) -> None:
+    """Models may be published with such layers, after those of the decoder."""
+    path = tiny_model(variant).path
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
     tensors["model.layers.3.mlp.experts.0.up_proj.weight"] = torch.zeros(24, 64)
