@@ -23,11 +23,12 @@ from penstock.models.architecture.rope_config import (
     CHUNKED,
     FULL,
     MAX_POSITIONS,
+    RopeConfig,
     read_rope,
     read_yarn_by_default,
 )
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import ClampedGate, NoRope, QkNorm, QueryScaling, Scoring
+from penstock.models.architecture.spec_parts import ClampedGate, Experts, NoRope, QkNorm, QueryScaling, Scoring
 
 
 def mixtral(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -100,33 +101,73 @@ def glm4_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
     through; the first layers have none."""
     defaults = Defaults(max_positions=131072, kv_heads=8, norm_eps=1e-5, read_rope=partial(read_rope, default_part=0.5))
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
-    first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, 1)
-    inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1408)
-    name = "num_local_experts" if "num_local_experts" in fields else "n_routed_experts"
-    experts = read_experts(fields, name, 128, 8, inner)
-    groups = fields.integer("n_group", 1, experts.num_experts, 1)
-    # A group's score is the sum of its two best experts.
-    if groups > 1 and (experts.num_experts % groups or experts.num_experts < 2 * groups):
-        raise fields.wrong("n_group", f"must divide {experts.num_experts} experts into groups of at least 2")
-    groups_per_token = fields.integer("topk_group", 1, groups, 1)
-    if experts.per_token > groups_per_token * (experts.num_experts // groups):
-        raise fields.wrong("topk_group", f"must be enough groups for {experts.per_token} experts per token")
+    experts = _grouped_experts(fields, experts=128, per_token=8, first=1, shared=1, normalise=True)
     return replace(
         spec,
         qkv_bias=fields.flag("attention_bias", False),
         qk_norm=QkNorm.HEAD if fields.flag("use_qk_norm", False) else QkNorm.NONE,
-        experts=replace(
-            experts,
-            normalise=fields.flag("norm_topk_prob", True),
-            layers=tuple(layer >= first for layer in range(num_layers(fields))),
-            scoring=Scoring.SIGMOID,
-            selection_bias=True,
-            num_groups=groups,
-            groups_per_token=groups_per_token,
-            scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
-            shared_size=inner * fields.integer("n_shared_experts", 1, 64, 1),
-        ),
+        experts=experts,
     )
+
+
+def dots1(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """dots.llm1: Qwen3's attention with GLM-4.5's experts. Without ``layer_types``, the layers from
+    ``max_window_layers`` on have the window."""
+    window, first = read_window(fields, 4096), fields.integer("max_window_layers", 0, MAX_POSITIONS, 62)
+    windows = windows_by_type(fields, window, lambda layer: window is not None and layer >= first)
+    spec = read_decoder(fields, architecture, windows, Defaults(max_positions=2048, kv_heads=32))
+    experts = _grouped_experts(fields, experts=None, per_token=None, first=0, shared=None, normalise=False)
+    return replace(with_biases(spec, fields), qk_norm=QkNorm.HEAD, experts=experts)
+
+
+def _grouped_experts(
+    fields: HfConfigReader,
+    *,
+    experts: int | None,
+    per_token: int | None,
+    first: int,
+    shared: int | None,
+    normalise: bool,
+) -> Experts:
+    """DeepSeek V3's experts, which are chosen from the best groups by sigmoid plus bias, beside shared ones. The
+    arguments are the family's defaults; None: the config has to have the field."""
+    first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first)
+    inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1408)
+    name = "num_local_experts" if "num_local_experts" in fields else "n_routed_experts"
+    kinds = read_experts(fields, name, experts, per_token, inner)
+    groups = fields.integer("n_group", 1, kinds.num_experts, 1)
+    # A group's score is the sum of its two best experts.
+    if groups > 1 and (kinds.num_experts % groups or kinds.num_experts < 2 * groups):
+        raise fields.wrong("n_group", f"must divide {kinds.num_experts} experts into groups of at least 2")
+    groups_per_token = fields.integer("topk_group", 1, groups, 1)
+    if kinds.per_token > groups_per_token * (kinds.num_experts // groups):
+        raise fields.wrong("topk_group", f"must be enough groups for {kinds.per_token} experts per token")
+    return replace(
+        kinds,
+        normalise=fields.flag("norm_topk_prob", normalise),
+        layers=tuple(layer >= first for layer in range(num_layers(fields))),
+        scoring=Scoring.SIGMOID,
+        selection_bias=True,
+        num_groups=groups,
+        groups_per_token=groups_per_token,
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+        shared_size=inner * fields.integer("n_shared_experts", 1, 64, shared),
+    )
+
+
+def minimax_m2(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """MiniMax-M2: OLMoE's norms of queries and keys, and in every layer experts that are chosen by the sigmoid of their
+    scores plus a bias."""
+    defaults = Defaults(max_positions=196608, kv_heads=8, head_dim=128, read_rope=_read_minimax_rope)
+    spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
+    experts = read_experts(fields, "num_local_experts", 256, 8, spec.intermediate_size)
+    return replace(spec, qk_norm=QkNorm.ALL, experts=replace(experts, scoring=Scoring.SIGMOID, selection_bias=True))
+
+
+def _read_minimax_rope(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
+    """Reads a rope whose part may be given as ``rotary_dim``, as in the published models."""
+    part = fields.integer("rotary_dim", 2, head_dim, head_dim) / head_dim
+    return read_rope(fields, head_dim, max_positions, default_theta=5e6, default_part=part)
 
 
 def llama4(fields: HfConfigReader, architecture: str) -> ModelSpec:

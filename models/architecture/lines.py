@@ -83,6 +83,8 @@ LINES = (
         ("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
         f"GLM-5: {_LATENT}",
     ),
+    ModelLine("dots.llm1", ("Dots1ForCausalLM",)),
+    ModelLine("MiniMax-M2", ("MiniMaxM2ForCausalLM",)),
     ModelLine("SmolLM, SmolLM2", ("LlamaForCausalLM",)),
     ModelLine("SmolLM3", ("SmolLM3ForCausalLM",)),
     ModelLine("Granite 3, 4", ("GraniteForCausalLM", "GraniteMoeForCausalLM"), f"Granite 4 H: {_STATE}"),
@@ -116,10 +118,10 @@ LINES = (
         ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2VisionForConditionalGeneration"),
     ),
     ModelLine(
-        "Hunyuan, ERNIE 4.5, Seed-OSS, Arcee, Apertus, MiniCPM, MiniMax, MiMo, Kimi",
+        "Hunyuan, ERNIE 4.5, Seed-OSS, Arcee, Apertus, MiniCPM, MiniMax-01 and M1, MiMo, Kimi",
         ("HunYuanDenseV1ForCausalLM", "Ernie4_5ForCausalLM", "SeedOssForCausalLM", "ArceeForCausalLM"),
         "Apertus and the MoE models of Hunyuan and ERNIE: only by the backend transformers; "
-        f"MiniCPM and MiMo: {_CODE}; MiniMax: {_STATE}; Kimi: {_LATENT}",
+        f"MiniCPM and MiMo: {_CODE}; MiniMax-01 and M1: {_STATE}; Kimi: {_LATENT}",
     ),
     ModelLine("Yi-1.5, DeepSeek-coder (first), Hermes, Zephyr, SOLAR", ("LlamaForCausalLM", "MistralForCausalLM")),
     ModelLine(
@@ -173,6 +175,7 @@ PLAIN_ON_CUDA = frozenset(
         "Cohere2ForCausalLM",
         "Cohere2VisionForConditionalGeneration",
         "CohereForCausalLM",
+        "Dots1ForCausalLM",
         "FalconForCausalLM",
         "GPT2LMHeadModel",
         "GPTNeoXForCausalLM",
@@ -180,6 +183,7 @@ PLAIN_ON_CUDA = frozenset(
         "HunYuanDenseV1ForCausalLM",
         "Llama4ForCausalLM",
         "Llama4ForConditionalGeneration",
+        "MiniMaxM2ForCausalLM",
         "NemotronForCausalLM",
         "OPTForCausalLM",
         "OlmoForCausalLM",

@@ -7,10 +7,12 @@ from typing import Any
 
 from penstock.models.architecture.decoder import read_layer_types
 from penstock.models.architecture.experts import (
+    dots1,
     glm4_moe,
     gpt_oss,
     granite_moe,
     llama4,
+    minimax_m2,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -62,6 +64,7 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "ArceeForCausalLM": arcee,
     "Cohere2ForCausalLM": cohere2,
     "CohereForCausalLM": cohere,
+    "Dots1ForCausalLM": dots1,
     "Ernie4_5ForCausalLM": ernie,
     "Exaone4ForCausalLM": exaone4,
     "ExaoneForCausalLM": exaone,
@@ -84,6 +87,7 @@ FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
     "InternLM3ForCausalLM": internlm3,
     "Llama4ForCausalLM": llama4,
     "LlamaForCausalLM": llama,
+    "MiniMaxM2ForCausalLM": minimax_m2,
     "Ministral3ForCausalLM": ministral3,
     "MinistralForCausalLM": mistral,
     "MistralForCausalLM": mistral,

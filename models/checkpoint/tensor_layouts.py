@@ -186,6 +186,13 @@ def _granite_moe(spec: ModelSpec) -> Wholes:
     }
 
 
+_MIXTRAL_EXPERTS = (
+    (r"block_sparse_moe\.gate\.", "mlp.gate."),
+    (r"block_sparse_moe\.experts\.(\d+)\.w1\.", r"mlp.experts.\1.gate_proj."),
+    (r"block_sparse_moe\.experts\.(\d+)\.w2\.", r"mlp.experts.\1.down_proj."),
+    (r"block_sparse_moe\.experts\.(\d+)\.w3\.", r"mlp.experts.\1.up_proj."),
+)
+_SHARED_EXPERTS = (r"mlp\.shared_experts\.", "mlp.shared_expert.")
 _PLAIN_MLP = (
     (r"mlp\.(c_fc|fc1|dense_h_to_4h)\.", "mlp.up_proj."),
     (r"mlp\.(c_proj|fc2|dense_4h_to_h)\.", "mlp.down_proj."),
@@ -219,6 +226,7 @@ def _internlm2(spec: ModelSpec) -> Wholes:
 
 
 NAMINGS = {
+    "Dots1ForCausalLM": Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts),
     "ExaoneForCausalLM": Naming(
         prefixes=(
             ("transformer.h.", "model.layers."),
@@ -329,9 +337,7 @@ NAMINGS = {
         ),
         wholes=_glm,
     ),
-    "Glm4MoeForCausalLM": Naming(
-        renamed=((r"mlp\.shared_experts\.", "mlp.shared_expert."),), wholes=_fused_experts, has_draft_layers=True
-    ),
+    "Glm4MoeForCausalLM": Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts, has_draft_layers=True),
     "GlmForCausalLM": Naming(wholes=_glm),
     "GptOssForCausalLM": Naming(renamed=((r"mlp\.router\.", "mlp.gate."),), wholes=_gpt_oss),
     "GraniteMoeForCausalLM": Naming(
@@ -346,15 +352,15 @@ NAMINGS = {
     "Llama4ForCausalLM": Naming(
         renamed=((r"feed_forward\.router\.", "mlp.gate."), (r"feed_forward\.", "mlp.")), wholes=_llama4
     ),
-    "MixtralForCausalLM": Naming(
+    "MiniMaxM2ForCausalLM": Naming(
         renamed=(
-            (r"block_sparse_moe\.gate\.", "mlp.gate."),
-            (r"block_sparse_moe\.experts\.(\d+)\.w1\.", r"mlp.experts.\1.gate_proj."),
-            (r"block_sparse_moe\.experts\.(\d+)\.w2\.", r"mlp.experts.\1.down_proj."),
-            (r"block_sparse_moe\.experts\.(\d+)\.w3\.", r"mlp.experts.\1.up_proj."),
+            *_MIXTRAL_EXPERTS,
+            (r"(block_sparse_moe|mlp)\.e_score_correction_bias$", "mlp.gate.e_score_correction_bias"),
         ),
         wholes=_fused_experts,
+        has_draft_layers=True,
     ),
+    "MixtralForCausalLM": Naming(renamed=_MIXTRAL_EXPERTS, wholes=_fused_experts),
     "MllamaForCausalLM": Naming(image_rows=8),
     "OlmoeForCausalLM": Naming(wholes=_fused_experts),
     "Phi3ForCausalLM": Naming(wholes=_phi3),

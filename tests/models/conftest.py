@@ -167,8 +167,8 @@ def build_model(
             if parameter.ndim == 1 or name.endswith(("bias", "norm.weight")):
                 parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
         for name, buffer in module.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.normal_(mean=1.0, std=0.3)
+            if name.endswith(("layer_scalar", "bias")):
+                buffer.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
     module.eval().save_pretrained(path, **saving)
     return TinyModel(path, module)
 

@@ -12,6 +12,7 @@ from penstock.models.architecture.lines import PLAIN_ON_CUDA
 from penstock.models.architecture.registry import spec_from_config
 from penstock.models.architecture.spec_parts import NormKind, Scoring
 from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.errors import ModelError
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     name: (published["parameters"], published["config"])
@@ -39,9 +40,39 @@ def test_the_matrix_names_what_has_parts_without_kernels_on_cuda(variant_configs
     assert plain == PLAIN_ON_CUDA & {spec.architecture for spec in specs}
 
 
-def test_layers_that_only_propose_drafts_are_not_loaded(tiny_model: Any, tmp_path: Path) -> None:
-    """GLM-4.5 is published with one of them, after its layers."""
-    path = tiny_model("glm4-moe").path
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (None, None)),
+        ({"sliding_window": 9}, (None, None)),  # max_window_layers is as published
+        ({"sliding_window": 9, "max_window_layers": 1}, (None, 9)),
+        ({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}, (9, None)),
+    ],
+)
+def test_layers_of_dots1_that_have_a_window(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    config = PUBLISHED["dots.llm1"][1] | {"num_hidden_layers": 2}
+    assert spec_from_config(config | changes).windows == windows
+
+
+@pytest.mark.parametrize("name", ["n_routed_experts", "n_shared_experts", "num_experts_per_tok"])
+def test_numbers_of_experts_that_dots1_has_no_default_for(name: str) -> None:
+    config = PUBLISHED["dots.llm1"][1]
+    with pytest.raises(ModelError, match=f"{name} is missing"):
+        spec_from_config({field: value for field, value in config.items() if field != name})
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotary_dim"),
+    [({}, 64), ({"rotary_dim": None}, 128), ({"rope_parameters": {"partial_rotary_factor": 0.25}}, 32)],
+)
+def test_the_part_of_a_head_that_minimax_m2_rotates(changes: dict[str, Any], rotary_dim: int) -> None:
+    assert spec_from_config(PUBLISHED["MiniMax-M2"][1] | changes).rotary_dim == rotary_dim
+
+
+@pytest.mark.parametrize("variant", ["glm4-moe", "minimax-m2"])
+def test_layers_that_only_propose_drafts_are_not_loaded(tiny_model: Any, tmp_path: Path, variant: str) -> None:
+    """Models may be published with such layers, after those of the decoder."""
+    path = tiny_model(variant).path
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
     tensors["model.layers.3.mlp.experts.0.up_proj.weight"] = torch.zeros(24, 64)
