@@ -48,9 +48,12 @@ def _phi3(spec: ModelSpec) -> Wholes:
 
 def _fused_experts(spec: ModelSpec) -> Wholes:
     """The experts' layout in transformers 5, which it also saves unless it writes the original format: (experts, 2
-    inner, hidden) with gate above up, and (experts, hidden, inner). Qwen3-VL-MoE exchanges the last two.
+    inner, hidden) with gate above up, and (experts, hidden, inner). Qwen3-VL-MoE exchanges the last two. Empty for a
+    model without experts.
     """
-    experts = _experts(spec)
+    experts = spec.experts
+    if experts is None:
+        return {}
     num, inner, hidden = experts.num_experts, experts.intermediate_size, spec.hidden_size
     size = inner * hidden
     gate_up = [
@@ -80,9 +83,7 @@ def _fused_experts(spec: ModelSpec) -> Wholes:
 
 
 def _llama4(spec: ModelSpec) -> Wholes:
-    """``_fused_experts`` under another name, with the last two dimensions exchanged. A model may have no experts."""
-    if spec.experts is None:
-        return {}
+    """``_fused_experts`` under another name, with the last two dimensions exchanged."""
     return {
         name.replace("mlp.", "feed_forward."): whole.turned
         for name, whole in _fused_experts(spec).items()
@@ -167,8 +168,6 @@ def _falcon(spec: ModelSpec) -> Wholes:
 
 def _gemma4(spec: ModelSpec) -> Wholes:
     """``_fused_experts`` under other names."""
-    if spec.experts is None:
-        return {}
     return {name.removeprefix("mlp."): whole for name, whole in _fused_experts(spec).items()}
 
 
@@ -225,8 +224,8 @@ def _internlm2(spec: ModelSpec) -> Wholes:
     return _grouped_qkv(spec, "attention.wqkv", spec.qkv_bias)
 
 
-NAMINGS = {
-    "Dots1ForCausalLM": Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts),
+_DEFAULT = Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts)
+_NAMINGS = {
     "ExaoneForCausalLM": Naming(
         prefixes=(
             ("transformer.h.", "model.layers."),
@@ -362,13 +361,16 @@ NAMINGS = {
     ),
     "MixtralForCausalLM": Naming(renamed=_MIXTRAL_EXPERTS, wholes=_fused_experts),
     "MllamaForCausalLM": Naming(image_rows=8),
-    "OlmoeForCausalLM": Naming(wholes=_fused_experts),
     "Phi3ForCausalLM": Naming(wholes=_phi3),
     "PhiForCausalLM": Naming(
         prefixes=(("model.final_layernorm.", "model.norm."),),
         renamed=((r"self_attn\.dense\.", "self_attn.o_proj."), *_PLAIN_MLP),
     ),
-    "Qwen2MoeForCausalLM": Naming(wholes=_fused_experts),
-    "Qwen3MoeForCausalLM": Naming(wholes=_fused_experts),
     "Starcoder2ForCausalLM": Naming(renamed=_PLAIN_MLP),
 }
+
+
+def naming_of(architecture: str) -> Naming:
+    """Returns how an architecture's checkpoints name and combine tensors: as Llama's do, and its mixtures of experts as
+    Qwen3's and GLM-4.5's, unless the architecture has a naming of its own."""
+    return _NAMINGS.get(architecture, _DEFAULT)

@@ -11,7 +11,7 @@ from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.combined_tensors import Naming, Wholes
 from penstock.models.checkpoint.files.safetensors_header import ELEMENT_BITS, TensorEntry
-from penstock.models.checkpoint.tensor_layouts import NAMINGS, WRAPPED
+from penstock.models.checkpoint.tensor_layouts import WRAPPED, naming_of
 from penstock.models.errors import ModelError
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -29,7 +29,7 @@ def find_views(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str,
     """Returns the tensors of a checkpoint under the names of ``spec.tensors()``. Unknown tensors are unchanged. Raises
     ModelError if a tensor cannot be split, or appears twice.
     """
-    naming = NAMINGS.get(spec.architecture, Naming())
+    naming = naming_of(spec.architecture)
     wholes = naming.wholes(spec)
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
@@ -85,7 +85,7 @@ def _without_last_rows(name: str, entry: TensorEntry, spec: ModelSpec, count: in
 
 def rename_prefixes(architecture: str, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Returns the tensors with the beginnings of names that ``ModelSpec.tensors`` has."""
-    prefixes = NAMINGS.get(architecture, Naming()).prefixes
+    prefixes = naming_of(architecture).prefixes
     found = {}
     for name, entry in entries.items():
         old, new = next(((old, new) for old, new in prefixes if name.startswith(old)), ("", ""))
@@ -142,7 +142,7 @@ def stored_name(spec: ModelSpec, name: str) -> str:
     match = LAYER.fullmatch(name)
     if match is not None:
         number, local = _stored_layer(spec, int(match[2])), match[3]
-        for whole, layout in NAMINGS.get(spec.architecture, Naming()).wholes(spec).items():
+        for whole, layout in naming_of(spec.architecture).wholes(spec).items():
             if any(part.name == local for part in layout.parts):
                 return f"model.layers.{number}.{whole}"
         return f"model.layers.{number}.{local}"
