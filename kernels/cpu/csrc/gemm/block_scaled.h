@@ -1,5 +1,5 @@
 // Products with weights of four bits, of which 32 columns share a scale and no zero point is stored, as in MXFP4 and
-// GGUF's Q4_0. A KIND says how codes and scales are stored: gemm/fp4.h, gemm/q4_0.h.
+// GGUF's Q4_0. A KIND specifies how codes and scales are stored: gemm/fp4.h, gemm/q4_0.h.
 //
 // A panel has for every KIND::LINE_COLUMNS columns a line of 64 bytes with the scales, [chunks of 32 columns][16 rows],
 // and then lines of codes in int4's layout (gemm/int4_panel.h), so it takes as many bytes as the weights in the file.
