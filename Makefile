@@ -17,6 +17,8 @@ PENSTOCK_TORCH_INDEX ?=
 
 # Tests and checks never reach a model hub.
 export HF_HUB_OFFLINE := 1
+# If it is set, as in many images, each of the many processes of the tests compiles all its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 SERVING := $(VENV)/.serving
 ENVIRONMENT := $(VENV)/.made
@@ -41,7 +43,7 @@ define make-venv
 @test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 endef
 
-# Without --no-compile, pip compiles every module, and most are never imported.
+# Python compiles a module at its first import. pip would compile all, and most are never imported.
 PIP_INSTALL = $(BIN)/pip install --no-compile
 
 install-torch = $(PIP_INSTALL) -c constraints.txt \
