@@ -26,6 +26,7 @@ import httpx
 import pytest
 import tokenizers
 from fastapi import FastAPI
+from plain_http import plain_client
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.clients.cli.options import ConnectionOptions
@@ -268,7 +269,7 @@ async def http_in_front_of(target: str, **settings: Any) -> AsyncIterator[tuple[
         while not http.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.001)
         base = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
+        async with plain_client(base) as client:
             yield app, client
         http.should_exit = True
         await serving

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from plain_http import plain_client
 from starlette.applications import Starlette
 
 from penstock.clients.cli.options import ConnectionOptions
@@ -136,7 +137,7 @@ async def page_for(target: str, **settings: Any) -> AsyncIterator[tuple[Starlett
         while not http.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.001)
         base = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
+        async with plain_client(base) as client:
             yield app, client
         http.should_exit = True
         await serving
