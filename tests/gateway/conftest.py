@@ -26,7 +26,7 @@ import httpx
 import pytest
 import tokenizers
 from fastapi import FastAPI
-from plain_http import plain_client
+from http_get import plain_client
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.clients.cli.options import ConnectionOptions

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from plain_http import plain_client
+from http_get import plain_client
 from starlette.applications import Starlette
 
 from penstock.clients.cli.options import ConnectionOptions
