@@ -148,8 +148,8 @@ def with_layer_norms(spec: ModelSpec, *parts: str) -> ModelSpec:
 def read_experts(
     fields: HfConfigReader, name: str, default: int | None, default_per_token: int | None, intermediate_size: int
 ) -> Experts:
-    """Experts in every layer. ``name`` is the field that holds their number. The config has to have fields without a
-    default."""
+    """Experts in every layer. ``name`` is the field that holds their number. A field whose default is None is
+    required."""
     num_experts = fields.integer(name, 1, MAX_EXPERTS, default)
     return Experts(
         num_experts=num_experts,

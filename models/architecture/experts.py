@@ -101,7 +101,7 @@ def glm4_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
     through; the first layers have none."""
     defaults = Defaults(max_positions=131072, kv_heads=8, norm_eps=1e-5, read_rope=partial(read_rope, default_part=0.5))
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
-    experts = _grouped_experts(fields, experts=128, per_token=8, first=1, shared=1, normalise=True)
+    experts = _grouped_experts(fields, num_experts=128, per_token=8, first=1, shared=1, normalise=True)
     return replace(
         spec,
         qkv_bias=fields.flag("attention_bias", False),
@@ -116,34 +116,34 @@ def dots1(fields: HfConfigReader, architecture: str) -> ModelSpec:
     window, first = read_window(fields, 4096), fields.integer("max_window_layers", 0, MAX_POSITIONS, 62)
     windows = windows_by_type(fields, window, lambda layer: window is not None and layer >= first)
     spec = read_decoder(fields, architecture, windows, Defaults(max_positions=2048, kv_heads=32))
-    experts = _grouped_experts(fields, experts=None, per_token=None, first=0, shared=None, normalise=False)
+    experts = _grouped_experts(fields, num_experts=None, per_token=None, first=0, shared=None, normalise=False)
     return replace(with_biases(spec, fields), qk_norm=QkNorm.HEAD, experts=experts)
 
 
 def _grouped_experts(
     fields: HfConfigReader,
     *,
-    experts: int | None,
+    num_experts: int | None,
     per_token: int | None,
     first: int,
     shared: int | None,
     normalise: bool,
 ) -> Experts:
     """DeepSeek V3's experts, which are chosen from the best groups by sigmoid plus bias, beside shared ones. The
-    arguments are the family's defaults; None: the config has to have the field."""
+    arguments are the family's defaults; None: the field is required."""
     first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first)
     inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1408)
     name = "num_local_experts" if "num_local_experts" in fields else "n_routed_experts"
-    kinds = read_experts(fields, name, experts, per_token, inner)
-    groups = fields.integer("n_group", 1, kinds.num_experts, 1)
+    experts = read_experts(fields, name, num_experts, per_token, inner)
+    groups = fields.integer("n_group", 1, experts.num_experts, 1)
     # A group's score is the sum of its two best experts.
-    if groups > 1 and (kinds.num_experts % groups or kinds.num_experts < 2 * groups):
-        raise fields.wrong("n_group", f"must divide {kinds.num_experts} experts into groups of at least 2")
+    if groups > 1 and (experts.num_experts % groups or experts.num_experts < 2 * groups):
+        raise fields.wrong("n_group", f"must divide {experts.num_experts} experts into groups of at least 2")
     groups_per_token = fields.integer("topk_group", 1, groups, 1)
-    if kinds.per_token > groups_per_token * (kinds.num_experts // groups):
-        raise fields.wrong("topk_group", f"must be enough groups for {kinds.per_token} experts per token")
+    if experts.per_token > groups_per_token * (experts.num_experts // groups):
+        raise fields.wrong("topk_group", f"must be enough groups for {experts.per_token} experts per token")
     return replace(
-        kinds,
+        experts,
         normalise=fields.flag("norm_topk_prob", normalise),
         layers=tuple(layer >= first for layer in range(num_layers(fields))),
         scoring=Scoring.SIGMOID,

@@ -235,7 +235,7 @@ def check_apart(addresses: Iterable[Address]) -> None:
         else:
             is_same = one.path == other.path
         if is_same:
-            raise ListenError(f"{one.flag} and {other.flag} are both {other}; give one of them another address")
+            raise ListenError(f"{one.flag} {one} conflicts with {other.flag} {other}; give one of them another address")
 
 
 def warn_of_exposure(

@@ -65,8 +65,8 @@ class TestListening:
     )
     def test_two_listeners_with_one_address_are_named(self, addresses):
         listeners = [Address.parse(text, flag) for flag, text in (each.split() for each in addresses)]
-        (flag, _), (other_flag, other) = (each.split() for each in addresses[-2:])
-        with pytest.raises(ListenError, match=rf"^{flag} and {other_flag} are both {re.escape(other)}; give one of"):
+        one, other = map(re.escape, addresses[-2:])
+        with pytest.raises(ListenError, match=rf"^{one} conflicts with {other}; give one of them another address$"):
             check_apart(listeners)
 
     @pytest.mark.parametrize(

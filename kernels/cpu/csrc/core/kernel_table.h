@@ -15,7 +15,14 @@ namespace penstock {
 
 constexpr int LANES = 16;
 
-enum Format : int32_t { FORMAT_F32 = 0, FORMAT_BF16 = 1, FORMAT_INT8 = 2, FORMAT_INT4 = 3, FORMAT_FP4 = 4, FORMAT_Q4_0 = 5 };
+enum Format : int32_t {
+  FORMAT_F32 = 0,
+  FORMAT_BF16 = 1,
+  FORMAT_INT8 = 2,
+  FORMAT_INT4 = 3,
+  FORMAT_FP4 = 4,
+  FORMAT_Q4_0 = 5,
+};
 // act(gate) * up; or, clamped, g sigmoid(alpha g) (u + 1), where g is the gate, at most `limit`, and u is up, clamped
 // to +-limit.
 enum Activation : int32_t {
@@ -36,7 +43,7 @@ struct Matrix {
   Format format;
   int32_t rows;
   int32_t columns;
-  int32_t group;          // columns that share a scale, a multiple of 32 (int4), or 32 (FP4, Q4_0); 0: one scale per row, or none
+  int32_t group;          // columns that share a scale: 32 (FP4, Q4_0), a multiple of 32 (int4); 0: one scale per row, or none
   int64_t panel_bytes;    // see `panel_bytes` of the table
   const uint8_t* panels;  // aligned to 64 bytes
   const float* bias;      // one per row, padded to whole panels; or null
@@ -175,8 +182,8 @@ struct Kernels {
   void (*pack_panel_bf16)(int columns, const uint16_t* const rows[LANES], uint8_t* panel);
   // The same for int8, int4, FP4 and Q4_0 from the codes of a quantised checkpoint: one byte per weight, and one scale
   // and one zero point (in units of the codes) per group; W = (code - zero) * scale. Codes of int8 are signed bytes,
-  // those of int4 and Q4_0 are 0 to 15. Codes of FP4 are E2M1, with scales that are powers of two. FP4 and Q4_0 have no
-  // zero points; Q4_0's are always 8.
+  // those of int4 and Q4_0 are 0 to 15. Codes of FP4 are E2M1, with scales that are powers of two. The zero points of FP4
+  // are always 0 and those of Q4_0 always 8, so neither stores them.
   void (*pack_panel_codes)(Format format, int columns, int group, const uint8_t* const codes[LANES],
                            const float* const scales[LANES], const float* const zeros[LANES], uint8_t* panel);
   // Writes a row of W as float32, for the lookup of an embedding.

@@ -1,5 +1,5 @@
 // Products with weights of four bits, of which 32 columns share a scale and no zero point is stored, as in MXFP4 and
-// GGUF's Q4_0. A KIND specifies how codes and scales are stored: gemm/fp4.h, gemm/q4_0.h.
+// GGUF's Q4_0. A KIND specifies how codes and scales are stored: Q4_0 below, and Fp4 in gemm/fp4.h.
 //
 // A panel has for every KIND::LINE_COLUMNS columns a line of 64 bytes with the scales, [chunks of 32 columns][16 rows],
 // and then lines of codes in int4's layout (gemm/int4_panel.h), so it takes as many bytes as the weights in the file.
@@ -9,6 +9,7 @@
 // The dot product over a chunk is exact in int32; chunks are added in float32, in their order.
 #pragma once
 
+#include "gemm/int4_panel.h"
 #include "gemm/int_tiles.h"
 
 namespace PENSTOCK_LEVEL {
@@ -131,6 +132,20 @@ struct BlockScaled {
     for (int p = 0; p < P; p++)
       for (int m = 0; m < M; m++) store(tile.sums + m * tile.width + p * LANES, total[m][p]);
   }
+};
+
+// Codes around 8, of which 32 columns share a float16. A weight takes 18 / 32 bytes.
+struct Q4_0 {
+  static constexpr int LINE_COLUMNS = 64, ZERO = 8, LARGEST = 15;
+  static constexpr float UNIT = 1.0f;
+
+  static void store_scale(uint8_t* to, float scale) {
+    const uint16_t half = to_half(scale);
+    memcpy(to, &half, 2);
+  }
+  INLINE Floats load_scales(const uint8_t* line) { return load_half(line); }
+  static int byte_of(int code) { return code; }
+  INLINE DotNibbles load_bytes(const uint8_t* line) { return load_nibbles(line); }
 };
 
 }  // namespace PENSTOCK_LEVEL

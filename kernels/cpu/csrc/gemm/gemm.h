@@ -10,7 +10,6 @@
 #include "gemm/fp4.h"
 #include "gemm/int4.h"
 #include "gemm/int8.h"
-#include "gemm/q4_0.h"
 
 #include "core/simd.h"
 
