@@ -1,8 +1,8 @@
-"""What traces cost: tokens per second without them, and with 10 % of requests sampled and sent to a collector.
+"""What traces cost: tokens per second and CPU, with 10 % of requests sampled and sent to a collector.
 
-Two services with the demo model and an HTTP gateway, one with each setting, take turns: a round of one, then the same
-round of the other, in pairs, by gRPC and by OpenAI's API. The collector is a process on the same cores that accepts
-every export unread, and counts the spans at the end.
+Three services with the demo model and an HTTP gateway take turns, by gRPC and by OpenAI's API: two without traces,
+which show what is noise, and one with them. The collector is a process on the same cores that accepts every export
+unread, and counts the spans at the end.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,24 @@ OUTPUT_TOKENS = 32
 """Few, so that there are many requests, each of which may have spans."""
 SAMPLED_SHARE = 0.1
 TARGET = 0.02
+PLAIN = "without traces"
 EXPORT = "opentelemetry.proto.collector.trace.v1.TraceService"
+
+
+@dataclass(frozen=True)
+class Round:
+    """What was measured of one service."""
+
+    tokens_per_s: float
+    cpu_s: float
+    """What the service, its worker and its gateway took for each request."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a line for each way to call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=7, help="of rounds, for each way (default: 7)")
+    parser.add_argument("--ways", nargs="+", choices=[GRPC, HTTP], default=[GRPC, HTTP])
+    parser.add_argument("--pairs", type=int, default=7, help="rounds of each service, for each way (default: 7)")
     parser.add_argument("--requests", type=int, default=2048, help="in each round (default: 2048)")
     parser.add_argument("--streams", type=int, default=64, help="at a time (default: 64)")
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
@@ -49,11 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     with ExitStack() as stack:
         collector = stack.enter_context(collecting())
-        plain = stack.enter_context(serving({}))
-        traced = stack.enter_context(serving(telemetry(collector)))
-        for way in (GRPC, HTTP):
-            pairs = uvloop.run(measure(plain, traced, way, arguments))
-            report(way, pairs, arguments)
+        settings = {PLAIN: {}, "without traces, again": {}, f"{SAMPLED_SHARE:.0%} sampled": telemetry(collector)}
+        services = {name: stack.enter_context(serving(environment)) for name, environment in settings.items()}
+        for way in arguments.ways:
+            report(way, uvloop.run(measure(services, way, arguments)), arguments)
 
 
 def telemetry(target: str) -> dict[str, str]:
@@ -65,19 +76,19 @@ def telemetry(target: str) -> dict[str, str]:
     }
 
 
-async def measure(plain: Any, traced: Any, way: str, arguments: argparse.Namespace) -> list[tuple[float, float]]:
-    """The tokens per second of each pair: without traces, and with them. The first of a pair changes."""
-    for service in (plain, traced):
-        await tokens_per_s(service, way, arguments.streams, arguments.streams)  # whatever is made at the first request
-    pairs = []
+async def measure(services: dict[str, Any], way: str, arguments: argparse.Namespace) -> dict[str, list[Round]]:
+    """Rounds of each service, by turns. Which is first changes."""
+    for service in services.values():  # whatever is made at the first request
+        await measure_round(service, way, arguments.streams, arguments.streams)
+    rounds: dict[str, list[Round]] = {name: [] for name in services}
     for number in range(arguments.pairs):
-        order = (plain, traced) if number % 2 == 0 else (traced, plain)
-        speeds = {id(each): await tokens_per_s(each, way, arguments.requests, arguments.streams) for each in order}
-        pairs.append((speeds[id(plain)], speeds[id(traced)]))
-    return pairs
+        order = [*services][number % len(services) :] + [*services][: number % len(services)]
+        for name in order:
+            rounds[name].append(await measure_round(services[name], way, arguments.requests, arguments.streams))
+    return rounds
 
 
-async def tokens_per_s(service: Any, way: str, num_requests: int, num_streams: int) -> float:
+async def measure_round(service: Any, way: str, num_requests: int, num_streams: int) -> Round:
     """One round."""
     load = RandomLoad(
         vocab_size=GATEWAY["VOCAB_SIZE"],
@@ -88,23 +99,34 @@ async def tokens_per_s(service: Any, way: str, num_requests: int, num_streams: i
         options={**DEFAULT_OPTIONS, "format": "text_and_token_ids"} if way == GRPC else DEFAULT_OPTIONS,
     )
     async with GrpcCaller(ConnectionOptions(service.target)) as grpc_caller:
+        before = service.cpu_s()
         done = await run(load, grpc_caller if way == GRPC else GATEWAY["HttpCaller"](service.http))
+        after = service.cpu_s()
     assert len(done.ok) == num_requests, done.failures
-    return sum(record.output_tokens for record in done.ok) / done.seconds
+    cpu_s = sum(after[name] - before[name] for name in after if name != "client")
+    return Round(sum(record.output_tokens for record in done.ok) / done.seconds, cpu_s / num_requests)
 
 
-def report(way: str, pairs: list[tuple[float, float]], arguments: argparse.Namespace) -> None:
-    """The medians of the speeds, and the cost by pairs."""
-    plain, traced = (statistics.median(speeds) for speeds in zip(*pairs, strict=True))
-    costs = [1 - with_traces / without for without, with_traces in pairs]
+def report(way: str, rounds: dict[str, list[Round]], arguments: argparse.Namespace) -> None:
+    """The medians of each service, and what each takes more than the first in the median of the pairs."""
     print(
-        f"{way}: {len(pairs)} pairs of {arguments.requests} requests of {OUTPUT_TOKENS} tokens, "
+        f"{way}: {arguments.pairs} rounds of each service, of {arguments.requests} requests of {OUTPUT_TOKENS} tokens, "
         f"{arguments.streams} at a time\n"
-        f"  tokens/s: {plain:,.0f} without traces, {traced:,.0f} with {SAMPLED_SHARE:.0%} sampled\n"
-        f"  traces cost {statistics.median(costs):.1%} in the median of the pairs, {min(costs):.1%} to "
-        f"{max(costs):.1%} (wanted: under {TARGET:.0%})",
-        flush=True,
+        f"  {'':24}{'tokens/s':>10}{'cost':>8}{'of pairs':>20}{'CPU ms a request':>20}{'cost':>8}{'of pairs':>20}"
     )
+    for name, measured in rounds.items():
+        pairs = [*zip(rounds[PLAIN], measured, strict=True)]
+        slower = [1 - other.tokens_per_s / plain.tokens_per_s for plain, other in pairs]
+        more = [other.cpu_s / plain.cpu_s - 1 for plain, other in pairs]
+        speed = statistics.median(each.tokens_per_s for each in measured)
+        cpu_s = statistics.median(each.cpu_s for each in measured)
+        print(f"  {name:24}{speed:10,.0f}{described(slower)}{cpu_s * 1e3:20.2f}{described(more)}")
+    print(f"  wanted: under {TARGET:.0%}; what the second service costs is noise", flush=True)
+
+
+def described(costs: list[float]) -> str:
+    """The median and the range."""
+    return f"{statistics.median(costs):8.1%}{f'{min(costs):.1%} to {max(costs):.1%}':>20}"
 
 
 @contextmanager
