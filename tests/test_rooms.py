@@ -1,7 +1,9 @@
 """The layout: folders that a reader can survey, and imports that have a direction."""
 
 import ast
+import functools
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -33,23 +35,32 @@ def files_of_tests() -> list[Path]:
     return sorted(file.relative_to(ROOT) for file in (ROOT / "tests").rglob("*.py"))
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
 def module_of(file: Path) -> str:
     return ".".join(("penstock", *file.with_suffix("").parts)).removesuffix(".__init__")
 
 
 def imports(file: Path, modules: set[str]) -> set[str]:
     """The modules of ours that a file imports when it runs, at once or later."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_that_run(parsed(file)):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{each.name}" for each in node.names} | {node.module}
         elif isinstance(node, ast.Import):
             found |= {each.name for each in node.names}
     return found & modules
+
+
+def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
+    """A tree's nodes without what only type checkers read."""
+    yield node
+    is_for_checkers = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    for child in node.orelse if is_for_checkers else ast.iter_child_nodes(node):
+        yield from nodes_that_run(child)
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
@@ -67,6 +78,7 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     return next(filter(None, (search(node, []) for node in sorted(edges))), [])
 
 
+@functools.cache
 def file_edges() -> dict[str, set[str]]:
     files = {module_of(file): file for file in sources()}
     return {module: imports(file, set(files)) - {module} for module, file in files.items()}
@@ -101,8 +113,8 @@ def test_a_circle_is_found():
 
 
 def test_every_folder_has_a_docstring():
-    inits = [ROOT / file for file in sources() if file.name == "__init__.py"]
-    assert [file for file in inits if not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))] == []
+    inits = [file for file in sources() if file.name == "__init__.py"]
+    assert [file for file in inits if not ast.get_docstring(parsed(file))] == []
     folders = {file.parent for file in sources()}
     without = {folder for folder in folders if not (ROOT / folder / "__init__.py").exists()}
     assert {folder.as_posix() for folder in without} <= {"models/train_demo"}
@@ -111,7 +123,7 @@ def test_every_folder_has_a_docstring():
 def test_every_class_has_a_name_of_its_own():
     files: defaultdict[str, list[str]] = defaultdict(list)
     for file in sources():
-        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(file.as_posix())
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
@@ -126,7 +138,7 @@ def test_files_are_short():
 def test_functions_are_short():
     long_functions = defaultdict[str, set[str]](set)
     for file in sources():
-        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 if node.end_lineno - node.lineno >= MOST_LINES_OF_FUNCTION:

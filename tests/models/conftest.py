@@ -50,13 +50,11 @@ to bite."""
 OWN_STEPS = (
     "llama",
     "mistral-window9",
-    "qwen2-some-windows",
     "gemma2",
     "gemma3",
     "gemma4-inputs",
     "gemma4-experts",
     "gpt-oss",
-    "qwen3-moe",
     "falcon7b",
     "gpt2",
     "smollm3",

@@ -205,7 +205,7 @@ def _find_config(info: CheckpointInfo) -> Any:
 def _load_module(info: CheckpointInfo, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     kind = getattr(transformers, info.spec.architecture)
     if info.classifier is not None:  # there is no output head; tied, none is missing
         config.tie_word_embeddings = True

@@ -61,7 +61,7 @@ CASES = [
 ]
 LONG = "not a call " * 40
 ENDS = ("", ']}"')
-small_and_large = pytest.mark.parametrize(("size", "piece_size"), [(KIB // 2, 1), (2 * KIB, 7), (8 * KIB, 8 * KIB)])
+small_and_large = pytest.mark.parametrize(("size", "piece_size"), [(KIB // 2, 1), (2 * KIB, 7), (4 * KIB, 4 * KIB)])
 
 
 def text_of(beginning, unit, size, end=""):

@@ -58,9 +58,9 @@ VARIANTS = [
     "llama4",
 ]
 """Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
-IN_PLAIN_TORCH = ("cohere-qk-norm", "gpt-neox", "hunyuan", "ministral3", "qwen2-moe")
-"""Those whose own part plain torch computes between the kernels: long tests, since each takes seconds in the
-interpreter."""
+LONG = ("cohere-qk-norm", "gpt-neox", "hunyuan", "ministral3", "qwen2-moe", "qwen3-moe-sparse-windows")
+"""Those whose own part plain torch computes between the kernels, or that others have parts of: long tests, since each
+takes seconds in the interpreter."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def generate(runner: Runner, rows: list[AddedRow], num_tokens: int) -> list[list
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=pytest.mark.soak) if name in IN_PLAIN_TORCH else name for name in VARIANTS]
+    "variant", [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in VARIANTS]
 )
 def test_tokens_are_those_of_transformers(variant, tiny_model, load):
     model, runner = tiny_model(variant), load(variant)
@@ -298,7 +298,9 @@ def test_deterministic_bits_do_not_depend_on_what_else_a_step_has(variant, load,
     assert said_of(0, [result])[0] == tokens[1:]
 
 
-@pytest.mark.parametrize("quantization", AT_LOAD)
+@pytest.mark.parametrize(
+    "quantization", [pytest.param(name, marks=pytest.mark.soak) if name == "int8" else name for name in AT_LOAD]
+)
 @pytest.mark.usefixtures("fp8_as_on_a_gpu")
 def test_weights_quantised_at_load(tiny_model, load, quantization, narrow_inputs, caplog):
     """Tokens are those of transformers with the weights multiplied out again."""

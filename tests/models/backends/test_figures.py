@@ -130,7 +130,7 @@ async def test_sampled_output_with_a_seed_is_the_same_alone_batched_and_preempte
     assert other_seed != alone
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 300))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 300))])
 async def test_reliability_figure_9_in_random_traffic(tiny_model, in_process, start_engine, monkeypatch, seed):
     """Prompts that share prefixes, parameters of all kinds, cancels at random, blocks for a few at a time: whatever is
     answered is what the request gets alone (fp64, poisoned blocks)."""

@@ -86,8 +86,11 @@ class Killer:
 
 @pytest.mark.parametrize(
     "drafts",
-    [None, {"method": "suffix"}, {"method": "draft_model", "model": "demo_draft"}],
-    ids=["forced tokens", "suffix", "draft model"],
+    [
+        pytest.param(None, id="forced tokens", marks=pytest.mark.soak),
+        pytest.param({"method": "suffix"}, id="suffix", marks=pytest.mark.soak),
+        pytest.param({"method": "draft_model", "model": "demo_draft"}, id="draft model"),
+    ],
 )
 def test_killed_workers_change_nothing(drafts: dict[str, str] | None, tmp_path: Path) -> None:
     """In float32: on the reference backend steps of other sizes differ in their last bits."""
