@@ -3,7 +3,7 @@
 import ast
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -58,8 +58,11 @@ def imports(file: Path, modules: set[str]) -> set[str]:
 def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
     """A tree's nodes without what only type checkers read."""
     yield node
-    is_for_checkers = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    for child in node.orelse if is_for_checkers else ast.iter_child_nodes(node):
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        children: Iterable[ast.AST] = node.orelse
+    else:
+        children = ast.iter_child_nodes(node)
+    for child in children:
         yield from nodes_that_run(child)
 
 
