@@ -297,7 +297,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """auto: safetensors; dummy: random weights from the config alone, for benchmarks."""
     quantization: str = "none"
     """none: as in the checkpoint; int8, int4 or fp8: quantized at load from a float checkpoint; gptq, awq,
-    compressed-tensors or mxfp4: the checkpoint must have this format, which it may also have with fp8."""
+    compressed-tensors, mxfp4 or modelopt: the checkpoint must have this format, which it may also have with fp8."""
     kv_cache_dtype: str = "auto"
     """auto, int8 or fp8; auto is the type of the activations."""
     deterministic: bool = False
@@ -360,7 +360,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes: int
     quantization: str = "none"
-    """The format of the weights: none, int8, int4, fp8, gptq, awq, compressed-tensors, mxfp4 or gguf."""
+    """The format of the weights: none, int8, int4, fp8, gptq, awq, compressed-tensors, mxfp4, modelopt or gguf."""
     instruction_set: str = ""
     """The CPU instruction set of the kernels; empty where the backend does not choose one."""
     num_threads: int = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.models.architecture.foreign import ForeignSpec
+from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.registry import find_spec, ignored_layer_types, text_config
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.classification_head import find_classifier, take_classifier
@@ -24,8 +25,10 @@ from penstock.models.checkpoint.files.model_files import (
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry, read_header
 from penstock.models.checkpoint.gguf_check import SUFFIX, check_gguf, shard_names
 from penstock.models.checkpoint.info import CONFIG, EMBEDDING, FLOAT_DTYPES, HEAD, CheckpointInfo
-from penstock.models.checkpoint.quantization_config import quantization_from_config
-from penstock.models.checkpoint.quantized_layout import QuantizedLinear, find_quantized
+from penstock.models.checkpoint.quantization.config import CONFIG_FIELD, quantization_from_config
+from penstock.models.checkpoint.quantization.layout import QuantizedLinear, find_quantized
+from penstock.models.checkpoint.quantization.modelopt import HF_QUANT_CONFIG, read_modelopt
+from penstock.models.checkpoint.quantization.scheme import Quantization
 from penstock.models.checkpoint.tensor_names import (
     DERIVED_TENSORS,
     find_kv_scales,
@@ -64,6 +67,7 @@ HUB_WEIGHTS = (SINGLE, "model-?????-of-?????.safetensors")
 """The usual file names of weights. If a repository has others, the index names them."""
 HUB_FILES = (
     CONFIG,
+    HF_QUANT_CONFIG,
     INDEX,
     *HUB_WEIGHTS,
     "generation_config.json",
@@ -216,9 +220,9 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
         config = text_config(whole)
         spec = find_spec(config)
         classifier = find_classifier(whole, config, spec)
-        quantization = quantization_from_config(config)
     except ModelError as error:
         raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
+    quantization = _find_quantization(path, config)
     ignored = None if isinstance(spec, ForeignSpec) else ignored_layer_types(config, spec)
     warnings = [f"{path / CONFIG}: {ignored}"] if ignored else []
     if classifier is not None:
@@ -259,6 +263,19 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     return CheckpointInfo(
         path, config, spec, tensors, quantization, quantized, tuple(warnings), kv_scales, classifier=classifier
     )
+
+
+def _find_quantization(path: Path, config: Mapping[str, Any]) -> Quantization | None:
+    """Returns the quantisation in config.json. Older checkpoints of NVIDIA's Model Optimizer have it only in another
+    file. Raises ModelError."""
+    is_in_config = config.get(CONFIG_FIELD) is not None or not (path / HF_QUANT_CONFIG).exists()
+    file = path / (CONFIG if is_in_config else HF_QUANT_CONFIG)
+    try:
+        if is_in_config:
+            return quantization_from_config(config)
+        return read_modelopt(HfConfigReader(read_json(file)).part("quantization"))
+    except ModelError as error:
+        raise ModelError(f"{file}: {str(error).removeprefix(f'{file}: ').removeprefix(f'{CONFIG}: ')}") from error
 
 
 def _skipped(path: Path, config: Mapping[str, Any], num_skipped: int) -> str:

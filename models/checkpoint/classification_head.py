@@ -25,7 +25,7 @@ from penstock.models.checkpoint.info import (
     ClassifierInfo,
     HeadActivation,
 )
-from penstock.models.checkpoint.quantized_reader import as_floats
+from penstock.models.checkpoint.quantization.reader import as_floats
 from penstock.models.errors import ModelError
 
 MAX_LABELS = 4096

@@ -15,8 +15,8 @@ from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.gguf.config import FACTORS_LONG, FACTORS_SHORT
 from penstock.models.checkpoint.gguf.header import GgufHeader
-from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
-from penstock.models.checkpoint.quantized_layout import QuantizedLinear
+from penstock.models.checkpoint.quantization.layout import QuantizedLinear
+from penstock.models.checkpoint.quantization.scheme import QuantLayout, QuantScheme
 from penstock.models.errors import ModelError
 
 FOUR_BIT = QuantScheme(QuantLayout.Q4_0, group=32, has_zeros=False, is_ordered=False)

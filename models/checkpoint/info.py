@@ -8,8 +8,9 @@ from typing import Any
 
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
-from penstock.models.checkpoint.quantization_config import AT_LOAD, METHODS, Quantization, choose_quantization
-from penstock.models.checkpoint.quantized_layout import QuantizedLinear
+from penstock.models.checkpoint.quantization.config import AT_LOAD, METHODS, choose_quantization
+from penstock.models.checkpoint.quantization.layout import QuantizedLinear
+from penstock.models.checkpoint.quantization.scheme import Quantization
 from penstock.models.errors import ModelError
 
 CONFIG = "config.json"

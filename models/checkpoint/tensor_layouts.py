@@ -9,7 +9,7 @@ import numpy as np
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import Experts
 from penstock.models.checkpoint.combined_tensors import CombinedTensor, Naming, TensorPart, Wholes
-from penstock.models.checkpoint.quantization_config import MX_GROUP
+from penstock.models.checkpoint.quantization.scheme import MX_GROUP
 
 WRAPPED = (
     ("model.language_model.", "model."),

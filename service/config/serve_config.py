@@ -207,7 +207,7 @@ class ServeConfig:
         "none",
         "int8, int4 and, on GPUs, fp8 quantise the weights of a float checkpoint at load; the others, and fp8 too, "
         "name the format of a quantised checkpoint",
-        choices=["none", "int8", "int4", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4"],
+        choices=["none", "int8", "int4", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4", "modelopt"],
     )  # fmt: skip
     load_format: str = flag(
         "auto", "auto reads the model's files; dummy makes up weights, for benchmarks", choices=["auto", "dummy"]

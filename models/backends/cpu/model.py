@@ -34,8 +34,8 @@ from penstock.models.backends.cpu.weights import (
     widened,
 )
 from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleSpec
-from penstock.models.checkpoint.quantized_layout import QuantizedLinear
-from penstock.models.checkpoint.quantized_reader import QuantizationError
+from penstock.models.checkpoint.quantization.layout import QuantizedLinear
+from penstock.models.checkpoint.quantization.reader import QuantizationError
 from penstock.models.errors import ModelError
 
 ACTIVATIONS = {kind: GemmActivation[kind.name] for kind in decoder.Activation}

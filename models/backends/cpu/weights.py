@@ -13,8 +13,8 @@ from penstock.kernels.cpu.program import ElementType, Library, PackedLinear
 from penstock.models.architecture.spec import ONES
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.info import CheckpointInfo
-from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
-from penstock.models.checkpoint.quantized_reader import QuantizationError, QuantizedMatrix, read_matrix
+from penstock.models.checkpoint.quantization.reader import QuantizationError, QuantizedMatrix, read_matrix
+from penstock.models.checkpoint.quantization.scheme import QuantLayout, QuantScheme
 
 Floats = NDArray[np.float32]
 Addresses = NDArray[np.uint64]

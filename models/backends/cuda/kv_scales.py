@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.models.backends.tensor_parallel import TensorParallel, share
 from penstock.models.checkpoint.info import CheckpointInfo
-from penstock.models.checkpoint.quantized_reader import read_floats
+from penstock.models.checkpoint.quantization.reader import read_floats
 from penstock.models.errors import ModelError
 
 

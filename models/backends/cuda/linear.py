@@ -25,8 +25,8 @@ from penstock.kernels.cuda.quantized.weights import (
 )
 from penstock.models.backends.torch_common.weights import DenseLinear, Linear
 from penstock.models.checkpoint.info import CheckpointInfo
-from penstock.models.checkpoint.quantization_config import QuantScheme
-from penstock.models.checkpoint.quantized_reader import QuantizationError, read_matrix
+from penstock.models.checkpoint.quantization.reader import QuantizationError, read_matrix
+from penstock.models.checkpoint.quantization.scheme import QuantScheme
 
 AT_LOAD: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int8": quantize_int8,

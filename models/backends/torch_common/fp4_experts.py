@@ -6,9 +6,9 @@ from torch import Tensor
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.tensor_parallel import TensorParallel, share
 from penstock.models.checkpoint.info import CheckpointInfo
-from penstock.models.checkpoint.quantization_config import MX_GROUP, QuantLayout
-from penstock.models.checkpoint.quantized_layout import QuantizedLinear
-from penstock.models.checkpoint.quantized_reader import read_fp4
+from penstock.models.checkpoint.quantization.layout import QuantizedLinear
+from penstock.models.checkpoint.quantization.reader import read_fp4
+from penstock.models.checkpoint.quantization.scheme import MX_GROUP, QuantLayout
 
 GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 

@@ -44,7 +44,7 @@ from penstock.models.backends.torch_common.weights import (
 )
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.info import CheckpointInfo
-from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.checkpoint.quantization.reader import read_matrix
 
 ACTIVATION_NAMES = {kind: kind.name.lower() for kind in Activation}
 

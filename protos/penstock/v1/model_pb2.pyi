@@ -88,8 +88,8 @@ class GetModelResponse(_message.Message):
     version: _builtins.str
     """The version of the service."""
     quantization: _builtins.str
-    """The quantisation of the weights: "none", "int8", "int4", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4" or
-    "gguf".
+    """The quantisation of the weights: "none", "int8", "int4", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4",
+    "modelopt" or "gguf".
     """
     kv_cache_dtype: _builtins.str
     """The data type of keys and values in the KV cache: "int8", "fp8", or a type as in `dtype`."""

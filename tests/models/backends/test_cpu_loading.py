@@ -20,8 +20,8 @@ from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu.model import StorageFormats, max_weight_bytes
 from penstock.models.backends.cpu.weights import DummyTensors, Packer
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
-from penstock.models.checkpoint.quantized_reader import QuantizedMatrix
+from penstock.models.checkpoint.quantization.reader import QuantizedMatrix
+from penstock.models.checkpoint.quantization.scheme import QuantLayout, QuantScheme
 from penstock.models.errors import ModelError
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.quantization_config import QuantLayout, quantization_from_config
-from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.checkpoint.quantization.config import quantization_from_config
+from penstock.models.checkpoint.quantization.reader import read_matrix
+from penstock.models.checkpoint.quantization.scheme import QuantLayout
 from penstock.models.errors import ModelError
 
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.quantization_config import QuantLayout, choose_quantization, quantization_from_config
-from penstock.models.checkpoint.quantized_layout import CODES_PER_WORD
-from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.checkpoint.quantization.config import choose_quantization, quantization_from_config
+from penstock.models.checkpoint.quantization.layout import CODES_PER_WORD
+from penstock.models.checkpoint.quantization.reader import read_matrix
+from penstock.models.checkpoint.quantization.scheme import QuantLayout
 from penstock.models.errors import ModelError
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}

@@ -17,7 +17,7 @@ from model_files.gguf_files import write_gguf
 from penstock.kernels.cpu.build import CannotBuild, find_compiler
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.files.safetensors import TensorFiles
-from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.checkpoint.quantization.reader import read_matrix
 from penstock.scheduler.plan import SamplingParams
 
 pytestmark = pytest.mark.soak

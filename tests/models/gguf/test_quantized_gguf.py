@@ -12,7 +12,7 @@ from penstock.models.backends.cuda.linear import has_products
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.files.ggml import BLOCKS, TYPES, dequantize
 from penstock.models.checkpoint.files.safetensors import TensorFiles
-from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.checkpoint.quantization.reader import read_matrix
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import SamplingParams
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu.backend import unsupported_reason
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.quantization_config import QuantLayout
-from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.checkpoint.quantization.reader import read_matrix
+from penstock.models.checkpoint.quantization.scheme import QuantLayout
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import SamplingParams
 

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.weights import pack_bytes, pack_int4
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.checkpoint.quantization.reader import read_matrix
 
 folder, device = Path(sys.argv[1]), torch.device(sys.argv[2])
 inputs = load_file(folder / "inputs.safetensors", device=str(device))

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from penstock.models.backends.cuda.linear import has_products
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.quantization_config import quantization_from_config
-from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.checkpoint.quantization.config import quantization_from_config
+from penstock.models.checkpoint.quantization.reader import read_matrix
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import SamplingParams
 

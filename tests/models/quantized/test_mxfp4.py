@@ -21,7 +21,7 @@ from penstock.models.backends.base import load_backend
 from penstock.models.backends.tensor_parallel import ALONE
 from penstock.models.backends.torch_common.fp4_experts import Fp4Experts, has_fp4_experts
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.checkpoint.quantization.reader import read_matrix
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import SamplingParams
 

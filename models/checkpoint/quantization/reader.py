@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from penstock.models.checkpoint.files.ggml import stored_shape
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
-from penstock.models.checkpoint.quantization_config import QuantLayout, QuantScheme
-from penstock.models.checkpoint.quantized_layout import CODES_PER_WORD, QuantizedLinear
+from penstock.models.checkpoint.quantization.layout import CODES_PER_WORD, QuantizedLinear
+from penstock.models.checkpoint.quantization.scheme import QuantLayout, QuantScheme
 from penstock.models.errors import ModelError
 
 Bytes = NDArray[np.uint8]
@@ -146,8 +146,8 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
             scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - EXPONENT_BIAS)
             zeros = np.zeros(scales.shape, np.float32)
         case QuantLayout.NVFP4:
-            codes = _unpack(_read(parts["weight_packed"]))
-            scales = E4M3_VALUES[_read(parts["weight_scale"])] / read_floats(parts["weight_global_scale"]).reshape(())
+            codes = _unpack(_read(parts["weight_packed"] if "weight_packed" in parts else parts["weight"]))
+            scales = _read_nv_scales(linear)
             zeros = np.zeros(scales.shape, np.float32)
     rows, columns = linear.rows, linear.columns
     codes, order, zeros = codes[:rows, :columns], _order(linear), zeros[:rows]
@@ -201,6 +201,17 @@ def _read_fp8_scales(linear: QuantizedLinear) -> Floats:
     stored = read_floats(parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"])
     shared = stored.reshape(-1, scheme.num_groups(linear.columns))
     return np.repeat(shared, scheme.rows or linear.rows, axis=0)[: linear.rows]
+
+
+def _read_nv_scales(linear: QuantizedLinear) -> Floats:
+    """Returns (rows, groups). There is a scale for the whole matrix too; compressed-tensors stores its reciprocal."""
+    parts = linear.parts
+    scales: Floats = E4M3_VALUES[_read(parts["weight_scale"])]
+    if "weight_scale_2" in parts:
+        scales *= read_floats(parts["weight_scale_2"]).reshape(())
+    else:
+        scales /= read_floats(parts["weight_global_scale"]).reshape(())
+    return scales
 
 
 def _read_q4_0(entry: TensorEntry) -> tuple[Bytes, Floats]:

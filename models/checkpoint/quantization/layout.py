@@ -1,6 +1,5 @@
 """Finds the tensors that make up each quantised linear and checks their shapes and dtypes. Reads no tensor."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
-from penstock.models.checkpoint.quantization_config import Quantization, QuantLayout, QuantScheme
+from penstock.models.checkpoint.quantization.scheme import Quantization, QuantLayout, QuantScheme
 from penstock.models.checkpoint.tensor_names import stored_name
 from penstock.models.errors import ModelError
 
@@ -65,7 +64,7 @@ def find_quantized(
             continue
         scheme = quantization.scheme_of(name)
         whole = entries.get(weight)
-        if scheme is None or (whole is not None and whole.dtype not in INT8 + FP8):
+        if scheme is None or (whole is not None and whole.dtype not in INT8 + FP8 + PAIRS):
             continue
         rows, columns = shape
         wanted = _wanted_parts(scheme, rows, columns)
@@ -75,6 +74,13 @@ def find_quantized(
             wanted = {
                 "weight_packed": _StoredTensor((rows, -(-columns // 2)), PAIRS),
                 "weight_scale": wanted["scales"],
+            }
+        if scheme.layout is QuantLayout.NVFP4 and f"{name}.weight_scale_2" in entries:  # Model Optimizer's names
+            wanted = {
+                "weight": wanted["weight_packed"],
+                "weight_scale": wanted["weight_scale"],
+                "weight_scale_2": wanted["weight_global_scale"],
+                "input_scale": wanted["input_global_scale"],
             }
         if f"{name}.bias" in shapes:
             wanted.pop("bias", None)
@@ -152,8 +158,7 @@ def _match(
                 "for it: download the weights again"
             )
         return None
-    is_single = math.prod(want.shape) == math.prod(entry.shape) == 1  # of any shape
-    if not is_single:
+    if _without_ones(want.shape) != _without_ones(entry.shape):
         entry.check_shape(name, want.shape, "quantization_config in config.json")
     if entry.dtype not in want.dtypes:
         raise ModelError(
@@ -161,3 +166,8 @@ def _match(
             f"config.json calls for {' or '.join(want.dtypes)}: config and weights belong to different models"
         )
     return entry
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without dimensions of 1: tools differ in those of scales."""
+    return tuple(size for size in shape if size != 1)
