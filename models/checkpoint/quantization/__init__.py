@@ -1,1 +1,1 @@
-"""Quantised checkpoints: what config.json says of them, which tensors make up a linear, and what these hold."""
+"""Quantised checkpoints: how config.json describes them, which tensors make up a linear, and what these hold."""

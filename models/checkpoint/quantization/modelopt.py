@@ -1,5 +1,5 @@
-"""Reads what NVIDIA's Model Optimizer says of a checkpoint: ``quantization_config`` in config.json, or, where there is
-none, hf_quant_config.json."""
+"""Reads NVIDIA's Model Optimizer's description of a checkpoint: ``quantization_config`` in config.json, or, where there
+is none, hf_quant_config.json."""
 
 import re
 from collections import defaultdict
@@ -21,7 +21,7 @@ SCHEMES = {
     "NVFP4": QuantScheme(QuantLayout.NVFP4, NV_GROUP),
     "W4A16_NVFP4": QuantScheme(QuantLayout.NVFP4, NV_GROUP),
 }
-"""By the name of an algorithm. Inputs that NVFP4 quantises too stay as they are."""
+"""The scheme of each algorithm. Inputs that NVFP4 quantises too stay as they are."""
 MIXED = "MIXED_PRECISION"
 
 
