@@ -156,8 +156,9 @@ bench-gpu: ## measure kernels, steps and the service on a GPU; 8 minutes. TINY=1
 # ------------------------------------------------------------------------------------------------------------------ test
 
 .PHONY: test test-gpu gpu-wheels soak nocompiler sanitize emulate
-# The processes take tests from each other. With more than four, most of the time goes into loading the same models again.
-BY_TURNS := -n logical --maxprocesses 4 --dist worksteal
+# The processes take tests from each other. There is one more than CPUs, since tests often wait for a service to start or
+# end. With more than four, most of the time goes into loading the same models again.
+BY_TURNS = -n $(shell echo $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4))) --dist worksteal
 test: setup ## run the tests; ARGS='-k name' selects some, ARGS='-n 0' uses one process, as a debugger needs
 	$(BIN)/pytest $(BY_TURNS) $(ARGS)
 

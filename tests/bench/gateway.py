@@ -232,8 +232,10 @@ def family(pid: int) -> dict[str, psutil.Process]:
     """A service's processes by their parts."""
     service = psutil.Process(pid)
     found = {"service": service, "client": psutil.Process()}
+    parts = {"http_child": "gateway", "penstock.models.worker": "worker"}
     for child in service.children():
-        found["gateway" if "http_child" in " ".join(child.cmdline()) else "worker"] = child
+        command = " ".join(child.cmdline())
+        found |= {name: child for part, name in parts.items() if part in command}
     return found
 
 

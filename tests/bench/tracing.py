@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,19 @@ EXPORT = "opentelemetry.proto.collector.trace.v1.TraceService"
 class Round:
     """What was measured of one service."""
 
-    tokens_per_s: float
+    num_requests: int
+    seconds: float
     cpu_s: float
-    """What the service, its worker and its gateway took for each request."""
+    """What the service, its worker and its gateway took."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_requests * OUTPUT_TOKENS / self.seconds
+
+    @property
+    def cpu_ms(self) -> float:
+        """Of each request."""
+        return self.cpu_s * 1e3 / self.num_requests
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ways", nargs="+", choices=[GRPC, HTTP], default=[GRPC, HTTP])
     parser.add_argument("--pairs", type=int, default=7, help="rounds of each service, for each way (default: 7)")
     parser.add_argument("--requests", type=int, default=2048, help="in each round (default: 2048)")
+    parser.add_argument("--turns", type=int, default=8, help="in each round (default: 8)")
     parser.add_argument("--streams", type=int, default=64, help="at a time (default: 64)")
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -77,19 +88,25 @@ def telemetry(target: str) -> dict[str, str]:
 
 
 async def measure(services: dict[str, Any], way: str, arguments: argparse.Namespace) -> dict[str, list[Round]]:
-    """Rounds of each service, by turns. Which is first changes."""
+    """Rounds of each service, whose turns alternate: the machine's speed changes within minutes. Which is first
+    changes."""
     for service in services.values():  # whatever is made at the first request
-        await measure_round(service, way, arguments.streams, arguments.streams)
+        await measure_turn(service, way, arguments.streams, arguments.streams)
     rounds: dict[str, list[Round]] = {name: [] for name in services}
-    for number in range(arguments.pairs):
-        order = [*services][number % len(services) :] + [*services][: number % len(services)]
-        for name in order:
-            rounds[name].append(await measure_round(services[name], way, arguments.requests, arguments.streams))
+    for _ in range(arguments.pairs):
+        turns: dict[str, list[Round]] = {name: [] for name in services}
+        for number in range(arguments.turns):
+            order = [*services][number % len(services) :] + [*services][: number % len(services)]
+            for name in order:
+                turn = await measure_turn(services[name], way, arguments.requests // arguments.turns, arguments.streams)
+                turns[name].append(turn)
+        for name, parts in turns.items():
+            rounds[name].append(Round(*(sum(values) for values in zip(*map(astuple, parts), strict=True))))
     return rounds
 
 
-async def measure_round(service: Any, way: str, num_requests: int, num_streams: int) -> Round:
-    """One round."""
+async def measure_turn(service: Any, way: str, num_requests: int, num_streams: int) -> Round:
+    """A part of a round."""
     load = RandomLoad(
         vocab_size=GATEWAY["VOCAB_SIZE"],
         arrivals=ClosedLoop(num_streams),
@@ -102,25 +119,25 @@ async def measure_round(service: Any, way: str, num_requests: int, num_streams: 
         before = service.cpu_s()
         done = await run(load, grpc_caller if way == GRPC else GATEWAY["HttpCaller"](service.http))
         after = service.cpu_s()
-    assert len(done.ok) == num_requests, done.failures
+    assert [record.output_tokens for record in done.ok] == [OUTPUT_TOKENS] * num_requests, done.failures
     cpu_s = sum(after[name] - before[name] for name in after if name != "client")
-    return Round(sum(record.output_tokens for record in done.ok) / done.seconds, cpu_s / num_requests)
+    return Round(num_requests, done.seconds, cpu_s)
 
 
 def report(way: str, rounds: dict[str, list[Round]], arguments: argparse.Namespace) -> None:
     """The medians of each service, and what each takes more than the first in the median of the pairs."""
     print(
-        f"{way}: {arguments.pairs} rounds of each service, of {arguments.requests} requests of {OUTPUT_TOKENS} tokens, "
-        f"{arguments.streams} at a time\n"
+        f"{way}: {arguments.pairs} rounds of each service in {arguments.turns} turns, of {arguments.requests} requests "
+        f"of {OUTPUT_TOKENS} tokens, {arguments.streams} at a time\n"
         f"  {'':24}{'tokens/s':>10}{'cost':>8}{'of pairs':>20}{'CPU ms a request':>20}{'cost':>8}{'of pairs':>20}"
     )
     for name, measured in rounds.items():
         pairs = [*zip(rounds[PLAIN], measured, strict=True)]
         slower = [1 - other.tokens_per_s / plain.tokens_per_s for plain, other in pairs]
-        more = [other.cpu_s / plain.cpu_s - 1 for plain, other in pairs]
+        more = [other.cpu_ms / plain.cpu_ms - 1 for plain, other in pairs]
         speed = statistics.median(each.tokens_per_s for each in measured)
-        cpu_s = statistics.median(each.cpu_s for each in measured)
-        print(f"  {name:24}{speed:10,.0f}{described(slower)}{cpu_s * 1e3:20.2f}{described(more)}")
+        cpu_ms = statistics.median(each.cpu_ms for each in measured)
+        print(f"  {name:24}{speed:10,.0f}{described(slower)}{cpu_ms:20.2f}{described(more)}")
     print(f"  wanted: under {TARGET:.0%}; what the second service costs is noise", flush=True)
 
 
