@@ -129,7 +129,7 @@ def report(way: str, rounds: dict[str, list[Round]], arguments: argparse.Namespa
     print(
         f"{way}: {arguments.pairs} rounds of each service in {arguments.turns} turns, of {arguments.requests} requests "
         f"of {OUTPUT_TOKENS} tokens, {arguments.streams} at a time\n"
-        f"  {'':24}{'tokens/s':>10}{'cost':>8}{'of pairs':>20}{'CPU ms a request':>20}{'cost':>8}{'of pairs':>20}"
+        f"  {'':24}{'tokens/s':>10}{'cost':>8}{'of pairs':>20}{'CPU ms per request':>20}{'cost':>8}{'of pairs':>20}"
     )
     for name, measured in rounds.items():
         pairs = [*zip(rounds[PLAIN], measured, strict=True)]
