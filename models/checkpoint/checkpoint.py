@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from penstock.models.checkpoint.tensor_names import (
     find_text_model,
     find_views,
     rename_prefixes,
+    stored_name,
 )
 from penstock.models.errors import ModelError
 
@@ -258,7 +260,7 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
         )
     entries, kv_scales = find_kv_scales(spec, entries)
     entries = find_views(spec, entries)
-    quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
+    quantized = find_quantized(quantization, spec, entries, path, partial(stored_name, spec))
     tensors = _match(spec, entries, quantized, path)
     return CheckpointInfo(
         path, config, spec, tensors, quantization, quantized, tuple(warnings), kv_scales, classifier=classifier

@@ -15,7 +15,7 @@ from penstock.models.checkpoint.gguf.config import ARCHITECTURE, PERMUTED, confi
 from penstock.models.checkpoint.gguf.header import GgufHeader, damaged, read_header
 from penstock.models.checkpoint.gguf_tensors import FoundTensor, find_four_bit, find_tensors, with_rope_factors
 from penstock.models.checkpoint.info import CheckpointInfo
-from penstock.models.checkpoint.module_patterns import ModulePatterns
+from penstock.models.checkpoint.quantization.module_patterns import ModulePatterns
 from penstock.models.checkpoint.quantization.scheme import Quantization
 from penstock.models.errors import ModelError
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.checkpoint.module_patterns import ModulePatterns
 from penstock.models.checkpoint.quantization.fields import (
     MAX_GROUP,
     check_bits,
@@ -13,6 +12,7 @@ from penstock.models.checkpoint.quantization.fields import (
     read_patterns,
     require,
 )
+from penstock.models.checkpoint.quantization.module_patterns import ModulePatterns
 from penstock.models.checkpoint.quantization.scheme import (
     MX_GROUP,
     NV_GROUP,

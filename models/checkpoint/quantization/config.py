@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.checkpoint.module_patterns import ModulePatterns
 from penstock.models.checkpoint.quantization.compressed_tensors import read_compressed_tensors
 from penstock.models.checkpoint.quantization.fields import (
     check_bits,
@@ -14,6 +13,7 @@ from penstock.models.checkpoint.quantization.fields import (
     require,
 )
 from penstock.models.checkpoint.quantization.modelopt import read_modelopt
+from penstock.models.checkpoint.quantization.module_patterns import ModulePatterns
 from penstock.models.checkpoint.quantization.scheme import MX_GROUP, Quantization, QuantLayout, QuantScheme
 from penstock.models.errors import ModelError
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.checkpoint.module_patterns import MAX_CHARS, ModulePatterns
+from penstock.models.checkpoint.quantization.module_patterns import MAX_CHARS, ModulePatterns
 
 GROUP_STEP = 32
 """The number of columns in a group is a multiple of this."""

@@ -1,6 +1,6 @@
 """Finds the tensors that make up each quantised linear and checks their shapes and dtypes. Reads no tensor."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.quantization.scheme import Quantization, QuantLayout, QuantScheme
-from penstock.models.checkpoint.tensor_names import stored_name
 from penstock.models.errors import ModelError
 
 CODES_PER_WORD = 8
@@ -53,9 +52,16 @@ class _StoredTensor:
 
 
 def find_quantized(
-    quantization: Quantization, spec: ModelSpec, entries: Mapping[str, TensorEntry], path: Path
+    quantization: Quantization | None,
+    spec: ModelSpec,
+    entries: Mapping[str, TensorEntry],
+    path: Path,
+    stored_name: Callable[[str], str],
 ) -> dict[str, QuantizedLinear]:
-    """Returns the linears that are stored quantised, by name. Raises ModelError if a part is missing or wrong."""
+    """Returns the linears that are stored quantised, by name. ``stored_name`` returns the checkpoint's name of a
+    tensor, for errors. Raises ModelError if a part is missing or wrong."""
+    if quantization is None:
+        return {}
     shapes = dict(spec.tensors())
     found = {}
     for weight, shape in shapes.items():
@@ -84,7 +90,7 @@ def find_quantized(
             }
         if f"{name}.bias" in shapes:
             wanted.pop("bias", None)
-        parts = {part: _match(spec, f"{name}.{part}", want, entries, path) for part, want in wanted.items()}
+        parts = {part: _match(f"{name}.{part}", want, entries, path, stored_name) for part, want in wanted.items()}
         stored = {part: entry for part, entry in parts.items() if entry is not None}
         found[name] = QuantizedLinear(name, scheme, rows, columns, stored, row_order(spec, name))
     return found
@@ -148,13 +154,13 @@ def _wanted_parts(scheme: QuantScheme, rows: int, columns: int) -> dict[str, _St
 
 
 def _match(
-    spec: ModelSpec, name: str, want: _StoredTensor, entries: Mapping[str, TensorEntry], path: Path
+    name: str, want: _StoredTensor, entries: Mapping[str, TensorEntry], path: Path, stored_name: Callable[[str], str]
 ) -> TensorEntry | None:
     entry = entries.get(name)
     if entry is None:
         if want.is_needed:
             raise ModelError(
-                f"{path}: tensor {stored_name(spec, name)} is missing, and quantization_config in config.json calls "
+                f"{path}: tensor {stored_name(name)} is missing, and quantization_config in config.json calls "
                 "for it: download the weights again"
             )
         return None
@@ -162,7 +168,7 @@ def _match(
         entry.check_shape(name, want.shape, "quantization_config in config.json")
     if entry.dtype not in want.dtypes:
         raise ModelError(
-            f"{entry.file}: tensor {stored_name(spec, name)} has dtype {entry.dtype}, and quantization_config in "
+            f"{entry.file}: tensor {stored_name(name)} has dtype {entry.dtype}, and quantization_config in "
             f"config.json calls for {' or '.join(want.dtypes)}: config and weights belong to different models"
         )
     return entry

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.checkpoint.module_patterns import ModulePatterns
 from penstock.models.checkpoint.quantization.fields import read_patterns, require
+from penstock.models.checkpoint.quantization.module_patterns import ModulePatterns
 from penstock.models.checkpoint.quantization.scheme import NV_GROUP, Quantization, QuantLayout, QuantScheme
 
 HF_QUANT_CONFIG = "hf_quant_config.json"

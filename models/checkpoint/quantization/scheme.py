@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from penstock.models.checkpoint.module_patterns import ModulePatterns
+from penstock.models.checkpoint.quantization.module_patterns import ModulePatterns
 
 MX_GROUP = 32
 """The number of columns in a group of MXFP4."""

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from penstock.models.checkpoint import module_patterns
-from penstock.models.checkpoint.module_patterns import Patterns
+from penstock.models.checkpoint.quantization import module_patterns
+from penstock.models.checkpoint.quantization.module_patterns import Patterns
 from penstock.models.errors import ModelError
 
 NAME = "model.layers.11.mlp.gate_proj"
