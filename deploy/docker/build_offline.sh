@@ -40,7 +40,7 @@ trap '"${buildah[@]}" rm --all >/dev/null || true; rm -rf "$storage"' EXIT
 
 container=$("${buildah[@]}" from scratch)
 "${buildah[@]}" add --quiet "$container" "$base" /
-"${buildah[@]}" config --env PATH=/usr/local/bin:/usr/bin:/bin "$container"
+"${buildah[@]}" config --env PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$container"
 "${buildah[@]}" commit --quiet --rm "$container" penstock-base
 
 # The format: OCI's has no health check.
