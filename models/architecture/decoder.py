@@ -11,6 +11,9 @@ from penstock.models.architecture.rope_config import FULL, MAX_POSITIONS, SLIDIN
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, NormPlacement, QkNorm
 
+Family = Callable[[HfConfigReader, str], ModelSpec]
+"""Reads the config of an architecture, whose name is the second argument."""
+
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 20
 MAX_VOCAB = 1 << 24

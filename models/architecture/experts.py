@@ -7,6 +7,7 @@ from penstock.models.architecture.decoder import (
     MAX_LAYERS,
     MAX_SIZE,
     Defaults,
+    Family,
     num_layers,
     read_decoder,
     read_experts,
@@ -246,3 +247,18 @@ def gpt_oss(fields: HfConfigReader, architecture: str) -> ModelSpec:
     return replace(
         with_biases(spec, fields, default=True), sinks=True, experts=replace(experts, biased=True, gate=gate)
     )
+
+
+FAMILIES: dict[str, Family] = {
+    "Dots1ForCausalLM": dots1,
+    "Glm4MoeForCausalLM": glm4_moe,
+    "GptOssForCausalLM": gpt_oss,
+    "GraniteMoeForCausalLM": granite_moe,
+    "Llama4ForCausalLM": llama4,
+    "MiniMaxM2ForCausalLM": minimax_m2,
+    "MixtralForCausalLM": mixtral,
+    "OlmoeForCausalLM": olmoe,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+}
+"""The families of this file. ``registry`` collects those of all files."""

@@ -10,6 +10,7 @@ from penstock.models.architecture.decoder import (
     MAX_SIZE,
     MAX_VOCAB,
     Defaults,
+    Family,
     read_decoder,
     read_experts,
     read_window,
@@ -204,3 +205,13 @@ def _soft_cap(fields: HfConfigReader, name: str, default: float | None) -> float
     if fields.is_null(name) or (name not in fields and default is None):
         return None
     return fields.number(name, 1e-3, 1e6, default)
+
+
+FAMILIES: dict[str, Family] = {
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4UnifiedForCausalLM": gemma4_unified,
+    "GemmaForCausalLM": gemma,
+}
+"""The families of this file. ``registry`` collects those of all files."""

@@ -7,6 +7,7 @@ from penstock.models.architecture.decoder import (
     MAX_HEADS,
     MAX_SIZE,
     Defaults,
+    Family,
     read_decoder,
     read_window,
     same_windows,
@@ -204,3 +205,19 @@ def _with_norms_and_biases(spec: ModelSpec, biased: bool) -> ModelSpec:
     """Applies layer norms, and biases of all linears if ``biased`` is set."""
     spec = with_layer_norms(spec, "weight", "bias")
     return replace(spec, qkv_bias=biased, output_bias=biased, mlp_bias=biased)
+
+
+FAMILIES: dict[str, Family] = {
+    "Cohere2ForCausalLM": cohere2,
+    "CohereForCausalLM": cohere,
+    "FalconForCausalLM": falcon,
+    "GPT2LMHeadModel": gpt2,
+    "GPTNeoXForCausalLM": gpt_neox,
+    "NemotronForCausalLM": nemotron,
+    "OPTForCausalLM": opt,
+    "OlmoForCausalLM": olmo,
+    "PhiForCausalLM": phi,
+    "StableLmForCausalLM": stablelm,
+    "Starcoder2ForCausalLM": starcoder2,
+}
+"""The families of this file. ``registry`` collects those of all files."""

@@ -6,6 +6,7 @@ from functools import partial
 from penstock.models.architecture.decoder import (
     MAX_LAYERS,
     Defaults,
+    Family,
     Windows,
     num_layers,
     read_decoder,
@@ -258,3 +259,30 @@ def _qwen_windows(fields: HfConfigReader) -> Windows:
     window = read_window(fields, 4096) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28)
     return windows_by_type(fields, window, lambda layer: window is not None and layer >= first)
+
+
+FAMILIES: dict[str, Family] = {
+    "ArceeForCausalLM": arcee,
+    "Ernie4_5ForCausalLM": ernie,
+    "Exaone4ForCausalLM": exaone4,
+    "ExaoneForCausalLM": exaone,
+    "Glm4ForCausalLM": glm4,
+    "GlmForCausalLM": glm,
+    "GraniteForCausalLM": granite,
+    "HunYuanDenseV1ForCausalLM": hunyuan,
+    "InternLM2ForCausalLM": internlm2,
+    "InternLM3ForCausalLM": internlm3,
+    "LlamaForCausalLM": llama,
+    "Ministral3ForCausalLM": ministral3,
+    "MinistralForCausalLM": mistral,
+    "MistralForCausalLM": mistral,
+    "MllamaForCausalLM": mllama,
+    "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
+    "Phi3ForCausalLM": phi3,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "SeedOssForCausalLM": seed_oss,
+    "SmolLM3ForCausalLM": smollm3,
+}
+"""The families of this file. ``registry`` collects those of all files."""

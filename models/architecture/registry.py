@@ -1,115 +1,21 @@
-"""Finds the family that a config.json names. A new family is a function and an entry in ``FAMILIES``; if the names of
-its tensors are not Llama's, they are in ``tensor_layouts``."""
+"""Finds the family that a config.json names. A new family is a function with an entry in the ``FAMILIES`` below it; if
+the names of its tensors are not Llama's, they are in ``tensor_layouts``."""
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from penstock.models.architecture.decoder import read_layer_types
-from penstock.models.architecture.experts import (
-    dots1,
-    glm4_moe,
-    gpt_oss,
-    granite_moe,
-    llama4,
-    minimax_m2,
-    mixtral,
-    olmoe,
-    qwen2_moe,
-    qwen3_moe,
-)
+from penstock.models.architecture import experts, gemma, layer_norm, llama
+from penstock.models.architecture.decoder import Family, read_layer_types
 from penstock.models.architecture.foreign import foreign_spec
-from penstock.models.architecture.gemma import gemma, gemma2, gemma3, gemma4, gemma4_unified
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.architecture.layer_norm import (
-    cohere,
-    cohere2,
-    falcon,
-    gpt2,
-    gpt_neox,
-    nemotron,
-    olmo,
-    opt,
-    phi,
-    stablelm,
-    starcoder2,
-)
-from penstock.models.architecture.llama import (
-    arcee,
-    ernie,
-    exaone,
-    exaone4,
-    glm,
-    glm4,
-    granite,
-    hunyuan,
-    internlm2,
-    internlm3,
-    llama,
-    ministral3,
-    mistral,
-    mllama,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen3,
-    seed_oss,
-    smollm3,
-)
 from penstock.models.architecture.rope_config import CHUNKED, FULL, SLIDING
 from penstock.models.architecture.spec import ModelSpec
 
-FAMILIES: dict[str, Callable[[HfConfigReader, str], ModelSpec]] = {
-    "ArceeForCausalLM": arcee,
-    "Cohere2ForCausalLM": cohere2,
-    "CohereForCausalLM": cohere,
-    "Dots1ForCausalLM": dots1,
-    "Ernie4_5ForCausalLM": ernie,
-    "Exaone4ForCausalLM": exaone4,
-    "ExaoneForCausalLM": exaone,
-    "FalconForCausalLM": falcon,
-    "GPT2LMHeadModel": gpt2,
-    "GPTNeoXForCausalLM": gpt_neox,
-    "Gemma2ForCausalLM": gemma2,
-    "Gemma3ForCausalLM": gemma3,
-    "Gemma4ForCausalLM": gemma4,
-    "Gemma4UnifiedForCausalLM": gemma4_unified,
-    "GemmaForCausalLM": gemma,
-    "Glm4ForCausalLM": glm4,
-    "Glm4MoeForCausalLM": glm4_moe,
-    "GlmForCausalLM": glm,
-    "GptOssForCausalLM": gpt_oss,
-    "GraniteForCausalLM": granite,
-    "GraniteMoeForCausalLM": granite_moe,
-    "HunYuanDenseV1ForCausalLM": hunyuan,
-    "InternLM2ForCausalLM": internlm2,
-    "InternLM3ForCausalLM": internlm3,
-    "Llama4ForCausalLM": llama4,
-    "LlamaForCausalLM": llama,
-    "MiniMaxM2ForCausalLM": minimax_m2,
-    "Ministral3ForCausalLM": ministral3,
-    "MinistralForCausalLM": mistral,
-    "MistralForCausalLM": mistral,
-    "MixtralForCausalLM": mixtral,
-    "MllamaForCausalLM": mllama,
-    "NemotronForCausalLM": nemotron,
-    "OPTForCausalLM": opt,
-    "Olmo2ForCausalLM": olmo2,
-    "Olmo3ForCausalLM": olmo3,
-    "OlmoForCausalLM": olmo,
-    "OlmoeForCausalLM": olmoe,
-    "Phi3ForCausalLM": phi3,
-    "PhiForCausalLM": phi,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen2MoeForCausalLM": qwen2_moe,
-    "Qwen3ForCausalLM": qwen3,
-    "Qwen3MoeForCausalLM": qwen3_moe,
-    "SeedOssForCausalLM": seed_oss,
-    "SmolLM3ForCausalLM": smollm3,
-    "StableLmForCausalLM": stablelm,
-    "Starcoder2ForCausalLM": starcoder2,
-}
+FAMILIES: dict[str, Family] = dict(
+    sorted({**experts.FAMILIES, **gemma.FAMILIES, **layer_norm.FAMILIES, **llama.FAMILIES}.items())
+)
+"""The function that reads the config of each architecture."""
 
 WRAPPERS = (
     "Cohere2VisionForConditionalGeneration",

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.checkpoint.quantization.fields import read_patterns, require
+from penstock.models.checkpoint.quantization.fields import MAX_GROUP, read_patterns, require
 from penstock.models.checkpoint.quantization.module_patterns import ModulePatterns
 from penstock.models.checkpoint.quantization.scheme import NV_GROUP, Quantization, QuantLayout, QuantScheme
 
@@ -44,7 +44,7 @@ def _algorithm(fields: HfConfigReader, known: Collection[str]) -> str:
     name = fields.text("quant_algo").upper()
     require(name in known, fields, "quant_algo", f"must be one of {', '.join(known)}")
     is_nv = name in SCHEMES and SCHEMES[name].layout is QuantLayout.NVFP4
-    size = fields.integer("group_size", 0, 1 << 20, NV_GROUP if is_nv else 0)
+    size = fields.integer("group_size", 0, MAX_GROUP, NV_GROUP if is_nv else 0)
     require(not is_nv or size == NV_GROUP, fields, "group_size", f"must be {NV_GROUP}")
     return name
 

@@ -67,7 +67,7 @@ BAD = {
     "--dtype int8": "--dtype: must be auto, float32, bfloat16, float16 or float64; it is 'int8'",
     "--block-size 32": "--block-size: must be 16; it is 32",
     "--quantization fp4": (
-        "--quantization: must be none, int8, int4, fp8, gptq, awq, compressed-tensors or mxfp4; it is 'fp4'"
+        "--quantization: must be none, int8, int4, fp8, gptq, awq, compressed-tensors, mxfp4 or modelopt; it is 'fp4'"
     ),
     "--kv-cache-dtype fp4": "--kv-cache-dtype: must be auto, int8 or fp8; it is 'fp4'",
     "--max-num-seqs 0": "--max-num-seqs: must be 1 to 4,096; it is 0",
