@@ -38,15 +38,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def sums_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter a product sums a row alike wherever it lies in its tile, as a GPU does. BLAS does not, on
-    some CPUs."""
+def rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, too, a row gets the same bits wherever it lies: in Triton's interpreter, where BLAS would sum it in
+    another order on some CPUs, and in plain torch, whose sigmoid differs between a vector of AVX-512 and what is left
+    of a row."""
 
     def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
         product: np.ndarray = np.einsum("...ik,...kj->...ij", a.astype(dtype), b.astype(dtype))
         return product
 
+    def sigmoid(x: torch.Tensor) -> torch.Tensor:
+        return 1 / (1 + torch.exp(-x))
+
     monkeypatch.setattr(np, "matmul", matmul)
+    for owner in (torch, torch.Tensor):
+        monkeypatch.setattr(owner, "sigmoid", sigmoid)
 
 
 @pytest.fixture(scope="session")

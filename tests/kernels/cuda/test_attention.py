@@ -229,7 +229,7 @@ def test_random_batches(seed):
 
 
 @pytest.mark.parametrize(("window", "chunked"), [(None, False), (40, False), (40, True)])
-def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window, chunked, sums_alike):
+def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window, chunked, rows_alike):
     step = sequences(replace(SMALL, window=window, chunked=chunked), [(1, 230), (60, 100), (5, 120), (1, 40)])
     whole = computed(step, max_queries=0)
     torch.testing.assert_close(whole, expected(step), atol=2e-5, rtol=2e-5)

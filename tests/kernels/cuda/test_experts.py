@@ -159,7 +159,7 @@ def test_experts_without_tokens_and_with_all(device):
     assert run(shape, x, logits, weights).isfinite().all()
 
 
-def test_a_token_s_bits_are_the_same_in_every_batch(device, sums_alike):
+def test_a_token_s_bits_are_the_same_in_every_batch(device, rows_alike):
     shape = make_shape(4, 2, 136, 72, deterministic=True)
     x, logits = random_inputs(shape, 50, device)
     weights = random_weights(shape, device)

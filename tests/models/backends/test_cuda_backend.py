@@ -274,7 +274,7 @@ SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in VARIANTS if nam
 
 
 @pytest.mark.parametrize("variant", ["qwen3-tied-bias-yarn-windows", *SOAKED])
-def test_deterministic_bits_do_not_depend_on_what_else_a_step_has(variant, load, sums_alike):
+def test_deterministic_bits_do_not_depend_on_what_else_a_step_has(variant, load, rows_alike):
     """A row alone; one that has neighbours, and its prompt in parts down to a single token; and one that begins again
     with what it decoded."""
     runner = load(variant, deterministic=True)

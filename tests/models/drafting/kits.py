@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from penstock.models.architecture.registry import spec_from_config
@@ -27,7 +28,8 @@ def save_twin(path: Path, module: Any, noise: float) -> Path:
 def save_head(path: Path, target: Path, token_ids: tuple[int, ...]) -> Path:
     """A random EAGLE-3 head for a model of three layers or more, which knows these tokens alone."""
     model = json.loads((target / "config.json").read_text())
-    sizes = {name: model[name] for name in ("hidden_size", "vocab_size", "max_position_embeddings")}
+    read = transformers.AutoConfig.from_pretrained(target)  # it has other names for some families' fields
+    sizes = {name: getattr(read, name) for name in ("hidden_size", "vocab_size", "max_position_embeddings")}
     config = {
         **sizes, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24, "intermediate_size": 40,
