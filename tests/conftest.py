@@ -39,9 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, too, a row gets the same bits wherever it lies: in Triton's interpreter, where BLAS would sum it in
-    another order on some CPUs, and in plain torch, whose sigmoid differs between a vector of AVX-512 and what is left
-    of a row."""
+    """Computes the same bits for a row wherever it lies in its tile, as a GPU does. On some CPUs, BLAS, which Triton's
+    interpreter uses, sums in another order, and torch's sigmoid differs between full AVX-512 vectors and the rest."""
 
     def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
         product: np.ndarray = np.einsum("...ik,...kj->...ij", a.astype(dtype), b.astype(dtype))

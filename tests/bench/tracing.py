@@ -58,7 +58,7 @@ class Round:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a line for each way to call."""
+    """Prints a table for each way to call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=[GRPC, HTTP], default=[GRPC, HTTP])
     parser.add_argument("--pairs", type=int, default=7, help="rounds of each service, for each way (default: 7)")

@@ -108,7 +108,7 @@ def _mxfp4(fields: HfConfigReader) -> Quantization:
     return Quantization("mxfp4", ((ModulePatterns(("re:.*\\.experts\\.",)), scheme),), read_skipped_modules(fields))
 
 
-METHODS: dict[str, Callable[[HfConfigReader], Quantization]] = {
+METHODS: dict[str, Callable[[HfConfigReader], Quantization | None]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": read_compressed_tensors,

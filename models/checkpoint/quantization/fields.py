@@ -1,7 +1,7 @@
 """Reads the fields that the tools have in common, and refuses what is not supported."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.checkpoint.quantization.module_patterns import MAX_CHARS, ModulePatterns
@@ -44,8 +44,13 @@ def read_patterns(
     fields: HfConfigReader, name: str, translate: Callable[[str], str] = lambda text: text
 ) -> ModulePatterns:
     """Returns the patterns in a list; ``translate`` turns each into compressed-tensors' notation. Raises ModelError."""
+    return patterns_of(fields, name, map(translate, fields.texts(name)))
+
+
+def patterns_of(fields: HfConfigReader, name: str, texts: Iterable[str]) -> ModulePatterns:
+    """Returns the patterns in compressed-tensors' notation. Raises ModelError, naming the field that has them."""
     try:
-        return ModulePatterns(map(translate, fields.texts(name)))
+        return ModulePatterns(texts)
     except re.error as error:
         raise fields.wrong(name, f"has a pattern that cannot be read ({error}): correct it") from error
 

@@ -81,7 +81,7 @@ def find_quantized(
                 "weight_packed": _StoredTensor((rows, -(-columns // 2)), PAIRS),
                 "weight_scale": wanted["scales"],
             }
-        if scheme.layout is QuantLayout.NVFP4 and f"{name}.weight_scale_2" in entries:  # Model Optimizer's names
+        if scheme.layout is QuantLayout.NVFP4 and quantization.method == "modelopt":
             wanted = {
                 "weight": wanted["weight_packed"],
                 "weight_scale": wanted["weight_scale"],

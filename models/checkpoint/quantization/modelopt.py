@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.checkpoint.quantization.fields import MAX_GROUP, read_patterns, require
+from penstock.models.checkpoint.quantization.fields import MAX_GROUP, patterns_of, read_patterns, require
 from penstock.models.checkpoint.quantization.module_patterns import ModulePatterns
 from penstock.models.checkpoint.quantization.scheme import NV_GROUP, Quantization, QuantLayout, QuantScheme
 
@@ -25,22 +25,27 @@ SCHEMES = {
 MIXED = "MIXED_PRECISION"
 
 
-def read_modelopt(fields: HfConfigReader) -> Quantization:
-    """Reads the part of a file that has ``quant_algo``. Static scales of inputs are ignored. Raises ModelError."""
-    if _algorithm(fields, (*SCHEMES, MIXED)) == MIXED:
-        names = defaultdict[QuantScheme, list[str]](list)
+def read_modelopt(fields: HfConfigReader) -> Quantization | None:
+    """Reads the part of a file that has ``quant_algo``; returns None if it has none, since only the KV cache is
+    quantised. Static scales of inputs are ignored. Raises ModelError."""
+    if "quant_algo" not in fields:
+        return None
+    algorithm = _algorithm(fields, (*SCHEMES, MIXED))
+    names = defaultdict[QuantScheme, list[str]](list)
+    if algorithm == MIXED:
         layers = fields.part("quantized_layers")
         for name in layers.names():
             names[SCHEMES[_algorithm(layers.part(name), SCHEMES)]].append(name)
-        schemes = tuple((ModulePatterns(of_scheme), scheme) for scheme, of_scheme in names.items())
     else:
-        schemes = ((ModulePatterns(("Linear",)), SCHEMES[_algorithm(fields, SCHEMES)]),)
+        names[SCHEMES[algorithm]].append("Linear")
+    schemes = tuple((patterns_of(fields, "quantized_layers", modules), scheme) for scheme, modules in names.items())
     skipped = "ignore" if "ignore" in fields else "exclude_modules"
     ignored = read_patterns(fields, skipped, _as_expression) if skipped in fields else ModulePatterns(())
     return Quantization("modelopt", schemes, ignored)
 
 
 def _algorithm(fields: HfConfigReader, known: Collection[str]) -> str:
+    """Returns the name of an algorithm, one of ``known``. Raises ModelError."""
     name = fields.text("quant_algo").upper()
     require(name in known, fields, "quant_algo", f"must be one of {', '.join(known)}")
     is_nv = name in SCHEMES and SCHEMES[name].layout is QuantLayout.NVFP4

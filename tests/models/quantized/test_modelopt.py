@@ -127,16 +127,32 @@ def test_layers_of_mixed_precision_have_their_own_schemes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "quant_algo is missing"),
+        ({"quant_algo": 8}, "quant_algo is 8: it must be a string"),
         ({"quant_algo": "W4A16_AWQ"}, "quant_algo is 'W4A16_AWQ': it must be one of FP8"),
         ({"quant_algo": "NVFP4", "group_size": 32}, "group_size is 32: it must be 16"),
         ({"quant_algo": "FP8", "ignore": ["?" * 2000]}, "ignore is .* pattern that cannot be read"),
         ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {Q_PROJ: {"quant_algo": "MXFP8"}}}, "MXFP8"),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"re:(": {"quant_algo": "FP8"}}}, "quantized_layers is"),
     ],
 )
 def test_what_is_not_supported_is_named(changes, message):
     with pytest.raises(ModelError, match=message):
         parse(**changes)
+
+
+def test_weights_are_floats_if_only_the_kv_cache_is_quantised():
+    assert parse(kv_cache_scheme={"type": "float", "num_bits": 8}) is None
+
+
+def test_a_missing_scale_is_named(checkpoint, tmp_path):
+    path, _ = checkpoint
+    tensors = load_file(path / "model.safetensors")
+    scale = "weight_scale_2" if f"{Q_PROJ}.weight_scale_2" in tensors else "weight_scale"
+    del tensors[f"{Q_PROJ}.{scale}"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(path / "config.json")
+    with pytest.raises(ModelError, match=rf"{Q_PROJ}\.{scale}\w* is missing"):
+        check_checkpoint(tmp_path)
 
 
 def test_older_checkpoints_have_a_file_of_their_own(checkpoint, tmp_path):
