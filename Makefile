@@ -87,12 +87,11 @@ lock: setup ## update the locks after a change to pyproject.toml or constraints.
 	$(RESOLVE) --python-version 3.12 deploy/wheels/requirements.in > deploy/wheels/requirements.txt
 
 # Files for tools, which git ignores: the namespace `penstock` as a folder of links, and the types of google.rpc, for
-# mypy and pyright; and the protos of google.rpc that the contract imports, for buf, which would download them otherwise.
+# mypy and pyright.
 $(LINKS): $(ENVIRONMENT)
-	@rm -rf .dev && mkdir -p .dev/protos/google/rpc .dev/types
+	@rm -rf .dev && mkdir -p .dev/types
 	@$(link-rooms)
-	@cp $(SITE)/google/rpc/{status,error_details}.proto .dev/protos/google/rpc/
-	@$(BIN)/python -P -m grpc_tools.protoc -I .dev/protos --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	@$(BIN)/python -P -m grpc_tools.protoc -I protos --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	  --mypy_out=quiet:.dev/types google/rpc/status.proto google/rpc/error_details.proto
 	@touch $@
 
@@ -107,8 +106,6 @@ define on-gpu
 python=$(BIN)/python; test -x $$python || python=$(PYTHON); \
   PYTHONPATH="$(CURDIR)/.dev:$(CURDIR)/tests/support:$(CURDIR)/tests/peers$${PYTHONPATH:+:$$PYTHONPATH}" $$python -P
 endef
-
-SITE = $(shell $(BIN)/python -P -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 $(NODE): package.json package-lock.json
 	@command -v npm >/dev/null || { echo "buf comes from npm: install node, or run: make lint types imports" >&2; exit 1; }
@@ -238,8 +235,8 @@ $(TYPES): types-%: setup
 imports: setup ## import-linter: which folders may import which
 	$(BIN)/lint-imports
 
-# Until the first release the contract may change freely. After that, no change may break a caller. buf compares the
-# descriptor sets, since a release has no .dev/protos to build from. A test checks that the new one is up to date.
+# Until the first release the contract may change freely. After that, no change may break a caller. A test checks that
+# the descriptor set is up to date.
 contract: setup $(NODE) ## buf: the style of the protos, and no breaking change since the last release
 	node_modules/.bin/buf lint
 	@release=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || true); \
@@ -270,7 +267,7 @@ docs-serve: setup ## serve the site on 127.0.0.1:8001 and rebuild it after each 
 PROTO_OUT ?= protos
 # The descriptor set is for callers without the sources, such as grpcurl and gateways that transcode. It includes the
 # details that a Status may carry.
-PROTOC = $(BIN)/python -P -m grpc_tools.protoc -I protos -I $(SITE)
+PROTOC = $(BIN)/python -P -m grpc_tools.protoc -I protos
 
 .PHONY: protos stubs
 protos: setup stubs ## write the stubs and the descriptor set from protos/**/*.proto
@@ -280,7 +277,7 @@ stubs:
 	$(PROTOC) --python_out="$$new" --grpc_python_out="$$new" \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --mypy_out=quiet:"$$new" \
 	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=quiet:"$$new" \
-	  $(sort $(shell find protos -name '*.proto')); \
+	  $(sort $(wildcard protos/penstock/v1/*.proto)); \
 	$(PROTOC) --include_imports --descriptor_set_out="$$new/penstock/v1/descriptor.binpb" \
 	  $(sort $(wildcard protos/penstock/v1/*.proto)) google/rpc/error_details.proto; \
 	mkdir -p $(PROTO_OUT); \

@@ -6,8 +6,8 @@ from typing import Any, NotRequired, Required, TypedDict
 
 from google.protobuf.message import Message
 
+import penstock.v1 as pb
 from penstock.clients.errors import InvalidOption, shown
-from penstock.v1 import generation_pb2 as pb
 
 
 class CalledFunction(TypedDict):

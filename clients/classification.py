@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+import penstock.v1 as pb
 from penstock.clients.embeddings import Input, add_inputs, usage_of
 from penstock.clients.errors import InvalidOption, shown
 from penstock.clients.events import Usage
 from penstock.clients.requests import MAX_START_BYTES, set_field
-from penstock.v1 import classification_pb2 as pb
 
 
 class ClassifyOptions(TypedDict, total=False):

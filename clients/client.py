@@ -12,6 +12,7 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.clients.channel import DEFAULT_TARGET, Tls, call_metadata, open_channel
 from penstock.clients.chat_messages import ChatMessage, ChatOptions, build_chat
 from penstock.clients.classification import (
@@ -28,13 +29,18 @@ from penstock.clients.events import Completion, Delta, Event, Finished, collect
 from penstock.clients.health import is_serving
 from penstock.clients.requests import Options, Prompt, build_start, build_update
 from penstock.clients.stream import GenerateStream, Mailbox
-from penstock.v1 import generation_pb2 as pb
+from penstock.v1 import (
+    DetokenizeRequest,
+    GetModelRequest,
+    GetModelResponse,
+    RenderChatRequest,
+    RenderChatResponse,
+    TokenizeRequest,
+)
 from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
-from penstock.v1.model_pb2 import GetModelRequest, GetModelResponse
 from penstock.v1.model_pb2_grpc import ModelServiceStub
-from penstock.v1.tokenizer_pb2 import DetokenizeRequest, RenderChatRequest, RenderChatResponse, TokenizeRequest
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 
 T = TypeVar("T")
@@ -50,7 +56,7 @@ class RequestStream:
     end cancels it. A request that fails raises RequestFailed from the loop, after the events that came before.
     """
 
-    def __init__(self, open_stream: Callable[[], GenerateStream], start: pb.Start) -> None:
+    def __init__(self, open_stream: Callable[[], GenerateStream], start: pb.GenerationStart) -> None:
         self._open_stream = open_stream
         self._start = start
         self._carrier: GenerateStream | None = None
@@ -130,7 +136,7 @@ class RequestStream:
             if self._start.HasField("timeout_ms"):
                 self._expect_end_within(self._start.timeout_ms / 1000)
 
-    def _amend(self, update: pb.Update) -> None:
+    def _amend(self, update: pb.GenerationUpdate) -> None:
         """Changes the start message, before it is sent."""
         if update.HasField("priority"):
             self._start.priority = update.priority
@@ -207,8 +213,8 @@ class AsyncClient:
         """
         return RequestStream(self._generate_stream, build_start(prompt, options, timeout))
 
-    def send(self, start: pb.Start) -> RequestStream:
-        """Like ``generate``, for an existing ``Start``; its ref is overwritten, and it must be used only once."""
+    def send(self, start: pb.GenerationStart) -> RequestStream:
+        """Like ``generate``, for a ``GenerationStart``, which is used only once; its ref is overwritten."""
         return RequestStream(self._generate_stream, start)
 
     def stream(

@@ -5,18 +5,18 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import penstock.v1 as pb
 from penstock.clients.errors import InvalidOption, shown
-from penstock.v1 import constraint_pb2
 
-STARTS: Mapping[str, "constraint_pb2.ConstraintStart.ValueType"] = {
-    "after_reasoning": constraint_pb2.CONSTRAINT_START_AFTER_REASONING,
-    "first_token": constraint_pb2.CONSTRAINT_START_FIRST_TOKEN,
+STARTS: Mapping[str, "pb.ConstraintStart.ValueType"] = {
+    "after_reasoning": pb.CONSTRAINT_START_AFTER_REASONING,
+    "first_token": pb.CONSTRAINT_START_FIRST_TOKEN,
 }
 """The contract's values by the names that callers use."""
 _KINDS = "json_schema, any_json, regex, lark, gbnf or choices"
 
 
-def set_constraint(constraint: constraint_pb2.Constraint, value: object) -> None:
+def set_constraint(constraint: pb.Constraint, value: object) -> None:
     """Sets a constraint from an object: ``{"json_schema": ...}`` with a schema or its JSON text, ``{"any_json":
     True}``, ``{"choices": [...]}``, or a text for ``regex``, ``lark`` or ``gbnf``. The object may also have
     ``"start"``: "after_reasoning" (the default) or "first_token". Raises InvalidOption."""
@@ -42,7 +42,7 @@ def set_constraint(constraint: constraint_pb2.Constraint, value: object) -> None
         raise InvalidOption(where, str(error)) from None
 
 
-def set_constraint_start(constraint: constraint_pb2.Constraint, value: object, field: str) -> None:
+def set_constraint_start(constraint: pb.Constraint, value: object, field: str) -> None:
     """Sets by name where the constraint starts to apply. Raises InvalidOption."""
     if not isinstance(value, str) or value not in STARTS:
         raise InvalidOption(field, f"expected {' or '.join(STARTS)}, got {shown(value)}")

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, cast
 
+import penstock.v1 as pb
 from penstock.clients.errors import InvalidOption, shown
 from penstock.clients.events import Usage
 from penstock.clients.requests import MAX_START_BYTES, set_field
-from penstock.v1 import embedding_pb2 as pb, generation_pb2
-from penstock.v1.classification_pb2 import ClassifyRequest
+from penstock.v1 import ClassifyRequest
 
 Input = str | Sequence[int]
 """Text, or token ids."""
@@ -48,7 +48,7 @@ class Embeddings:
         return cls(vectors, usage_of(message.usage), message.request_id)
 
 
-def usage_of(usage: generation_pb2.Usage) -> Usage:
+def usage_of(usage: pb.Usage) -> Usage:
     """Returns the usage in a response."""
     return Usage(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
 

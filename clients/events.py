@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TypeVar
 
+import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed, failure_from_status
-from penstock.v1 import generation_pb2 as pb
 
 
 class FinishReason(Enum):

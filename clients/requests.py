@@ -1,4 +1,4 @@
-"""Converts keyword arguments, and lines of batch files, to the contract's ``Start``.
+"""Converts keyword arguments, and lines of batch files, to the contract's ``GenerationStart``.
 
 Names, types and ranges of numbers come from the contract's descriptors; the service checks limits that depend on the
 model, and its errors name the field too.
@@ -14,10 +14,10 @@ from typing import cast
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+import penstock.v1 as pb
 from penstock.clients.chat_messages import CHAT_OPTION_NAMES, ChatMessage, ChatOptions, build_chat, set_chat_option
 from penstock.clients.constraints import set_constraint
 from penstock.clients.errors import InvalidOption, shown
-from penstock.v1 import generation_pb2 as pb
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Text, token ids, or a conversation."""
@@ -78,11 +78,11 @@ class Options(ChatOptions, total=False):
 
 
 # Dictionaries: protobuf's own mappings do not survive a name with half of a surrogate pair.
-_SAMPLING = dict(pb.Sampling.DESCRIPTOR.fields_by_name)
-_OUTPUT = dict(pb.Output.DESCRIPTOR.fields_by_name)
+_SAMPLING = dict(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+_OUTPUT = dict(pb.OutputOptions.DESCRIPTOR.fields_by_name)
 _START = {
     name: field
-    for name, field in pb.Start.DESCRIPTOR.fields_by_name.items()
+    for name, field in pb.GenerationStart.DESCRIPTOR.fields_by_name.items()
     if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms"}
 }
 _MAX_TIMEOUT_MS = 86_400_000
@@ -99,9 +99,9 @@ MAX_START_BYTES = 5 << 20
 """More than the largest request that a service accepts: 4 MiB of text, and its options."""
 
 
-def build_start(prompt: Prompt, options: Mapping[str, object], timeout: float | None = None) -> pb.Start:
-    """Builds a ``Start`` without its ref. ``timeout`` is in seconds. Raises InvalidOption."""
-    start = pb.Start()
+def build_start(prompt: Prompt, options: Mapping[str, object], timeout: float | None = None) -> pb.GenerationStart:
+    """Builds a ``GenerationStart`` without its ref. ``timeout`` is in seconds. Raises InvalidOption."""
+    start = pb.GenerationStart()
     start.output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
     _set_prompt(start, prompt)
     for name, value in options.items():
@@ -114,9 +114,9 @@ def build_start(prompt: Prompt, options: Mapping[str, object], timeout: float | 
     return start
 
 
-def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) -> pb.Start:
-    """Builds a ``Start`` from a line of a batch file without its ``id``. ``defaults`` are options for lines that do not
-    set them. Raises InvalidOption."""
+def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) -> pb.GenerationStart:
+    """Builds a ``GenerationStart`` from a line of a batch file without its ``id``. ``defaults`` are options for lines
+    that do not set them. Raises InvalidOption."""
     options = {**defaults, **line}
     prompts = [name for name in _PROMPTS_OF_LINE if options.get(name) is not None]
     if len(prompts) != 1:
@@ -140,12 +140,12 @@ def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) 
         raise InvalidOption(re.sub(r"^prompt\b", name, error.field), error.problem) from None
 
 
-def build_update(timeout: float | None, priority: int | None, max_tokens: int | None) -> pb.Update:
-    """Builds an ``Update`` without its ref; None leaves a value unchanged. Raises InvalidOption."""
-    update = pb.Update()
+def build_update(timeout: float | None, priority: int | None, max_tokens: int | None) -> pb.GenerationUpdate:
+    """Builds an ``GenerationUpdate`` without its ref; None leaves a value unchanged. Raises InvalidOption."""
+    update = pb.GenerationUpdate()
     for name, value in (("priority", priority), ("max_tokens", max_tokens)):
         if value is not None:
-            set_field(update, pb.Update.DESCRIPTOR.fields_by_name[name], value)
+            set_field(update, pb.GenerationUpdate.DESCRIPTOR.fields_by_name[name], value)
     if timeout is not None:
         update.timeout_ms = timeout_ms(timeout)
     return update
@@ -158,7 +158,7 @@ def timeout_ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _set_prompt(start: pb.Start, prompt: Prompt) -> None:
+def _set_prompt(start: pb.GenerationStart, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         try:
             start.text = prompt
@@ -186,7 +186,7 @@ def _is_token_id(item: object) -> bool:
     return isinstance(item, Integral) and not isinstance(item, bool) and 0 <= int(item) < 2**32
 
 
-def _set_option(start: pb.Start, name: str, value: object) -> None:
+def _set_option(start: pb.GenerationStart, name: str, value: object) -> None:
     if name == "format":
         start.output.format = _format(value)
     elif name in CHAT_OPTION_NAMES:
@@ -262,7 +262,7 @@ def _set_map(target: dict[int, object], name: str, of_value: FieldDescriptor, va
 _RANGES: dict[int, range] = {
     FieldDescriptor.CPPTYPE_INT32: range(-(2**31), 2**31),
     FieldDescriptor.CPPTYPE_UINT32: range(2**32),
-    FieldDescriptor.CPPTYPE_UINT64: range(2**64),
+    FieldDescriptor.CPPTYPE_INT64: range(2**63),
 }
 _TYPES: dict[int, tuple[type, str]] = {
     FieldDescriptor.CPPTYPE_BOOL: (bool, "true or false"),
@@ -270,7 +270,7 @@ _TYPES: dict[int, tuple[type, str]] = {
     FieldDescriptor.CPPTYPE_INT32: (Integral, "an integer"),
     FieldDescriptor.CPPTYPE_STRING: (str, "text"),
     FieldDescriptor.CPPTYPE_UINT32: (Integral, "an integer"),
-    FieldDescriptor.CPPTYPE_UINT64: (Integral, "an integer"),
+    FieldDescriptor.CPPTYPE_INT64: (Integral, "an integer"),
 }
 
 

@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed, StreamBroken, failure_from_call, failure_from_status
 from penstock.clients.events import Accepted, Delta, Event, Finished, PromptLogprobs, UpdateRefused, merge
-from penstock.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
@@ -133,7 +133,7 @@ class GenerateStream:
         self._writer = asyncio.create_task(self._write(), name="penstock-generate-writer")
         self._reader = asyncio.create_task(self._read(), name="penstock-generate-reader")
 
-    def carry(self, start: pb.Start, receiver: Receiver) -> int:
+    def carry(self, start: pb.GenerationStart, receiver: Receiver) -> int:
         """Sends a request and returns its ref. Never waits; unwritten messages are kept in memory."""
         assert self.is_open
         ref = next(ref for ref in self._refs if ref % 2**32 not in self._live) % 2**32
@@ -145,9 +145,9 @@ class GenerateStream:
     def cancel(self, ref: int) -> None:
         """Requests the early end of a request; its ``Finished`` still arrives. Does nothing if it has ended."""
         if self.is_open and ref in self._live:
-            self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.Cancel(refs=[ref])))
+            self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.GenerationCancel(refs=[ref])))
 
-    def update(self, ref: int, update: pb.Update) -> None:
+    def update(self, ref: int, update: pb.GenerationUpdate) -> None:
         """Changes a request. Does nothing if it has ended."""
         if self.is_open and ref in self._live:
             update.ref = ref
@@ -158,7 +158,7 @@ class GenerateStream:
         exception that live requests raise; by default, that the client was closed."""
         if self.is_open:
             if self._live:
-                self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.Cancel(refs=list(self._live))))
+                self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.GenerationCancel(refs=list(self._live))))
             self._outgoing.put_nowait(None)
             self._break(failure or RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed"))
         await asyncio.wait({self._reader}, timeout=_CLOSING_SECONDS)

@@ -21,8 +21,7 @@ from penstock.clients.embeddings import Embeddings, EmbedOptions, Input
 from penstock.clients.errors import PenstockError
 from penstock.clients.events import Completion, Delta, Event
 from penstock.clients.requests import Options, Prompt
-from penstock.v1.model_pb2 import GetModelResponse
-from penstock.v1.tokenizer_pb2 import RenderChatResponse
+from penstock.v1 import GetModelResponse, RenderChatResponse
 
 T = TypeVar("T")
 

@@ -241,7 +241,7 @@ def read_rules(path: Path = RULES) -> list[Rule]:
 def is_scanned(path: str) -> bool:
     """Whether a tracked file has text that the rules are for."""
     folder = path.split("/", maxsplit=1)[0]
-    if folder == "tests" or re.search(r"_pb2(_grpc)?\.py$", path):
+    if folder == "tests" or path.startswith("protos/google/") or re.search(r"_pb2(_grpc)?\.py$", path):
         return False
     if path.endswith((".md", ".py")):
         return True

@@ -7,6 +7,7 @@ from typing import Self
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.clients.bench.target import OK, Record, context
 from penstock.clients.bench.workload import BenchRequest
 from penstock.clients.channel import call_metadata, open_channel
@@ -15,7 +16,6 @@ from penstock.clients.errors import InvalidOption, RequestFailed, failure_from_c
 from penstock.clients.events import Accepted, Delta, Event, Finished
 from penstock.clients.requests import build_start
 from penstock.clients.stream import GenerateStream
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 _GRACE_SECONDS = 5.0
@@ -75,7 +75,7 @@ class GrpcCaller:
         await asyncio.gather(*(stream.close() for stream in self._streams if stream is not None))
         await self._channel.close()
 
-    def _start(self, request: BenchRequest, past: Sequence[Record]) -> pb.Start:
+    def _start(self, request: BenchRequest, past: Sequence[Record]) -> pb.GenerationStart:
         prompt = request.prompt_token_ids
         options = {**request.options, "max_tokens": request.max_tokens}
         if past and past[-1].may_continue and not self._resend_context:
@@ -87,7 +87,7 @@ class GrpcCaller:
             raise InvalidOption("format", "expected token_ids or text_and_token_ids, since tokens are counted")
         return start
 
-    async def _carried(self, start: pb.Start, receiver: "_Receiver") -> None:
+    async def _carried(self, start: pb.GenerationStart, receiver: "_Receiver") -> None:
         stream = self._stream()
         ref = stream.carry(start, receiver)
         try:
@@ -105,7 +105,7 @@ class GrpcCaller:
             self._streams[place] = stream
         return stream
 
-    async def _alone(self, start: pb.Start, receiver: "_Receiver") -> None:
+    async def _alone(self, start: pb.GenerationStart, receiver: "_Receiver") -> None:
         call = self._stub.GenerateOne(pb.GenerateOneRequest(start=start), metadata=self._metadata)
         finished: Finished | None = None
         try:

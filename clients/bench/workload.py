@@ -32,7 +32,7 @@ class BenchRequest:
     conversation: str = ""
     """The conversation's name in a trace; empty for a single request."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """Fields of the contract's ``Start`` and ``Sampling`` by name, or of the body of an HTTP request."""
+    """Fields of ``GenerationStart`` and ``SamplingParams`` by name, or of the body of an HTTP request."""
 
 
 @dataclass(frozen=True)

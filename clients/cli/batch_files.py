@@ -18,10 +18,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import penstock.v1 as pb
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed
 from penstock.clients.events import Choice, Completion
 from penstock.clients.requests import start_from_line
-from penstock.v1 import generation_pb2 as pb
 
 Id = str | int
 BadLineKey = tuple[Id | None, int | None, str]
@@ -44,7 +44,7 @@ class Job:
     """A valid line."""
 
     id: Id
-    start: pb.Start
+    start: pb.GenerationStart
 
 
 @dataclass(frozen=True, slots=True)

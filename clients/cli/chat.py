@@ -25,7 +25,7 @@ from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed,
 from penstock.clients.events import Delta, Finished
 from penstock.clients.requests import Options
 from penstock.clients.sync_client import Client
-from penstock.v1.model_pb2 import GetModelResponse
+from penstock.v1 import GetModelResponse
 
 _HELP = '''\
 /help              show this help

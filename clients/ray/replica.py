@@ -15,12 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
+import penstock.v1 as pb
 from penstock.clients.channel import open_channel
 from penstock.clients.health import LIVENESS, is_serving
 from penstock.clients.ray.grpc_forwarding import CallContext, Response, forward_call, forward_stream
 from penstock.clients.ray.http_forwarding import ForwardedResponse, open_session
 from penstock.clients.ray.serve_process import ServeProcess
-from penstock.v1 import classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -81,25 +81,23 @@ class ServeReplica:
         """Serves OpenAI's API over HTTP."""
         return ForwardedResponse(self._session, self._gateway, request)
 
-    async def GenerateOne(
-        self, request: generation_pb2.GenerateOneRequest, grpc_context: CallContext
-    ) -> AsyncIterator[Message]:
+    async def GenerateOne(self, request: pb.GenerateOneRequest, grpc_context: CallContext) -> AsyncIterator[Message]:
         return forward_stream(GenerationServiceStub(self._channel).GenerateOne, request, grpc_context)
 
     async def Generate(
-        self, requests: AsyncIterator[generation_pb2.GenerateRequest], grpc_context: CallContext
+        self, requests: AsyncIterator[pb.GenerateRequest], grpc_context: CallContext
     ) -> AsyncIterator[Message]:
         return forward_stream(GenerationServiceStub(self._channel).Generate, requests, grpc_context)
 
-    Complete = _unary(GenerationServiceStub, "Complete", generation_pb2.CompleteResponse)
-    Classify = _unary(ClassificationServiceStub, "Classify", classification_pb2.ClassifyResponse)
-    Score = _unary(ClassificationServiceStub, "Score", classification_pb2.ScoreResponse)
-    Embed = _unary(EmbeddingServiceStub, "Embed", embedding_pb2.EmbedResponse)
-    GetModel = _unary(ModelServiceStub, "GetModel", model_pb2.GetModelResponse)
-    Tokenize = _unary(TokenizerServiceStub, "Tokenize", tokenizer_pb2.TokenizeResponse)
-    Detokenize = _unary(TokenizerServiceStub, "Detokenize", tokenizer_pb2.DetokenizeResponse)
-    RenderChat = _unary(TokenizerServiceStub, "RenderChat", tokenizer_pb2.RenderChatResponse)
-    DescribeTokens = _unary(TokenizerServiceStub, "DescribeTokens", tokenizer_pb2.DescribeTokensResponse)
+    Complete = _unary(GenerationServiceStub, "Complete", pb.CompleteResponse)
+    Classify = _unary(ClassificationServiceStub, "Classify", pb.ClassifyResponse)
+    Score = _unary(ClassificationServiceStub, "Score", pb.ScoreResponse)
+    Embed = _unary(EmbeddingServiceStub, "Embed", pb.EmbedResponse)
+    GetModel = _unary(ModelServiceStub, "GetModel", pb.GetModelResponse)
+    Tokenize = _unary(TokenizerServiceStub, "Tokenize", pb.TokenizeResponse)
+    Detokenize = _unary(TokenizerServiceStub, "Detokenize", pb.DetokenizeResponse)
+    RenderChat = _unary(TokenizerServiceStub, "RenderChat", pb.RenderChatResponse)
+    DescribeTokens = _unary(TokenizerServiceStub, "DescribeTokens", pb.DescribeTokensResponse)
     # The readiness of the replica that Serve chose, for clients that wait until a service is ready.
     Check = _unary(health_pb2_grpc.HealthStub, "Check", health_pb2.HealthCheckResponse)
 

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.errors import RequestFailed, failure_from_call
 from penstock.clients.gateway.upstream.recent import Recent
 from penstock.clients.status_page.settings import StatusPageSettings
-from penstock.v1 import admin_pb2 as pb
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 
 T = TypeVar("T")

@@ -2,11 +2,11 @@
 
 import time
 
+import penstock.v1 as pb
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.timeline import EntryKind, TimelineEntry
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.streaming.messages import milliseconds
-from penstock.v1 import admin_pb2 as pb
 
 _KINDS = {kind: pb.TimelineKind.Value(f"TIMELINE_KIND_{kind.name}") for kind in EntryKind}
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.kv.events import KvChanges, KvEventLog, KvEventReader
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.transport.call_end import write
-from penstock.v1 import admin_pb2 as pb
 
 MAX_MESSAGE_BYTES = 32 << 10
 """Takes a millisecond of the event loop's time."""

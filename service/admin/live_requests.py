@@ -10,11 +10,11 @@ import hmac
 import secrets
 import time
 
+import penstock.v1 as pb
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.loop.live_requests import LiveRequest, LiveRequestFilter, RequestStatus
 from penstock.scheduler.request import EngineFinishReason
 from penstock.service.errors import ServiceError, invalid
-from penstock.v1 import admin_pb2 as pb
 
 DEFAULT_PAGE_SIZE = 100
 MAX_CANCELS = 8

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf import text_format
 
+import penstock.v1 as pb
 from penstock.scheduler.loop.engine import Engine
 from penstock.service.admin.explain import explain
 from penstock.service.admin.kv_events import KvEvents
@@ -22,7 +23,7 @@ from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.recent_stats import RecentStats
-from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
+from penstock.v1 import admin_pb2_grpc as pb_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.policy import Policy
 from penstock.service.config.limits import MAX_NAMED_TENANTS
 from penstock.service.errors import invalid
-from penstock.v1 import admin_pb2 as pb
 
 _POLICIES = {policy: pb.SchedulingPolicy.Value(f"SCHEDULING_POLICY_{policy.name}") for policy in Policy}
 _POLICY_OF = {number: policy for policy, number in _POLICIES.items()}

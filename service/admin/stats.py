@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
 from penstock.service.errors import Reason, ServiceError
@@ -15,7 +16,6 @@ from penstock.service.telemetry.event_loop_lag import PERIOD_S, Lag, LoopLag
 from penstock.service.telemetry.histogram import LogHistogram
 from penstock.service.telemetry.recent_stats import RecentStats, RecentWindow
 from penstock.service.transport.call_end import write
-from penstock.v1 import admin_pb2 as pb
 
 DEFAULT_INTERVAL_MS = 1000
 MAX_TENANTS = 64

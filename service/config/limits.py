@@ -34,7 +34,7 @@ from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, invalid
 
 UINT32_MAX = 2**32 - 1
-UINT64_MAX = 2**64 - 1
+INT64_MAX = 2**63 - 1
 MAX_TIMEOUT_MS = 86_400_000
 MAX_CONNECTIONS = 4096
 """Default limit for the callers' listener; the limit of open files may lower it."""
@@ -109,7 +109,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "GenerateOneRequest": {"start": Nested(required=True)},
     "CompleteRequest": {"start": Nested(required=True)},
     "GenerateRequest": {"start": Nested(), "cancel": Nested(), "update": Nested()},
-    "Start": {
+    "GenerationStart": {
         "ref": _UINT32,
         "text": Text(0, MAX_TEXT_BYTES),
         "token_ids": Nested(),
@@ -138,7 +138,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "start": Known(frozenset({0, 1, 2})),
     },
     "AnyJson": {},
-    "Choices": {"values": Texts(1024, MAX_GRAMMAR_BYTES, required=True)},
+    "StringChoices": {"values": Texts(1024, MAX_GRAMMAR_BYTES, required=True)},
     "TokenIds": {"ids": Ids(Limit.UNCUT, required=True)},
     "Chat": {
         "messages": Messages(4096, MAX_TOOL_CALLS, MAX_TEXT_BYTES, required=True),
@@ -156,7 +156,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "name": Text(1, 256),
     },
     "ToolCall": {"id": Text(1, 256), "name": Text(1, 256, required=True), "arguments": Text(0, MAX_TEXT_BYTES)},
-    "Sampling": {
+    "SamplingParams": {
         "temperature": Number(0, 100),
         "top_k": Number(0, 1_000_000),
         "top_p": Number(0, 1),
@@ -164,7 +164,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "repetition_penalty": Number(_HUNDREDTH, 100),
         "presence_penalty": Number(-2, 2),
         "frequency_penalty": Number(-2, 2),
-        "seed": Number(0, UINT64_MAX),
+        "seed": Number(0, INT64_MAX),
         "max_tokens": Number(1, UINT32_MAX),
         "min_tokens": Number(0, Limit.PROMPT),
         "stop": Items(64, Text(1, 1024)),
@@ -175,14 +175,14 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "bad_words": Items(256, Text(1, 256)),
         "n": Number(1, 64),
     },
-    "Output": {
+    "OutputOptions": {
         "format": Known(frozenset({0, 1, 2, 3})),
         "logprobs": Number(0, 20),
         "prompt_logprobs": Number(0, 20),
         "include_special_tokens": _FLAG,
     },
-    "Cancel": {"refs": Refs(65_536)},
-    "Update": {
+    "GenerationCancel": {"refs": Refs(65_536)},
+    "GenerationUpdate": {
         "ref": _UINT32,
         "timeout_ms": Number(1, MAX_TIMEOUT_MS),
         "priority": Number(-1000, 1000),
@@ -273,9 +273,9 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "RequestFilter": {
         "tenant": _TENANT,
         "states": Items(4, Known(frozenset({1, 2, 3, 4}))),
-        "min_age_ms": Number(0, UINT64_MAX),
+        "min_age_ms": Number(0, INT64_MAX),
     },
-    "WatchKvEventsRequest": {"after_sequence": Number(0, UINT64_MAX), "stream_id": Text(1, 64)},
+    "WatchKvEventsRequest": {"after_sequence": Number(0, INT64_MAX), "stream_id": Text(1, 64)},
 }
 """Bounds by message and field. The default of a field that is not set is always within its bound."""
 

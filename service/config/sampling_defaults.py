@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import penstock.v1 as pb
 from penstock.models.checkpoint.checkpoint import read_json
 from penstock.models.errors import ModelError
 from penstock.service.config.field_rules import Bound, ModelLimits, Number
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.limits import FIELD_BOUNDS, UINT32_MAX
-from penstock.v1 import generation_pb2 as pb
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"
@@ -28,7 +28,7 @@ _NAMES = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
 _BOUNDS: Mapping[str, Bound] = {
-    **{name: FIELD_BOUNDS["Sampling"][name] for name in _NAMES},
+    **{name: FIELD_BOUNDS["SamplingParams"][name] for name in _NAMES},
     _MAX_NEW_TOKENS: Number(1, UINT32_MAX),
 }
 _WHOLE = frozenset({"top_k", _MAX_NEW_TOKENS})
@@ -40,14 +40,14 @@ _NO_LIMITS = ModelLimits(vocab_size=0, max_model_len=0)
 class SamplingDefaults:
     """Defaults for the fields of a request's ``sampling``."""
 
-    sampling: pb.Sampling = field(default_factory=pb.Sampling)
+    sampling: pb.SamplingParams = field(default_factory=pb.SamplingParams)
     """Only the fields for which the model or the operator sets a default."""
     token_limit: int | None = None
     """Limit on the output tokens of every request, even if it requests more."""
 
-    def applied(self, sampling: pb.Sampling) -> pb.Sampling:
+    def applied(self, sampling: pb.SamplingParams) -> pb.SamplingParams:
         """Returns a request's own fields, with the defaults of those that it does not set."""
-        merged = pb.Sampling()
+        merged = pb.SamplingParams()
         merged.CopyFrom(self.sampling)
         merged.MergeFrom(sampling)
         return merged
@@ -98,7 +98,7 @@ def read_sampling_defaults(model: Path, source: str, override: str | None = None
         values |= overriding
         limit = overriding.get(_MAX_NEW_TOKENS, limit)
     max_tokens = values.pop(_MAX_NEW_TOKENS, None)
-    return SamplingDefaults(pb.Sampling(max_tokens=max_tokens, **values), limit)
+    return SamplingDefaults(pb.SamplingParams(max_tokens=max_tokens, **values), limit)
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:

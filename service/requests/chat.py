@@ -5,12 +5,12 @@ import json.scanner
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import penstock.v1 as pb
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
 from penstock.service.chat_templates.chat_template import ChatTemplate
 from penstock.service.config.limits import chat_bytes
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.v1 import generation_pb2 as pb
 
 MAX_JSON_DEPTH = 64
 """The deepest nesting of objects and lists."""

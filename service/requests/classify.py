@@ -5,13 +5,13 @@ neither calls nor the engine.
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 
+import penstock.v1 as pb
 from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.request import Event, Request
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.generate import Origin
 from penstock.service.requests.pooled import Encoded, PooledInputs, check_num_values
-from penstock.v1 import classification_pb2 as pb, generation_pb2
 
 
 class ClassifyRequestBuilder:
@@ -50,7 +50,7 @@ class ClassifyRequestBuilder:
         return await inputs.pool.run(make, request.ByteSize(), origin.tenant)
 
     def response(
-        self, request: pb.ClassifyRequest, request_id: str, usage: generation_pb2.Usage, vectors: Sequence[bytes]
+        self, request: pb.ClassifyRequest, request_id: str, usage: pb.Usage, vectors: Sequence[bytes]
     ) -> pb.ClassifyResponse:
         """Returns the response for what ``kept`` returned."""
         head = existing(self._head)

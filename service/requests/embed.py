@@ -8,12 +8,12 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 
+import penstock.v1 as pb
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.request import Event, Request
 from penstock.service.errors import invalid
 from penstock.service.requests.generate import Origin
 from penstock.service.requests.pooled import PooledInputs, check_num_values
-from penstock.v1 import embedding_pb2 as pb, generation_pb2
 
 
 class EmbedRequestBuilder:
@@ -55,7 +55,7 @@ class EmbedRequestBuilder:
         return await inputs.pool.run(make, request.ByteSize(), origin.tenant)
 
     def response(
-        self, request: pb.EmbedRequest, request_id: str, usage: generation_pb2.Usage, vectors: Sequence[bytes]
+        self, request: pb.EmbedRequest, request_id: str, usage: pb.Usage, vectors: Sequence[bytes]
     ) -> pb.EmbedResponse:
         """Returns the response with the parts of vectors that ``kept`` returned, normalized if the request or the model
         requires it. Takes about 0.1 us per value."""

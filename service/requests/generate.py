@@ -13,6 +13,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+import penstock.v1 as pb
 from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import MAX_FORCED_DRAFTS, SamplingParams
 from penstock.scheduler.request import Event, Prompt, Request, TextState
@@ -27,8 +28,7 @@ from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
 from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
-from penstock.v1 import generation_pb2 as pb
-from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
+from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
 
 MAX_TOKENS_IN_ALL = 1 << 20
 """The maximum total of prompt and output tokens of a request's choices, if it has several. A step's bookkeeping on the
@@ -69,7 +69,7 @@ class ResponseMode(Enum):
     """The output is sent in one message."""
 
 
-def output_form(start: pb.Start) -> OutputForm:
+def output_form(start: pb.GenerationStart) -> OutputForm:
     """Returns the parts of the output to send. ``start`` has passed ``check``."""
     return _FORMS[start.output.format]
 
@@ -106,7 +106,7 @@ class RequestBuilder:
         self._grammars = grammars
         self._defaults = SamplingDefaults() if defaults is None else defaults
 
-    def check(self, start: pb.Start) -> None:
+    def check(self, start: pb.GenerationStart) -> None:
         """Makes all checks that are possible before the prompt is tokenized. Raises ServiceError."""
         self._validator.check(start)
         if not self._generates:
@@ -140,7 +140,7 @@ class RequestBuilder:
 
     async def prepare(
         self,
-        start: pb.Start,
+        start: pb.GenerationStart,
         origin: Origin,
         sink: Callable[[Event], None],
         answer: ResponseMode = ResponseMode.STREAMED,
@@ -156,7 +156,7 @@ class RequestBuilder:
 
     def _make(
         self,
-        start: pb.Start,
+        start: pb.GenerationStart,
         origin: Origin,
         sink: Callable[[Event], None],
         answer: ResponseMode,
@@ -193,7 +193,7 @@ class RequestBuilder:
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
 
-    def _after_reasoning(self, grammar: str, start: pb.Start, prompt: list[int], max_tokens: int) -> str:
+    def _after_reasoning(self, grammar: str, start: pb.GenerationStart, prompt: list[int], max_tokens: int) -> str:
         """Returns a grammar for the whole output, in which the constraint's ``grammar`` applies after the reasoning."""
         if not grammar or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
             return grammar
@@ -207,7 +207,7 @@ class RequestBuilder:
             section = reasoning.after_template(end)
         return reasoning.grammar(grammar, section, max_tokens)
 
-    def _prompt(self, start: pb.Start, salt: bytes) -> Prompt:
+    def _prompt(self, start: pb.GenerationStart, salt: bytes) -> Prompt:
         kind = start.WhichOneof("prompt")
         truncation = self._truncation(start)
         if kind == "text":
@@ -221,7 +221,7 @@ class RequestBuilder:
             self._validator.check_ids(token_ids, limit.field)
         return self._pool.prompt(token_ids if truncation is None else truncation.cut(token_ids), salt, limit)
 
-    def _continued(self, start: pb.Start, salt: bytes, kept: StoredContext) -> Prompt:
+    def _continued(self, start: pb.GenerationStart, salt: bytes, kept: StoredContext) -> Prompt:
         kind = start.WhichOneof("prompt")
         field: str = "token_ids.ids" if kind == "token_ids" else kind or "continue_from"
         context, truncation = kept.unpacked(), self._truncation(start)
@@ -240,7 +240,7 @@ class RequestBuilder:
             return self._pool.prompt(cut, salt, self._pool.limit(field))
         return self._pool.prompt(more, salt, limit, context)
 
-    def _truncation(self, start: pb.Start) -> Truncation | None:
+    def _truncation(self, start: pb.GenerationStart) -> Truncation | None:
         return Truncation.of(start, self._validator.limits.max_model_len - 1)
 
     def _left(self, num_prompt_tokens: int) -> int:
@@ -249,16 +249,16 @@ class RequestBuilder:
         left = max(1, self._max_sequence_tokens - num_prompt_tokens)
         return left if self._defaults.token_limit is None else min(left, self._defaults.token_limit)
 
-    def _retain_s(self, start: pb.Start) -> float:
+    def _retain_s(self, start: pb.GenerationStart) -> float:
         if start.HasField("retain_ms"):
             return min(start.retain_ms / 1000, self._max_retain_s)
         return self._max_retain_s if start.continue_from else 0.0
 
-    def _drafts(self, start: pb.Start) -> int:
+    def _drafts(self, start: pb.GenerationStart) -> int:
         most = max(self._max_drafts, MAX_FORCED_DRAFTS) if start.HasField("constraint") else self._max_drafts
         return min(start.max_draft_tokens, most) if start.HasField("max_draft_tokens") else most
 
-    def _max_tokens(self, start: pb.Start, num_prompt_tokens: int) -> int:
+    def _max_tokens(self, start: pb.GenerationStart, num_prompt_tokens: int) -> int:
         sampling = start.sampling
         max_tokens = self._left(num_prompt_tokens)
         for given in (sampling, self._defaults.sampling):
@@ -271,7 +271,7 @@ class RequestBuilder:
             )
         return max_tokens
 
-    def _fit_whole(self, start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> int:
+    def _fit_whole(self, start: pb.GenerationStart, num_prompt_tokens: int, max_tokens: int) -> int:
         """Returns ``max_tokens``, reduced to fit in one message if the caller did not set it. Raises ServiceError if
         the caller's own ``max_tokens`` does not fit."""
         n, output, form = start.sampling.n or 1, start.output, output_form(start)
@@ -295,7 +295,7 @@ class RequestBuilder:
             raise _too_expensive(field, formula, prompt_units + output_units, MAX_WHOLE_ANSWER, remedy)
         return max_tokens
 
-    def _sampling(self, start: pb.Start) -> SamplingParams:
+    def _sampling(self, start: pb.GenerationStart) -> SamplingParams:
         sampling, output = self._defaults.applied(start.sampling), start.output
         stop_token_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -320,7 +320,7 @@ class RequestBuilder:
             repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+            seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
             min_tokens=sampling.min_tokens,
             stop_token_ids=tuple(sorted(stop_token_ids)),
             logit_bias=tuple(sorted(sampling.logit_bias.items())),
@@ -330,14 +330,14 @@ class RequestBuilder:
             prompt_logprobs=_optional(output, "prompt_logprobs"),
         )
 
-    def _make_text(self, start: pb.Start) -> Callable[[], TextState]:
+    def _make_text(self, start: pb.GenerationStart) -> Callable[[], TextState]:
         if not output_form(start).text and not start.sampling.stop:
             return IdsOnly
         sampling, with_specials = start.sampling, start.output.include_special_tokens
         return text_states(self._tokenizer, sampling.stop, with_specials, sampling.min_tokens)
 
 
-def _check_constraint(start: pb.Start) -> None:
+def _check_constraint(start: pb.GenerationStart) -> None:
     if start.constraint.WhichOneof("kind") is None:
         raise invalid("constraint", "set json_schema, any_json, regex, lark, gbnf or choices, or omit constraint")
     for field in ("ignore_eos", "allowed_token_ids"):

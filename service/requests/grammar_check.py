@@ -14,11 +14,11 @@ import threading
 import time
 from collections import OrderedDict
 
+import penstock.v1 as pb
 from penstock.models.executor.child_process import child_environment
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.thread_pool import FairThreadPool
-from penstock.v1 import constraint_pb2
 
 CHECKER = "from penstock.models.structured_output.check_process import main; main()"
 """Runs in another process; the service imports none of it, because its library may crash."""
@@ -74,7 +74,7 @@ class GrammarChecks:
         with contextlib.suppress(ServiceError):
             await self._lane.run(self._running, 0, "")
 
-    async def grammar(self, constraint: constraint_pb2.Constraint, tenant: str) -> str:
+    async def grammar(self, constraint: pb.Constraint, tenant: str) -> str:
         """Returns the worker's grammar for a constraint whose fields are valid. Raises ServiceError."""
         kind = constraint.WhichOneof("kind")
         assert kind is not None

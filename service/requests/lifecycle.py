@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from google.rpc import status_pb2
 
+import penstock.v1 as pb
 from penstock.clients.host.error_frames import release_frames
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.planning.rate_limit import Rated
@@ -47,7 +48,6 @@ from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
 from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
-from penstock.v1 import generation_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class RequestLifecycle:
     def __init__(
         self,
         request_context: RequestContext,
-        start: pb.Start,
+        start: pb.GenerationStart,
         *,
         request_id: str,
         principal: Principal,
@@ -124,7 +124,7 @@ class RequestLifecycle:
         self._done = False
         self._span = NO_SPAN
 
-    def begin_request(self, start: pb.Start, after: "asyncio.Task[None] | None" = None) -> None:
+    def begin_request(self, start: pb.GenerationStart, after: "asyncio.Task[None] | None" = None) -> None:
         """Checks the request and starts its preparation. It enters the queue after the request that ``after`` prepares,
         unless that takes long. Never raises. Keeps no reference to ``start``, whose prompt may have 4 MiB."""
         try:
@@ -150,7 +150,7 @@ class RequestLifecycle:
         if self.preparation is not None:
             self.preparation.cancel()
 
-    def update(self, update: pb.Update, refuse: Refuse) -> None:
+    def update(self, update: pb.GenerationUpdate, refuse: Refuse) -> None:
         """Changes the request; during its preparation, as soon as it is queued. If the change is refused, calls
         ``refuse`` once, perhaps later, and the request continues unchanged."""
         change = Change(
@@ -182,7 +182,11 @@ class RequestLifecycle:
         return kept
 
     async def _enter(
-        self, start: pb.Start, context: StoredContext | None, origin: Origin, after: "asyncio.Task[None] | None"
+        self,
+        start: pb.GenerationStart,
+        context: StoredContext | None,
+        origin: Origin,
+        after: "asyncio.Task[None] | None",
     ) -> None:
         try:
             request = await self._prepared(start, context, origin)
@@ -197,7 +201,7 @@ class RequestLifecycle:
             # ``cancel`` has already ended the request; any other cancellation must not leave it without an end.
             self._refuse(error)
 
-    async def _prepared(self, start: pb.Start, context: StoredContext | None, origin: Origin) -> Request:
+    async def _prepared(self, start: pb.GenerationStart, context: StoredContext | None, origin: Origin) -> Request:
         request_builder = self._request_context.request_builder
         try:
             async with preparation_limit(self._deadline, "the prompt was tokenized") as self._limit:

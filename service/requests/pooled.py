@@ -4,6 +4,7 @@ request. Knows neither calls nor the engine.
 
 from collections.abc import Callable, Iterator, Sequence
 
+import penstock.v1 as pb
 from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import Pooling, SamplingParams
 from penstock.scheduler.request import Event, Prompt, Request
@@ -16,14 +17,13 @@ from penstock.service.text.detokenizer import IdsOnly
 from penstock.service.text.prompt_limit import PromptLimit
 from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
-from penstock.v1 import classification_pb2, embedding_pb2
 
 MAX_VALUES = 900_000
 """The maximum number of values in a response, which keeps it below the 4 MiB default limit of gRPC's clients."""
 MAX_TOKENS = 1 << 20
 """The maximum number of tokens in all inputs of a request."""
 
-PooledMessage = embedding_pb2.EmbedRequest | classification_pb2.ClassifyRequest | classification_pb2.ScoreRequest
+PooledMessage = pb.EmbedRequest | pb.ClassifyRequest | pb.ScoreRequest
 Encoded = tuple[list[int], PromptLimit]
 """The tokens of an input, and the limit that they must keep."""
 
@@ -36,7 +36,7 @@ class PooledInputs:
         self.pool = pool
         self._model_name = model_name
 
-    def check(self, inputs: Sequence[embedding_pb2.EmbedInput], truncates: bool) -> None:
+    def check(self, inputs: Sequence[pb.EmbedInput], truncates: bool) -> None:
         """Makes all checks of inputs that are possible before they are tokenized. Raises ServiceError."""
         num_bytes = 0
         for index, item in enumerate(inputs):
@@ -52,7 +52,7 @@ class PooledInputs:
         if num_bytes > MAX_TEXT_BYTES:
             raise invalid("inputs", f"at most {MAX_TEXT_BYTES:,} bytes of text in total; they have {num_bytes:,}")
 
-    def encode(self, inputs: Sequence[embedding_pb2.EmbedInput], truncation: Truncation | None) -> Iterator[Encoded]:
+    def encode(self, inputs: Sequence[pb.EmbedInput], truncation: Truncation | None) -> Iterator[Encoded]:
         """Yields the tokens of each input. Raises ServiceError."""
         for index, item in enumerate(inputs):
             field = f"inputs[{index}]"

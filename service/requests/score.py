@@ -4,6 +4,7 @@ calls nor the engine.
 
 from collections.abc import Callable, Iterator, Sequence
 
+import penstock.v1 as pb
 from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.request import Event, Request
@@ -13,7 +14,6 @@ from penstock.service.requests.classify import existing, without_padding
 from penstock.service.requests.generate import Origin
 from penstock.service.requests.pooled import Encoded, PooledInputs, too_expensive
 from penstock.service.text.text_pairs import TextPairs
-from penstock.v1 import classification_pb2 as pb, generation_pb2
 
 MAX_PAIR_BYTES = 4 * MAX_TEXT_BYTES
 """The maximum size of all pairs of a request together. A query counts once for each of its documents."""
@@ -89,7 +89,7 @@ class ScoreRequestBuilder:
             yield self._pairs.encode(query, document, instruction, truncation, limit), limit
 
     def response(
-        self, request: pb.ScoreRequest, request_id: str, usage: generation_pb2.Usage, vectors: Sequence[bytes]
+        self, request: pb.ScoreRequest, request_id: str, usage: pb.Usage, vectors: Sequence[bytes]
     ) -> pb.ScoreResponse:
         """Returns the response for what ``kept`` returned."""
         head = existing(self._head)

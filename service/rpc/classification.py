@@ -4,12 +4,13 @@ from typing import Any
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.service.requests.classify import ClassifyRequestBuilder
 from penstock.service.requests.pooled import PooledInputs
 from penstock.service.requests.score import ScoreRequestBuilder
 from penstock.service.rpc.pooled_calls import PooledCalls
-from penstock.v1 import classification_pb2 as pb, classification_pb2_grpc as pb_grpc
+from penstock.v1 import classification_pb2_grpc as pb_grpc
 
 
 class ClassificationService(pb_grpc.ClassificationServiceServicer):

@@ -4,9 +4,10 @@ from typing import Any
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.service.requests.embed import EmbedRequestBuilder
 from penstock.service.rpc.pooled_calls import PooledCalls
-from penstock.v1 import embedding_pb2 as pb, embedding_pb2_grpc as pb_grpc
+from penstock.v1 import embedding_pb2_grpc as pb_grpc
 
 
 class EmbeddingService(pb_grpc.EmbeddingServiceServicer):

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta
 from penstock.service.auth.identity import current_principal
@@ -25,7 +26,7 @@ from penstock.service.streaming.messages import fill_delta, fill_logprobs, singl
 from penstock.service.streaming.outbox import HEARTBEAT_S, Outbox
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.transport.request_id import new_request_id
-from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
+from penstock.v1 import generation_pb2_grpc as pb_grpc
 
 _STATES: Mapping[EngineState, "pb.ServiceState.ValueType"] = {
     EngineState.STARTING: pb.SERVICE_STATE_RECOVERING,
@@ -129,7 +130,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     def new_request(
         self,
-        start: pb.Start,
+        start: pb.GenerationStart,
         receiver: "Outbox | _WholeAnswer",
         on_end: Callable[[RequestLifecycle], None],
         call: Context | None = None,
@@ -233,7 +234,7 @@ class _Stream:
         else:
             raise invalid("frame", "is required; set start, cancel or update")
 
-    def _start(self, start: pb.Start) -> None:
+    def _start(self, start: pb.GenerationStart) -> None:
         if start.ref in self._live:
             raise ServiceError(
                 Reason.DUPLICATE_REF,
@@ -248,7 +249,7 @@ class _Stream:
         self._num_refused = 0 if live.preparation is not None else self._num_refused + 1
         self._last = live.preparation or self._last
 
-    def _update(self, update: pb.Update) -> None:
+    def _update(self, update: pb.GenerationUpdate) -> None:
         live = self._live.get(update.ref)
         if live is None:
             return
@@ -316,7 +317,7 @@ class _WholeAnswer:
             self.whole.set_exception(error)
 
 
-def _required(request: pb.GenerateOneRequest | pb.CompleteRequest) -> pb.Start:
+def _required(request: pb.GenerateOneRequest | pb.CompleteRequest) -> pb.GenerationStart:
     if not request.HasField("start"):
         raise invalid("start", "is required")
     return request.start

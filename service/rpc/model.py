@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
 from penstock.scheduler.policy import Policy
@@ -12,7 +13,7 @@ from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.v1 import model_pb2 as pb, model_pb2_grpc as pb_grpc
+from penstock.v1 import model_pb2_grpc as pb_grpc
 
 _ALWAYS = (
     "choices", "continue_from", "embeddings", "logprobs", "prompt_logprobs", "seeded_sampling", "stop_strings", "update"
@@ -70,7 +71,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
         self._validator.check(request)
         tenant = principal.tenant_for(request.tenant)
         config, facts = self._config(), self._facts
-        limits = pb.Limits(
+        limits = pb.ServiceLimits(
             max_num_seqs=config.max_rows(facts),
             max_num_batched_tokens=config.token_budget(facts),
             max_queued_requests=config.max_queued_requests,

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import Embedded, EngineFinishReason, Event, Request, RequestAccepted, RequestFinished
@@ -20,7 +21,6 @@ from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
 from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
-from penstock.v1 import generation_pb2
 
 _MAX_VALUES_ON_LOOP = 8192
 """Responses that take more work are built in a thread."""
@@ -50,7 +50,7 @@ class PooledRequestBuilder(Protocol[RequestT_contra, ResponseT_co]):
         """Returns the work of ``response`` for each input, in values that it reads."""
 
     def response(
-        self, request: RequestT_contra, request_id: str, usage: generation_pb2.Usage, vectors: Sequence[bytes]
+        self, request: RequestT_contra, request_id: str, usage: pb.Usage, vectors: Sequence[bytes]
     ) -> ResponseT_co:
         """Returns the response for what ``kept`` returned, in the order of the inputs."""
 
@@ -150,9 +150,7 @@ class _LiveCall:
         status = ending_status(finished.reason, finished.message, self._request_id)
         if status.code:
             raise StatusError(status)
-        usage = generation_pb2.Usage(
-            prompt_tokens=finished.usage.prompt_tokens, cached_tokens=finished.usage.cached_tokens
-        )
+        usage = pb.Usage(prompt_tokens=finished.usage.prompt_tokens, cached_tokens=finished.usage.cached_tokens)
         vectors = [self._vectors[index] for index in range(self._request.n)]
         if len(vectors) * builder.work(message) <= _MAX_VALUES_ON_LOOP:
             return builder.response(message, self._request_id, usage, vectors)

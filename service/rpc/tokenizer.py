@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
@@ -16,7 +17,7 @@ from penstock.service.requests.chat import check_chat, parse_chat
 from penstock.service.text.detokenizer import text_offsets
 from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
-from penstock.v1 import tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
+from penstock.v1 import tokenizer_pb2_grpc as pb_grpc
 
 MAX_ANSWER_BYTES = 4 << 20
 """The default limit of gRPC's clients."""

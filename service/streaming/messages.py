@@ -5,11 +5,11 @@ from dataclasses import asdict
 
 from google.rpc import status_pb2
 
+import penstock.v1 as pb
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import EngineFinishReason, RequestFinished, SequenceDelta, SpeculationCounts
 from penstock.service.config.limits import UINT32_MAX
 from penstock.service.streaming.pending_message import OutputForm, PendingMessage
-from penstock.v1 import generation_pb2 as pb
 
 _REASONS: Mapping[EngineFinishReason, "pb.FinishReason.ValueType"] = {
     **dict.fromkeys(EngineFinishReason, pb.FINISH_REASON_ERROR),

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
+import penstock.v1 as pb
 from penstock.scheduler.request import PromptLogprobsChunk, SequenceDelta
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
@@ -27,7 +28,6 @@ from penstock.service.streaming.pending_message import (
     split,
     split_delta,
 )
-from penstock.v1 import generation_pb2 as pb
 
 MAX_STALLED_BYTES = 16 << 20
 """The maximum number of pending bytes of a stalled stream. Output that is already on its way is far less. Only a client

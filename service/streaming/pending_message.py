@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
+import penstock.v1 as pb
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import PromptLogprobsChunk, SequenceDelta
 from penstock.service.config.text_size import utf8_bytes
-from penstock.v1 import generation_pb2 as pb
 
 MAX_MESSAGE_BYTES = 64 << 10
 PART_BYTES = 48

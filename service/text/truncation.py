@@ -2,16 +2,10 @@
 
 from dataclasses import dataclass
 
+import penstock.v1 as pb
 from penstock.service.errors import invalid
-from penstock.v1 import classification_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
-Truncated = (
-    pb.Start
-    | classification_pb2.ClassifyRequest
-    | classification_pb2.ScoreRequest
-    | embedding_pb2.EmbedRequest
-    | tokenizer_pb2.TokenizeRequest
-)
+Truncated = pb.GenerationStart | pb.ClassifyRequest | pb.ScoreRequest | pb.EmbedRequest | pb.TokenizeRequest
 
 
 @dataclass(frozen=True, slots=True)

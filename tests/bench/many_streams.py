@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import penstock.v1 as pb
 from penstock.clients.bench.report import quantile
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
-from penstock.v1 import generation_pb2 as pb
 
 NUM_REQUESTS = 256
 TARGET_SHARE = 0.85
@@ -167,15 +167,15 @@ def run_client(port: int, num_streams: int, seconds: float) -> Measured:
     return Measured(num_tokens / (now - begun), [quantile(g, 0.5) for g in gaps], [quantile(g, 0.99) for g in gaps])
 
 
-def start(ref: int) -> pb.Start:
+def start(ref: int) -> pb.GenerationStart:
     """A request that goes on for longer than is measured. Greedy: sampled tokens that end inside a character would be
     held back, and come two at a time."""
-    sampling = pb.Sampling(max_tokens=3000, ignore_eos=True, temperature=0.0)
-    return pb.Start(
+    sampling = pb.SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0.0)
+    return pb.GenerationStart(
         ref=ref,
         text="Once upon a time",
         sampling=sampling,
-        output=pb.Output(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS),
+        output=pb.OutputOptions(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS),
     )
 
 

@@ -23,6 +23,7 @@ import grpc
 import tokenizers
 import uvloop
 
+import penstock.v1 as pb
 from penstock.clients.bench.report import quantile
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
@@ -36,7 +37,6 @@ from penstock.service.rpc import generation
 from penstock.service.streaming.outbox import Outbox
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.v1 import generation_pb2 as pb
 
 STEPS_PER_SECOND = 100
 NUM_REQUESTS = 256
@@ -237,9 +237,11 @@ async def client(target: str, num_streams: int, requests_each: int, num_tokens: 
 
 async def one_stream(call: Any, num_requests: int, num_tokens: int, reads: bool) -> None:
     """Some requests on a stream."""
-    sampling = pb.Sampling(max_tokens=num_tokens, ignore_eos=True)
+    sampling = pb.SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     for ref in range(num_requests):
-        start = pb.Start(ref=ref, text="token", sampling=sampling, output=pb.Output(logprobs=None if reads else 20))
+        start = pb.GenerationStart(
+            ref=ref, text="token", sampling=sampling, output=pb.OutputOptions(logprobs=None if reads else 20)
+        )
         await call.write(pb.GenerateRequest(start=start))
     await call.done_writing()
     if not reads:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+import penstock.v1 as pb
 from penstock.clients import InvalidOption
 from penstock.clients.chat_messages import CHAT_OPTION_NAMES, build_chat
 from penstock.clients.requests import build_start, start_from_line
-from penstock.v1 import generation_pb2 as pb
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}

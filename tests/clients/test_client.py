@@ -293,7 +293,7 @@ async def test_the_deadline_travels_and_a_silent_service_is_given_up(client, ser
         ("hi", {"max_tokns": 3}, "max_tokns: unknown field; did you mean max_tokens?"),
         ("hi", {"max_tokens": "3"}, "max_tokens: expected an integer, got '3'"),
         ("hi", {"max_tokens": True}, "max_tokens: expected an integer, got True"),
-        ("hi", {"seed": -1}, "seed: expected 0 to 18,446,744,073,709,551,615, got -1"),
+        ("hi", {"seed": -1}, "seed: expected 0 to 9,223,372,036,854,775,807, got -1"),
         ("hi", {"stop_token_ids": 5}, "stop_token_ids: expected a list, got 5"),
         ("hi", {"logit_bias": {"a": 1}}, "logit_bias: expected token ids as keys, got 'a'"),
         ("hi", {"format": "words"}, "format: expected one of text, token_ids, text_and_token_ids, got 'words'"),

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+import penstock.v1 as pb
 from penstock.clients.constraints import add_constraint_flags, constraint_settings, set_constraint
 from penstock.clients.errors import InvalidOption
 from penstock.clients.requests import build_start
-from penstock.v1 import constraint_pb2
 
 SCHEMA = '{"type": "null"}'
 LARK, GBNF = 'start: "a" | "b"\n', 'root ::= "a" | "b"\n'
@@ -32,15 +32,15 @@ def parsed(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "made"),
     [
-        (["--json-schema", " " + SCHEMA], constraint_pb2.Constraint(json_schema=" " + SCHEMA)),
-        (["--json-schema", "schema.json"], constraint_pb2.Constraint(json_schema=SCHEMA)),
-        (["--any-json"], constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())),
-        (["--regex", "[0-9]+"], constraint_pb2.Constraint(regex="[0-9]+")),
-        (["--grammar", "a.lark"], constraint_pb2.Constraint(lark=LARK)),
-        (["--grammar", "a.gbnf"], constraint_pb2.Constraint(gbnf=GBNF)),
+        (["--json-schema", " " + SCHEMA], pb.Constraint(json_schema=" " + SCHEMA)),
+        (["--json-schema", "schema.json"], pb.Constraint(json_schema=SCHEMA)),
+        (["--any-json"], pb.Constraint(any_json=pb.AnyJson())),
+        (["--regex", "[0-9]+"], pb.Constraint(regex="[0-9]+")),
+        (["--grammar", "a.lark"], pb.Constraint(lark=LARK)),
+        (["--grammar", "a.gbnf"], pb.Constraint(gbnf=GBNF)),
         (
             ["--choice", "yes", "--choice", "no, never"],
-            constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=["yes", "no, never"])),
+            pb.Constraint(choices=pb.StringChoices(values=["yes", "no, never"])),
         ),
     ],
 )
@@ -75,13 +75,13 @@ def test_chat_and_generate_send_it(files, tool, threaded_service):
     done = tool.run("generate", *asked, "--input", "-", "--output", "-", text=lines)
     assert done.returncode == 0, done.stderr
     chat, first, second = (start.constraint for start in threaded_service.starts)
-    assert chat == first == constraint_pb2.Constraint(json_schema=SCHEMA)
-    assert second == constraint_pb2.Constraint(regex="b")
+    assert chat == first == pb.Constraint(json_schema=SCHEMA)
+    assert second == pb.Constraint(regex="b")
 
 
 def test_where_a_constraint_begins() -> None:
-    constraint = constraint_pb2.Constraint()
+    constraint = pb.Constraint()
     set_constraint(constraint, {"regex": "a", "start": "first_token"})
-    assert constraint == constraint_pb2.Constraint(regex="a", start=constraint_pb2.CONSTRAINT_START_FIRST_TOKEN)
+    assert constraint == pb.Constraint(regex="a", start=pb.CONSTRAINT_START_FIRST_TOKEN)
     with pytest.raises(InvalidOption, match=r"constraint\.start: expected after_reasoning or first_token"):
         set_constraint(constraint, {"regex": "a", "start": "later"})

@@ -4,6 +4,7 @@ import copy
 
 from hypothesis import given, settings, strategies as st
 
+import penstock.v1 as pb
 from penstock.clients.events import (
     Accepted,
     ChoiceEnd,
@@ -19,7 +20,6 @@ from penstock.clients.events import (
     collect,
     merge,
 )
-from penstock.v1 import generation_pb2 as pb
 
 NUM_CHOICES = 3
 

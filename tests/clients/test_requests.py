@@ -4,16 +4,16 @@ import math
 
 import pytest
 
+import penstock.v1 as pb
 from penstock.clients import InvalidOption
 from penstock.clients.requests import OPTION_NAMES, Options, build_start, start_from_line
-from penstock.v1 import constraint_pb2, generation_pb2 as pb
 
 
 def test_options_are_the_contracts_fields():
     """A field that is new in the contract fails here until ``Options`` has it."""
     assert set(Options.__annotations__) == OPTION_NAMES
-    assert set(pb.Sampling.DESCRIPTOR.fields_by_name) <= OPTION_NAMES
-    assert set(pb.Output.DESCRIPTOR.fields_by_name) <= OPTION_NAMES
+    assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) <= OPTION_NAMES
+    assert set(pb.OutputOptions.DESCRIPTOR.fields_by_name) <= OPTION_NAMES
 
 
 def test_every_option_reaches_its_field():
@@ -22,7 +22,7 @@ def test_every_option_reaches_its_field():
         {
             "temperature": 0,
             "top_k": 3,
-            "seed": 2**64 - 1,
+            "seed": 2**63 - 1,
             "stop": "one",
             "bad_words": ["a", "b"],
             "stop_token_ids": [4],
@@ -43,7 +43,7 @@ def test_every_option_reaches_its_field():
     sampling = start.sampling
     assert list(start.token_ids.ids) == [1, 2]
     assert sampling.HasField("temperature")
-    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 3, 2**64 - 1)
+    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 3, 2**63 - 1)
     assert (list(sampling.stop), list(sampling.bad_words), list(sampling.stop_token_ids)) == (["one"], ["a", "b"], [4])
     assert dict(sampling.logit_bias) == {5: 1.0, 6: -2.5}
     assert sampling.ignore_eos
@@ -109,7 +109,7 @@ def test_a_line_takes_defaults_that_it_does_not_name():
         ({"prompt": "a", "timeout_ms": 1.5}, "timeout_ms: expected an integer"),
         ({"prompt": "a", "timeout_ms": 0}, "timeout_ms: expected 1 to 86,400,000, got 0"),
         ({"prompt": "a", "max_tokens": -5}, "max_tokens: expected 0 to 4,294,967,295, got -5"),
-        ({"prompt": "a", "seed": 2**64}, "seed: expected 0 to 18,446,744,073,709,551,615, got 18446744073709551616"),
+        ({"prompt": "a", "seed": 2**63}, "seed: expected 0 to 9,223,372,036,854,775,807, got 9223372036854775808"),
         ({"prompt": "a", "stop_token_ids": [1, -1]}, "stop_token_ids: expected 0 to 4,294,967,295, got -1"),
         ({"prompt": "a", "priority": -(2**31) - 1}, "priority: expected -2,147,483,648 to 2,147,483,647, got"),
         ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias: expected token ids as keys, got '-1'"),
@@ -125,13 +125,13 @@ def test_a_bad_line_is_refused_by_field(line, says):
 @pytest.mark.parametrize(
     ("given", "made"),
     [
-        ({"json_schema": {"type": "null"}}, constraint_pb2.Constraint(json_schema='{"type": "null"}')),
-        ({"json_schema": "{}"}, constraint_pb2.Constraint(json_schema="{}")),
-        ({"any_json": True}, constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())),
-        ({"regex": "a+"}, constraint_pb2.Constraint(regex="a+")),
-        ({"lark": 'start: "a"'}, constraint_pb2.Constraint(lark='start: "a"')),
-        ({"gbnf": 'root ::= "a"'}, constraint_pb2.Constraint(gbnf='root ::= "a"')),
-        ({"choices": ["a", "b"]}, constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=["a", "b"]))),
+        ({"json_schema": {"type": "null"}}, pb.Constraint(json_schema='{"type": "null"}')),
+        ({"json_schema": "{}"}, pb.Constraint(json_schema="{}")),
+        ({"any_json": True}, pb.Constraint(any_json=pb.AnyJson())),
+        ({"regex": "a+"}, pb.Constraint(regex="a+")),
+        ({"lark": 'start: "a"'}, pb.Constraint(lark='start: "a"')),
+        ({"gbnf": 'root ::= "a"'}, pb.Constraint(gbnf='root ::= "a"')),
+        ({"choices": ["a", "b"]}, pb.Constraint(choices=pb.StringChoices(values=["a", "b"]))),
     ],
 )
 def test_a_constraint_is_an_object_with_one_field(given, made):

@@ -17,12 +17,12 @@ from monitoring.promql import names_in
 from prometheus_client import ProcessCollector
 from serve_process import serving, target_of
 
+import penstock.v1 as pb
 from penstock.clients import Client, RequestFailed
 from penstock.clients.gateway.schemas.unknown_fields import IgnoredFields
 from penstock.clients.gateway.traffic import GatewayMetrics
 from penstock.service.telemetry.catalog import INSTRUMENTS
 from penstock.service.telemetry.instrument import MetricKind
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.kv.events import KvEventLog
 from penstock.service.admin.kv_events import KvEvents
-from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
+from penstock.v1 import admin_pb2_grpc as pb_grpc
 
 
 @asynccontextmanager

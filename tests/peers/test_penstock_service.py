@@ -10,8 +10,9 @@ import grpc
 import pytest
 from cpu_bench.runners import penstock_service
 
+import penstock.v1 as pb
 from penstock.clients.errors import PenstockError
-from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc
+from penstock.v1 import admin_pb2_grpc
 
 
 class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):

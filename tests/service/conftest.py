@@ -24,6 +24,7 @@ from cryptography.x509.oid import NameOID
 from google.rpc import error_details_pb2, status_pb2
 from tokenizers import decoders, models, pre_tokenizers
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
@@ -31,7 +32,6 @@ from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub

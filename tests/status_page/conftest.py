@@ -14,6 +14,7 @@ import pytest
 from http_get import plain_client
 from starlette.applications import Starlette
 
+import penstock.v1 as pb
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.gateway.server.http_server import HttpServer, HttpSettings
 from penstock.clients.host.allowed_hosts import AllowedHosts
@@ -27,7 +28,6 @@ from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import ApiKeys, BearerAuthenticator, Principal
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 OPERATOR, TENANT = "o" * 40, "t" * 40
@@ -104,8 +104,8 @@ class Page:
 
     async def start(self, client_request_id: str = "") -> Live:
         """A request that has a row and goes on."""
-        start = pb.Start(
-            text="hi", client_request_id=client_request_id, sampling=pb.Sampling(max_tokens=4000, ignore_eos=True)
+        start = pb.GenerationStart(
+            text="hi", client_request_id=client_request_id, sampling=pb.SamplingParams(max_tokens=4000, ignore_eos=True)
         )
         metadata = (("authorization", f"Bearer {TENANT}"),)
         call: Any = self._stub.GenerateOne(pb.GenerateOneRequest(start=start), metadata=metadata)

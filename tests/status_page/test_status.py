@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 
-from penstock.v1 import generation_pb2 as pb
+import penstock.v1 as pb
 
 FILES = {
     name: files("penstock.clients.status_page").joinpath(name).read_text(encoding="utf-8")

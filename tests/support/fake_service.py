@@ -19,15 +19,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from penstock.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
-    generation_pb2 as pb,
-    model_pb2,
-    model_pb2_grpc,
-    tokenizer_pb2,
-    tokenizer_pb2_grpc,
-)
+import penstock.v1 as pb
+from penstock.v1 import admin_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
 from penstock.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
@@ -48,7 +41,7 @@ class FakeService(
     """Remembers what it was asked, and answers."""
 
     def __init__(self) -> None:
-        self.starts: list[pb.Start] = []
+        self.starts: list[pb.GenerationStart] = []
         self.cancelled: list[int] = []
         self.streams = 0
         self.streams_ended = 0
@@ -57,15 +50,15 @@ class FakeService(
         self.key = ""
         self.delay = 0.0
         self.context_length = 2000
-        self.sampling_defaults = pb.Sampling()
+        self.sampling_defaults = pb.SamplingParams()
         self.break_next = 0
         self.refusals: Counter[str] = Counter()
         self.keeps = False
         self.kept: dict[str, int] = {}
         """Tokens of the contexts that may be continued."""
         self.gone = grpc.StatusCode.NOT_FOUND
-        self.updates: list[pb.Update] = []
-        self.on_start: Callable[[pb.Start], None] = lambda start: None
+        self.updates: list[pb.GenerationUpdate] = []
+        self.on_start: Callable[[pb.GenerationStart], None] = lambda start: None
         self.target = ""
 
     async def Generate(self, request_iterator, context):
@@ -102,7 +95,7 @@ class FakeService(
             for task in (receiver, *tasks.values()):
                 task.cancel()
 
-    def _update(self, update: pb.Update, outgoing) -> None:
+    def _update(self, update: pb.GenerationUpdate, outgoing) -> None:
         self.updates.append(update)
         if update.max_tokens > self.context_length:
             code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
@@ -110,11 +103,11 @@ class FakeService(
             refused = pb.UpdateRefused(ref=update.ref, status=Status(code=code, message="too many", details=info))
             outgoing.put_nowait(pb.GenerateResponse(update_refused=[refused]))
 
-    async def _miss(self, start: pb.Start, outgoing) -> None:
+    async def _miss(self, start: pb.GenerationStart, outgoing) -> None:
         status = Status(code=self.gone.value[0], message="no context is kept")
         outgoing.put_nowait(pb.GenerateResponse(finished=[pb.Finished(ref=start.ref, status=status)]))
 
-    async def _answer(self, start: pb.Start, outgoing) -> None:
+    async def _answer(self, start: pb.GenerationStart, outgoing) -> None:
         def send(**fields):
             parts: dict[str, typing.Any] = {name: [value] for name, value in fields.items()}
             outgoing.put_nowait(pb.GenerateResponse(**parts))
@@ -193,7 +186,7 @@ class FakeService(
     async def GetModel(self, request, context):
         if self.key and dict(context.invocation_metadata()).get("authorization") != f"Bearer {self.key}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid API key")
-        return model_pb2.GetModelResponse(
+        return pb.GetModelResponse(
             name="fake",
             max_model_len=self.context_length,
             has_chat_template=True,
@@ -201,20 +194,20 @@ class FakeService(
         )
 
     async def Tokenize(self, request, context):
-        return tokenizer_pb2.TokenizeResponse(token_ids=[ord(c) for c in request.text])
+        return pb.TokenizeResponse(token_ids=[ord(c) for c in request.text])
 
     async def Detokenize(self, request, context):
-        return tokenizer_pb2.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
+        return pb.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
 
     async def DescribeTokens(self, request, context):
-        tokens = [tokenizer_pb2.TokenDescription(text=chr(token).encode()) for token in request.token_ids]
-        return tokenizer_pb2.DescribeTokensResponse(tokens=tokens)
+        tokens = [pb.TokenDescription(text=chr(token).encode()) for token in request.token_ids]
+        return pb.DescribeTokensResponse(tokens=tokens)
 
     async def RenderChat(self, request, context):
         if not request.chat.messages:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "chat.messages: it is empty")
         text = "".join(f"<{m.role}>{m.content}" for m in request.chat.messages)
-        return tokenizer_pb2.RenderChatResponse(text=text, token_ids=[ord(c) for c in text])
+        return pb.RenderChatResponse(text=text, token_ids=[ord(c) for c in text])
 
     @asynccontextmanager
     async def serving(
@@ -265,7 +258,7 @@ class FakeService(
             thread.join()
 
 
-def _prompt(start: pb.Start) -> str:
+def _prompt(start: pb.GenerationStart) -> str:
     match start.WhichOneof("prompt"):
         case "token_ids":
             return "".join(map(chr, start.token_ids.ids))
@@ -279,14 +272,14 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
     """The administration of a service that is not there: tells what a test has put into it."""
 
     def __init__(self) -> None:
-        self.explained: dict[str, admin_pb2.ExplainResponse] = {}
-        self.stats: list[admin_pb2.WatchStatsResponse] = []
+        self.explained: dict[str, pb.ExplainResponse] = {}
+        self.stats: list[pb.WatchStatsResponse] = []
         """One after the other; then the service ends, unless it hangs."""
         self.hangs = False
         self.intervals: list[int] = []
-        self.live: list[admin_pb2.LiveRequest] = []
-        self.list_calls: list[admin_pb2.ListRequestsRequest] = []
-        self.cancel_calls: list[admin_pb2.CancelRequestsRequest] = []
+        self.live: list[pb.LiveRequest] = []
+        self.list_calls: list[pb.ListRequestsRequest] = []
+        self.cancel_calls: list[pb.CancelRequestsRequest] = []
         self.target = ""
         self._leaving = threading.Event()
 
@@ -301,7 +294,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
         found = [live for live in self.live if request.filter.tenant in ("", live.tenant)]
         end = int(request.page_token or 0) + (request.page_size or 100)
         token = str(end) if end < len(found) else ""
-        return admin_pb2.ListRequestsResponse(requests=found[int(request.page_token or 0) : end], next_page_token=token)
+        return pb.ListRequestsResponse(requests=found[int(request.page_token or 0) : end], next_page_token=token)
 
     def CancelRequests(self, request, context):
         self.cancel_calls.append(request)
@@ -309,7 +302,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
         gone = [live for live in self.live if (live.request_id in ids if ids else tenant in ("", live.tenant))]
         self.live = [live for live in self.live if live not in gone]
         unknown = [each for each in ids if each not in {live.request_id for live in gone}]
-        return admin_pb2.CancelRequestsResponse(cancelled_requests=len(gone), unknown_request_ids=unknown)
+        return pb.CancelRequestsResponse(cancelled_requests=len(gone), unknown_request_ids=unknown)
 
     def WatchStats(self, request, context):
         self.intervals.append(request.interval_ms)

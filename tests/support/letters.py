@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import penstock.v1 as pb
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.v1 import generation_pb2 as pb
 
 ENDLESS = 4000
 """A limit on output tokens that no test waits for."""
@@ -31,15 +31,15 @@ def begin(
     text: str = "hello",
     max_tokens: int = 5,
     *,
-    output: pb.Output | None = None,
+    output: pb.OutputOptions | None = None,
     n: int | None = None,
     stop: Sequence[str] = (),
     seed: int | None = None,
     **fields: Any,
 ) -> pb.GenerateRequest:
-    sampling = pb.Sampling(max_tokens=max_tokens, n=n, stop=stop, seed=seed)
-    return pb.GenerateRequest(start=pb.Start(ref=ref, text=text, sampling=sampling, output=output, **fields))
+    sampling = pb.SamplingParams(max_tokens=max_tokens, n=n, stop=stop, seed=seed)
+    return pb.GenerateRequest(start=pb.GenerationStart(ref=ref, text=text, sampling=sampling, output=output, **fields))
 
 
 def cancel(*refs: int) -> pb.GenerateRequest:
-    return pb.GenerateRequest(cancel=pb.Cancel(refs=refs))
+    return pb.GenerateRequest(cancel=pb.GenerationCancel(refs=refs))

@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.cli.options import ADMIN_VARIABLE, ConnectionOptions, advised
 from penstock.clients.errors import PenstockError, Unreachable, failure_from_call
-from penstock.v1 import admin_pb2 as pb
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 
 _TIMEOUT_S = 10.0

@@ -11,12 +11,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+import penstock.v1 as pb
 from penstock.clients.cli.admin.client import AdminClient, call_admin
 from penstock.clients.cli.as_dict import as_dict
 from penstock.clients.cli.command_parser import CommandParser, nearest
 from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, RequestFailed, shown
-from penstock.v1 import admin_pb2 as pb
 
 _PREFIX = "SCHEDULING_POLICY_"
 _POLICIES = {name.removeprefix(_PREFIX).lower(): number for name, number in pb.SchedulingPolicy.items() if number != 0}

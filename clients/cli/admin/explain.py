@@ -6,6 +6,7 @@ import sys
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.clients.cli.admin.client import call_admin
 from penstock.clients.cli.admin.timeline_view import TimelineView
 from penstock.clients.cli.as_dict import as_dict
@@ -13,7 +14,6 @@ from penstock.clients.cli.command_parser import CommandParser
 from penstock.clients.cli.options import add_admin_flags, admin_connection
 from penstock.clients.cli.terminal import shows
 from penstock.clients.errors import PenstockError, RequestFailed
-from penstock.v1 import admin_pb2 as pb
 
 _EPILOG = """\
 examples:

@@ -1,6 +1,6 @@
 """Formats live requests as lines of a table, and names their states."""
 
-from penstock.v1 import admin_pb2 as pb
+import penstock.v1 as pb
 
 _PREFIX = "REQUEST_STATE_"
 STATES = {name.removeprefix(_PREFIX).lower(): number for name, number in pb.RequestState.items() if number != 0}

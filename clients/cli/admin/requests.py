@@ -5,13 +5,13 @@ import asyncio
 import json
 import sys
 
+import penstock.v1 as pb
 from penstock.clients.cli.admin.client import AdminClient, call_admin
 from penstock.clients.cli.admin.request_list import HEADER, STATES, request_line
 from penstock.clients.cli.as_dict import as_dict
 from penstock.clients.cli.command_parser import CommandParser, number_where
 from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, shown
-from penstock.v1 import admin_pb2 as pb
 
 _MAX_LISTED = 1000
 """The service's limit on the requests in a page, and on the ids of one call."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from penstock.v1 import admin_pb2 as pb
+import penstock.v1 as pb
 
 _BAR_WIDTH = 30
 _SPARKS = "▁▂▃▄▅▆▇█"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from penstock.v1 import admin_pb2 as pb
+import penstock.v1 as pb
 
 _WIDTH = 32
 """The width of the bars, which span the time from the request's arrival to its end."""

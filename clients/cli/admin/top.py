@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import aclosing
 
+import penstock.v1 as pb
 from penstock.clients.cli.admin.client import AdminClient
 from penstock.clients.cli.admin.stats_view import Rates, line
 from penstock.clients.cli.admin.top_screen import TopScreen
@@ -14,7 +15,6 @@ from penstock.clients.cli.command_parser import CommandParser, number_where
 from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.cli.terminal import shows
 from penstock.clients.errors import PenstockError
-from penstock.v1 import admin_pb2 as pb
 
 _EPILOG = """\
 examples:

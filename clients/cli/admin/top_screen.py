@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import penstock.v1 as pb
 from penstock.clients.cli.admin.request_list import HEADER, request_line
 from penstock.clients.cli.admin.stats_view import Rates, dashboard, title
-from penstock.v1 import admin_pb2 as pb
 
 _GOOD, _BAD, _SELECTED = "1;32", "1;31", "7"
 """Bold green, bold red, reverse."""

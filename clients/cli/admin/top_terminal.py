@@ -10,11 +10,11 @@ import tty
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
 
+import penstock.v1 as pb
 from penstock.clients.cli.admin.client import AdminClient
 from penstock.clients.cli.admin.top_screen import Key, ScreenAction, TopScreen
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.errors import PenstockError
-from penstock.v1 import admin_pb2 as pb
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """Switch to the terminal's alternate screen without a cursor, and back."""

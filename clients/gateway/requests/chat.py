@@ -1,8 +1,9 @@
-"""Converts a chat request's body to the contract's ``Start``."""
+"""Converts a chat request's body to the contract's ``GenerationStart``."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 
+import penstock.v1 as pb
 from penstock.clients.gateway.errors import invalid, renaming
 from penstock.clients.gateway.field_names import CHAT_NAMES, Names
 from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
@@ -18,9 +19,7 @@ from penstock.clients.gateway.schemas.chat import ChatRequest, ChatRequestMessag
 from penstock.clients.gateway.schemas.common import TEXT_PARTS
 from penstock.clients.gateway.settings import NONE
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.v1 import generation_pb2 as pb
-from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
-from penstock.v1.tokenizer_pb2 import RenderChatRequest
+from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN, RenderChatRequest
 
 
 def check_chat(body: ChatRequest, caller: UpstreamCaller) -> None:
@@ -39,7 +38,7 @@ def check_chat(body: ChatRequest, caller: UpstreamCaller) -> None:
         raise invalid("echo", "only with continue_final_message: true")
 
 
-def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: UpstreamCaller) -> pb.Start:
+def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: UpstreamCaller) -> pb.GenerationStart:
     """Builds the request to the service. Raises GatewayError."""
     start = new_start(body, headers, caller.settings)
     start.chat.CopyFrom(build_chat(body))

@@ -5,17 +5,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import penstock.v1 as pb
 from penstock.clients.constraints import STARTS, is_gbnf
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
 from penstock.clients.gateway.requests.tool_choice import forces_call, named_function
 from penstock.clients.gateway.schemas.chat import ChatRequest, ResponseFormat
 from penstock.clients.gateway.schemas.common import GenerationBody, StructuredOutputs
-from penstock.v1 import generation_pb2 as pb
-from penstock.v1.constraint_pb2 import AnyJson, Choices, Constraint
+from penstock.v1 import AnyJson, Constraint, StringChoices
 
 
-def fill_constraint(start: pb.Start, body: GenerationBody) -> None:
+def fill_constraint(start: pb.GenerationStart, body: GenerationBody) -> None:
     """Sets the constraint from vLLM's fields or ``response_format``. Raises GatewayError."""
     found = dict(_named(body))
     if len(found) > 1:
@@ -61,7 +61,7 @@ def _constraint(kind: str, value: Any, field: str) -> Constraint:
         case "regex":
             return Constraint(regex=value)
         case "choice":
-            return Constraint(choices=Choices(values=value))
+            return Constraint(choices=StringChoices(values=value))
         case "grammar":
             return Constraint(gbnf=value) if is_gbnf(value) else Constraint(lark=value)
     return Constraint(any_json=AnyJson())

@@ -1,5 +1,6 @@
 """Constrains calls by a grammar: calls that ``tool_choice`` forces, and calls of ``strict`` tools."""
 
+import penstock.v1 as pb
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.parsers.tool_grammar import (
     MARKED_FORMATS,
@@ -15,11 +16,10 @@ from penstock.clients.gateway.requests.tool_choice import forces_call, named_fun
 from penstock.clients.gateway.schemas.chat import ChatRequest, FunctionDefinition
 from penstock.clients.gateway.settings import AUTO
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.v1 import generation_pb2 as pb
-from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
+from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
 
 
-async def fill_calls(start: pb.Start, body: ChatRequest, caller: UpstreamCaller) -> None:
+async def fill_calls(start: pb.GenerationStart, body: ChatRequest, caller: UpstreamCaller) -> None:
     """Constrains the answer to calls if ``tool_choice`` requires one; ``response_format`` applies only to text, which
     such an answer does not have. Otherwise constrains the calls of strict tools to their schemas, if a marker
     distinguishes calls from text. Raises GatewayError, and RequestFailed."""

@@ -12,6 +12,7 @@ from hashlib import sha256
 
 import grpc
 
+import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.parsers.base import AnswerParser
@@ -24,8 +25,7 @@ from penstock.clients.gateway.requests.tool_choice import forces_call
 from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.clients.gateway.settings import AUTO, NONE
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.v1 import generation_pb2 as pb
-from penstock.v1.tokenizer_pb2 import RenderChatRequest, RenderChatResponse
+from penstock.v1 import RenderChatRequest, RenderChatResponse
 
 _TOOL = json.dumps(
     {

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import penstock.v1 as pb
 from penstock.clients.gateway.errors import invalid, renaming
 from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.requests.truncation import fill_prompt_truncation, truncated
 from penstock.clients.gateway.schemas.common import is_single
 from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.v1 import generation_pb2 as pb
-from penstock.v1.tokenizer_pb2 import DetokenizeRequest, TokenizeRequest
+from penstock.v1 import DetokenizeRequest, TokenizeRequest
 
 _MAX_CHAR_BYTES = 4
 ID_BYTES = 8
@@ -36,7 +36,7 @@ class ParsedPrompt:
         """The approximate size in memory."""
         return len(self.text or "") + ID_BYTES * (len(self.token_ids or ()) + len(self.text_offsets))
 
-    def put_into(self, start: pb.Start) -> None:
+    def put_into(self, start: pb.GenerationStart) -> None:
         """Sets the prompt; prefers tokens to text, since the answer refers to them."""
         if self.token_ids is not None:
             start.token_ids.ids.extend(self.token_ids)

@@ -1,9 +1,10 @@
-"""Converts the options of a request's body to the contract's ``Start``, ``Sampling`` and ``Output``. The service checks
-the limits."""
+"""Converts the options of a request's body to ``GenerationStart``, ``SamplingParams`` and ``OutputOptions``. The
+service checks the limits."""
 
 import re
 from collections.abc import Mapping
 
+import penstock.v1 as pb
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
 from penstock.clients.gateway.requests.truncation import fill_truncation
@@ -13,7 +14,6 @@ from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.tracing import traceparent
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.requests import timeout_ms
-from penstock.v1 import generation_pb2 as pb
 
 _SAME_NAME = (
     "temperature",
@@ -34,10 +34,10 @@ _MAX_TOKENS = 2**32 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
-def new_start(body: GenerationBody, headers: Mapping[str, str], settings: GatewaySettings) -> pb.Start:
+def new_start(body: GenerationBody, headers: Mapping[str, str], settings: GatewaySettings) -> pb.GenerationStart:
     """Returns a request without its prompt: deadline, priority, and the caller's id."""
     timeout_s = settings.request_timeout_s
-    start = pb.Start(
+    start = pb.GenerationStart(
         timeout_ms=None if timeout_s is None else timeout_ms(timeout_s),
         priority=body.priority,
         max_draft_tokens=body.max_draft_tokens,
@@ -54,13 +54,13 @@ def check_model(name: str | None, caller: UpstreamCaller) -> None:
         raise model_not_found(name, caller.model.name)
 
 
-def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int | None) -> None:
+def fill_sampling(sampling: pb.SamplingParams, body: GenerationBody, max_tokens: int | None) -> None:
     """Fills the sampling options. Raises GatewayError."""
-    sampling.MergeFrom(pb.Sampling(**{name: getattr(body, name) for name in _SAME_NAME}))
+    sampling.MergeFrom(pb.SamplingParams(**{name: getattr(body, name) for name in _SAME_NAME}))
     if body.top_k is not None:
         sampling.top_k = max(0, body.top_k)
     if body.seed is not None:
-        sampling.seed = body.seed % 2**64  # negative seeds are valid
+        sampling.seed = body.seed % 2**63  # OpenAI allows negative seeds
     if body.n is not None:
         if body.n == 0:
             raise invalid("n", "must be at least 1")
@@ -74,7 +74,9 @@ def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int |
         sampling.logit_bias[int(key)] = bias
 
 
-def fill_output(output: pb.Output, body: GenerationBody, logprobs: int | None, prompt_logprobs: int | None) -> None:
+def fill_output(
+    output: pb.OutputOptions, body: GenerationBody, logprobs: int | None, prompt_logprobs: int | None
+) -> None:
     """Fills the output options; requests token ids only if the answer needs them."""
     needs_ids = logprobs is not None or body.return_token_ids or body.includes_usage_so_far
     output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS if needs_ids else pb.OUTPUT_FORMAT_TEXT
@@ -94,7 +96,7 @@ def check_stream_fields(body: GenerationBody) -> None:
 
 
 def sampling_names(body: GenerationBody) -> Names:
-    """The caller's names for the contract's ``Sampling``, where they depend on what the caller sent."""
+    """The caller's names for the contract's ``SamplingParams``, where they depend on what the caller sent."""
     return ((r"sampling\.stop\[0\]", "stop"),) if isinstance(body.stop, str) else ()
 
 

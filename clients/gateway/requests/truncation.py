@@ -3,20 +3,18 @@ tokens for answers that contain them."""
 
 from collections.abc import Sequence
 
+import penstock.v1 as pb
 from penstock.clients.gateway.schemas.classification import PooledBody
 from penstock.clients.gateway.schemas.common import GenerationBody
 from penstock.clients.gateway.schemas.embeddings import EmbeddingsRequest
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.v1 import generation_pb2 as pb
-from penstock.v1.classification_pb2 import ClassifyRequest, ScoreRequest
-from penstock.v1.embedding_pb2 import EmbedRequest
-from penstock.v1.tokenizer_pb2 import TokenizeRequest
+from penstock.v1 import ClassifyRequest, EmbedRequest, ScoreRequest, TokenizeRequest
 
 _SIDES = {"left": pb.TRUNCATION_SIDE_LEFT, "right": pb.TRUNCATION_SIDE_RIGHT}
 
 
 def fill_truncation(
-    request: pb.Start | ClassifyRequest | EmbedRequest | ScoreRequest | TokenizeRequest,
+    request: pb.GenerationStart | ClassifyRequest | EmbedRequest | ScoreRequest | TokenizeRequest,
     body: GenerationBody | EmbeddingsRequest | PooledBody,
 ) -> None:
     """Copies the fields; the service checks their limits."""

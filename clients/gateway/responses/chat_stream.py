@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import ChoiceEnd, Delta
 from penstock.clients.gateway.json_object import Json
@@ -21,8 +22,7 @@ from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.clients.gateway.schemas.common import without_texts
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
-from penstock.v1 import generation_pb2 as pb
-from penstock.v1.tokenizer_pb2 import TokenizeRequest
+from penstock.v1 import TokenizeRequest
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Part:
 
 async def start_chat(
     body: ChatRequest, headers: Mapping[str, str], caller: UpstreamCaller, *, with_reasoning: bool = True
-) -> tuple[pb.Start, "ChatReader"]:
+) -> tuple[pb.GenerationStart, "ChatReader"]:
     """Returns the request to the service, and the reader of its answer. ``with_reasoning``: whether reasoning is shown.
     Raises GatewayError and RequestFailed."""
     new_parser, shows_special_tokens = await parser_maker(body, caller)

@@ -12,6 +12,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.json_object import Json
@@ -19,7 +20,6 @@ from penstock.clients.gateway.responses.chunking import encoded, portions
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Abandoned, Arrival, UpstreamRequest
 from penstock.clients.host.error_frames import release_frames
-from penstock.v1 import generation_pb2 as pb
 
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -73,7 +73,7 @@ class StreamingOrWholeResponse(Response):
     def __init__(
         self,
         caller: UpstreamCaller,
-        starts: Sequence[pb.Start],
+        starts: Sequence[pb.GenerationStart],
         writer: AnswerWriter,
         *,
         stream: bool,

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from penstock.clients.events import Delta, Logprobs
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.prompts import ParsedPrompt
-from penstock.v1.tokenizer_pb2 import TokenDescription
+from penstock.v1 import TokenDescription
 
 LOWEST = -9999.0
 """Represents minus infinity, for which JSON has no number; the same as in vLLM."""

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+import penstock.v1 as pb
 from penstock.clients.gateway.errors import invalid, renaming
 from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.json_object import Json
@@ -31,8 +32,7 @@ from penstock.clients.gateway.schemas.classification import (
 )
 from penstock.clients.gateway.tracing import traceparent
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.v1 import classification_pb2 as pb
-from penstock.v1.generation_pb2 import Usage
+from penstock.v1 import Usage
 
 _VALUES_AT_ONCE = 8192
 """How many values are encoded before other tasks run: one or two milliseconds of work."""

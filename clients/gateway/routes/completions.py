@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+import penstock.v1 as pb
 from penstock.clients.events import Delta, PromptLogprobs
 from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.field_names import caller_name
@@ -35,8 +36,7 @@ from penstock.clients.gateway.schemas.common import is_single, without_texts
 from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest, CompletionResponse
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
-from penstock.v1 import generation_pb2 as pb
-from penstock.v1.tokenizer_pb2 import TokenDescription
+from penstock.v1 import TokenDescription
 
 _MAX_STARTS_BYTES = 64 << 20
 """The limit for all requests to the service from one HTTP request."""
@@ -85,10 +85,10 @@ def _check(body: CompletionRequest) -> None:
 
 def _starts(
     prompts: Sequence[ParsedPrompt], body: CompletionRequest, headers: Mapping[str, str], caller: UpstreamCaller
-) -> list[pb.Start]:
+) -> list[pb.GenerationStart]:
     """Returns one request for each prompt. Each has all options, so together they may be many times the size of the
     body."""
-    starts: list[pb.Start] = []
+    starts: list[pb.GenerationStart] = []
     num_bytes = 0
     for prompt in prompts:
         starts.append(_start(prompt, body, headers, caller))
@@ -101,7 +101,7 @@ def _starts(
 
 def _start(
     prompt: ParsedPrompt, body: CompletionRequest, headers: Mapping[str, str], caller: UpstreamCaller
-) -> pb.Start:
+) -> pb.GenerationStart:
     start = new_start(body, headers, caller.settings)
     prompt.put_into(start)
     # A prompt that is only scored still generates a token, which is not shown.

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+import penstock.v1 as pb
 from penstock.clients.gateway.errors import GatewayError, renaming
 from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.json_object import Json
@@ -24,8 +25,7 @@ from penstock.clients.gateway.schemas.common import Prompts, is_single
 from penstock.clients.gateway.schemas.embeddings import EmbeddingResponse, EmbeddingsRequest
 from penstock.clients.gateway.tracing import traceparent
 from penstock.clients.gateway.traffic import GONE
-from penstock.v1 import embedding_pb2 as pb
-from penstock.v1.generation_pb2 import TokenIds
+from penstock.v1 import TokenIds
 
 T = TypeVar("T")
 _VECTORS_AT_ONCE = 16

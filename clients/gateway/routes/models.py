@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.unsupported import model_not_found
-from penstock.v1.model_pb2 import GetModelResponse
+from penstock.v1 import GetModelResponse
 
 
 class ModelCard(BaseModel):

@@ -27,7 +27,7 @@ from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, Call
 from penstock.clients.gateway.schemas.responses import InputTokens, ResponsesRequest
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
-from penstock.v1.model_pb2 import GetModelResponse
+from penstock.v1 import GetModelResponse
 
 _log = logging.getLogger(__name__)
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}

@@ -4,6 +4,7 @@ from functools import partial
 
 from fastapi import APIRouter
 
+import penstock.v1 as pb
 from penstock.clients.gateway.errors import invalid, renaming
 from penstock.clients.gateway.field_names import CHAT_NAMES, caller_name
 from penstock.clients.gateway.requests.chat import rendered_ids
@@ -17,7 +18,6 @@ from penstock.clients.gateway.schemas.tokenizer import (
     TokenizeResponse,
 )
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.v1 import tokenizer_pb2 as pb
 
 _OF_A_CHAT = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 """Fields that apply only to messages."""

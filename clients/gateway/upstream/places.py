@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
+import penstock.v1 as pb
 from penstock.clients.channel import call_metadata
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.upstream.recent import Recent
 from penstock.clients.stream import GenerateStream, Receiver
-from penstock.v1 import generation_pb2 as pb
-from penstock.v1.model_pb2 import GetModelResponse
+from penstock.v1 import GetModelResponse
 
 MAX_KEYS_OF_TENANT = 256
 """The limit of remembered keys per tenant. Other keys are checked again with their next request."""
@@ -93,7 +93,7 @@ class SharedStream:
         """Whether the stream was opened with this key, or is not open yet."""
         return self._opened_with in (None, identity.metadata)
 
-    def carry(self, identity: Identity, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
+    def carry(self, identity: Identity, start: pb.GenerationStart, receiver: Receiver) -> Callable[[], None]:
         """Sends a request on the stream, or on a new one in place of a broken one; returns a function that cancels it.
         Each ``carry`` needs one ``done``."""
         if self._stream is None or not self._stream.is_open:

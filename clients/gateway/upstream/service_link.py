@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message import Message
 from starlette.datastructures import Headers
 
+import penstock.v1 as pb
 from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.errors import RequestFailed, failure_from_call
 from penstock.clients.gateway.errors import GatewayError, try_again
@@ -30,13 +31,11 @@ from penstock.clients.gateway.upstream.refusal_rates import RefusalRates
 from penstock.clients.gateway.upstream.service_state import ServiceState
 from penstock.clients.requests import MAX_START_BYTES
 from penstock.clients.stream import GenerateStream, Receiver
-from penstock.v1 import generation_pb2 as pb
+from penstock.v1 import DescribeTokensRequest, GetModelRequest, GetModelResponse, RenderChatResponse, TokenDescription
 from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
-from penstock.v1.model_pb2 import GetModelRequest, GetModelResponse
 from penstock.v1.model_pb2_grpc import ModelServiceStub
-from penstock.v1.tokenizer_pb2 import DescribeTokensRequest, RenderChatResponse, TokenDescription
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 
 T = TypeVar("T")
@@ -117,7 +116,7 @@ class UpstreamCaller:
         too large."""
         return await self._link.call(method, request, self._metadata, is_short=is_short)
 
-    def carry(self, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
+    def carry(self, start: pb.GenerationStart, receiver: Receiver) -> Callable[[], None]:
         """Sends a request on the stream of the caller's tenant; returns a function that cancels it. Each ``carry``
         needs one ``done``."""
         if self.tenant:

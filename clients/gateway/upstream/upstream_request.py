@@ -5,11 +5,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Accepted, Event, Finished, merge
 from penstock.clients.gateway.upstream.eagerly import run_eagerly
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.v1 import generation_pb2 as pb
 
 _MAX_UNMERGED = 64
 """The limit of queued events per choice; more are merged, so that the output itself bounds the queue of a slow
@@ -27,7 +27,7 @@ class Abandoned(Exception):
 class UpstreamRequest:
     """Requests that succeed or fail together. An early end cancels all of them. ``close`` must always be called."""
 
-    def __init__(self, caller: UpstreamCaller, starts: Sequence[pb.Start]) -> None:
+    def __init__(self, caller: UpstreamCaller, starts: Sequence[pb.GenerationStart]) -> None:
         self._caller = caller
         self._starts = list(starts)
         self._num_requests = len(starts)

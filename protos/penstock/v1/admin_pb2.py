@@ -22,85 +22,32 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from penstock.v1 import kv_event_pb2 as penstock_dot_v1_dot_kv__event__pb2
+from penstock.v1 import live_request_pb2 as penstock_dot_v1_dot_live__request__pb2
+from penstock.v1 import settings_pb2 as penstock_dot_v1_dot_settings__pb2
+from penstock.v1 import stats_pb2 as penstock_dot_v1_dot_stats__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\"=\n\x11WatchStatsRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"\x8b\x06\n\x12WatchStatsResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.penstock.v1.EngineState\x12\x11\n\tuptime_ms\x18\x02 \x01(\x04\x12\x15\n\rlive_requests\x18\x03 \x01(\r\x12\x14\n\x0crunning_rows\x18\x04 \x01(\r\x12\x17\n\x0fwaiting_choices\x18\x05 \x01(\r\x12\x18\n\x10stalled_requests\x18\x06 \x01(\r\x12\x10\n\x08kv_usage\x18\x07 \x01(\x01\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x17\n\x0fretained_blocks\x18\t \x01(\r\x12\r\n\x05steps\x18\n \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x0b \x01(\x04\x12\x15\n\rcached_tokens\x18\x0c \x01(\x04\x12\x15\n\routput_tokens\x18\r \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x04\x12\x19\n\x11\x66inished_requests\x18\x0f \x01(\x04\x12\x18\n\x10refused_requests\x18\x10 \x01(\x04\x12\x17\n\x0fworker_restarts\x18\x11 \x01(\x04\x12\x0f\n\x07step_us\x18\x12 \x01(\x04\x12\x1e\n\x11predicted_ttft_ms\x18\x13 \x01(\rH\x00\x88\x01\x01\x12)\n\x07tenants\x18\x14 \x03(\x0b\x32\x18.penstock.v1.TenantStats\x12&\n\x08loop_lag\x18\x15 \x01(\x0b\x32\x14.penstock.v1.LoopLag\x12\x13\n\x0bhost_blocks\x18\x16 \x01(\r\x12\x17\n\x0frestored_tokens\x18\x17 \x01(\x04\x12\x0e\n\x06\x64rafts\x18\x18 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x19 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x1a \x01(\x04\x12*\n\x08last_10s\x18\x1b \x01(\x0b\x32\x18.penstock.v1.StatsWindow\x12*\n\x08last_60s\x18\x1c \x01(\x0b\x32\x18.penstock.v1.StatsWindowB\x14\n\x12_predicted_ttft_ms\"\xe8\x01\n\x0bStatsWindow\x12\x13\n\x0b\x64uration_ms\x18\x01 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x02 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x04\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12<\n\x13time_to_first_token\x18\x05 \x01(\x0b\x32\x1f.penstock.v1.LatencyPercentiles\x12<\n\x13inter_token_latency\x18\x06 \x01(\x0b\x32\x1f.penstock.v1.LatencyPercentiles\"S\n\x12LatencyPercentiles\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0e\n\x06p50_us\x18\x02 \x01(\x04\x12\x0e\n\x06p90_us\x18\x03 \x01(\x04\x12\x0e\n\x06p99_us\x18\x04 \x01(\x04\"9\n\x07LoopLag\x12\x0e\n\x06p50_us\x18\x01 \x01(\x04\x12\x0e\n\x06p99_us\x18\x02 \x01(\x04\x12\x0e\n\x06max_us\x18\x03 \x01(\x04\"K\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rlive_requests\x18\x02 \x01(\r\x12\x15\n\rserved_tokens\x18\x03 \x01(\x04\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x13\n\x11\x46lushCacheRequest\",\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\r\"\xa1\x02\n\x08Settings\x12-\n\x06policy\x18\x01 \x01(\x0e\x32\x1d.penstock.v1.SchedulingPolicy\x12\x14\n\x0cmax_num_seqs\x18\x02 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x03 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x04 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x05 \x01(\x04\x12\x15\n\rtarget_itl_ms\x18\x06 \x01(\x01\x12\x33\n\x0e\x64\x65\x66\x61ult_tenant\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.TenantSettings\x12,\n\x07tenants\x18\x08 \x03(\x0b\x32\x1b.penstock.v1.TenantSettings\"\xc4\x02\n\x0eTenantSettings\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1e\n\x11max_prompt_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x1e\n\x11max_live_requests\x18\x05 \x01(\rH\x03\x88\x01\x01\x12 \n\x13requests_per_second\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11tokens_per_minute\x18\x07 \x01(\x04H\x05\x88\x01\x01\x42\t\n\x07_weightB\x14\n\x12_max_prompt_tokensB\r\n\x0b_max_tokensB\x14\n\x12_max_live_requestsB\x16\n\x14_requests_per_secondB\x14\n\x12_tokens_per_minute\"\x14\n\x12GetSettingsRequest\">\n\x13GetSettingsResponse\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Settings\"\xcb\x03\n\x15UpdateSettingsRequest\x12-\n\x06policy\x18\x01 \x01(\x0e\x32\x1d.penstock.v1.SchedulingPolicy\x12\x19\n\x0cmax_num_seqs\x18\x02 \x01(\rH\x00\x88\x01\x01\x12#\n\x16max_num_batched_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12 \n\x13max_queued_requests\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x1e\n\x11max_queued_tokens\x18\x05 \x01(\x04H\x03\x88\x01\x01\x12\x1a\n\rtarget_itl_ms\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x33\n\x0e\x64\x65\x66\x61ult_tenant\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.TenantSettings\x12,\n\x07tenants\x18\x08 \x03(\x0b\x32\x1b.penstock.v1.TenantSettings\x12\x16\n\x0e\x66orget_tenants\x18\t \x03(\tB\x0f\n\r_max_num_seqsB\x19\n\x17_max_num_batched_tokensB\x16\n\x14_max_queued_requestsB\x14\n\x12_max_queued_tokensB\x10\n\x0e_target_itl_ms\"A\n\x16UpdateSettingsResponse\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Settings\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xe5\x02\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x17\n\x0f\x61rrived_unix_us\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12\r\n\x05\x65nded\x18\x07 \x01(\t\x12\x1e\n\x11predicted_ttft_ms\x18\x08 \x01(\rH\x00\x88\x01\x01\x12,\n\x08timeline\x18\t \x03(\x0b\x32\x1a.penstock.v1.TimelineEntry\x12\x17\n\x0fomitted_entries\x18\n \x01(\r\x12\x1b\n\x0e\x66irst_token_us\x18\x0b \x01(\x04H\x01\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x0c \x01(\tB\x14\n\x12_predicted_ttft_msB\x11\n\x0f_first_token_us\"\xde\x01\n\rTimelineEntry\x12\r\n\x05\x61t_us\x18\x01 \x01(\x04\x12\x13\n\x0b\x64uration_us\x18\x02 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\'\n\x04kind\x18\x04 \x01(\x0e\x32\x19.penstock.v1.TimelineKind\x12\x17\n\nfirst_step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\tlast_step\x18\x06 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\tB\r\n\x0b_first_stepB\x0c\n\n_last_step\"^\n\rRequestFilter\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12)\n\x06states\x18\x02 \x03(\x0e\x32\x19.penstock.v1.RequestState\x12\x12\n\nmin_age_ms\x18\x03 \x01(\x04\"h\n\x13ListRequestsRequest\x12*\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1a.penstock.v1.RequestFilter\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"[\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.penstock.v1.LiveRequest\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x84\x02\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.penstock.v1.RequestState\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\routput_tokens\x18\x07 \x01(\x04\x12\x12\n\nmax_tokens\x18\x08 \x01(\r\x12\x13\n\x0bnum_choices\x18\t \x01(\r\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r\"w\n\x15\x43\x61ncelRequestsRequest\x12&\n\x03ids\x18\x01 \x01(\x0b\x32\x17.penstock.v1.RequestIdsH\x00\x12,\n\x06\x66ilter\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.RequestFilterH\x00\x42\x08\n\x06target\"!\n\nRequestIds\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"Q\n\x16\x43\x61ncelRequestsResponse\x12\x1a\n\x12\x63\x61ncelled_requests\x18\x01 \x01(\r\x12\x1b\n\x13unknown_request_ids\x18\x02 \x03(\t\"Y\n\x14WatchKvEventsRequest\x12\x1b\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tstream_id\x18\x02 \x01(\tB\x11\n\x0f_after_sequence\"\x9f\x01\n\x15WatchKvEventsResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\tstream_id\x18\x02 \x01(\t\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\x12\x16\n\x0eremoved_hashes\x18\x04 \x03(\x0c\x12$\n\x06stored\x18\x05 \x03(\x0b\x32\x14.penstock.v1.KvBlock\x12\x12\n\nblock_size\x18\x06 \x01(\r\"?\n\x07KvBlock\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r*\xcb\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x02\x12\x1b\n\x17\x45NGINE_STATE_RECOVERING\x10\x03\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x04\x12\x17\n\x13\x45NGINE_STATE_FAILED\x10\x05\x12\x18\n\x14\x45NGINE_STATE_STOPPED\x10\x06*\xad\x01\n\x10SchedulingPolicy\x12!\n\x1dSCHEDULING_POLICY_UNSPECIFIED\x10\x00\x12\x1a\n\x16SCHEDULING_POLICY_FCFS\x10\x01\x12\x1e\n\x1aSCHEDULING_POLICY_PRIORITY\x10\x02\x12\x1e\n\x1aSCHEDULING_POLICY_DEADLINE\x10\x03\x12\x1a\n\x16SCHEDULING_POLICY_FAIR\x10\x04*\xba\x02\n\x0cTimelineKind\x12\x1d\n\x19TIMELINE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16TIMELINE_KIND_ACCEPTED\x10\x01\x12\x18\n\x14TIMELINE_KIND_WAITED\x10\x02\x12\x17\n\x13TIMELINE_KIND_BEGAN\x10\x03\x12\x1b\n\x17TIMELINE_KIND_PREFILLED\x10\x04\x12\x19\n\x15TIMELINE_KIND_DECODED\x10\x05\x12\x1b\n\x17TIMELINE_KIND_PREEMPTED\x10\x06\x12\x1b\n\x17TIMELINE_KIND_RESTARTED\x10\x07\x12\x16\n\x12TIMELINE_KIND_HELD\x10\x08\x12\x19\n\x15TIMELINE_KIND_UPDATED\x10\t\x12\x17\n\x13TIMELINE_KIND_ENDED\x10\n*\x9a\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_STATE_WAITING\x10\x01\x12\x1c\n\x18REQUEST_STATE_PREFILLING\x10\x02\x12\x1a\n\x16REQUEST_STATE_DECODING\x10\x03\x12\x16\n\x12REQUEST_STATE_HELD\x10\x04\x32\xae\x06\n\x0c\x41\x64minService\x12O\n\nWatchStats\x12\x1e.penstock.v1.WatchStatsRequest\x1a\x1f.penstock.v1.WatchStatsResponse0\x01\x12>\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainResponse\x12\x41\n\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponse\x12M\n\nFlushCache\x12\x1e.penstock.v1.FlushCacheRequest\x1a\x1f.penstock.v1.FlushCacheResponse\x12P\n\x0bGetSettings\x12\x1f.penstock.v1.GetSettingsRequest\x1a .penstock.v1.GetSettingsResponse\x12Y\n\x0eUpdateSettings\x12\".penstock.v1.UpdateSettingsRequest\x1a#.penstock.v1.UpdateSettingsResponse\x12\x44\n\x07\x45xplain\x12\x1b.penstock.v1.ExplainRequest\x1a\x1c.penstock.v1.ExplainResponse\x12S\n\x0cListRequests\x12 .penstock.v1.ListRequestsRequest\x1a!.penstock.v1.ListRequestsResponse\x12Y\n\x0e\x43\x61ncelRequests\x12\".penstock.v1.CancelRequestsRequest\x1a#.penstock.v1.CancelRequestsResponse\x12X\n\rWatchKvEvents\x12!.penstock.v1.WatchKvEventsRequest\x1a\".penstock.v1.WatchKvEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x1apenstock/v1/kv_event.proto\x1a\x1epenstock/v1/live_request.proto\x1a\x1apenstock/v1/settings.proto\x1a\x17penstock/v1/stats.proto\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x13\n\x11\x46lushCacheRequest\",\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\r2\xae\x06\n\x0c\x41\x64minService\x12O\n\nWatchStats\x12\x1e.penstock.v1.WatchStatsRequest\x1a\x1f.penstock.v1.WatchStatsResponse0\x01\x12>\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainResponse\x12\x41\n\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponse\x12M\n\nFlushCache\x12\x1e.penstock.v1.FlushCacheRequest\x1a\x1f.penstock.v1.FlushCacheResponse\x12P\n\x0bGetSettings\x12\x1f.penstock.v1.GetSettingsRequest\x1a .penstock.v1.GetSettingsResponse\x12Y\n\x0eUpdateSettings\x12\".penstock.v1.UpdateSettingsRequest\x1a#.penstock.v1.UpdateSettingsResponse\x12\x44\n\x07\x45xplain\x12\x1b.penstock.v1.ExplainRequest\x1a\x1c.penstock.v1.ExplainResponse\x12S\n\x0cListRequests\x12 .penstock.v1.ListRequestsRequest\x1a!.penstock.v1.ListRequestsResponse\x12Y\n\x0e\x43\x61ncelRequests\x12\".penstock.v1.CancelRequestsRequest\x1a#.penstock.v1.CancelRequestsResponse\x12X\n\rWatchKvEvents\x12!.penstock.v1.WatchKvEventsRequest\x1a\".penstock.v1.WatchKvEventsResponse0\x01\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=4472
-  _globals['_ENGINESTATE']._serialized_end=4675
-  _globals['_SCHEDULINGPOLICY']._serialized_start=4678
-  _globals['_SCHEDULINGPOLICY']._serialized_end=4851
-  _globals['_TIMELINEKIND']._serialized_start=4854
-  _globals['_TIMELINEKIND']._serialized_end=5168
-  _globals['_REQUESTSTATE']._serialized_start=5171
-  _globals['_REQUESTSTATE']._serialized_end=5325
-  _globals['_WATCHSTATSREQUEST']._serialized_start=40
-  _globals['_WATCHSTATSREQUEST']._serialized_end=101
-  _globals['_WATCHSTATSRESPONSE']._serialized_start=104
-  _globals['_WATCHSTATSRESPONSE']._serialized_end=883
-  _globals['_STATSWINDOW']._serialized_start=886
-  _globals['_STATSWINDOW']._serialized_end=1118
-  _globals['_LATENCYPERCENTILES']._serialized_start=1120
-  _globals['_LATENCYPERCENTILES']._serialized_end=1203
-  _globals['_LOOPLAG']._serialized_start=1205
-  _globals['_LOOPLAG']._serialized_end=1262
-  _globals['_TENANTSTATS']._serialized_start=1264
-  _globals['_TENANTSTATS']._serialized_end=1339
-  _globals['_DRAINREQUEST']._serialized_start=1341
-  _globals['_DRAINREQUEST']._serialized_end=1355
-  _globals['_DRAINRESPONSE']._serialized_start=1357
-  _globals['_DRAINRESPONSE']._serialized_end=1395
-  _globals['_RESUMEREQUEST']._serialized_start=1397
-  _globals['_RESUMEREQUEST']._serialized_end=1412
-  _globals['_RESUMERESPONSE']._serialized_start=1414
-  _globals['_RESUMERESPONSE']._serialized_end=1430
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=1432
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=1451
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=1453
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=1497
-  _globals['_SETTINGS']._serialized_start=1500
-  _globals['_SETTINGS']._serialized_end=1789
-  _globals['_TENANTSETTINGS']._serialized_start=1792
-  _globals['_TENANTSETTINGS']._serialized_end=2116
-  _globals['_GETSETTINGSREQUEST']._serialized_start=2118
-  _globals['_GETSETTINGSREQUEST']._serialized_end=2138
-  _globals['_GETSETTINGSRESPONSE']._serialized_start=2140
-  _globals['_GETSETTINGSRESPONSE']._serialized_end=2202
-  _globals['_UPDATESETTINGSREQUEST']._serialized_start=2205
-  _globals['_UPDATESETTINGSREQUEST']._serialized_end=2664
-  _globals['_UPDATESETTINGSRESPONSE']._serialized_start=2666
-  _globals['_UPDATESETTINGSRESPONSE']._serialized_end=2731
-  _globals['_EXPLAINREQUEST']._serialized_start=2733
-  _globals['_EXPLAINREQUEST']._serialized_end=2769
-  _globals['_EXPLAINRESPONSE']._serialized_start=2772
-  _globals['_EXPLAINRESPONSE']._serialized_end=3129
-  _globals['_TIMELINEENTRY']._serialized_start=3132
-  _globals['_TIMELINEENTRY']._serialized_end=3354
-  _globals['_REQUESTFILTER']._serialized_start=3356
-  _globals['_REQUESTFILTER']._serialized_end=3450
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=3452
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=3556
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=3558
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=3649
-  _globals['_LIVEREQUEST']._serialized_start=3652
-  _globals['_LIVEREQUEST']._serialized_end=3912
-  _globals['_CANCELREQUESTSREQUEST']._serialized_start=3914
-  _globals['_CANCELREQUESTSREQUEST']._serialized_end=4033
-  _globals['_REQUESTIDS']._serialized_start=4035
-  _globals['_REQUESTIDS']._serialized_end=4068
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=4070
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=4151
-  _globals['_WATCHKVEVENTSREQUEST']._serialized_start=4153
-  _globals['_WATCHKVEVENTSREQUEST']._serialized_end=4242
-  _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=4245
-  _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=4404
-  _globals['_KVBLOCK']._serialized_start=4406
-  _globals['_KVBLOCK']._serialized_end=4469
-  _globals['_ADMINSERVICE']._serialized_start=5328
-  _globals['_ADMINSERVICE']._serialized_end=6142
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
+  _globals['_DRAINREQUEST']._serialized_start=153
+  _globals['_DRAINREQUEST']._serialized_end=167
+  _globals['_DRAINRESPONSE']._serialized_start=169
+  _globals['_DRAINRESPONSE']._serialized_end=207
+  _globals['_RESUMEREQUEST']._serialized_start=209
+  _globals['_RESUMEREQUEST']._serialized_end=224
+  _globals['_RESUMERESPONSE']._serialized_start=226
+  _globals['_RESUMERESPONSE']._serialized_end=242
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=244
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=263
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=265
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=309
+  _globals['_ADMINSERVICE']._serialized_start=312
+  _globals['_ADMINSERVICE']._serialized_end=1126
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,10 @@ import grpc
 import warnings
 
 from penstock.v1 import admin_pb2 as penstock_dot_v1_dot_admin__pb2
+from penstock.v1 import kv_event_pb2 as penstock_dot_v1_dot_kv__event__pb2
+from penstock.v1 import live_request_pb2 as penstock_dot_v1_dot_live__request__pb2
+from penstock.v1 import settings_pb2 as penstock_dot_v1_dot_settings__pb2
+from penstock.v1 import stats_pb2 as penstock_dot_v1_dot_stats__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -39,8 +43,8 @@ class AdminServiceStub(object):
         """
         self.WatchStats = channel.unary_stream(
                 '/penstock.v1.AdminService/WatchStats',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.WatchStatsRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.WatchStatsResponse.FromString,
+                request_serializer=penstock_dot_v1_dot_stats__pb2.WatchStatsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_stats__pb2.WatchStatsResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/penstock.v1.AdminService/Drain',
@@ -59,33 +63,33 @@ class AdminServiceStub(object):
                 _registered_method=True)
         self.GetSettings = channel.unary_unary(
                 '/penstock.v1.AdminService/GetSettings',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.GetSettingsRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.GetSettingsResponse.FromString,
+                request_serializer=penstock_dot_v1_dot_settings__pb2.GetSettingsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_settings__pb2.GetSettingsResponse.FromString,
                 _registered_method=True)
         self.UpdateSettings = channel.unary_unary(
                 '/penstock.v1.AdminService/UpdateSettings',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.UpdateSettingsRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.UpdateSettingsResponse.FromString,
+                request_serializer=penstock_dot_v1_dot_settings__pb2.UpdateSettingsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_settings__pb2.UpdateSettingsResponse.FromString,
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/penstock.v1.AdminService/Explain',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                request_serializer=penstock_dot_v1_dot_live__request__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_live__request__pb2.ExplainResponse.FromString,
                 _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/penstock.v1.AdminService/ListRequests',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                request_serializer=penstock_dot_v1_dot_live__request__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_live__request__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
         self.CancelRequests = channel.unary_unary(
                 '/penstock.v1.AdminService/CancelRequests',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.CancelRequestsRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.CancelRequestsResponse.FromString,
+                request_serializer=penstock_dot_v1_dot_live__request__pb2.CancelRequestsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_live__request__pb2.CancelRequestsResponse.FromString,
                 _registered_method=True)
         self.WatchKvEvents = channel.unary_stream(
                 '/penstock.v1.AdminService/WatchKvEvents',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.WatchKvEventsRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.WatchKvEventsResponse.FromString,
+                request_serializer=penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsResponse.FromString,
                 _registered_method=True)
 
 
@@ -179,8 +183,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'WatchStats': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchStats,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.WatchStatsRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.WatchStatsResponse.SerializeToString,
+                    request_deserializer=penstock_dot_v1_dot_stats__pb2.WatchStatsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_stats__pb2.WatchStatsResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -199,33 +203,33 @@ def add_AdminServiceServicer_to_server(servicer, server):
             ),
             'GetSettings': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSettings,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.GetSettingsRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.GetSettingsResponse.SerializeToString,
+                    request_deserializer=penstock_dot_v1_dot_settings__pb2.GetSettingsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_settings__pb2.GetSettingsResponse.SerializeToString,
             ),
             'UpdateSettings': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateSettings,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.UpdateSettingsRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.UpdateSettingsResponse.SerializeToString,
+                    request_deserializer=penstock_dot_v1_dot_settings__pb2.UpdateSettingsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_settings__pb2.UpdateSettingsResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+                    request_deserializer=penstock_dot_v1_dot_live__request__pb2.ExplainRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_live__request__pb2.ExplainResponse.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+                    request_deserializer=penstock_dot_v1_dot_live__request__pb2.ListRequestsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_live__request__pb2.ListRequestsResponse.SerializeToString,
             ),
             'CancelRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRequests,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.CancelRequestsRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.CancelRequestsResponse.SerializeToString,
+                    request_deserializer=penstock_dot_v1_dot_live__request__pb2.CancelRequestsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_live__request__pb2.CancelRequestsResponse.SerializeToString,
             ),
             'WatchKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchKvEvents,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.WatchKvEventsRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.WatchKvEventsResponse.SerializeToString,
+                    request_deserializer=penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -256,8 +260,8 @@ class AdminService(object):
             request,
             target,
             '/penstock.v1.AdminService/WatchStats',
-            penstock_dot_v1_dot_admin__pb2.WatchStatsRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.WatchStatsResponse.FromString,
+            penstock_dot_v1_dot_stats__pb2.WatchStatsRequest.SerializeToString,
+            penstock_dot_v1_dot_stats__pb2.WatchStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -364,8 +368,8 @@ class AdminService(object):
             request,
             target,
             '/penstock.v1.AdminService/GetSettings',
-            penstock_dot_v1_dot_admin__pb2.GetSettingsRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.GetSettingsResponse.FromString,
+            penstock_dot_v1_dot_settings__pb2.GetSettingsRequest.SerializeToString,
+            penstock_dot_v1_dot_settings__pb2.GetSettingsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -391,8 +395,8 @@ class AdminService(object):
             request,
             target,
             '/penstock.v1.AdminService/UpdateSettings',
-            penstock_dot_v1_dot_admin__pb2.UpdateSettingsRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.UpdateSettingsResponse.FromString,
+            penstock_dot_v1_dot_settings__pb2.UpdateSettingsRequest.SerializeToString,
+            penstock_dot_v1_dot_settings__pb2.UpdateSettingsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -418,8 +422,8 @@ class AdminService(object):
             request,
             target,
             '/penstock.v1.AdminService/Explain',
-            penstock_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            penstock_dot_v1_dot_live__request__pb2.ExplainRequest.SerializeToString,
+            penstock_dot_v1_dot_live__request__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -445,8 +449,8 @@ class AdminService(object):
             request,
             target,
             '/penstock.v1.AdminService/ListRequests',
-            penstock_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            penstock_dot_v1_dot_live__request__pb2.ListRequestsRequest.SerializeToString,
+            penstock_dot_v1_dot_live__request__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -472,8 +476,8 @@ class AdminService(object):
             request,
             target,
             '/penstock.v1.AdminService/CancelRequests',
-            penstock_dot_v1_dot_admin__pb2.CancelRequestsRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.CancelRequestsResponse.FromString,
+            penstock_dot_v1_dot_live__request__pb2.CancelRequestsRequest.SerializeToString,
+            penstock_dot_v1_dot_live__request__pb2.CancelRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -499,8 +503,8 @@ class AdminService(object):
             request,
             target,
             '/penstock.v1.AdminService/WatchKvEvents',
-            penstock_dot_v1_dot_admin__pb2.WatchKvEventsRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.WatchKvEventsResponse.FromString,
+            penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsRequest.SerializeToString,
+            penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,10 @@ Administration of a running service: statistics, settings, and the history of a 
 from collections import abc as _abc
 from grpc import aio as _aio
 from penstock.v1 import admin_pb2 as _admin_pb2
+from penstock.v1 import kv_event_pb2 as _kv_event_pb2
+from penstock.v1 import live_request_pb2 as _live_request_pb2
+from penstock.v1 import settings_pb2 as _settings_pb2
+from penstock.v1 import stats_pb2 as _stats_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -36,7 +40,7 @@ class AdminServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
-    WatchStats: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchStatsRequest, _admin_pb2.WatchStatsResponse]
+    WatchStats: _grpc.UnaryStreamMultiCallable[_stats_pb2.WatchStatsRequest, _stats_pb2.WatchStatsResponse]
     """Streams statistics of the engine: at once, and then after every interval, until the caller cancels. The stream ends
     with UNAVAILABLE when the service stops.
     """
@@ -50,25 +54,25 @@ class AdminServiceStub:
     """Drops every cached block that no request holds, including retained ones and those in host memory. Requests may take
     longer; nothing else changes.
     """
-    GetSettings: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSettingsRequest, _admin_pb2.GetSettingsResponse]
+    GetSettings: _grpc.UnaryUnaryMultiCallable[_settings_pb2.GetSettingsRequest, _settings_pb2.GetSettingsResponse]
     """Returns the settings that can be changed while the service runs."""
-    UpdateSettings: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UpdateSettingsRequest, _admin_pb2.UpdateSettingsResponse]
+    UpdateSettings: _grpc.UnaryUnaryMultiCallable[_settings_pb2.UpdateSettingsRequest, _settings_pb2.UpdateSettingsResponse]
     """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT. No request is lost.
     The change applies from the next step on and ends with the process.
     """
-    Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
+    Explain: _grpc.UnaryUnaryMultiCallable[_live_request_pb2.ExplainRequest, _live_request_pb2.ExplainResponse]
     """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
     NOT_FOUND otherwise.
     """
-    ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_live_request_pb2.ListRequestsRequest, _live_request_pb2.ListRequestsResponse]
     """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
     in exactly one page.
     """
-    CancelRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestsRequest, _admin_pb2.CancelRequestsResponse]
+    CancelRequests: _grpc.UnaryUnaryMultiCallable[_live_request_pb2.CancelRequestsRequest, _live_request_pb2.CancelRequestsResponse]
     """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
     and its caller keeps the output that was streamed so far.
     """
-    WatchKvEvents: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchKvEventsRequest, _admin_pb2.WatchKvEventsResponse]
+    WatchKvEvents: _grpc.UnaryStreamMultiCallable[_kv_event_pb2.WatchKvEventsRequest, _kv_event_pb2.WatchKvEventsResponse]
     """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
     prefix is cached. The first message comes at once. The events contain prompts, as token ids. The stream ends with
     UNAVAILABLE when the service stops.
@@ -82,7 +86,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    WatchStats: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStatsRequest, _admin_pb2.WatchStatsResponse]  # type: ignore[assignment]
+    WatchStats: _aio.UnaryStreamMultiCallable[_stats_pb2.WatchStatsRequest, _stats_pb2.WatchStatsResponse]  # type: ignore[assignment]
     """Streams statistics of the engine: at once, and then after every interval, until the caller cancels. The stream ends
     with UNAVAILABLE when the service stops.
     """
@@ -96,25 +100,25 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Drops every cached block that no request holds, including retained ones and those in host memory. Requests may take
     longer; nothing else changes.
     """
-    GetSettings: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSettingsRequest, _admin_pb2.GetSettingsResponse]  # type: ignore[assignment]
+    GetSettings: _aio.UnaryUnaryMultiCallable[_settings_pb2.GetSettingsRequest, _settings_pb2.GetSettingsResponse]  # type: ignore[assignment]
     """Returns the settings that can be changed while the service runs."""
-    UpdateSettings: _aio.UnaryUnaryMultiCallable[_admin_pb2.UpdateSettingsRequest, _admin_pb2.UpdateSettingsResponse]  # type: ignore[assignment]
+    UpdateSettings: _aio.UnaryUnaryMultiCallable[_settings_pb2.UpdateSettingsRequest, _settings_pb2.UpdateSettingsResponse]  # type: ignore[assignment]
     """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT. No request is lost.
     The change applies from the next step on and ends with the process.
     """
-    Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_live_request_pb2.ExplainRequest, _live_request_pb2.ExplainResponse]  # type: ignore[assignment]
     """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
     NOT_FOUND otherwise.
     """
-    ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    ListRequests: _aio.UnaryUnaryMultiCallable[_live_request_pb2.ListRequestsRequest, _live_request_pb2.ListRequestsResponse]  # type: ignore[assignment]
     """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
     in exactly one page.
     """
-    CancelRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestsRequest, _admin_pb2.CancelRequestsResponse]  # type: ignore[assignment]
+    CancelRequests: _aio.UnaryUnaryMultiCallable[_live_request_pb2.CancelRequestsRequest, _live_request_pb2.CancelRequestsResponse]  # type: ignore[assignment]
     """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
     and its caller keeps the output that was streamed so far.
     """
-    WatchKvEvents: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchKvEventsRequest, _admin_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
+    WatchKvEvents: _aio.UnaryStreamMultiCallable[_kv_event_pb2.WatchKvEventsRequest, _kv_event_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
     """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
     prefix is cached. The first message comes at once. The events contain prompts, as token ids. The stream ends with
     UNAVAILABLE when the service stops.
@@ -129,9 +133,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def WatchStats(
         self,
-        request: _admin_pb2.WatchStatsRequest,
+        request: _stats_pb2.WatchStatsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchStatsResponse], _abc.AsyncIterator[_admin_pb2.WatchStatsResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_stats_pb2.WatchStatsResponse], _abc.AsyncIterator[_stats_pb2.WatchStatsResponse]]:
         """Streams statistics of the engine: at once, and then after every interval, until the caller cancels. The stream ends
         with UNAVAILABLE when the service stops.
         """
@@ -167,17 +171,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def GetSettings(
         self,
-        request: _admin_pb2.GetSettingsRequest,
+        request: _settings_pb2.GetSettingsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.GetSettingsResponse, _abc.Awaitable[_admin_pb2.GetSettingsResponse]]:
+    ) -> _typing.Union[_settings_pb2.GetSettingsResponse, _abc.Awaitable[_settings_pb2.GetSettingsResponse]]:
         """Returns the settings that can be changed while the service runs."""
 
     @_abc_1.abstractmethod
     def UpdateSettings(
         self,
-        request: _admin_pb2.UpdateSettingsRequest,
+        request: _settings_pb2.UpdateSettingsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.UpdateSettingsResponse, _abc.Awaitable[_admin_pb2.UpdateSettingsResponse]]:
+    ) -> _typing.Union[_settings_pb2.UpdateSettingsResponse, _abc.Awaitable[_settings_pb2.UpdateSettingsResponse]]:
         """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT. No request is lost.
         The change applies from the next step on and ends with the process.
         """
@@ -185,9 +189,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Explain(
         self,
-        request: _admin_pb2.ExplainRequest,
+        request: _live_request_pb2.ExplainRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
+    ) -> _typing.Union[_live_request_pb2.ExplainResponse, _abc.Awaitable[_live_request_pb2.ExplainResponse]]:
         """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
         NOT_FOUND otherwise.
         """
@@ -195,9 +199,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def ListRequests(
         self,
-        request: _admin_pb2.ListRequestsRequest,
+        request: _live_request_pb2.ListRequestsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.ListRequestsResponse, _abc.Awaitable[_admin_pb2.ListRequestsResponse]]:
+    ) -> _typing.Union[_live_request_pb2.ListRequestsResponse, _abc.Awaitable[_live_request_pb2.ListRequestsResponse]]:
         """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
         in exactly one page.
         """
@@ -205,9 +209,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def CancelRequests(
         self,
-        request: _admin_pb2.CancelRequestsRequest,
+        request: _live_request_pb2.CancelRequestsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.CancelRequestsResponse, _abc.Awaitable[_admin_pb2.CancelRequestsResponse]]:
+    ) -> _typing.Union[_live_request_pb2.CancelRequestsResponse, _abc.Awaitable[_live_request_pb2.CancelRequestsResponse]]:
         """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
         and its caller keeps the output that was streamed so far.
         """
@@ -215,9 +219,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def WatchKvEvents(
         self,
-        request: _admin_pb2.WatchKvEventsRequest,
+        request: _kv_event_pb2.WatchKvEventsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchKvEventsResponse], _abc.AsyncIterator[_admin_pb2.WatchKvEventsResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_kv_event_pb2.WatchKvEventsResponse], _abc.AsyncIterator[_kv_event_pb2.WatchKvEventsResponse]]:
         """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
         prefix is cached. The first message comes at once. The events contain prompts, as token ids. The stream ends with
         UNAVAILABLE when the service stops.

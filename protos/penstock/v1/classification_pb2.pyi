@@ -8,7 +8,8 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from penstock.v1 import embedding_pb2 as _embedding_pb2
-from penstock.v1 import generation_pb2 as _generation_pb2
+from penstock.v1 import output_pb2 as _output_pb2
+from penstock.v1 import prompt_pb2 as _prompt_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -39,16 +40,16 @@ class ClassifyRequest(_message.Message):
     priority: _builtins.int
     """The priority under the `priority` policy, lower first: -1,000 to 1,000. Default: 0. Ignored under other policies."""
     tenant: _builtins.str
-    """The tenant that the request is made for; see Start.tenant. Default: the caller's own."""
+    """The tenant that the request is made for; see GenerationStart.tenant. Default: the caller's own."""
     traceparent: _builtins.str
-    """The W3C trace context of this request; see Start.traceparent. Default: the call's metadata."""
+    """The W3C trace context of this request; see GenerationStart.traceparent. Default: the call's metadata."""
     client_request_id: _builtins.str
     """The caller's own id, at most 128 bytes of printable ASCII. It appears in logs and is never used as a key."""
     truncate_prompt_tokens: _builtins.int
     """The maximum number of tokens of each input to keep; see EmbedRequest.truncate_prompt_tokens. Default: an input that
     is too long is INVALID_ARGUMENT.
     """
-    truncation_side: _generation_pb2.TruncationSide.ValueType
+    truncation_side: _prompt_pb2.TruncationSide.ValueType
     """The end of an input that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_RIGHT, which keeps the first
     tokens.
     """
@@ -66,7 +67,7 @@ class ClassifyRequest(_message.Message):
         traceparent: _builtins.str = ...,
         client_request_id: _builtins.str = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
-        truncation_side: _generation_pb2.TruncationSide.ValueType = ...,
+        truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_use_activation", b"_use_activation", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens", "use_activation", b"use_activation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -108,7 +109,7 @@ class ClassifyResponse(_message.Message):
         """The names of the labels, as in GetModelResponse.labels."""
 
     @_builtins.property
-    def usage(self) -> _generation_pb2.Usage:
+    def usage(self) -> _output_pb2.Usage:
         """The tokens of all inputs together. `output_tokens` is 0."""
 
     def __init__(
@@ -117,7 +118,7 @@ class ClassifyResponse(_message.Message):
         request_id: _builtins.str = ...,
         classifications: _abc.Iterable[Global___Classification] | None = ...,
         labels: _abc.Iterable[_builtins.str] | None = ...,
-        usage: _generation_pb2.Usage | None = ...,
+        usage: _output_pb2.Usage | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -180,9 +181,9 @@ class ScoreRequest(_message.Message):
     priority: _builtins.int
     """The priority under the `priority` policy, lower first: -1,000 to 1,000. Default: 0. Ignored under other policies."""
     tenant: _builtins.str
-    """The tenant that the request is made for; see Start.tenant. Default: the caller's own."""
+    """The tenant that the request is made for; see GenerationStart.tenant. Default: the caller's own."""
     traceparent: _builtins.str
-    """The W3C trace context of this request; see Start.traceparent. Default: the call's metadata."""
+    """The W3C trace context of this request; see GenerationStart.traceparent. Default: the call's metadata."""
     client_request_id: _builtins.str
     """The caller's own id, at most 128 bytes of printable ASCII. It appears in logs and is never used as a key."""
     truncate_prompt_tokens: _builtins.int
@@ -190,7 +191,7 @@ class ScoreRequest(_message.Message):
     the document is cut; otherwise the longer text first, as in transformers. Special tokens and the template's text
     are kept. Default: a pair that is too long is INVALID_ARGUMENT.
     """
-    truncation_side: _generation_pb2.TruncationSide.ValueType
+    truncation_side: _prompt_pb2.TruncationSide.ValueType
     """The end of a text that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_RIGHT, which keeps the first tokens."""
     @_builtins.property
     def queries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -216,7 +217,7 @@ class ScoreRequest(_message.Message):
         traceparent: _builtins.str = ...,
         client_request_id: _builtins.str = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
-        truncation_side: _generation_pb2.TruncationSide.ValueType = ...,
+        truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_instruction", b"_instruction", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_use_activation", b"_use_activation", "instruction", b"instruction", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens", "use_activation", b"use_activation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -259,7 +260,7 @@ class ScoreResponse(_message.Message):
         """
 
     @_builtins.property
-    def usage(self) -> _generation_pb2.Usage:
+    def usage(self) -> _output_pb2.Usage:
         """The tokens of all pairs together. `output_tokens` is 0."""
 
     def __init__(
@@ -267,7 +268,7 @@ class ScoreResponse(_message.Message):
         *,
         request_id: _builtins.str = ...,
         scores: _abc.Iterable[_builtins.float] | None = ...,
-        usage: _generation_pb2.Usage | None = ...,
+        usage: _output_pb2.Usage | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -88,7 +88,7 @@ class Constraint(_message.Message):
         """Any JSON object."""
 
     @_builtins.property
-    def choices(self) -> Global___Choices:
+    def choices(self) -> Global___StringChoices:
         """One of a list of strings."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Constraint(_message.Message):
         regex: _builtins.str = ...,
         lark: _builtins.str = ...,
         gbnf: _builtins.str = ...,
-        choices: Global___Choices | None = ...,
+        choices: Global___StringChoices | None = ...,
         start: Global___ConstraintStart.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
@@ -130,7 +130,7 @@ class AnyJson(_message.Message):
 Global___AnyJson: _TypeAlias = AnyJson  # noqa: Y015
 
 @_typing.final
-class Choices(_message.Message):
+class StringChoices(_message.Message):
     """A list of strings. The output is one of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -151,4 +151,4 @@ class Choices(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Choices: _TypeAlias = Choices  # noqa: Y015
+Global___StringChoices: _TypeAlias = StringChoices  # noqa: Y015

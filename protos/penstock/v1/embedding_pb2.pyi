@@ -7,7 +7,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from penstock.v1 import generation_pb2 as _generation_pb2
+from penstock.v1 import output_pb2 as _output_pb2
+from penstock.v1 import prompt_pb2 as _prompt_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -43,16 +44,16 @@ class EmbedRequest(_message.Message):
     priority: _builtins.int
     """The priority under the `priority` policy, lower first: -1,000 to 1,000. Default: 0. Ignored under other policies."""
     tenant: _builtins.str
-    """The tenant that the request is made for; see Start.tenant. Default: the caller's own."""
+    """The tenant that the request is made for; see GenerationStart.tenant. Default: the caller's own."""
     traceparent: _builtins.str
-    """The W3C trace context of this request; see Start.traceparent. Default: the call's metadata."""
+    """The W3C trace context of this request; see GenerationStart.traceparent. Default: the call's metadata."""
     client_request_id: _builtins.str
     """The caller's own id, at most 128 bytes of printable ASCII. It appears in logs and is never used as a key."""
     truncate_prompt_tokens: _builtins.int
     """The maximum number of tokens of each input to keep: 1 to the model's context, or -1 for the context. The special
     tokens that the tokenizer puts around a text are kept. Default: an input that is too long is INVALID_ARGUMENT.
     """
-    truncation_side: _generation_pb2.TruncationSide.ValueType
+    truncation_side: _prompt_pb2.TruncationSide.ValueType
     """The end of an input that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_RIGHT, which keeps the first
     tokens.
     """
@@ -73,7 +74,7 @@ class EmbedRequest(_message.Message):
         traceparent: _builtins.str = ...,
         client_request_id: _builtins.str = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
-        truncation_side: _generation_pb2.TruncationSide.ValueType = ...,
+        truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "dimensions", b"dimensions", "normalize", b"normalize", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -111,7 +112,7 @@ class EmbedInput(_message.Message):
     tokenizer puts around it. Special tokens spelled in the text are ordinary text.
     """
     @_builtins.property
-    def token_ids(self) -> _generation_pb2.TokenIds:
+    def token_ids(self) -> _prompt_pb2.TokenIds:
         """Token ids: at least 1, each below the vocabulary size. With `truncate_prompt_tokens` at most 1,048,576, or the
         model's context if that is more.
         """
@@ -120,7 +121,7 @@ class EmbedInput(_message.Message):
         self,
         *,
         text: _builtins.str = ...,
-        token_ids: _generation_pb2.TokenIds | None = ...,
+        token_ids: _prompt_pb2.TokenIds | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -148,7 +149,7 @@ class EmbedResponse(_message.Message):
         """The vectors: one for each input, in the order of the inputs."""
 
     @_builtins.property
-    def usage(self) -> _generation_pb2.Usage:
+    def usage(self) -> _output_pb2.Usage:
         """The tokens of all inputs together. `output_tokens` is 0."""
 
     def __init__(
@@ -156,7 +157,7 @@ class EmbedResponse(_message.Message):
         *,
         request_id: _builtins.str = ...,
         embeddings: _abc.Iterable[Global___Embedding] | None = ...,
-        usage: _generation_pb2.Usage | None = ...,
+        usage: _output_pb2.Usage | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -24,81 +24,44 @@ _sym_db = _symbol_database.Default()
 
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from penstock.v1 import constraint_pb2 as penstock_dot_v1_dot_constraint__pb2
+from penstock.v1 import output_pb2 as penstock_dot_v1_dot_output__pb2
+from penstock.v1 import prompt_pb2 as penstock_dot_v1_dot_prompt__pb2
+from penstock.v1 import sampling_pb2 as penstock_dot_v1_dot_sampling__pb2
+from penstock.v1 import state_pb2 as penstock_dot_v1_dot_state__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/generation.proto\x12\x0bpenstock.v1\x1a\x17google/rpc/status.proto\x1a\x1cpenstock/v1/constraint.proto\"7\n\x12GenerateOneRequest\x12!\n\x05start\x18\x01 \x01(\x0b\x32\x12.penstock.v1.Start\"\xec\x01\n\x13GenerateOneResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Accepted\x12\x34\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\"\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x12.penstock.v1.Delta\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.penstock.v1.Finished\x12)\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.penstock.v1.Heartbeat\"4\n\x0f\x43ompleteRequest\x12!\n\x05start\x18\x01 \x01(\x0b\x32\x12.penstock.v1.Start\"\xab\x01\n\x10\x43ompleteResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.penstock.v1.Choice\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.penstock.v1.Finished\x12\x34\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.PromptLogprobs\"\x86\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x08logprobs\x18\x04 \x01(\x0b\x32\x15.penstock.v1.Logprobs\x12#\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x16.penstock.v1.ChoiceEnd\"\x8d\x01\n\x0fGenerateRequest\x12#\n\x05start\x18\x01 \x01(\x0b\x32\x12.penstock.v1.StartH\x00\x12%\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x13.penstock.v1.CancelH\x00\x12%\n\x06update\x18\x03 \x01(\x0b\x32\x13.penstock.v1.UpdateH\x00\x42\x07\n\x05\x66rame\"\xeb\x04\n\x05Start\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.penstock.v1.ChatH\x00\x12\x15\n\rcontinue_from\x18\x05 \x01(\t\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12#\n\x06output\x18\x07 \x01(\x0b\x32\x13.penstock.v1.Output\x12\x17\n\ntimeout_ms\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08priority\x18\t \x01(\x11H\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x0c \x01(\t\x12\x16\n\tretain_ms\x18\r \x01(\rH\x03\x88\x01\x01\x12+\n\nconstraint\x18\x0e \x01(\x0b\x32\x17.penstock.v1.Constraint\x12\x1d\n\x10max_draft_tokens\x18\x0f \x01(\rH\x04\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x10 \x01(\x11H\x05\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\x11 \x01(\x0e\x32\x1b.penstock.v1.TruncationSideB\x08\n\x06promptB\r\n\x0b_timeout_msB\x0b\n\t_priorityB\x0c\n\n_retain_msB\x13\n\x11_max_draft_tokensB\x19\n\x17_truncate_prompt_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbb\x01\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\r\n\x05tools\x18\x03 \x03(\t\x12\x1a\n\x12template_variables\x18\x04 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\xc2\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.penstock.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x1e\n\x11reasoning_content\x18\x06 \x01(\tH\x01\x88\x01\x01\x42\n\n\x08_contentB\x14\n\x12_reasoning_content\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x86\x05\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x38\n\nlogit_bias\x18\x0e \x03(\x0b\x32$.penstock.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12\x0e\n\x01n\x18\x11 \x01(\rH\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x04\n\x02_n\"\xa9\x01\n\x06Output\x12)\n\x06\x66ormat\x18\x01 \x01(\x0e\x32\x19.penstock.v1.OutputFormat\x12\x15\n\x08logprobs\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x1e\n\x16include_special_tokens\x18\x04 \x01(\x08\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x16\n\x06\x43\x61ncel\x12\x0c\n\x04refs\x18\x01 \x03(\r\"\x89\x01\n\x06Update\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x17\n\ntimeout_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08priority\x18\x03 \x01(\x11H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_timeout_msB\x0b\n\t_priorityB\r\n\x0b_max_tokens\"\x9d\x02\n\x10GenerateResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\x0b\x32\x15.penstock.v1.Accepted\x12\x34\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\"\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x12.penstock.v1.Delta\x12\'\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x15.penstock.v1.Finished\x12)\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.penstock.v1.Heartbeat\x12\x32\n\x0eupdate_refused\x18\x06 \x03(\x0b\x32\x1a.penstock.v1.UpdateRefused\"\xc2\x01\n\x08\x41\x63\x63\x65pted\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x16\n\x0equeue_position\x18\x05 \x01(\r\x12\x1e\n\x11predicted_ttft_ms\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x07 \x01(\tB\x14\n\x12_predicted_ttft_ms\"\x93\x01\n\x05\x44\x65lta\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\'\n\x08logprobs\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Logprobs\x12#\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x16.penstock.v1.ChoiceEnd\"e\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x0b\n\x03top\x18\x04 \x03(\x02\x12\x14\n\x0ctext_lengths\x18\x05 \x03(\r\"U\n\x0ePromptLogprobs\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\'\n\x08logprobs\x18\x03 \x01(\x0b\x32\x15.penstock.v1.Logprobs\"j\n\tChoiceEnd\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x42\t\n\x07matched\"\xa5\x02\n\x08\x46inished\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.penstock.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.penstock.v1.Timings\x12\x14\n\x0cmay_continue\x18\x05 \x01(\x08\x12)\n\x06reason\x18\x06 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12-\n\x0bspeculation\x18\t \x01(\x0b\x32\x18.penstock.v1.SpeculationB\x07\n\x05_seed\"v\n\x0bSpeculation\x12\x16\n\x0e\x64rafted_tokens\x18\x01 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x12\n\ndrafted_at\x18\x04 \x03(\r\x12\x13\n\x0b\x61\x63\x63\x65pted_at\x18\x05 \x03(\r\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\"\x81\x01\n\x07Timings\x12\x11\n\tqueued_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\x03 \x01(\x04\x12\x10\n\x08total_us\x18\x04 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x10\n\x08restarts\x18\x06 \x01(\r\"5\n\tHeartbeat\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.ServiceState\"@\n\rUpdateRefused\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status*f\n\x0eTruncationSide\x12\x1f\n\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRUNCATION_SIDE_LEFT\x10\x01\x12\x19\n\x15TRUNCATION_SIDE_RIGHT\x10\x02*\x88\x01\n\x0cOutputFormat\x12\x1d\n\x19OUTPUT_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12OUTPUT_FORMAT_TEXT\x10\x01\x12\x1b\n\x17OUTPUT_FORMAT_TOKEN_IDS\x10\x02\x12$\n OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS\x10\x03*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*\x82\x01\n\x0cServiceState\x12\x1d\n\x19SERVICE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVICE_STATE_SERVING\x10\x01\x12\x1c\n\x18SERVICE_STATE_RECOVERING\x10\x02\x12\x1a\n\x16SERVICE_STATE_DRAINING\x10\x03\x32\xfd\x01\n\x11GenerationService\x12R\n\x0bGenerateOne\x12\x1f.penstock.v1.GenerateOneRequest\x1a .penstock.v1.GenerateOneResponse0\x01\x12G\n\x08\x43omplete\x12\x1c.penstock.v1.CompleteRequest\x1a\x1d.penstock.v1.CompleteResponse\x12K\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/generation.proto\x12\x0bpenstock.v1\x1a\x17google/rpc/status.proto\x1a\x1cpenstock/v1/constraint.proto\x1a\x18penstock/v1/output.proto\x1a\x18penstock/v1/prompt.proto\x1a\x1apenstock/v1/sampling.proto\x1a\x17penstock/v1/state.proto\"A\n\x12GenerateOneRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerationStart\"\xec\x01\n\x13GenerateOneResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Accepted\x12\x34\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\"\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x12.penstock.v1.Delta\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.penstock.v1.Finished\x12)\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.penstock.v1.Heartbeat\">\n\x0f\x43ompleteRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerationStart\"\xab\x01\n\x10\x43ompleteResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.penstock.v1.Choice\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.penstock.v1.Finished\x12\x34\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.PromptLogprobs\"\xab\x01\n\x0fGenerateRequest\x12-\n\x05start\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerationStartH\x00\x12/\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1d.penstock.v1.GenerationCancelH\x00\x12/\n\x06update\x18\x03 \x01(\x0b\x32\x1d.penstock.v1.GenerationUpdateH\x00\x42\x07\n\x05\x66rame\"\x82\x05\n\x0fGenerationStart\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.penstock.v1.ChatH\x00\x12\x15\n\rcontinue_from\x18\x05 \x01(\t\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12*\n\x06output\x18\x07 \x01(\x0b\x32\x1a.penstock.v1.OutputOptions\x12\x17\n\ntimeout_ms\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08priority\x18\t \x01(\x11H\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x0c \x01(\t\x12\x16\n\tretain_ms\x18\r \x01(\rH\x03\x88\x01\x01\x12+\n\nconstraint\x18\x0e \x01(\x0b\x32\x17.penstock.v1.Constraint\x12\x1d\n\x10max_draft_tokens\x18\x0f \x01(\rH\x04\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x10 \x01(\x11H\x05\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\x11 \x01(\x0e\x32\x1b.penstock.v1.TruncationSideB\x08\n\x06promptB\r\n\x0b_timeout_msB\x0b\n\t_priorityB\x0c\n\n_retain_msB\x13\n\x11_max_draft_tokensB\x19\n\x17_truncate_prompt_tokens\" \n\x10GenerationCancel\x12\x0c\n\x04refs\x18\x01 \x03(\r\"\x93\x01\n\x10GenerationUpdate\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x17\n\ntimeout_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08priority\x18\x03 \x01(\x11H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_timeout_msB\x0b\n\t_priorityB\r\n\x0b_max_tokens\"\x9d\x02\n\x10GenerateResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\x0b\x32\x15.penstock.v1.Accepted\x12\x34\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\"\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x12.penstock.v1.Delta\x12\'\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x15.penstock.v1.Finished\x12)\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.penstock.v1.Heartbeat\x12\x32\n\x0eupdate_refused\x18\x06 \x03(\x0b\x32\x1a.penstock.v1.UpdateRefused\"\xc2\x01\n\x08\x41\x63\x63\x65pted\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x16\n\x0equeue_position\x18\x05 \x01(\r\x12\x1e\n\x11predicted_ttft_ms\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x07 \x01(\tB\x14\n\x12_predicted_ttft_ms\"5\n\tHeartbeat\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.ServiceState\"@\n\rUpdateRefused\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status2\xfd\x01\n\x11GenerationService\x12R\n\x0bGenerateOne\x12\x1f.penstock.v1.GenerateOneRequest\x1a .penstock.v1.GenerateOneResponse0\x01\x12G\n\x08\x43omplete\x12\x1c.penstock.v1.CompleteRequest\x1a\x1d.penstock.v1.CompleteResponse\x12K\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse(\x01\x30\x01\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_TRUNCATIONSIDE']._serialized_start=4661
-  _globals['_TRUNCATIONSIDE']._serialized_end=4763
-  _globals['_OUTPUTFORMAT']._serialized_start=4766
-  _globals['_OUTPUTFORMAT']._serialized_end=4902
-  _globals['_FINISHREASON']._serialized_start=4905
-  _globals['_FINISHREASON']._serialized_end=5082
-  _globals['_SERVICESTATE']._serialized_start=5085
-  _globals['_SERVICESTATE']._serialized_end=5215
-  _globals['_GENERATEONEREQUEST']._serialized_start=100
-  _globals['_GENERATEONEREQUEST']._serialized_end=155
-  _globals['_GENERATEONERESPONSE']._serialized_start=158
-  _globals['_GENERATEONERESPONSE']._serialized_end=394
-  _globals['_COMPLETEREQUEST']._serialized_start=396
-  _globals['_COMPLETEREQUEST']._serialized_end=448
-  _globals['_COMPLETERESPONSE']._serialized_start=451
-  _globals['_COMPLETERESPONSE']._serialized_end=622
-  _globals['_CHOICE']._serialized_start=625
-  _globals['_CHOICE']._serialized_end=759
-  _globals['_GENERATEREQUEST']._serialized_start=762
-  _globals['_GENERATEREQUEST']._serialized_end=903
-  _globals['_START']._serialized_start=906
-  _globals['_START']._serialized_end=1525
-  _globals['_TOKENIDS']._serialized_start=1527
-  _globals['_TOKENIDS']._serialized_end=1550
-  _globals['_CHAT']._serialized_start=1553
-  _globals['_CHAT']._serialized_end=1740
-  _globals['_CHATMESSAGE']._serialized_start=1743
-  _globals['_CHATMESSAGE']._serialized_end=1937
-  _globals['_TOOLCALL']._serialized_start=1939
-  _globals['_TOOLCALL']._serialized_end=1994
-  _globals['_SAMPLING']._serialized_start=1997
-  _globals['_SAMPLING']._serialized_end=2643
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=2438
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=2486
-  _globals['_OUTPUT']._serialized_start=2646
-  _globals['_OUTPUT']._serialized_end=2815
-  _globals['_CANCEL']._serialized_start=2817
-  _globals['_CANCEL']._serialized_end=2839
-  _globals['_UPDATE']._serialized_start=2842
-  _globals['_UPDATE']._serialized_end=2979
-  _globals['_GENERATERESPONSE']._serialized_start=2982
-  _globals['_GENERATERESPONSE']._serialized_end=3267
-  _globals['_ACCEPTED']._serialized_start=3270
-  _globals['_ACCEPTED']._serialized_end=3464
-  _globals['_DELTA']._serialized_start=3467
-  _globals['_DELTA']._serialized_end=3614
-  _globals['_LOGPROBS']._serialized_start=3616
-  _globals['_LOGPROBS']._serialized_end=3717
-  _globals['_PROMPTLOGPROBS']._serialized_start=3719
-  _globals['_PROMPTLOGPROBS']._serialized_end=3804
-  _globals['_CHOICEEND']._serialized_start=3806
-  _globals['_CHOICEEND']._serialized_end=3912
-  _globals['_FINISHED']._serialized_start=3915
-  _globals['_FINISHED']._serialized_end=4208
-  _globals['_SPECULATION']._serialized_start=4210
-  _globals['_SPECULATION']._serialized_end=4328
-  _globals['_USAGE']._serialized_start=4330
-  _globals['_USAGE']._serialized_end=4406
-  _globals['_TIMINGS']._serialized_start=4409
-  _globals['_TIMINGS']._serialized_end=4538
-  _globals['_HEARTBEAT']._serialized_start=4540
-  _globals['_HEARTBEAT']._serialized_end=4593
-  _globals['_UPDATEREFUSED']._serialized_start=4595
-  _globals['_UPDATEREFUSED']._serialized_end=4659
-  _globals['_GENERATIONSERVICE']._serialized_start=5218
-  _globals['_GENERATIONSERVICE']._serialized_end=5471
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
+  _globals['_GENERATEONEREQUEST']._serialized_start=205
+  _globals['_GENERATEONEREQUEST']._serialized_end=270
+  _globals['_GENERATEONERESPONSE']._serialized_start=273
+  _globals['_GENERATEONERESPONSE']._serialized_end=509
+  _globals['_COMPLETEREQUEST']._serialized_start=511
+  _globals['_COMPLETEREQUEST']._serialized_end=573
+  _globals['_COMPLETERESPONSE']._serialized_start=576
+  _globals['_COMPLETERESPONSE']._serialized_end=747
+  _globals['_GENERATEREQUEST']._serialized_start=750
+  _globals['_GENERATEREQUEST']._serialized_end=921
+  _globals['_GENERATIONSTART']._serialized_start=924
+  _globals['_GENERATIONSTART']._serialized_end=1566
+  _globals['_GENERATIONCANCEL']._serialized_start=1568
+  _globals['_GENERATIONCANCEL']._serialized_end=1600
+  _globals['_GENERATIONUPDATE']._serialized_start=1603
+  _globals['_GENERATIONUPDATE']._serialized_end=1750
+  _globals['_GENERATERESPONSE']._serialized_start=1753
+  _globals['_GENERATERESPONSE']._serialized_end=2038
+  _globals['_ACCEPTED']._serialized_start=2041
+  _globals['_ACCEPTED']._serialized_end=2235
+  _globals['_HEARTBEAT']._serialized_start=2237
+  _globals['_HEARTBEAT']._serialized_end=2290
+  _globals['_UPDATEREFUSED']._serialized_start=2292
+  _globals['_UPDATEREFUSED']._serialized_end=2356
+  _globals['_GENERATIONSERVICE']._serialized_start=2359
+  _globals['_GENERATIONSERVICE']._serialized_end=2612
 # @@protoc_insertion_point(module_scope)

@@ -7,9 +7,12 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
 from penstock.v1 import constraint_pb2 as _constraint_pb2
+from penstock.v1 import output_pb2 as _output_pb2
+from penstock.v1 import prompt_pb2 as _prompt_pb2
+from penstock.v1 import sampling_pb2 as _sampling_pb2
+from penstock.v1 import state_pb2 as _state_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,122 +24,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _TruncationSide:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _TruncationSideEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TruncationSide.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    TRUNCATION_SIDE_UNSPECIFIED: _TruncationSide.ValueType  # 0
-    """Means the default of the method."""
-    TRUNCATION_SIDE_LEFT: _TruncationSide.ValueType  # 1
-    """Cuts the beginning and keeps the last tokens."""
-    TRUNCATION_SIDE_RIGHT: _TruncationSide.ValueType  # 2
-    """Cuts the end and keeps the first tokens."""
-
-class TruncationSide(_TruncationSide, metaclass=_TruncationSideEnumTypeWrapper):
-    """The end of a prompt that is cut."""
-
-TRUNCATION_SIDE_UNSPECIFIED: TruncationSide.ValueType  # 0
-"""Means the default of the method."""
-TRUNCATION_SIDE_LEFT: TruncationSide.ValueType  # 1
-"""Cuts the beginning and keeps the last tokens."""
-TRUNCATION_SIDE_RIGHT: TruncationSide.ValueType  # 2
-"""Cuts the end and keeps the first tokens."""
-Global___TruncationSide: _TypeAlias = TruncationSide  # noqa: Y015
-
-class _OutputFormat:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _OutputFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OutputFormat.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    OUTPUT_FORMAT_UNSPECIFIED: _OutputFormat.ValueType  # 0
-    """Means OUTPUT_FORMAT_TEXT."""
-    OUTPUT_FORMAT_TEXT: _OutputFormat.ValueType  # 1
-    """Text."""
-    OUTPUT_FORMAT_TOKEN_IDS: _OutputFormat.ValueType  # 2
-    """Token ids. No text is made unless `sampling.stop` needs it."""
-    OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS: _OutputFormat.ValueType  # 3
-    """Both."""
-
-class OutputFormat(_OutputFormat, metaclass=_OutputFormatEnumTypeWrapper):
-    """The content of a Delta or a Choice."""
-
-OUTPUT_FORMAT_UNSPECIFIED: OutputFormat.ValueType  # 0
-"""Means OUTPUT_FORMAT_TEXT."""
-OUTPUT_FORMAT_TEXT: OutputFormat.ValueType  # 1
-"""Text."""
-OUTPUT_FORMAT_TOKEN_IDS: OutputFormat.ValueType  # 2
-"""Token ids. No text is made unless `sampling.stop` needs it."""
-OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS: OutputFormat.ValueType  # 3
-"""Both."""
-Global___OutputFormat: _TypeAlias = OutputFormat  # noqa: Y015
-
-class _FinishReason:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """Not set."""
-    FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """A stop string, a stop token, the model's end of sequence, or the end of the `constraint`."""
-    FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """`max_tokens`, or the end of the model's context."""
-    FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
-    """The client cancelled the request, or its stream ended."""
-    FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 4
-    """The deadline passed."""
-    FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
-    """The request failed or was refused: see the status."""
-
-class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why an output ended."""
-
-FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""Not set."""
-FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""A stop string, a stop token, the model's end of sequence, or the end of the `constraint`."""
-FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""`max_tokens`, or the end of the model's context."""
-FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
-"""The client cancelled the request, or its stream ended."""
-FINISH_REASON_DEADLINE: FinishReason.ValueType  # 4
-"""The deadline passed."""
-FINISH_REASON_ERROR: FinishReason.ValueType  # 5
-"""The request failed or was refused: see the status."""
-Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
-
-class _ServiceState:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _ServiceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceState.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    SERVICE_STATE_UNSPECIFIED: _ServiceState.ValueType  # 0
-    """Not set."""
-    SERVICE_STATE_SERVING: _ServiceState.ValueType  # 1
-    """The service accepts requests."""
-    SERVICE_STATE_RECOVERING: _ServiceState.ValueType  # 2
-    """The worker is being started or replaced. New requests are refused."""
-    SERVICE_STATE_DRAINING: _ServiceState.ValueType  # 3
-    """The service finishes accepted requests and refuses new ones."""
-
-class ServiceState(_ServiceState, metaclass=_ServiceStateEnumTypeWrapper):
-    """The state of the service."""
-
-SERVICE_STATE_UNSPECIFIED: ServiceState.ValueType  # 0
-"""Not set."""
-SERVICE_STATE_SERVING: ServiceState.ValueType  # 1
-"""The service accepts requests."""
-SERVICE_STATE_RECOVERING: ServiceState.ValueType  # 2
-"""The worker is being started or replaced. New requests are refused."""
-SERVICE_STATE_DRAINING: ServiceState.ValueType  # 3
-"""The service finishes accepted requests and refuses new ones."""
-Global___ServiceState: _TypeAlias = ServiceState  # noqa: Y015
-
 @_typing.final
 class GenerateOneRequest(_message.Message):
     """A request for GenerateOne."""
@@ -145,13 +32,13 @@ class GenerateOneRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def start(self) -> Global___Start:
+    def start(self) -> Global___GenerationStart:
         """What to generate. Required. `start.ref` is ignored, but echoed in every response."""
 
     def __init__(
         self,
         *,
-        start: Global___Start | None = ...,
+        start: Global___GenerationStart | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -177,15 +64,15 @@ class GenerateOneResponse(_message.Message):
         """Sent once, first, when the request enters the queue."""
 
     @_builtins.property
-    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.PromptLogprobs]:
         """Log-probabilities of prompt tokens, in order, in parts. Only if `output.prompt_logprobs` is set."""
 
     @_builtins.property
-    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delta]:
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.Delta]:
         """New output, in order."""
 
     @_builtins.property
-    def finished(self) -> Global___Finished:
+    def finished(self) -> _output_pb2.Finished:
         """Sent once, last. The call then ends with `finished.status`. A request that was never `accepted` gets no message,
         only the status of the call, so that clients and proxies may retry it. It has used nothing.
         """
@@ -198,9 +85,9 @@ class GenerateOneResponse(_message.Message):
         self,
         *,
         accepted: Global___Accepted | None = ...,
-        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
-        deltas: _abc.Iterable[Global___Delta] | None = ...,
-        finished: Global___Finished | None = ...,
+        prompt_logprobs: _abc.Iterable[_output_pb2.PromptLogprobs] | None = ...,
+        deltas: _abc.Iterable[_output_pb2.Delta] | None = ...,
+        finished: _output_pb2.Finished | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "heartbeat", b"heartbeat"]  # noqa: Y015
@@ -219,13 +106,13 @@ class CompleteRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def start(self) -> Global___Start:
+    def start(self) -> Global___GenerationStart:
         """What to generate. Required. `start.ref` is ignored."""
 
     def __init__(
         self,
         *,
-        start: Global___Start | None = ...,
+        start: Global___GenerationStart | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -248,24 +135,24 @@ class CompleteResponse(_message.Message):
     request_id: _builtins.str
     """The server's id of the request, as in logs and traces."""
     @_builtins.property
-    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Choice]:
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.Choice]:
         """The `sampling.n` choices, by index."""
 
     @_builtins.property
-    def finished(self) -> Global___Finished:
+    def finished(self) -> _output_pb2.Finished:
         """Why the request ended, its usage and its timings."""
 
     @_builtins.property
-    def prompt_logprobs(self) -> Global___PromptLogprobs:
+    def prompt_logprobs(self) -> _output_pb2.PromptLogprobs:
         """Log-probabilities of the whole prompt. Only if `output.prompt_logprobs` is set."""
 
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
-        choices: _abc.Iterable[Global___Choice] | None = ...,
-        finished: Global___Finished | None = ...,
-        prompt_logprobs: Global___PromptLogprobs | None = ...,
+        choices: _abc.Iterable[_output_pb2.Choice] | None = ...,
+        finished: _output_pb2.Finished | None = ...,
+        prompt_logprobs: _output_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -274,52 +161,6 @@ class CompleteResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CompleteResponse: _TypeAlias = CompleteResponse  # noqa: Y015
-
-@_typing.final
-class Choice(_message.Message):
-    """One of the `sampling.n` outputs of a request, complete."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: _builtins.int
-    TEXT_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    """The number of the choice: 0 to n-1."""
-    text: _builtins.str
-    """The whole text. Empty if `output.format` is OUTPUT_FORMAT_TOKEN_IDS."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The chosen tokens, as many as `usage` counts. Empty if `output.format` is OUTPUT_FORMAT_TEXT. The last ones are
-        those that ended the output and are not in `text`: the stop token, or the tokens of the stop string.
-        """
-
-    @_builtins.property
-    def logprobs(self) -> Global___Logprobs:
-        """One entry per token. Only if `output.logprobs` is set."""
-
-    @_builtins.property
-    def end(self) -> Global___ChoiceEnd:
-        """Why this choice ended."""
-
-    def __init__(
-        self,
-        *,
-        index: _builtins.int = ...,
-        text: _builtins.str = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        logprobs: Global___Logprobs | None = ...,
-        end: Global___ChoiceEnd | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "logprobs", b"logprobs"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -342,23 +183,23 @@ class GenerateRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def start(self) -> Global___Start:
+    def start(self) -> Global___GenerationStart:
         """Starts a request."""
 
     @_builtins.property
-    def cancel(self) -> Global___Cancel:
+    def cancel(self) -> Global___GenerationCancel:
         """Ends requests early."""
 
     @_builtins.property
-    def update(self) -> Global___Update:
+    def update(self) -> Global___GenerationUpdate:
         """Changes a live request."""
 
     def __init__(
         self,
         *,
-        start: Global___Start | None = ...,
-        cancel: Global___Cancel | None = ...,
-        update: Global___Update | None = ...,
+        start: Global___GenerationStart | None = ...,
+        cancel: Global___GenerationCancel | None = ...,
+        update: Global___GenerationUpdate | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "start", b"start", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -371,7 +212,7 @@ class GenerateRequest(_message.Message):
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
-class Start(_message.Message):
+class GenerationStart(_message.Message):
     """Starts a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -437,22 +278,22 @@ class Start(_message.Message):
     those of a `chat` or of `token_ids` are not. With `continue_from`, the context counts too. Default: a prompt that
     is too long is INVALID_ARGUMENT.
     """
-    truncation_side: Global___TruncationSide.ValueType
+    truncation_side: _prompt_pb2.TruncationSide.ValueType
     """The end of the prompt that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT (keeps the last tokens)."""
     @_builtins.property
-    def token_ids(self) -> Global___TokenIds:
+    def token_ids(self) -> _prompt_pb2.TokenIds:
         """Token ids, each below the vocabulary size. See TokenIds for their number."""
 
     @_builtins.property
-    def chat(self) -> Global___Chat:
+    def chat(self) -> _prompt_pb2.Chat:
         """Messages, rendered by the model's chat template."""
 
     @_builtins.property
-    def sampling(self) -> Global___Sampling:
+    def sampling(self) -> _sampling_pb2.SamplingParams:
         """How tokens are chosen. Default: that of each field."""
 
     @_builtins.property
-    def output(self) -> Global___Output:
+    def output(self) -> _output_pb2.OutputOptions:
         """What is sent back. Default: only text."""
 
     @_builtins.property
@@ -464,11 +305,11 @@ class Start(_message.Message):
         *,
         ref: _builtins.int = ...,
         text: _builtins.str = ...,
-        token_ids: Global___TokenIds | None = ...,
-        chat: Global___Chat | None = ...,
+        token_ids: _prompt_pb2.TokenIds | None = ...,
+        chat: _prompt_pb2.Chat | None = ...,
         continue_from: _builtins.str = ...,
-        sampling: Global___Sampling | None = ...,
-        output: Global___Output | None = ...,
+        sampling: _sampling_pb2.SamplingParams | None = ...,
+        output: _output_pb2.OutputOptions | None = ...,
         timeout_ms: _builtins.int | None = ...,
         priority: _builtins.int | None = ...,
         tenant: _builtins.str = ...,
@@ -478,7 +319,7 @@ class Start(_message.Message):
         constraint: _constraint_pb2.Constraint | None = ...,
         max_draft_tokens: _builtins.int | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
-        truncation_side: Global___TruncationSide.ValueType = ...,
+        truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -509,410 +350,10 @@ class Start(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
-Global___Start: _TypeAlias = Start  # noqa: Y015
+Global___GenerationStart: _TypeAlias = GenerationStart  # noqa: Y015
 
 @_typing.final
-class TokenIds(_message.Message):
-    """A list of token ids."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    IDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids, in order: 1 to the model's context minus one (for a token of output), or, for a prompt that is truncated,
-        to 1,048,576 (or the context, if that is more). Each is below the vocabulary size, GetModelResponse.vocab_size.
-        """
-
-    def __init__(
-        self,
-        *,
-        ids: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
-
-@_typing.final
-class Chat(_message.Message):
-    """A conversation, rendered to a prompt by the model's chat template."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MESSAGES_FIELD_NUMBER: _builtins.int
-    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
-    TOOLS_FIELD_NUMBER: _builtins.int
-    TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
-    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
-    add_generation_prompt: _builtins.bool
-    """Whether the prompt opens the assistant's turn at its end. Default: true unless `continue_final_message` is set."""
-    template_variables: _builtins.str
-    """Further variables of the template: the JSON text of an object such as {"enable_thinking": false}. At most 64 KiB,
-    nested at most 64 deep. A variable with a field of its own in this message is INVALID_ARGUMENT. Default: none.
-    """
-    continue_final_message: _builtins.bool
-    """Whether the output continues the last message, which must be the assistant's, with content and without tool_calls.
-    Not allowed with `add_generation_prompt`. FAILED_PRECONDITION if the template does not show the message unchanged.
-    """
-    @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The messages, in order: 1 to 4,096. Contents, reasoning and arguments together have at most 4 MiB of UTF-8."""
-
-    @_builtins.property
-    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The tools that the model may call: each is the JSON text of a tool as chat templates take it, {"type": "function",
-        "function": {"name", "description", "parameters"}}. At most 128, nested at most 64 deep, at most 4 MiB of UTF-8
-        together with the messages. FAILED_PRECONDITION if the template shows no tools.
-        """
-
-    def __init__(
-        self,
-        *,
-        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
-        add_generation_prompt: _builtins.bool | None = ...,
-        tools: _abc.Iterable[_builtins.str] | None = ...,
-        template_variables: _builtins.str = ...,
-        continue_final_message: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_variables", b"template_variables", "tools", b"tools"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
-    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
-
-Global___Chat: _TypeAlias = Chat  # noqa: Y015
-
-@_typing.final
-class ChatMessage(_message.Message):
-    """One message of a conversation."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROLE_FIELD_NUMBER: _builtins.int
-    CONTENT_FIELD_NUMBER: _builtins.int
-    TOOL_CALLS_FIELD_NUMBER: _builtins.int
-    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
-    role: _builtins.str
-    """The role: "developer", "system", "user", "assistant", "tool", or another role that the chat template names; any
-    other is INVALID_ARGUMENT. A template that does not name "developer" gets "system" instead. 1 to 64 bytes.
-    """
-    content: _builtins.str
-    """The text of the message. At most 4 MiB of UTF-8. If unset beside `tool_calls`, the template gets no content, which
-    some templates distinguish from an empty one. Default: empty.
-    """
-    tool_call_id: _builtins.str
-    """For a tool's message: the id of the call that it responds to. At most 256 bytes."""
-    name: _builtins.str
-    """The name of the author, if several share a role, or of the tool. At most 256 bytes."""
-    reasoning_content: _builtins.str
-    """The assistant's reasoning before this answer. Templates get it as `reasoning_content`, `thinking` and `reasoning`,
-    and decide which turns show it. At most 4 MiB of UTF-8. Default: none.
-    """
-    @_builtins.property
-    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """The calls in an answer of the assistant. At most 128, and 4,096 in all messages of a chat."""
-
-    def __init__(
-        self,
-        *,
-        role: _builtins.str = ...,
-        content: _builtins.str | None = ...,
-        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
-        tool_call_id: _builtins.str = ...,
-        name: _builtins.str = ...,
-        reasoning_content: _builtins.str | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_reasoning_content", b"_reasoning_content", "content", b"content", "reasoning_content", b"reasoning_content"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_reasoning_content", b"_reasoning_content", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
-    _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
-    _WhichOneofReturnType__reasoning_content: _TypeAlias = _typing.Literal["reasoning_content"]  # noqa: Y015
-    _WhichOneofArgType__reasoning_content: _TypeAlias = _typing.Literal["_reasoning_content", b"_reasoning_content"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_content) -> _WhichOneofReturnType__reasoning_content | None: ...
-
-Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
-
-@_typing.final
-class ToolCall(_message.Message):
-    """A call that the model made."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ID_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    ARGUMENTS_FIELD_NUMBER: _builtins.int
-    id: _builtins.str
-    """The id of the call in the answer. At most 256 bytes."""
-    name: _builtins.str
-    """The name of the function. 1 to 256 bytes."""
-    arguments: _builtins.str
-    """The arguments: the JSON text of an object, nested at most 64 deep. Templates get the object. Any other text, such
-    as arguments that `max_tokens` cut off, is passed to the template unchanged. Default: {}.
-    """
-    def __init__(
-        self,
-        *,
-        id: _builtins.str = ...,
-        name: _builtins.str = ...,
-        arguments: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
-
-@_typing.final
-class Sampling(_message.Message):
-    """How tokens are chosen. Applied in this order: penalties, logit_bias and masks, temperature, top_k, top_p, min_p.
-
-    A field that is set applies, whatever its value. For the others the model's generation_config.json has the defaults.
-    GetModelResponse.sampling_defaults reports them; the service's --generation-config none turns them off.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class LogitBiasEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.int
-        value: _builtins.float
-        def __init__(
-            self,
-            *,
-            key: _builtins.int = ...,
-            value: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    TOP_K_FIELD_NUMBER: _builtins.int
-    TOP_P_FIELD_NUMBER: _builtins.int
-    MIN_P_FIELD_NUMBER: _builtins.int
-    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
-    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
-    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    MIN_TOKENS_FIELD_NUMBER: _builtins.int
-    STOP_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    IGNORE_EOS_FIELD_NUMBER: _builtins.int
-    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
-    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    BAD_WORDS_FIELD_NUMBER: _builtins.int
-    N_FIELD_NUMBER: _builtins.int
-    temperature: _builtins.float
-    """The temperature: 0 to 100. 0 chooses the most likely token (greedy). Default: the model's generation_config.json,
-    else 1.0.
-    """
-    top_k: _builtins.int
-    """Keeps only the k most likely tokens: 0 (off) to 1,000,000. Default: the model's generation_config.json, else 0."""
-    top_p: _builtins.float
-    """Keeps only the most likely tokens whose probabilities reach this sum: 0 to 1. 0 chooses the most likely token.
-    Default: the model's generation_config.json, else 1.0 (off).
-    """
-    min_p: _builtins.float
-    """Keeps only tokens with at least this fraction of the probability of the most likely one: 0 to 1. Default: the
-    model's generation_config.json, else 0 (off).
-    """
-    repetition_penalty: _builtins.float
-    """Divides (above 1) or multiplies the logits of tokens in prompt or output: 0.01 to 100. Default: the model's
-    generation_config.json, else 1.0 (off).
-    """
-    presence_penalty: _builtins.float
-    """Subtracted from the logit of each token in the output: -2 to 2. Default: the model's generation_config.json, else
-    0.
-    """
-    frequency_penalty: _builtins.float
-    """Subtracted from the logit of a token once for each time it is in the output: -2 to 2. Default: the model's
-    generation_config.json, else 0.
-    """
-    seed: _builtins.int
-    """The seed, which makes sampling repeatable. Any uint64. Default: random, reported in `finished.seed`."""
-    max_tokens: _builtins.int
-    """The maximum number of output tokens of each choice: at least 1. Cut to what the context and the KV cache leave
-    after the prompt, and to the operator's limit, if any. An output that reaches it ends with FINISH_REASON_LENGTH.
-    Default: max_new_tokens of the model's generation_config.json, otherwise all that the context leaves, for Complete
-    at most what fits in its response; at most the tenant's limit. More than the tenant's limit is INVALID_ARGUMENT.
-    """
-    min_tokens: _builtins.int
-    """The minimum number of output tokens: 0 to max_tokens. Until then no stop token is chosen, and a stop string that is
-    complete does not end the output. Default: 0. Ignored, like `bad_words`, where the two would leave no token. An
-    output that matches its `constraint` and cannot continue ends earlier, without a stop token.
-    """
-    ignore_eos: _builtins.bool
-    """Whether to continue past the model's own end-of-sequence tokens. Default: false."""
-    n: _builtins.int
-    """The number of independent choices from one prompt: 1 to 64. Choice i draws with a seed derived from (seed, i).
-    Default: 1. With more than one, n x (prompt tokens + max_tokens) is at most 1,048,576.
-    """
-    @_builtins.property
-    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings before which the output ends: at most 64, each 1 to 1,024 bytes. One that contains the text of a special
-        token matches that token, even if the output's text omits special tokens.
-        """
-
-    @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens at which the output ends, besides the model's own: at most 256, each below the vocabulary size."""
-
-    @_builtins.property
-    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Values added to the logits of tokens: at most 1,024 entries, keys below the vocabulary size, values -100 to 100."""
-
-    @_builtins.property
-    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The only tokens that may be chosen: at most 65,536, each below the vocabulary size. Default: all."""
-
-    @_builtins.property
-    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings whose token sequences, with or without a space before them, are never completed: at most 256, each 1 to 256
-        bytes. Ignored, like `min_tokens`, where the two would leave no token.
-        """
-
-    def __init__(
-        self,
-        *,
-        temperature: _builtins.float | None = ...,
-        top_k: _builtins.int | None = ...,
-        top_p: _builtins.float | None = ...,
-        min_p: _builtins.float | None = ...,
-        repetition_penalty: _builtins.float | None = ...,
-        presence_penalty: _builtins.float | None = ...,
-        frequency_penalty: _builtins.float | None = ...,
-        seed: _builtins.int | None = ...,
-        max_tokens: _builtins.int | None = ...,
-        min_tokens: _builtins.int | None = ...,
-        stop: _abc.Iterable[_builtins.str] | None = ...,
-        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        ignore_eos: _builtins.bool = ...,
-        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
-        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        bad_words: _abc.Iterable[_builtins.str] | None = ...,
-        n: _builtins.int | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
-    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
-    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
-    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
-    _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
-    _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
-    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
-    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
-    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
-    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
-    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
-    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
-    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
-    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
-    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
-    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
-    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
-
-Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
-
-@_typing.final
-class Output(_message.Message):
-    """What is sent back."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FORMAT_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
-    format: Global___OutputFormat.ValueType
-    """Text, token ids or both. Default: OUTPUT_FORMAT_TEXT."""
-    logprobs: _builtins.int
-    """Log-probabilities of each output token and of this many alternatives: 0 (only the token) to 20. Default: none. They
-    are the model's own, before penalties, biases and temperature. n x max_tokens x (logprobs + 1) is at most
-    4,194,304, and less for Complete.
-    """
-    prompt_logprobs: _builtins.int
-    """The same for the prompt's tokens: 0 to 20. Default: none. Such a request reads nothing from the prefix cache.
-    Prompt tokens x (prompt_logprobs + 1) is at most 4,194,304, and less for Complete.
-    """
-    include_special_tokens: _builtins.bool
-    """Whether the text includes special tokens. Default: false."""
-    def __init__(
-        self,
-        *,
-        format: Global___OutputFormat.ValueType = ...,
-        logprobs: _builtins.int | None = ...,
-        prompt_logprobs: _builtins.int | None = ...,
-        include_special_tokens: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "format", b"format", "include_special_tokens", b"include_special_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
-    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
-    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
-    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
-
-Global___Output: _TypeAlias = Output  # noqa: Y015
-
-@_typing.final
-class Cancel(_message.Message):
+class GenerationCancel(_message.Message):
     """Ends requests early. Each gets its `finished` with status CANCELLED and the usage so far."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -933,10 +374,10 @@ class Cancel(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
+Global___GenerationCancel: _TypeAlias = GenerationCancel  # noqa: Y015
 
 @_typing.final
-class Update(_message.Message):
+class GenerationUpdate(_message.Message):
     """Changes a live request, within two steps. An update that is not possible changes nothing and gets an
     `update_refused`. While the prompt of a request is being tokenized, at most 16 of its updates can wait.
     """
@@ -982,7 +423,7 @@ class Update(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_ms) -> _WhichOneofReturnType__timeout_ms | None: ...
 
-Global___Update: _TypeAlias = Update  # noqa: Y015
+Global___GenerationUpdate: _TypeAlias = GenerationUpdate  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -1003,15 +444,15 @@ class GenerateResponse(_message.Message):
         """Requests that entered the queue."""
 
     @_builtins.property
-    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.PromptLogprobs]:
         """Log-probabilities of prompts, in parts."""
 
     @_builtins.property
-    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delta]:
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.Delta]:
         """New output, in order."""
 
     @_builtins.property
-    def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]:
+    def finished(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.Finished]:
         """Requests that ended: exactly one entry for each `start`, refusals included."""
 
     @_builtins.property
@@ -1026,9 +467,9 @@ class GenerateResponse(_message.Message):
         self,
         *,
         accepted: _abc.Iterable[Global___Accepted] | None = ...,
-        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
-        deltas: _abc.Iterable[Global___Delta] | None = ...,
-        finished: _abc.Iterable[Global___Finished] | None = ...,
+        prompt_logprobs: _abc.Iterable[_output_pb2.PromptLogprobs] | None = ...,
+        deltas: _abc.Iterable[_output_pb2.Delta] | None = ...,
+        finished: _abc.Iterable[_output_pb2.Finished] | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         update_refused: _abc.Iterable[Global___UpdateRefused] | None = ...,
     ) -> None: ...
@@ -1089,363 +530,18 @@ class Accepted(_message.Message):
 Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
-class Delta(_message.Message):
-    """New output of one choice."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REF_FIELD_NUMBER: _builtins.int
-    CHOICE_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    TEXT_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    ref: _builtins.int
-    """The ref of the request."""
-    choice: _builtins.int
-    """The number of the choice: 0 to n-1."""
-    text: _builtins.str
-    """Whole characters, never a possible beginning of a stop string, if text was requested."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Exactly the tokens of `text`, if token ids were requested. The last delta also has those that ended the output and
-        are not in `text`: the stop token, or the tokens of the stop string. A choice that ended has as many ids as `usage`
-        counts.
-        """
-
-    @_builtins.property
-    def logprobs(self) -> Global___Logprobs:
-        """One entry per token of this delta. Only if `output.logprobs` is set."""
-
-    @_builtins.property
-    def end(self) -> Global___ChoiceEnd:
-        """How the choice ended. Only in its last delta."""
-
-    def __init__(
-        self,
-        *,
-        ref: _builtins.int = ...,
-        choice: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        text: _builtins.str = ...,
-        logprobs: Global___Logprobs | None = ...,
-        end: Global___ChoiceEnd | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "logprobs", b"logprobs"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "end", b"end", "logprobs", b"logprobs", "ref", b"ref", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Delta: _TypeAlias = Delta  # noqa: Y015
-
-@_typing.final
-class Logprobs(_message.Message):
-    """Log-probabilities as flat arrays: token t has entry t of `chosen` and entries t*k to (t+1)*k of the `top` arrays."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHOSEN_FIELD_NUMBER: _builtins.int
-    NUM_TOP_FIELD_NUMBER: _builtins.int
-    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    TOP_FIELD_NUMBER: _builtins.int
-    TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
-    num_top: _builtins.int
-    """k: the number of alternatives of each token."""
-    @_builtins.property
-    def chosen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """ln P of each token."""
-
-    @_builtins.property
-    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The alternatives, most likely first."""
-
-    @_builtins.property
-    def top(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """ln P of the alternatives."""
-
-    @_builtins.property
-    def text_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The number of characters of the output's text that begin in each token, if text was requested. The tokens of a stop
-        string count in full, although the text ends before it. Empty for prompts.
-        """
-
-    def __init__(
-        self,
-        *,
-        chosen: _abc.Iterable[_builtins.float] | None = ...,
-        num_top: _builtins.int = ...,
-        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        top: _abc.Iterable[_builtins.float] | None = ...,
-        text_lengths: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "num_top", b"num_top", "text_lengths", b"text_lengths", "top", b"top", "top_token_ids", b"top_token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
-
-@_typing.final
-class PromptLogprobs(_message.Message):
-    """Log-probabilities of a part of the prompt."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REF_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    ref: _builtins.int
-    """The ref of the request."""
-    start: _builtins.int
-    """The position in the prompt of this part's first token: at least 1, since the first token of a prompt has none."""
-    @_builtins.property
-    def logprobs(self) -> Global___Logprobs:
-        """One entry per token."""
-
-    def __init__(
-        self,
-        *,
-        ref: _builtins.int = ...,
-        start: _builtins.int = ...,
-        logprobs: Global___Logprobs | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "ref", b"ref", "start", b"start"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
-
-@_typing.final
-class ChoiceEnd(_message.Message):
-    """How a choice ended."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REASON_FIELD_NUMBER: _builtins.int
-    STOP_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    reason: Global___FinishReason.ValueType
-    """Why it ended."""
-    stop: _builtins.str
-    """The stop string. It and what follows it are not in the text."""
-    stop_token_id: _builtins.int
-    """The stop token or the model's end-of-sequence token: the last of the token ids, counted in `usage`, not in the
-    text.
-    """
-    def __init__(
-        self,
-        *,
-        reason: Global___FinishReason.ValueType = ...,
-        stop: _builtins.str = ...,
-        stop_token_id: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "stop", b"stop", "stop_token_id", b"stop_token_id"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "reason", b"reason", "stop", b"stop", "stop_token_id", b"stop_token_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_matched: _TypeAlias = _typing.Literal["stop", "stop_token_id"]  # noqa: Y015
-    _WhichOneofArgType_matched: _TypeAlias = _typing.Literal["matched", b"matched"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_matched) -> _WhichOneofReturnType_matched | None: ...
-
-Global___ChoiceEnd: _TypeAlias = ChoiceEnd  # noqa: Y015
-
-@_typing.final
-class Finished(_message.Message):
-    """The end of a request: exactly one for each `start`. GenerateOne sends none for a refused request. Complete has that
-    of a failed one among the details of the call's status.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REF_FIELD_NUMBER: _builtins.int
-    STATUS_FIELD_NUMBER: _builtins.int
-    USAGE_FIELD_NUMBER: _builtins.int
-    TIMINGS_FIELD_NUMBER: _builtins.int
-    MAY_CONTINUE_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SPECULATION_FIELD_NUMBER: _builtins.int
-    ref: _builtins.int
-    """The ref of the request."""
-    may_continue: _builtins.bool
-    """Whether `continue_from` may name this request from now on. Always false with several choices."""
-    reason: Global___FinishReason.ValueType
-    """Why the request ended. With several choices: the reason of the last one."""
-    seed: _builtins.int
-    """The seed of the sampling. Absent if the request was refused."""
-    request_id: _builtins.str
-    """The server's id of the request."""
-    @_builtins.property
-    def status(self) -> _status_pb2.Status:
-        """OK, or why it failed. Details are google.rpc.ErrorInfo, RequestInfo, BadRequest and RetryInfo. At most 1 KiB."""
-
-    @_builtins.property
-    def usage(self) -> Global___Usage:
-        """The tokens used, also on failure."""
-
-    @_builtins.property
-    def timings(self) -> Global___Timings:
-        """Where the time went."""
-
-    @_builtins.property
-    def speculation(self) -> Global___Speculation:
-        """The drafts of the request. Absent if there were none."""
-
-    def __init__(
-        self,
-        *,
-        ref: _builtins.int = ...,
-        status: _status_pb2.Status | None = ...,
-        usage: Global___Usage | None = ...,
-        timings: Global___Timings | None = ...,
-        may_continue: _builtins.bool = ...,
-        reason: Global___FinishReason.ValueType = ...,
-        seed: _builtins.int | None = ...,
-        request_id: _builtins.str = ...,
-        speculation: Global___Speculation | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed", "speculation", b"speculation", "status", b"status", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "may_continue", b"may_continue", "reason", b"reason", "ref", b"ref", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "status", b"status", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
-    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
-
-Global___Finished: _TypeAlias = Finished  # noqa: Y015
-
-@_typing.final
-class Speculation(_message.Message):
-    """The drafts of a request: tokens computed before it was known whether they would be chosen."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
-    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
-    STEPS_FIELD_NUMBER: _builtins.int
-    DRAFTED_AT_FIELD_NUMBER: _builtins.int
-    ACCEPTED_AT_FIELD_NUMBER: _builtins.int
-    drafted_tokens: _builtins.int
-    """The number of drafted tokens."""
-    accepted_tokens: _builtins.int
-    """The number of drafted tokens that were chosen."""
-    steps: _builtins.int
-    """The number of steps with drafts. Each step yielded 1 token more than the number of its accepted drafts."""
-    @_builtins.property
-    def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Entry i: the number of steps that computed i + 1 drafts or more."""
-
-    @_builtins.property
-    def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Entry i: the number of steps whose first i + 1 drafts, or more, were chosen."""
-
-    def __init__(
-        self,
-        *,
-        drafted_tokens: _builtins.int = ...,
-        accepted_tokens: _builtins.int = ...,
-        steps: _builtins.int = ...,
-        drafted_at: _abc.Iterable[_builtins.int] | None = ...,
-        accepted_at: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "drafted_at", b"drafted_at", "drafted_tokens", b"drafted_tokens", "steps", b"steps"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
-
-@_typing.final
-class Usage(_message.Message):
-    """The tokens that a request used."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
-    prompt_tokens: _builtins.int
-    """The number of tokens of the prompt and of the context that it continues."""
-    cached_tokens: _builtins.int
-    """The number of prompt tokens that came from the prefix cache."""
-    output_tokens: _builtins.int
-    """The number of chosen tokens of all choices, including stop tokens and those of stop strings."""
-    def __init__(
-        self,
-        *,
-        prompt_tokens: _builtins.int = ...,
-        cached_tokens: _builtins.int = ...,
-        output_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Usage: _TypeAlias = Usage  # noqa: Y015
-
-@_typing.final
-class Timings(_message.Message):
-    """Where the time of a request went, in microseconds."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    QUEUED_US_FIELD_NUMBER: _builtins.int
-    PREFILL_US_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_US_FIELD_NUMBER: _builtins.int
-    TOTAL_US_FIELD_NUMBER: _builtins.int
-    PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    RESTARTS_FIELD_NUMBER: _builtins.int
-    queued_us: _builtins.int
-    """From arrival to the first step."""
-    prefill_us: _builtins.int
-    """From the first step to the first token."""
-    first_token_us: _builtins.int
-    """From arrival to the first token. 0 if there was none."""
-    total_us: _builtins.int
-    """From arrival to the end."""
-    preemptions: _builtins.int
-    """The number of preemptions: how often the request lost its KV cache to others and was computed again."""
-    restarts: _builtins.int
-    """The number of times the worker died while it ran the request, which was then computed again."""
-    def __init__(
-        self,
-        *,
-        queued_us: _builtins.int = ...,
-        prefill_us: _builtins.int = ...,
-        first_token_us: _builtins.int = ...,
-        total_us: _builtins.int = ...,
-        preemptions: _builtins.int = ...,
-        restarts: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_us", b"first_token_us", "preemptions", b"preemptions", "prefill_us", b"prefill_us", "queued_us", b"queued_us", "restarts", b"restarts", "total_us", b"total_us"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Timings: _TypeAlias = Timings  # noqa: Y015
-
-@_typing.final
 class Heartbeat(_message.Message):
     """A message that shows that a stream is alive."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
-    state: Global___ServiceState.ValueType
+    state: _state_pb2.ServiceState.ValueType
     """The state of the service."""
     def __init__(
         self,
         *,
-        state: Global___ServiceState.ValueType = ...,
+        state: _state_pb2.ServiceState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

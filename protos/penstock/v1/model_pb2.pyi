@@ -7,7 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from penstock.v1 import generation_pb2 as _generation_pb2
+from penstock.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -110,7 +110,7 @@ class GetModelResponse(_message.Message):
         """The tokens that end an output unless `sampling.ignore_eos` is set."""
 
     @_builtins.property
-    def limits(self) -> Global___Limits:
+    def limits(self) -> Global___ServiceLimits:
         """The limits of this service, as they are now."""
 
     @_builtins.property
@@ -120,7 +120,7 @@ class GetModelResponse(_message.Message):
         """
 
     @_builtins.property
-    def sampling_defaults(self) -> _generation_pb2.Sampling:
+    def sampling_defaults(self) -> _sampling_pb2.SamplingParams:
         """The defaults that the model's generation_config.json or the operator sets for fields of a request's `sampling`. A
         field that is not set here has the default in its own comment.
         """
@@ -140,14 +140,14 @@ class GetModelResponse(_message.Message):
         has_chat_template: _builtins.bool = ...,
         dtype: _builtins.str = ...,
         backend: _builtins.str = ...,
-        limits: Global___Limits | None = ...,
+        limits: Global___ServiceLimits | None = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
         version: _builtins.str = ...,
         quantization: _builtins.str = ...,
         kv_cache_dtype: _builtins.str = ...,
         embedding_size: _builtins.int = ...,
         speculation: _builtins.str = ...,
-        sampling_defaults: _generation_pb2.Sampling | None = ...,
+        sampling_defaults: _sampling_pb2.SamplingParams | None = ...,
         tenant: _builtins.str = ...,
         may_act_for_others: _builtins.bool = ...,
         requests_per_second: _builtins.float | None = ...,
@@ -164,7 +164,7 @@ class GetModelResponse(_message.Message):
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
-class Limits(_message.Message):
+class ServiceLimits(_message.Message):
     """The limits of the service."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -207,4 +207,4 @@ class Limits(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Limits: _TypeAlias = Limits  # noqa: Y015
+Global___ServiceLimits: _TypeAlias = ServiceLimits  # noqa: Y015

@@ -7,7 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from penstock.v1 import generation_pb2 as _generation_pb2
+from penstock.v1 import prompt_pb2 as _prompt_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -38,9 +38,9 @@ class TokenizeRequest(_message.Message):
     """
     truncate_prompt_tokens: _builtins.int
     """The maximum number of tokens to keep: 1 to the model's context, or -1 for the context; see
-    Start.truncate_prompt_tokens. Default: all.
+    GenerationStart.truncate_prompt_tokens. Default: all.
     """
-    truncation_side: _generation_pb2.TruncationSide.ValueType
+    truncation_side: _prompt_pb2.TruncationSide.ValueType
     """The end that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT."""
     include_text_offsets: _builtins.bool
     """Whether the response includes `text_offsets`. Default: false."""
@@ -50,7 +50,7 @@ class TokenizeRequest(_message.Message):
         text: _builtins.str = ...,
         add_special_tokens: _builtins.bool | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
-        truncation_side: _generation_pb2.TruncationSide.ValueType = ...,
+        truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
         include_text_offsets: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
@@ -168,13 +168,13 @@ class RenderChatRequest(_message.Message):
 
     CHAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def chat(self) -> _generation_pb2.Chat:
+    def chat(self) -> _prompt_pb2.Chat:
         """The conversation. Required."""
 
     def __init__(
         self,
         *,
-        chat: _generation_pb2.Chat | None = ...,
+        chat: _prompt_pb2.Chat | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

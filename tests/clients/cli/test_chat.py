@@ -7,7 +7,7 @@ import grpc
 import pytest
 from waiting import wait_until
 
-from penstock.v1 import generation_pb2 as pb
+import penstock.v1 as pb
 
 TEMPLATE_TOKENS = len("<user>")
 
@@ -102,7 +102,7 @@ def test_lines_can_be_joined(chat):
 
 
 def test_the_models_own_defaults_are_shown_unless_something_else_is_set(chat, threaded_service):
-    threaded_service.sampling_defaults = pb.Sampling(temperature=0.6, top_k=20)
+    threaded_service.sampling_defaults = pb.SamplingParams(temperature=0.6, top_k=20)
     done = chat("/set temperature=0.5\n/set\n")
     shown = "max_tokens = 1000\ntemperature = 0.5\ntop_k = 20 (the model's default)\n"
     assert done.stderr.endswith(shown)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+import penstock.v1 as pb
 from penstock.clients.cli import main as cli
 from penstock.clients.cli.admin.timeline_view import TimelineView
-from penstock.v1 import admin_pb2 as pb
 
 ID = "01KAH3Y5W7Q2R8T4V6X0Z1B3C5"
 OTHER = "01KAH3Y5W7Q2R8T4V6X0Z1B3C4"

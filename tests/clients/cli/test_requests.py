@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+import penstock.v1 as pb
 from penstock.clients.cli import main as cli
 from penstock.clients.cli.admin import requests as commands
-from penstock.v1 import admin_pb2 as pb
 
 
 def live(number, tenant="acme", **fields):

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+import penstock.v1 as pb
 from penstock.clients.cli import main as cli
 from penstock.clients.cli.admin.stats_view import Rates, dashboard, line
 from penstock.clients.cli.admin.top_screen import Key
 from penstock.clients.cli.admin.top_terminal import keys_in
-from penstock.v1 import admin_pb2 as pb
 
 BEFORE = pb.WatchStatsResponse(
     state=pb.ENGINE_STATE_SERVING,

@@ -2,8 +2,8 @@
 
 import pytest
 
+import penstock.v1 as pb
 from penstock.clients.cli.admin.top_screen import Key, ScreenAction, TopScreen
-from penstock.v1 import admin_pb2 as pb
 
 STATS = pb.WatchStatsResponse(state=pb.ENGINE_STATE_SERVING, uptime_ms=5000, live_requests=3)
 

@@ -18,10 +18,10 @@ import pytest
 from http_get import fetch
 from waiting import until, wait_until
 
+import penstock.v1 as pb
 from penstock.clients import AsyncClient
 from penstock.clients.errors import RequestFailed
 from penstock.clients.ray import app
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("default")]
@@ -74,8 +74,10 @@ async def wait_for(condition: Callable[[], bool]) -> None:
 # ------------------------------------------------------------------------------------------------------------- clients
 
 
-def start(max_tokens: int = MAX_TOKENS) -> pb.Start:
-    return pb.Start(text=PROMPT, sampling=pb.Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+def start(max_tokens: int = MAX_TOKENS) -> pb.GenerationStart:
+    return pb.GenerationStart(
+        text=PROMPT, sampling=pb.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    )
 
 
 def body(max_tokens: int = MAX_TOKENS) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from google.rpc.status_pb2 import Status
 from starlette.requests import Request
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.clients.ray import replica as replica_module
 from penstock.clients.ray.grpc_forwarding import CallFailed
 from penstock.clients.ray.replica import ServeReplica
-from penstock.v1 import generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -164,8 +164,8 @@ async def test_chunks_are_not_held_back_and_a_disconnect_cancels(replica: ServeR
         await asyncio.sleep(0.02)
 
 
-def start(**sampling: Any) -> pb.Start:
-    return pb.Start(text="The kernel is", sampling=pb.Sampling(temperature=0, **sampling))
+def start(**sampling: Any) -> pb.GenerationStart:
+    return pb.GenerationStart(text="The kernel is", sampling=pb.SamplingParams(temperature=0, **sampling))
 
 
 async def test_calls_of_all_kinds_reach_the_child(replica: ServeReplica) -> None:
@@ -186,10 +186,10 @@ async def test_calls_of_all_kinds_reach_the_child(replica: ServeReplica) -> None
         for delta in response.deltas:  # type: ignore[attr-defined]
             texts[delta.ref] += delta.text
     assert set(texts.values()) == {whole.choices[0].text}
-    model = await replica.GetModel(model_pb2.GetModelRequest(), Context())
+    model = await replica.GetModel(pb.GetModelRequest(), Context())
     assert model.name == "demo"
-    tokens = await replica.Tokenize(tokenizer_pb2.TokenizeRequest(text="kernel"), Context())
-    text = await replica.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=tokens.token_ids), Context())
+    tokens = await replica.Tokenize(pb.TokenizeRequest(text="kernel"), Context())
+    text = await replica.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids), Context())
     assert text.text == "kernel"
 
 

@@ -9,10 +9,10 @@ from starlette.datastructures import Headers
 from texts.tool_texts import ARGUMENTS, ONE, folded, whole
 from tokenizers import decoders, models, pre_tokenizers
 
+import penstock.v1 as pb
 from penstock.clients.gateway.requests.forced_calls import fill_calls
 from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.v1 import generation_pb2 as pb
 
 TEMPLATES = Path(__file__).parents[2] / "service" / "templates"
 FORMATS = {"qwen3": "hermes", "llama31": "llama3_json", "mistral": "mistral", "pythonic": "pythonic"}
@@ -185,7 +185,7 @@ def grammar_of(start_gateway, load):
         caller = await gateway.app.state.link.caller(Headers())
         held = {"name": "held", "parameters": {"type": "object", "properties": {"only": {"type": "null"}}}}
         tools = [TOOL, {"type": "function", "function": held if strict is None else held | {"strict": strict}}]
-        start = pb.Start()
+        start = pb.GenerationStart()
         await fill_calls(start, ChatRequest.model_validate(body(tools=tools, **fields)), caller)
         return start.constraint.lark
 

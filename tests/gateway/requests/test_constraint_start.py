@@ -20,11 +20,17 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken
 from waiting import wait_until
 
+import penstock.v1 as pb
 from penstock.models.architecture.registry import spec_from_config
 from penstock.service.app.embedded import local_service
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
-from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN, Choices, Constraint, ConstraintStart
+from penstock.v1 import (
+    CONSTRAINT_START_FIRST_TOKEN,
+    Constraint,
+    ConstraintStart,
+    StringChoices,
+    generation_pb2_grpc as pb_grpc,
+)
 
 OPENS, CLOSES = 258, 259
 CONFIG = {
@@ -147,8 +153,8 @@ async def test_strict_tools_leave_reasoning_free(target: str, http_before: Any) 
     assert held["reasoning"] == free["reasoning"] != ""
 
 
-def _complete(target: str, start: pb.Start) -> str:
-    start.sampling.MergeFrom(pb.Sampling(max_tokens=100, seed=2, logit_bias={CLOSES: 3.5}))
+def _complete(target: str, start: pb.GenerationStart) -> str:
+    start.sampling.MergeFrom(pb.SamplingParams(max_tokens=100, seed=2, logit_bias={CLOSES: 3.5}))
     with grpc.insecure_channel(target) as channel:
         stub = pb_grpc.GenerationServiceStub(channel)
         answer: pb.CompleteResponse = stub.Complete(pb.CompleteRequest(start=start), timeout=120)
@@ -180,10 +186,10 @@ def _wait_until_replaced(target: str, killed: psutil.Process, channel: grpc.Chan
 def test_a_new_worker_goes_on_where_the_old_one_died(target: str, where: str) -> None:
     """Within reasoning, which then has as many tokens as it would have had, or after it. Repeated until the kill comes
     before the end: a busy machine may run this client later than the whole request."""
-    sampling = pb.Sampling(max_tokens=400, seed=2, logit_bias={CLOSES: -100.0, 256: -100.0})
+    sampling = pb.SamplingParams(max_tokens=400, seed=2, logit_bias={CLOSES: -100.0, 256: -100.0})
     constraint = Constraint(regex="[ab]{90}")
-    output = pb.Output(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
-    start = pb.Start(chat=_chat("hi"), sampling=sampling, constraint=constraint, output=output)
+    output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
+    start = pb.GenerationStart(chat=_chat("hi"), sampling=sampling, constraint=constraint, output=output)
     kill_after = 60 if where == "reasoning" else 305
     restarts = 0
     with grpc.insecure_channel(target) as channel:
@@ -207,7 +213,7 @@ def test_a_new_worker_goes_on_where_the_old_one_died(target: str, where: str) ->
 
 
 def _held(start: "ConstraintStart.ValueType" = 0) -> Constraint:  # type: ignore[assignment]
-    return Constraint(choices=Choices(values=["yes", "no"]), start=start)
+    return Constraint(choices=StringChoices(values=["yes", "no"]), start=start)
 
 
 def _ids(text: str) -> pb.TokenIds:
@@ -224,25 +230,25 @@ def _chat(*contents: str, **fields: Any) -> pb.Chat:
 
 
 OPEN = [
-    pb.Start(chat=_chat("hi")),
-    pb.Start(text="Q: hi\n<think>\n"),
-    pb.Start(text="Q: hi\n<think>\nSo far, so"),
-    pb.Start(token_ids=_ids("q<think>")),
-    pb.Start(token_ids=_ids("<think>a</think>b<think>c")),
-    pb.Start(chat=_chat("hi", "<think>I am", continue_final_message=True)),
+    pb.GenerationStart(chat=_chat("hi")),
+    pb.GenerationStart(text="Q: hi\n<think>\n"),
+    pb.GenerationStart(text="Q: hi\n<think>\nSo far, so"),
+    pb.GenerationStart(token_ids=_ids("q<think>")),
+    pb.GenerationStart(token_ids=_ids("<think>a</think>b<think>c")),
+    pb.GenerationStart(chat=_chat("hi", "<think>I am", continue_final_message=True)),
 ]
 CLOSED = [
-    pb.Start(chat=_chat("hi", template_variables='{"enable_thinking": false}')),
-    pb.Start(text="Q: hi\n<think>\nSo.\n</think>\n\n"),
-    pb.Start(token_ids=_ids("<think>a</think>")),
-    pb.Start(chat=_chat("hi", "<think>I am</think>The answer is ", continue_final_message=True)),
-    pb.Start(chat=_chat("hi", "The answer is ", continue_final_message=True)),
+    pb.GenerationStart(chat=_chat("hi", template_variables='{"enable_thinking": false}')),
+    pb.GenerationStart(text="Q: hi\n<think>\nSo.\n</think>\n\n"),
+    pb.GenerationStart(token_ids=_ids("<think>a</think>")),
+    pb.GenerationStart(chat=_chat("hi", "<think>I am</think>The answer is ", continue_final_message=True)),
+    pb.GenerationStart(chat=_chat("hi", "The answer is ", continue_final_message=True)),
 ]
 
 
 @pytest.mark.parametrize("start", OPEN, ids=range(len(OPEN)))
-def test_prompts_that_open_reasoning(target: str, start: pb.Start) -> None:
-    first, after = pb.Start(), pb.Start()
+def test_prompts_that_open_reasoning(target: str, start: pb.GenerationStart) -> None:
+    first, after = pb.GenerationStart(), pb.GenerationStart()
     first.CopyFrom(start)
     after.CopyFrom(start)
     first.constraint.CopyFrom(_held(CONSTRAINT_START_FIRST_TOKEN))
@@ -253,8 +259,8 @@ def test_prompts_that_open_reasoning(target: str, start: pb.Start) -> None:
 
 
 @pytest.mark.parametrize("start", CLOSED, ids=range(len(CLOSED)))
-def test_prompts_that_closed_it(target: str, start: pb.Start) -> None:
-    held = pb.Start()
+def test_prompts_that_closed_it(target: str, start: pb.GenerationStart) -> None:
+    held = pb.GenerationStart()
     held.CopyFrom(start)
     held.constraint.CopyFrom(_held())
     held.sampling.logit_bias[OPENS] = -100

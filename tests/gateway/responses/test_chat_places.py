@@ -6,7 +6,7 @@ import pytest
 
 from penstock.clients.gateway.responses.chat_places import ContentTokens
 from penstock.clients.gateway.responses.logprobs import TokenNames
-from penstock.v1.tokenizer_pb2 import TokenDescription
+from penstock.v1 import TokenDescription
 
 
 def taken(tokens, spans, text=None, *, one_by_one=False, specials=False):

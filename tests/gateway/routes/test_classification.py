@@ -9,14 +9,14 @@ import httpx
 import numpy as np
 import pytest
 
+import penstock.v1 as pb
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.gateway.schemas.classification import ClassifyAnswer, RerankAnswer, ScoreAnswer
 from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.models.checkpoint.info import HeadActivation
-from penstock.v1 import classification_pb2 as pb, classification_pb2_grpc, model_pb2, model_pb2_grpc
-from penstock.v1.generation_pb2 import Usage
+from penstock.v1 import Usage, classification_pb2_grpc, model_pb2_grpc
 
 SCORES = [0.25, 0.75, -1.5, 0.75, 0.5]
 VALUES = [0.125, 0.625, 0.25]
@@ -30,7 +30,7 @@ class Classifier(classification_pb2_grpc.ClassificationServiceServicer, model_pb
         self.requests = []
 
     async def GetModel(self, request, context):
-        return model_pb2.GetModelResponse(name="reranker", max_model_len=64)
+        return pb.GetModelResponse(name="reranker", max_model_len=64)
 
     async def Classify(self, request, context):
         self.requests.append(request)

@@ -284,7 +284,7 @@ async def test_sampling_reaches_the_engine(start_gateway):
     assert sampling.top_p == pytest.approx(0.9)
     assert sampling.top_k == 0
     assert sampling.min_p == pytest.approx(0.1)
-    assert sampling.seed == 2**64 - 1
+    assert sampling.seed == 2**63 - 1
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25)
     assert sampling.repetition_penalty == 1.5
 

@@ -13,13 +13,13 @@ import msgspec
 import openai
 import pytest
 
+import penstock.v1 as pb
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.gateway.responses.chunking import encoded
 from penstock.clients.gateway.routes.embeddings import answer_of, as_base64
 from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.settings import GatewaySettings
-from penstock.v1 import embedding_pb2 as pb, embedding_pb2_grpc, model_pb2, model_pb2_grpc
-from penstock.v1.generation_pb2 import Usage
+from penstock.v1 import Usage, embedding_pb2_grpc, model_pb2_grpc
 
 VALUES = [0.5, -0.25, 1 / 3, 1e-20]
 
@@ -36,7 +36,7 @@ class Embedder(embedding_pb2_grpc.EmbeddingServiceServicer, model_pb2_grpc.Model
         self.began = asyncio.Event()
 
     async def GetModel(self, request, context):
-        return model_pb2.GetModelResponse(name="embedder", max_model_len=64)
+        return pb.GetModelResponse(name="embedder", max_model_len=64)
 
     async def Embed(self, request, context):
         self.requests.append(request)

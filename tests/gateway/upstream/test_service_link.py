@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
+import penstock.v1 as pb
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage, merge
 from penstock.clients.gateway.responses.http_response import _events
 from penstock.clients.gateway.upstream.upstream_request import UpstreamRequest
-from penstock.v1 import generation_pb2 as pb
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -22,7 +22,7 @@ async def test_a_key_that_gives_way_takes_no_request_with_it_that_comes_just_the
     caller = await link.caller(Headers())
     [place] = link._places.values()
     link._drop(place)
-    start = pb.Start(text="a")
+    start = pb.GenerationStart(text="a")
     start.sampling.max_tokens = 2
     start.output.format = pb.OUTPUT_FORMAT_TEXT
     upstream_request = UpstreamRequest(caller, [start])
@@ -54,7 +54,7 @@ async def test_many_choices_are_not_merged_with_each_event(monkeypatch):
 
     monkeypatch.setattr("penstock.clients.gateway.upstream.upstream_request.merge", note)
     nobody: Any = Nobody()
-    upstream_request = UpstreamRequest(nobody, [pb.Start(sampling=pb.Sampling(n=64))])
+    upstream_request = UpstreamRequest(nobody, [pb.GenerationStart(sampling=pb.SamplingParams(n=64))])
     upstream_request.send_requests()
     for at in range(64 * 1000):
         upstream_request.arrive(0, Delta(str(at % 10), [], choice=at % 64))

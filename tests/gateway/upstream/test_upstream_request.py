@@ -6,11 +6,11 @@ from typing import Any
 import grpc
 import pytest
 
+import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage
 from penstock.clients.gateway.upstream.eagerly import run_eagerly
 from penstock.clients.gateway.upstream.upstream_request import Abandoned, UpstreamRequest
-from penstock.v1 import generation_pb2 as pb
 
 FINISHED = Finished(FinishReason.LENGTH, Usage(), Timings())
 
@@ -41,7 +41,7 @@ class Handler:
 @pytest.fixture
 async def passing():
     nobody: Any = Nobody()
-    upstream_request = UpstreamRequest(nobody, [pb.Start()])
+    upstream_request = UpstreamRequest(nobody, [pb.GenerationStart()])
     upstream_request.send_requests()
     handler = Handler()
     over = asyncio.create_task(upstream_request.pass_on(handler))
@@ -81,7 +81,7 @@ async def test_a_nudge_is_a_call_with_nothing(passing):
 
 async def test_a_handlers_exception_reaches_only_the_waiting_caller():
     nobody: Any = Nobody()
-    upstream_request = UpstreamRequest(nobody, [pb.Start()])
+    upstream_request = UpstreamRequest(nobody, [pb.GenerationStart()])
     upstream_request.send_requests()
 
     async def fail(arrivals):

@@ -6,10 +6,10 @@ from typing import Any
 
 import grpc
 
+import penstock.v1 as pb
 from hostile_bench.attack import PAUSE_S, Attack
 from hostile_bench.live_service import ATTACKER_KEY
 from penstock.clients.errors import failure_from_call
-from penstock.v1 import constraint_pb2, generation_pb2 as pb, tokenizer_pb2
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 
@@ -24,35 +24,35 @@ Request = pb.GenerateOneRequest
 def constraint_choice(attack: Attack) -> None:
     """Asks for 64 outputs that must be one text of 60 to 120 KB: all of their tokens are forced."""
     texts = ["A" * size for size in _CHOICE_BYTES]
-    constraints = [constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=[text])) for text in texts]
+    constraints = [pb.Constraint(choices=pb.StringChoices(values=[text])) for text in texts]
     _generate(attack, [_request(constraint, 64) for constraint in constraints])
 
 
 def constraint_lark(attack: Attack) -> None:
     """Asks for 8 outputs of a grammar of 30 bytes that is ambiguous without end."""
-    _generate(attack, [_request(constraint_pb2.Constraint(lark="start: s\ns: s s s | s s | /./"), 8)])
+    _generate(attack, [_request(pb.Constraint(lark="start: s\ns: s s s | s s | /./"), 8)])
 
 
 def refused_prompts(attack: Attack) -> None:
     """Sends prompts of 4 MiB whose tokens are too many."""
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="7" * (4 * _MIB - 64))])
-    request = pb.CompleteRequest(start=pb.Start(chat=chat))
+    request = pb.CompleteRequest(start=pb.GenerationStart(chat=chat))
     _repeat(attack, request.ByteSize(), lambda stubs: stubs[0].Complete(request, metadata=_METADATA), 3)
 
 
 def refused_tokenize(attack: Attack) -> None:
     """Sends texts of 4 MiB whose tokens are too many for an answer."""
-    request = tokenizer_pb2.TokenizeRequest(text="a b " * _MIB)
+    request = pb.TokenizeRequest(text="a b " * _MIB)
     _repeat(attack, request.ByteSize(), lambda stubs: stubs[1].Tokenize(request, metadata=_METADATA), 2)
 
 
 def map_collisions(attack: Attack) -> None:
     """Sends 160 KB of map keys that share a place in protobuf's hash table."""
-    number = pb.Sampling.DESCRIPTOR.fields_by_name["logit_bias"].number
+    number = pb.SamplingParams.DESCRIPTOR.fields_by_name["logit_bias"].number
     keys = ((key << 16) & 0xFFFFFFFF for key in range(13_000))
     bias = b"".join(_field(number, b"\x08" + _varint(key) + b"\x15\0\0\x80?") for key in keys)
-    start = pb.Start(text="x").SerializeToString()
-    start += _field(pb.Start.DESCRIPTOR.fields_by_name["sampling"].number, bias)
+    start = pb.GenerationStart(text="x").SerializeToString()
+    start += _field(pb.GenerationStart.DESCRIPTOR.fields_by_name["sampling"].number, bias)
     raw = _field(pb.CompleteRequest.DESCRIPTOR.fields_by_name["start"].number, start)
 
     async def run() -> None:
@@ -66,9 +66,9 @@ def map_collisions(attack: Attack) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _request(constraint: constraint_pb2.Constraint, n: int) -> Request:
-    sampling = pb.Sampling(max_tokens=8000, n=n)
-    return Request(start=pb.Start(text="Once", sampling=sampling, constraint=constraint))
+def _request(constraint: pb.Constraint, n: int) -> Request:
+    sampling = pb.SamplingParams(max_tokens=8000, n=n)
+    return Request(start=pb.GenerationStart(text="Once", sampling=sampling, constraint=constraint))
 
 
 def _generate(attack: Attack, requests: list[Request]) -> None:

@@ -5,10 +5,10 @@ import struct
 import time
 from collections.abc import Callable
 
+import penstock.v1 as pb
 from hostile_bench import http2
 from hostile_bench.attack import PAUSE_S, Attack, allow_many_files, connect
 from hostile_bench.live_service import ATTACKER_KEY
-from penstock.v1 import generation_pb2 as pb, tokenizer_pb2
 
 _MIB = 1 << 20
 _NEW_AT_ONCE = 20
@@ -17,15 +17,15 @@ _NEW_AT_ONCE = 20
 
 def stalled_streams(attack: Attack) -> None:
     """Holds 40 long streams with log-probabilities that it never reads; their prompts fill the KV at once."""
-    sampling = pb.Sampling(max_tokens=16_000, ignore_eos=True)
-    start = pb.Start(text=" x" * 2000, output=pb.Output(logprobs=20), sampling=sampling)
+    sampling = pb.SamplingParams(max_tokens=16_000, ignore_eos=True)
+    start = pb.GenerationStart(text=" x" * 2000, output=pb.OutputOptions(logprobs=20), sampling=sampling)
     body = http2.message(pb.GenerateOneRequest(start=start).SerializeToString())
     _hold_unread(attack, "/penstock.v1.GenerationService/GenerateOne", body, 40)
 
 
 def unread_answers(attack: Attack) -> None:
     """Holds 60 answers of several MiB that it never reads."""
-    request = tokenizer_pb2.DetokenizeRequest(token_ids=[258] * 1_000_000)
+    request = pb.DetokenizeRequest(token_ids=[258] * 1_000_000)
     body = http2.message(request.SerializeToString())
     _hold_unread(attack, "/penstock.v1.TokenizerService/Detokenize", body, 60)
 

@@ -10,9 +10,9 @@ from typing import Protocol
 import grpc
 import httpx
 
+import penstock.v1 as pb
 from hostile_bench.live_service import VICTIM_KEY, LiveService
 from penstock.clients.bench.report import quantile
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 NUM_TOKENS = 32
@@ -71,12 +71,12 @@ class ByGrpc:
     def __init__(self, service: LiveService, prompt: str = _PROMPT) -> None:
         self._channel = grpc.aio.insecure_channel(service.grpc)
         self._generate = GenerationServiceStub(self._channel).GenerateOne
-        sampling = pb.Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0)
+        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0)
         if prompt is LONG_PROMPT:
             chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=prompt)])
-            self._request = pb.GenerateOneRequest(start=pb.Start(chat=chat, sampling=sampling))
+            self._request = pb.GenerateOneRequest(start=pb.GenerationStart(chat=chat, sampling=sampling))
         else:
-            self._request = pb.GenerateOneRequest(start=pb.Start(text=prompt, sampling=sampling))
+            self._request = pb.GenerateOneRequest(start=pb.GenerationStart(text=prompt, sampling=sampling))
 
     async def times(self) -> list[float]:
         metadata = (("authorization", f"Bearer {VICTIM_KEY}"),)

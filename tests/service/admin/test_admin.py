@@ -11,11 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.clients.health import LIVENESS
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.config.addresses import Address, ListenError, admin_address
-from penstock.v1 import admin_pb2, generation_pb2 as pb
+from penstock.v1 import admin_pb2
 
 ANY_PORT = "127.0.0.1:0"
 SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
@@ -63,7 +64,7 @@ def slow(seconds_per_step=0.005):
 
 
 def start(max_tokens=4, text="hi"):
-    return pb.Start(text=text, sampling=pb.Sampling(max_tokens=max_tokens, ignore_eos=True))
+    return pb.GenerationStart(text=text, sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def complete(service, **fields):
@@ -128,7 +129,7 @@ class TestListening:
         path = tmp_path / "s.admin"
         service = await start_service(listen=f"unix:{tmp_path}/s", admin_listen=f"unix:{path}")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert (await service.admin.GetSettings(admin_pb2.GetSettingsRequest())).settings.max_num_seqs == 256
+        assert (await service.admin.GetSettings(pb.GetSettingsRequest())).settings.max_num_seqs == 256
         await service.server.stop()
         assert not path.exists()
 
@@ -201,7 +202,7 @@ class TestDraining:
         await stream.write(pb.GenerateRequest(start=start(max_tokens=50)))
         reading = await new_reading().read_until(stream, lambda r: r.outcomes[0].deltas > 0)
 
-        assert (await service.admin.Drain(admin_pb2.DrainRequest())).live_requests == 1
+        assert (await service.admin.Drain(pb.DrainRequest())).live_requests == 1
         assert (await watcher.read()).status == NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await complete(service)
@@ -211,9 +212,9 @@ class TestDraining:
         assert reading.outcomes[0].finished[0].status.code == 0
         states = [message.heartbeat.state for message in reading.messages if message.HasField("heartbeat")]
         assert states == [pb.SERVICE_STATE_DRAINING]
-        assert (await service.admin.Drain(admin_pb2.DrainRequest())).live_requests == 0
+        assert (await service.admin.Drain(pb.DrainRequest())).live_requests == 0
 
-        await service.admin.Resume(admin_pb2.ResumeRequest())
+        await service.admin.Resume(pb.ResumeRequest())
         assert (await watcher.read()).status == SERVING
         assert (await stream.read()).heartbeat.state == pb.SERVICE_STATE_SERVING
         assert (await complete(service)).finished.status.code == 0
@@ -221,7 +222,7 @@ class TestDraining:
 
     async def test_resume_changes_nothing_where_nothing_was_drained(self, start_service):
         service = await start_service(admin_listen=ANY_PORT)
-        await service.admin.Resume(admin_pb2.ResumeRequest())
+        await service.admin.Resume(pb.ResumeRequest())
         assert (await complete(service)).finished.status.code == 0
 
     async def test_a_drained_service_stays_so_though_its_worker_is_replaced(self, start_service):
@@ -229,14 +230,14 @@ class TestDraining:
         service = await start_service(executor, admin_listen=ANY_PORT)
         call = service.generation.Complete(pb.CompleteRequest(start=start(max_tokens=50)))
         await until(lambda: service.engine.stats().running == 1)
-        await service.admin.Drain(admin_pb2.DrainRequest())
+        await service.admin.Drain(pb.DrainRequest())
         executor.die()
         await until(lambda: executor.num_starts == 2 and service.engine.state is EngineState.DRAINING)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await complete(service)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert (await call).choices[0].text == "a" * 50
-        await service.admin.Resume(admin_pb2.ResumeRequest())
+        await service.admin.Resume(pb.ResumeRequest())
         assert (await complete(service)).finished.status.code == 0
 
     async def test_a_service_that_goes_down_shows_it_and_does_not_come_back(self, start_service, details_of):
@@ -247,18 +248,18 @@ class TestDraining:
         service.server.request_stop()
         stopping = asyncio.create_task(service.server.stop(grace_s=30))
         await asyncio.sleep(0)
-        assert (await service.admin.Drain(admin_pb2.DrainRequest())).live_requests == 1
+        assert (await service.admin.Drain(pb.DrainRequest())).live_requests == 1
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await service.admin.Resume(admin_pb2.ResumeRequest())
+            await service.admin.Resume(pb.ResumeRequest())
         assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert details_of(error.value)["ErrorInfo"].reason == "GOING_DOWN"
-        assert (await service.admin.Drain(admin_pb2.DrainRequest())).live_requests == 1
+        assert (await service.admin.Drain(pb.DrainRequest())).live_requests == 1
         call.cancel()
         await stopping
 
     async def test_a_signal_ends_a_drained_service_as_any_other(self, start_service):
         service = await start_service(admin_listen=ANY_PORT)
-        await service.admin.Drain(admin_pb2.DrainRequest())
+        await service.admin.Drain(pb.DrainRequest())
         service.server.request_stop()
         await asyncio.wait_for(service.server.stop(grace_s=30), 120)
 
@@ -269,7 +270,7 @@ async def test_what_was_changed_is_logged_with_who_did_it(start_service, keys, c
     with caplog.at_level("INFO", "penstock.service.admin.operations"):
         for name in ("Drain", "Resume", "Resume", "FlushCache", "GetSettings"):
             await raw_call(service.admin_channel, name, key)
-        request = admin_pb2.UpdateSettingsRequest(max_num_seqs=7, tenants=[admin_pb2.TenantSettings(tenant="b")])
+        request = pb.UpdateSettingsRequest(max_num_seqs=7, tenants=[pb.TenantSettings(tenant="b")])
         await service.admin.UpdateSettings(request, metadata=key)
     assert caplog.messages == [
         "by tenant acme: new requests are refused",
@@ -291,7 +292,7 @@ class TestFlushing:
         assert await cached() == 0
         assert await cached() >= 160
         blocks = service.engine.stats().cached_blocks
-        assert (await service.admin.FlushCache(admin_pb2.FlushCacheRequest())).flushed_blocks == blocks > 0
+        assert (await service.admin.FlushCache(pb.FlushCacheRequest())).flushed_blocks == blocks > 0
         assert service.engine.stats().cached_blocks == 0
         assert await cached() == 0
         assert await cached() >= 160
@@ -301,6 +302,6 @@ class TestFlushing:
         stream = service.generation.Generate(iter([pb.GenerateRequest(start=start(max_tokens=200, text="x" * 200))]))
         reading = await new_reading().read_until(stream, lambda r: r.outcomes[0].deltas > 0)
         for _ in range(5):
-            await service.admin.FlushCache(admin_pb2.FlushCacheRequest())
+            await service.admin.FlushCache(pb.FlushCacheRequest())
         await reading.read(stream)
         assert reading.outcomes[0].text == "a" * 200

@@ -8,10 +8,10 @@ import grpc
 import pytest
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.timeline import EntryKind
-from penstock.v1 import admin_pb2, generation_pb2 as pb
 
 BLOCK = 16
 
@@ -54,16 +54,18 @@ class RecordingExecutor(FakeExecutor):
 
 def start(ref=1, text="x" * 20, max_tokens=4, **fields):
     return pb.GenerateRequest(
-        start=pb.Start(ref=ref, text=text, sampling=pb.Sampling(max_tokens=max_tokens, ignore_eos=True), **fields)
+        start=pb.GenerationStart(
+            ref=ref, text=text, sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True), **fields
+        )
     )
 
 
 def kinds(told):
-    return [admin_pb2.TimelineKind.Name(entry.kind).removeprefix("TIMELINE_KIND_") for entry in told.timeline]
+    return [pb.TimelineKind.Name(entry.kind).removeprefix("TIMELINE_KIND_") for entry in told.timeline]
 
 
 def of_kind(told, kind):
-    return [entry for entry in told.timeline if entry.kind == getattr(admin_pb2, f"TIMELINE_KIND_{kind}")]
+    return [entry for entry in told.timeline if entry.kind == getattr(pb, f"TIMELINE_KIND_{kind}")]
 
 
 def chunks_of(told):
@@ -91,7 +93,7 @@ def explain(start_service):
         service = await start_service(executor, scheduler, admin_listen="127.0.0.1:0")
 
         async def ask(request_id):
-            return await service.admin.Explain(admin_pb2.ExplainRequest(request_id=request_id))
+            return await service.admin.Explain(pb.ExplainRequest(request_id=request_id))
 
         return service, ask
 
@@ -237,9 +239,7 @@ async def test_held_and_released(explain, new_reading):
     told = await ask(request_id)
     assert [kind for kind in kinds(told) if kind != "WAITED"][3:] == ["DECODED", "HELD", "DECODED", "ENDED"]
     before, held, after = (
-        entry
-        for entry in told.timeline
-        if entry.kind in (admin_pb2.TIMELINE_KIND_DECODED, admin_pb2.TIMELINE_KIND_HELD)
+        entry for entry in told.timeline if entry.kind in (pb.TIMELINE_KIND_DECODED, pb.TIMELINE_KIND_HELD)
     )
     assert before.at_us + before.duration_us <= held.at_us
     assert held.at_us + held.duration_us <= after.at_us + 1000
@@ -264,9 +264,9 @@ async def test_changed_and_cancelled_by_its_caller(explain, new_reading):
     (decoded,) = of_kind(living, "DECODED")
     assert decoded.num_tokens >= 3
     assert decoded.last_step - decoded.first_step >= 2
-    await call.write(pb.GenerateRequest(update=pb.Update(ref=1, priority=2, max_tokens=2000)))
+    await call.write(pb.GenerateRequest(update=pb.GenerationUpdate(ref=1, priority=2, max_tokens=2000)))
     await until(lambda: EntryKind.UPDATED in [entry.kind for entry in service.engine.explain(request_id).entries()])
-    await call.write(pb.GenerateRequest(cancel=pb.Cancel(refs=[1])))
+    await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel(refs=[1])))
     await call.done_writing()
     await reading.read(call)
     told = await ask(request_id)
@@ -311,13 +311,13 @@ async def test_an_id_that_can_be_none(explain, request_id):
 
 
 def test_every_kind_is_on_the_wire():
-    names = {name.removeprefix("TIMELINE_KIND_") for name in admin_pb2.TimelineKind.keys()}  # noqa: SIM118 - an enum
+    names = {name.removeprefix("TIMELINE_KIND_") for name in pb.TimelineKind.keys()}  # noqa: SIM118 - an enum
     assert names == {kind.name for kind in EntryKind} | {"UNSPECIFIED"}
 
 
 async def test_a_prediction_beyond_its_field_is_the_most_that_it_holds(explain):
     service, ask = await explain()
-    request = pb.CompleteRequest(start=pb.Start(text="x", sampling=pb.Sampling(max_tokens=1)))
+    request = pb.CompleteRequest(start=pb.GenerationStart(text="x", sampling=pb.SamplingParams(max_tokens=1)))
     answer = await service.generation.Complete(request)
     service.engine.explain(answer.request_id).predicted_ttft_s = 1e7
     assert (await ask(answer.request_id)).predicted_ttft_ms == 2**32 - 1

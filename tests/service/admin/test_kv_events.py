@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.v1 import admin_pb2, generation_pb2 as pb
 
 ANY_PORT = "127.0.0.1:0"
 KEY = "k" * 40
@@ -40,7 +40,7 @@ class Mirror:
         self.connect()
 
     def connect(self):
-        request = admin_pb2.WatchKvEventsRequest(after_sequence=self.sequence, stream_id=self._stream_id)
+        request = pb.WatchKvEventsRequest(after_sequence=self.sequence, stream_id=self._stream_id)
         self.call = self._service.admin.WatchKvEvents(request, metadata=self._metadata)
 
     async def read(self):
@@ -72,8 +72,8 @@ class Mirror:
 
 
 def complete(service, text, tenant="", max_tokens=40, metadata=()):
-    sampling = pb.Sampling(max_tokens=max_tokens, ignore_eos=True)
-    start = pb.Start(text=text, tenant=tenant, sampling=sampling)
+    sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    start = pb.GenerationStart(text=text, tenant=tenant, sampling=sampling)
     return service.generation.Complete(pb.CompleteRequest(start=start), metadata=metadata)
 
 
@@ -125,7 +125,7 @@ async def test_a_flush_and_the_blocks_it_keeps_are_reported(start_service):
     mirror = Mirror(service)
     await complete(service, "x" * 50)
     await mirror.catch_up()
-    await service.admin.FlushCache(admin_pb2.FlushCacheRequest())
+    await service.admin.FlushCache(pb.FlushCacheRequest())
     await mirror.catch_up()
     assert (mirror.blocks, mirror.num_cleared) == ({}, 2)
 
@@ -162,8 +162,8 @@ async def test_a_mirror_stays_right_under_traffic_that_evicts_and_when_it_is_cut
         for _ in range(4):
             text = f"family {rng.randrange(3)} " * rng.randint(1, 20)
             retain_ms = rng.choice((0, 0, 5, 60_000))
-            sampling = pb.Sampling(max_tokens=rng.randint(1, 60), ignore_eos=True)
-            starts.append(pb.Start(text=text + str(rng.random()), retain_ms=retain_ms, sampling=sampling))
+            sampling = pb.SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=True)
+            starts.append(pb.GenerationStart(text=text + str(rng.random()), retain_ms=retain_ms, sampling=sampling))
         await asyncio.gather(*(service.generation.Complete(pb.CompleteRequest(start=start)) for start in starts))
         if rng.random() < 0.5:
             mirror.call.cancel()
@@ -180,7 +180,7 @@ async def test_the_mirror_of_the_docs_follows_and_tries_again(start_service):
     exec(code.replace("asyncio.sleep(1)", "asyncio.sleep(0.01)"), names)
     service = await start_service(admin_listen=ANY_PORT)
     log = service.engine.kv_events
-    blocks: dict[bytes, admin_pb2.KvBlock] = {}
+    blocks: dict[bytes, pb.KvBlock] = {}
 
     async def until_equal():
         async with asyncio.timeout(120):

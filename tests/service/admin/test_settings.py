@@ -10,6 +10,7 @@ import grpc
 import pytest
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.engine_stats import EngineState
@@ -18,7 +19,6 @@ from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.prepare import prepare
 from penstock.service.config.addresses import ListenError
 from penstock.service.config.command_line import parse_config
-from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2
 
 ANY_PORT = "127.0.0.1:0"
 
@@ -31,11 +31,11 @@ async def service(start_service):
 
 
 async def settings_of(service):
-    return (await service.admin.GetSettings(admin_pb2.GetSettingsRequest())).settings
+    return (await service.admin.GetSettings(pb.GetSettingsRequest())).settings
 
 
 async def update(service, **changes):
-    return (await service.admin.UpdateSettings(admin_pb2.UpdateSettingsRequest(**changes))).settings
+    return (await service.admin.UpdateSettings(pb.UpdateSettingsRequest(**changes))).settings
 
 
 async def refusal(service, details_of, **changes):
@@ -48,7 +48,7 @@ async def refusal(service, details_of, **changes):
 
 
 def tenant(name="", **settings):
-    return admin_pb2.TenantSettings(tenant=name, **settings)
+    return pb.TenantSettings(tenant=name, **settings)
 
 
 class TestTheStart:
@@ -113,8 +113,8 @@ class TestTelling:
             tenants={"b": TenantLimits(2.5, max_live_requests=3), "a": TenantLimits(max_prompt_tokens=7)},
         )
         service = await start_service(scheduler=config, admin_listen=ANY_PORT)
-        assert await settings_of(service) == admin_pb2.Settings(
-            policy=admin_pb2.SCHEDULING_POLICY_FCFS,
+        assert await settings_of(service) == pb.Settings(
+            policy=pb.SCHEDULING_POLICY_FCFS,
             max_num_seqs=32,
             max_num_batched_tokens=512,
             max_queued_requests=9,
@@ -139,7 +139,7 @@ class TestChanging:
     @pytest.mark.parametrize(
         ("changes", "expected"),
         [
-            ({"policy": admin_pb2.SCHEDULING_POLICY_FAIR}, {"policy": admin_pb2.SCHEDULING_POLICY_FAIR}),
+            ({"policy": pb.SCHEDULING_POLICY_FAIR}, {"policy": pb.SCHEDULING_POLICY_FAIR}),
             ({"max_num_seqs": 1}, {"max_num_seqs": 1}),
             ({"max_num_seqs": 256}, {"max_num_seqs": 256}),
             ({"max_num_batched_tokens": 32}, {"max_num_batched_tokens": 32}),
@@ -159,12 +159,12 @@ class TestChanging:
         settings = await settings_of(service)
         for name in expected:
             settings.ClearField(name)
-        settings.MergeFrom(admin_pb2.Settings(**expected))
+        settings.MergeFrom(pb.Settings(**expected))
         assert await update(service, **changes) == settings == await settings_of(service)
 
     async def test_clients_see_the_new_limits(self, service):
-        await update(service, max_num_seqs=7, max_queued_requests=8, policy=admin_pb2.SCHEDULING_POLICY_PRIORITY)
-        model = await service.model.GetModel(model_pb2.GetModelRequest())
+        await update(service, max_num_seqs=7, max_queued_requests=8, policy=pb.SCHEDULING_POLICY_PRIORITY)
+        model = await service.model.GetModel(pb.GetModelRequest())
         assert (model.limits.max_num_seqs, model.limits.max_queued_requests) == (7, 8)
         assert "priority" in model.features
         assert model.name == "bytes"
@@ -301,7 +301,7 @@ class TestUnderLoad:
         executor.may_start.clear()
         executor.die()
         await until(lambda: service.engine.state is EngineState.RECOVERING)
-        await update(service, max_num_seqs=2, policy=admin_pb2.SCHEDULING_POLICY_FAIR, max_queued_requests=1)
+        await update(service, max_num_seqs=2, policy=pb.SCHEDULING_POLICY_FAIR, max_queued_requests=1)
         executor.may_start.set()
         await reading.read(stream)
         assert [reading.outcomes[ref].text for ref in range(len(prompts))] == [expected(prompt) for prompt in prompts]
@@ -314,7 +314,7 @@ def by_length(history, sampling):
 
 
 def start(ref, prompt):
-    return pb.Start(ref=ref, text=prompt, sampling=pb.Sampling(max_tokens=NUM_TOKENS, ignore_eos=True))
+    return pb.GenerationStart(ref=ref, text=prompt, sampling=pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
 
 
 def all_accepted(reading, num_requests):
@@ -365,7 +365,7 @@ class TestWhatTheyDo:
             frame.start.priority = -ref
             await stream.write(frame)
         await until(lambda: service.engine.stats().waiting == 3)
-        await update(service, policy=admin_pb2.SCHEDULING_POLICY_PRIORITY)
+        await update(service, policy=pb.SCHEDULING_POLICY_PRIORITY)
         await stream.done_writing()
         reading = await new_reading().read(stream)
         ended = [finished.ref for message in reading.messages for finished in message.finished]

@@ -6,10 +6,10 @@ import dataclasses
 import grpc
 import pytest
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.v1 import admin_pb2, generation_pb2 as pb
 
 
 @pytest.fixture
@@ -26,18 +26,18 @@ def start_watched(start_service):
 
 
 def watch(service, **fields):
-    return service.admin.WatchStats(admin_pb2.WatchStatsRequest(**fields))
+    return service.admin.WatchStats(pb.WatchStatsRequest(**fields))
 
 
 def start(ref=1, text="x" * 64, **sampling):
-    return pb.GenerateRequest(start=pb.Start(ref=ref, text=text, sampling=pb.Sampling(**sampling)))
+    return pb.GenerateRequest(start=pb.GenerationStart(ref=ref, text=text, sampling=pb.SamplingParams(**sampling)))
 
 
 async def test_the_first_answer_comes_at_once(start_watched):
     service = await start_watched()
     async with asyncio.timeout(120):
         stats = await watch(service, interval_ms=3_600_000).read()
-    assert stats.state == admin_pb2.ENGINE_STATE_SERVING
+    assert stats.state == pb.ENGINE_STATE_SERVING
     assert (stats.live_requests, stats.running_rows, stats.waiting_choices, stats.steps) == (0, 0, 0, 0)
     assert not stats.HasField("predicted_ttft_ms")
     assert not stats.tenants
@@ -63,7 +63,7 @@ async def test_what_runs_is_reported(start_watched, new_reading):
 async def test_totals_are_those_of_what_ended(start_watched):
     service = await start_watched(scheduler=SchedulerConfig(max_queued_requests=1))
     for _ in range(2):
-        prompt = pb.Start(text="x" * 64, sampling=pb.Sampling(max_tokens=3, ignore_eos=True))
+        prompt = pb.GenerationStart(text="x" * 64, sampling=pb.SamplingParams(max_tokens=3, ignore_eos=True))
         await service.generation.Complete(pb.CompleteRequest(start=prompt))
     stats = await watch(service).read()
     assert (stats.finished_requests, stats.output_tokens) == (2, 6)
@@ -76,10 +76,12 @@ async def test_totals_are_those_of_what_ended(start_watched):
 async def test_the_last_seconds_have_what_ended_in_them(start_watched):
     service = await start_watched()
     for _ in range(2):
-        prompt = pb.Start(text="x" * 64, sampling=pb.Sampling(max_tokens=3, ignore_eos=True))
+        prompt = pb.GenerationStart(text="x" * 64, sampling=pb.SamplingParams(max_tokens=3, ignore_eos=True))
         await service.generation.Complete(pb.CompleteRequest(start=prompt))
     with pytest.raises(grpc.aio.AioRpcError):
-        await service.generation.Complete(pb.CompleteRequest(start=pb.Start(text="x", sampling=pb.Sampling(top_p=7))))
+        await service.generation.Complete(
+            pb.CompleteRequest(start=pb.GenerationStart(text="x", sampling=pb.SamplingParams(top_p=7)))
+        )
     stats = await watch(service).read()
     window = stats.last_60s
     assert 0 < window.duration_ms <= stats.uptime_ms + 1000
@@ -97,7 +99,7 @@ async def test_before_the_first_request_the_last_seconds_are_empty(start_watched
     stats = await watch(await start_watched()).read()
     for window in (stats.last_10s, stats.last_60s):
         assert (window.finished_requests, window.output_tokens, window.prefill_tokens) == (0, 0, 0)
-        assert window.time_to_first_token == window.inter_token_latency == admin_pb2.LatencyPercentiles()
+        assert window.time_to_first_token == window.inter_token_latency == pb.LatencyPercentiles()
 
 
 async def test_the_use_of_host_memory_is_reported(start_service):
@@ -106,7 +108,7 @@ async def test_the_use_of_host_memory_is_reported(start_service):
     )
     service = await start_service(executor, admin_listen="127.0.0.1:0")
     for letter in "xyx":
-        prompt = pb.Start(text=letter * 100, sampling=pb.Sampling(max_tokens=3, ignore_eos=True))
+        prompt = pb.GenerationStart(text=letter * 100, sampling=pb.SamplingParams(max_tokens=3, ignore_eos=True))
         answer = await service.generation.Complete(pb.CompleteRequest(start=prompt))
     stats = await watch(service).read()
     assert answer.finished.usage.cached_tokens == stats.cached_tokens == 96
@@ -120,7 +122,7 @@ async def test_the_engines_state_is_reported(start_watched):
     answers = watch(service, interval_ms=100)
     await answers.read()
     service.engine.drain()
-    assert (await answers.read()).state == admin_pb2.ENGINE_STATE_DRAINING
+    assert (await answers.read()).state == pb.ENGINE_STATE_DRAINING
 
 
 async def test_a_prediction_beyond_its_field_is_the_most_that_it_holds(start_watched, monkeypatch):
@@ -152,5 +154,5 @@ async def test_an_interval_out_of_bounds(start_watched, interval_ms):
 
 
 def test_every_state_is_on_the_wire():
-    names = {name.removeprefix("ENGINE_STATE_") for name in admin_pb2.EngineState.keys()}  # noqa: SIM118 - an enum
+    names = {name.removeprefix("ENGINE_STATE_") for name in pb.EngineState.keys()}  # noqa: SIM118 - an enum
     assert names == {state.name for state in EngineState} | {"UNSPECIFIED"}

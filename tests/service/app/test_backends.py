@@ -22,12 +22,12 @@ pytest.importorskip("triton")  # it has wheels only for Linux
 
 from gpu_bench.sizes import FULL, TINY
 
+import penstock.v1 as pb
 from penstock.clients import AsyncClient
 from penstock.clients.events import Completion, Delta, FinishReason
 from penstock.clients.requests import build_start
 from penstock.models.architecture.registry import spec_from_config
 from penstock.service.app.embedded import local_service
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 pytestmark = pytest.mark.timeout(300)

@@ -15,9 +15,9 @@ import grpc
 import psutil
 import pytest
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 NUM_AT_ONCE = 48
@@ -46,14 +46,18 @@ class Client:
 
     async def last(self) -> None:
         """One with nobody beside it: what the worker still has of the rows before it goes with the next plan."""
-        await self._stub.Complete(pb.CompleteRequest(start=pb.Start(text="last", sampling=pb.Sampling(max_tokens=2))))
+        await self._stub.Complete(
+            pb.CompleteRequest(start=pb.GenerationStart(text="last", sampling=pb.SamplingParams(max_tokens=2)))
+        )
 
     async def _one(self) -> None:
         rng = self._rng
         text = f"{rng.randrange(10**6)} " * rng.choice((1, 4, 20))
-        sampling = pb.Sampling(max_tokens=rng.randrange(1, 9), ignore_eos=True, temperature=rng.choice((0.0, 1.0)))
-        output = pb.Output(logprobs=rng.choice((None, 3)), format=rng.choice(FORMATS))
-        start = pb.Start(text=text, sampling=sampling, output=output)
+        sampling = pb.SamplingParams(
+            max_tokens=rng.randrange(1, 9), ignore_eos=True, temperature=rng.choice((0.0, 1.0))
+        )
+        output = pb.OutputOptions(logprobs=rng.choice((None, 3)), format=rng.choice(FORMATS))
+        start = pb.GenerationStart(text=text, sampling=sampling, output=output)
         kind = rng.randrange(3)
         if kind == 0:
             call: Any = self._stub.Generate(iter([pb.GenerateRequest(start=start)]))

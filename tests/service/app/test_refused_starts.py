@@ -5,9 +5,9 @@ import time
 import grpc
 import pytest
 
+import penstock.v1 as pb
 from penstock.scheduler.request import RefusalKind, Refused
 from penstock.service.rpc import generation
-from penstock.v1 import generation_pb2 as pb
 
 FOR_EVER_S = 60.0
 NUM_FREE = 4
@@ -26,8 +26,8 @@ def endless_pauses(monkeypatch):
 
 
 def begin(ref, top_p=1.0, **fields):
-    sampling = pb.Sampling(max_tokens=1, top_p=top_p)
-    return pb.GenerateRequest(start=pb.Start(ref=ref, text="x", sampling=sampling, **fields))
+    sampling = pb.SamplingParams(max_tokens=1, top_p=top_p)
+    return pb.GenerateRequest(start=pb.GenerationStart(ref=ref, text="x", sampling=sampling, **fields))
 
 
 def codes(reading):
@@ -48,9 +48,9 @@ async def test_refused_updates_count(start_service, new_reading, monkeypatch):
     monkeypatch.setattr(generation, "REFUSED_PAUSE_S", 0.02)
     service = await start_service()
     began = time.monotonic()
-    bad = pb.GenerateRequest(update=pb.Update(ref=0, priority=5000))
+    bad = pb.GenerateRequest(update=pb.GenerationUpdate(ref=0, priority=5000))
     start = begin(0)
-    start.start.sampling.MergeFrom(pb.Sampling(max_tokens=4000, ignore_eos=True))
+    start.start.sampling.MergeFrom(pb.SamplingParams(max_tokens=4000, ignore_eos=True))
     call = service.generation.Generate(iter([start, *[bad] * 20]))
     await new_reading().read_until(
         call, lambda reading: sum(len(message.update_refused) for message in reading.messages) == 20

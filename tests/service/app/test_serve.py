@@ -16,11 +16,11 @@ import pytest
 from google.protobuf import json_format
 from serve_process import PENSTOCK, SHARD_B, serving, target_of, write_shard, write_small_model
 
+import penstock.v1 as pb
 from penstock.kernels.cpu.bindings import LEVELS, find_kernels
 from penstock.service.app import serve
 from penstock.service.app.usage_examples import Purpose, Transport, UsageExamples
 from penstock.service.config.addresses import Address
-from penstock.v1 import classification_pb2, generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 BUF = Path(__file__).parents[3] / "node_modules/.bin/buf"
@@ -127,8 +127,8 @@ def test_a_call_fits_where_the_service_listens():
 def test_a_call_fits_what_the_model_is_for():
     address = Address.parse("0.0.0.0:80")
     for purpose, message, call, route in (
-        (Purpose.SCORING, classification_pb2.ScoreRequest, "client.score(", "/v1/rerank"),
-        (Purpose.CLASSIFICATION, classification_pb2.ClassifyRequest, "client.classify(", "/v1/classify"),
+        (Purpose.SCORING, pb.ScoreRequest, "client.score(", "/v1/rerank"),
+        (Purpose.CLASSIFICATION, pb.ClassifyRequest, "client.classify(", "/v1/classify"),
     ):
         examples = UsageExamples("m", takes_chat=True, wants_key=False, purpose=purpose)
         assert call in examples.python(address)

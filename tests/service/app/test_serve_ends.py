@@ -15,9 +15,9 @@ import pytest
 from serve_process import PENSTOCK, serving, target_of, write_small_model
 from waiting import wait_until
 
+import penstock.v1 as pb
 from penstock.clients import Client
 from penstock.clients.errors import RequestFailed
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 
@@ -89,7 +89,7 @@ def test_it_ends_in_time_though_a_text_is_being_tokenized(small_model):
         serving(*arguments, command=(sys.executable, "-P", "-c", SLOW_TOKENIZER)) as (process, greeting),
         grpc.insecure_channel(target_of(greeting)) as channel,
     ):
-        start = pb.Start(text="long")
+        start = pb.GenerationStart(text="long")
         call = GenerationServiceStub(channel).Complete.future(pb.CompleteRequest(start=start))
         assert process.stderr is not None
         while "a thread is busy" not in process.stderr.readline():

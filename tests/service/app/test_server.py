@@ -15,11 +15,12 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app import server as server_module
 from penstock.service.app.running_service import SERVICES
-from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc, model_pb2, tokenizer_pb2
+from penstock.v1 import generation_pb2_grpc
 
 Status = health_pb2.HealthCheckResponse
 ENDLESS = 4000
@@ -32,7 +33,7 @@ def endless(seconds_per_step=0.005):
 
 
 def start(ref=0, max_tokens=ENDLESS):
-    return pb.Start(ref=ref, text="hi", sampling=pb.Sampling(max_tokens=max_tokens, ignore_eos=True))
+    return pb.GenerationStart(ref=ref, text="hi", sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def frame(ref=0, max_tokens=ENDLESS):
@@ -72,7 +73,7 @@ class TestItself:
     async def test_the_model(self, start_service):
         scheduler = SchedulerConfig(max_num_seqs=7, max_queued_requests=9)
         service = await start_service(scheduler=scheduler)
-        model = await service.model.GetModel(model_pb2.GetModelRequest())
+        model = await service.model.GetModel(pb.GetModelRequest())
         assert (model.name, model.architecture, model.backend, model.dtype) == ("bytes", "fake", "fake", "float32")
         assert (model.quantization, model.kv_cache_dtype) == ("none", "float32")
         assert (model.vocab_size, model.max_model_len, list(model.eos_token_ids)) == (258, 4096, [256])
@@ -84,29 +85,29 @@ class TestItself:
 
     async def test_the_rows_of_a_step_are_those_that_its_budget_has_tokens_for(self, start_service):
         service = await start_service(scheduler=SchedulerConfig(max_num_seqs=7, max_num_batched_tokens=5))
-        limits = (await service.model.GetModel(model_pb2.GetModelRequest())).limits
+        limits = (await service.model.GetModel(pb.GetModelRequest())).limits
         assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (5, 5)
 
     async def test_the_tokenizer(self, start_service, details_of):
         stub = (await start_service()).tokenizer
         text = "hé <|end|>"
-        ids = list((await stub.Tokenize(tokenizer_pb2.TokenizeRequest(text=text))).token_ids)
+        ids = list((await stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids)
         assert ids == list(text.encode())
-        assert (await stub.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=[*ids, 256]))).text == text
-        shown = tokenizer_pb2.DetokenizeRequest(token_ids=[256], include_special_tokens=True)
+        assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=[*ids, 256]))).text == text
+        shown = pb.DetokenizeRequest(token_ids=[256], include_special_tokens=True)
         assert (await stub.Detokenize(shown)).text == "<|end|>"
-        described = await stub.DescribeTokens(tokenizer_pb2.DescribeTokensRequest(token_ids=[97, 0xC3, 256]))
+        described = await stub.DescribeTokens(pb.DescribeTokensRequest(token_ids=[97, 0xC3, 256]))
         assert [(token.text, token.is_special) for token in described.tokens] == [
             (b"a", False),
             (b"\xc3", False),
             (b"<|end|>", True),
         ]
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
-        rendered = await stub.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat))
+        rendered = await stub.RenderChat(pb.RenderChatRequest(chat=chat))
         assert rendered.text == "<|turn|>user\nhi<|end|><|turn|>assistant\n"
         assert list(rendered.token_ids) == [257, *b"user\nhi", 256, 257, *b"assistant\n"]
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await stub.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=[0] * 5000 + [258]))
+            await stub.Detokenize(pb.DetokenizeRequest(token_ids=[0] * 5000 + [258]))
         assert details_of(error.value)["BadRequest"].field_violations[0].field == "token_ids[5000]"
 
     @pytest.mark.parametrize("name", ["Complete", "Tokenize"])
@@ -135,7 +136,7 @@ class TestItself:
         options = [("grpc.keepalive_time_ms", 10_000), ("grpc.http2.max_pings_without_data", 0)]
         async with grpc.aio.insecure_channel(service.target, options=options) as channel:
             call: Any = generation_pb2_grpc.GenerationServiceStub(channel).Generate()
-            await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
+            await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel()))
             await asyncio.sleep(60)
             await call.write(frame(1, max_tokens=3))
             assert (await call.read()).accepted

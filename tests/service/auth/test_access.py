@@ -18,12 +18,12 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 import penstock.v1
+import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.identity import ACCESS, Access
 from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.requests.generate import RequestBuilder
-from penstock.v1 import generation_pb2 as pb
 
 KEYS = {"acme": "a" * 40, "zenith": "z" * 40, "operators": "o" * 40}
 RIGHTS = {"operators": " admin"}
@@ -233,7 +233,7 @@ def _naming(tenant, method):
 
 
 def start(text="hi", max_tokens=1):
-    return pb.Start(text=text, sampling=pb.Sampling(max_tokens=max_tokens, ignore_eos=True))
+    return pb.GenerationStart(text=text, sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 async def complete(service, credential):

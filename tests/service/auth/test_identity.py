@@ -9,10 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+import penstock.v1 as pb
 from penstock.clients.host.reloaded_files import FileError
 from penstock.service.auth.identity import ACCESS, Principal
 from penstock.service.errors import ServiceError
-from penstock.v1 import generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 KEY, GATEWAY_KEY = "k" * 40, "g" * 40
 
@@ -36,7 +36,9 @@ def bearer(key):
 
 
 def start(**fields):
-    return pb.GenerateOneRequest(start=pb.Start(text="hi", sampling=pb.Sampling(max_tokens=1), **fields))
+    return pb.GenerateOneRequest(
+        start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=1), **fields)
+    )
 
 
 def test_keys_are_known_by_their_hashes(keys):
@@ -128,8 +130,8 @@ async def test_callers_without_a_valid_key_are_refused(start_service, keys):
     for metadata in (None, bearer("wrong")):
         for call in (
             service.generation.Complete(pb.CompleteRequest(), metadata=metadata),
-            service.model.GetModel(model_pb2.GetModelRequest(), metadata=metadata),
-            service.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(), metadata=metadata),
+            service.model.GetModel(pb.GetModelRequest(), metadata=metadata),
+            service.tokenizer.Tokenize(pb.TokenizeRequest(), metadata=metadata),
             service.generation.GenerateOne(start(), metadata=metadata).read(),
             service.generation.Generate(metadata=metadata).read(),
         ):
@@ -179,7 +181,9 @@ async def test_tenants_share_no_cache_and_one_tenant_does(start_service, keys):
     service = await start_service(authenticator=keys)
 
     async def cached(key, tenant=""):
-        request = pb.CompleteRequest(start=pb.Start(text="x" * 200, tenant=tenant, sampling=pb.Sampling(max_tokens=1)))
+        request = pb.CompleteRequest(
+            start=pb.GenerationStart(text="x" * 200, tenant=tenant, sampling=pb.SamplingParams(max_tokens=1))
+        )
         return (await service.generation.Complete(request, metadata=bearer(key))).finished.usage.cached_tokens
 
     assert await cached(KEY) == 0
@@ -201,5 +205,5 @@ async def test_a_method_without_a_rule_is_denied(start_service, monkeypatch):
     monkeypatch.delitem(ACCESS, "/penstock.v1.ModelService/GetModel")
     service = await start_service()
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await service.model.GetModel(model_pb2.GetModelRequest())
+        await service.model.GetModel(pb.GetModelRequest())
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED

@@ -3,9 +3,9 @@
 import grpc
 import pytest
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.service.auth.identity import Principal
-from penstock.v1 import classification_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 GENERATION, TOKENIZER = "GenerationService", "TokenizerService"
 LONG = "x" * 10_000
@@ -13,38 +13,43 @@ CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
 BAD_CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")], template_variables="[")
 WRONG_ROLE = pb.Chat(messages=[pb.ChatMessage(role="nobody", content="hi")])
 SENT = {
-    "a prompt": (f"{GENERATION}/Complete", pb.CompleteRequest(start=pb.Start(text="hi"))),
-    "a text that is too long": (f"{GENERATION}/Complete", pb.CompleteRequest(start=pb.Start(text=LONG))),
+    "a prompt": (f"{GENERATION}/Complete", pb.CompleteRequest(start=pb.GenerationStart(text="hi"))),
+    "a text that is too long": (f"{GENERATION}/Complete", pb.CompleteRequest(start=pb.GenerationStart(text=LONG))),
     "a chat that is too long": (
         f"{GENERATION}/Complete",
-        pb.CompleteRequest(start=pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content=LONG)]))),
+        pb.CompleteRequest(
+            start=pb.GenerationStart(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content=LONG)]))
+        ),
     ),
-    "bad template values": (f"{GENERATION}/Complete", pb.CompleteRequest(start=pb.Start(chat=BAD_CHAT))),
+    "bad template values": (f"{GENERATION}/Complete", pb.CompleteRequest(start=pb.GenerationStart(chat=BAD_CHAT))),
     "a bad field": (
         f"{GENERATION}/Complete",
-        pb.CompleteRequest(start=pb.Start(text="hi", sampling=pb.Sampling(temperature=1000))),
+        pb.CompleteRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(temperature=1000))),
     ),
-    "no context": (f"{GENERATION}/Complete", pb.CompleteRequest(start=pb.Start(text="hi", continue_from="x"))),
-    "a stream": (f"{GENERATION}/GenerateOne", pb.GenerateOneRequest(start=pb.Start(text=LONG))),
-    "a frame": (f"{GENERATION}/Generate", pb.GenerateRequest(start=pb.Start(text=LONG))),
+    "no context": (
+        f"{GENERATION}/Complete",
+        pb.CompleteRequest(start=pb.GenerationStart(text="hi", continue_from="x")),
+    ),
+    "a stream": (f"{GENERATION}/GenerateOne", pb.GenerateOneRequest(start=pb.GenerationStart(text=LONG))),
+    "a frame": (f"{GENERATION}/Generate", pb.GenerateRequest(start=pb.GenerationStart(text=LONG))),
     "an embedding": (
         "EmbeddingService/Embed",
-        embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text=LONG)]),
+        pb.EmbedRequest(inputs=[pb.EmbedInput(text=LONG)]),
     ),
     "a class": (
         "ClassificationService/Classify",
-        classification_pb2.ClassifyRequest(inputs=[embedding_pb2.EmbedInput(text="hi")]),
+        pb.ClassifyRequest(inputs=[pb.EmbedInput(text="hi")]),
     ),
-    "a score": ("ClassificationService/Score", classification_pb2.ScoreRequest(queries=["hi"], documents=["ho"])),
-    "text to tokens": (f"{TOKENIZER}/Tokenize", tokenizer_pb2.TokenizeRequest(text="hi")),
-    "tokens to text": (f"{TOKENIZER}/Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[1])),
-    "foreign tokens": (f"{TOKENIZER}/Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[999])),
+    "a score": ("ClassificationService/Score", pb.ScoreRequest(queries=["hi"], documents=["ho"])),
+    "text to tokens": (f"{TOKENIZER}/Tokenize", pb.TokenizeRequest(text="hi")),
+    "tokens to text": (f"{TOKENIZER}/Detokenize", pb.DetokenizeRequest(token_ids=[1])),
+    "foreign tokens": (f"{TOKENIZER}/Detokenize", pb.DetokenizeRequest(token_ids=[999])),
     "many tokens to their texts": (
         f"{TOKENIZER}/DescribeTokens",
-        tokenizer_pb2.DescribeTokensRequest(token_ids=[1] * 1025),
+        pb.DescribeTokensRequest(token_ids=[1] * 1025),
     ),
-    "a chat to tokens": (f"{TOKENIZER}/RenderChat", tokenizer_pb2.RenderChatRequest(chat=CHAT)),
-    "a bad chat to tokens": (f"{TOKENIZER}/RenderChat", tokenizer_pb2.RenderChatRequest(chat=WRONG_ROLE)),
+    "a chat to tokens": (f"{TOKENIZER}/RenderChat", pb.RenderChatRequest(chat=CHAT)),
+    "a bad chat to tokens": (f"{TOKENIZER}/RenderChat", pb.RenderChatRequest(chat=WRONG_ROLE)),
 }
 
 
@@ -87,7 +92,7 @@ async def test_it_counts(service, what):
 async def test_a_call_for_few_tokens_is_free(service):
     """Clients make many while they read a stream."""
     for _ in range(3):
-        message = tokenizer_pb2.DescribeTokensRequest(token_ids=[1] * 1024)
+        message = pb.DescribeTokensRequest(token_ids=[1] * 1024)
         assert "exceeds its rate" not in await said(service, f"{TOKENIZER}/DescribeTokens", message)
 
 
@@ -100,12 +105,12 @@ async def test_a_call_of_the_tokenizer_costs_no_request(service):
 async def test_naming_tokens_is_free(service):
     """Clients do it while they read a stream."""
     for _ in range(3):
-        request = tokenizer_pb2.DescribeTokensRequest(token_ids=[1])
+        request = pb.DescribeTokensRequest(token_ids=[1])
         assert not await said(service, f"{TOKENIZER}/DescribeTokens", request)
 
 
 @pytest.mark.parametrize("tenant", ["", "no tenant", "x" * 65])
 async def test_what_is_no_tenant_is_not_remembered(service, tenant):
-    request = pb.CompleteRequest(start=pb.Start(text=LONG, tenant=tenant or "\n"))
+    request = pb.CompleteRequest(start=pb.GenerationStart(text=LONG, tenant=tenant or "\n"))
     assert (await said(service, f"{GENERATION}/Complete", request, "gateway")).startswith("tenant: must be")
     assert not service.engine._scheduler.tenants._uses

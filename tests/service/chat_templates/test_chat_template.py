@@ -6,11 +6,11 @@ import jinja2.sandbox
 import pytest
 import tokenizers
 
+import penstock.v1 as pb
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.chat import check_chat
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.v1 import generation_pb2 as pb
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+import penstock.v1 as pb
 from penstock.service.errors import ServiceError
 from penstock.service.requests.chat import check_chat, parse_chat
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.v1 import generation_pb2 as pb, tokenizer_pb2
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 SPECIALS = {
@@ -296,10 +296,10 @@ async def test_over_a_socket(start_service, details_of, loaded, directories):
     tokenizer = Tokenizer(directories["qwen3"])
     service = await start_service(tokenizer=tokenizer)
     chat = chat_of([QUESTION, CALL, RESULT], [WEATHER], {"enable_thinking": False})
-    rendered = await service.tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat))
+    rendered = await service.tokenizer.RenderChat(pb.RenderChatRequest(chat=chat))
     assert rendered.text == text_of(tokenizer, chat)
     assert list(rendered.token_ids) == ids_of(tokenizer, chat)
-    start = pb.Start(chat=chat, sampling=pb.Sampling(max_tokens=2))
+    start = pb.GenerationStart(chat=chat, sampling=pb.SamplingParams(max_tokens=2))
     answer = await service.generation.Complete(pb.CompleteRequest(start=start))
     assert answer.finished.usage.prompt_tokens == len(rendered.token_ids)
     for bad, field in (
@@ -308,8 +308,8 @@ async def test_over_a_socket(start_service, details_of, loaded, directories):
         (chat_of([QUESTION], continue_final_message=True), "chat.continue_final_message"),
     ):
         for call in (
-            service.tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(chat=bad)),
-            service.generation.Complete(pb.CompleteRequest(start=pb.Start(chat=bad))),
+            service.tokenizer.RenderChat(pb.RenderChatRequest(chat=bad)),
+            service.generation.Complete(pb.CompleteRequest(start=pb.GenerationStart(chat=bad))),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await call
@@ -322,8 +322,8 @@ async def test_a_template_without_tools_refuses_them_over_a_socket(start_service
     service = await start_service()
     chat = chat_of([QUESTION], [WEATHER])
     for call in (
-        service.tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat)),
-        service.generation.Complete(pb.CompleteRequest(start=pb.Start(chat=chat))),
+        service.tokenizer.RenderChat(pb.RenderChatRequest(chat=chat)),
+        service.generation.Complete(pb.CompleteRequest(start=pb.GenerationStart(chat=chat))),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call

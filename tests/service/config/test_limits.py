@@ -11,23 +11,16 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+import penstock.v1 as pb
 from penstock.service.config import field_rules as kinds, limits as bounds
 from penstock.service.config.field_rules import Limit, ModelLimits
 from penstock.service.config.limits import FIELD_BOUNDS, Validator
 from penstock.service.errors import ServiceError
-from penstock.v1 import (
-    admin_pb2,
-    classification_pb2,
-    constraint_pb2,
-    embedding_pb2,
-    generation_pb2 as pb,
-    model_pb2,
-    tokenizer_pb2,
-)
+from penstock.v1 import admin_pb2, classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 
 LIMITS = ModelLimits(vocab_size=258, max_model_len=4096)
 REFUSED_WITHIN_S = 0.010
-MODULES = (admin_pb2, classification_pb2, constraint_pb2, embedding_pb2, pb, model_pb2, tokenizer_pb2)
+MODULES = (admin_pb2, classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
 
 
 def request_messages() -> dict[str, Descriptor]:
@@ -62,7 +55,7 @@ def bad_numbers(bound: kinds.Number, field: FieldDescriptor) -> Iterator[float]:
         yield low - 1
     if is_float:
         yield from (math.nan, math.inf, -math.inf, low - 1e-3, high * 1.001 + 1e-3)
-    if high < (bounds.UINT64_MAX if field.type == FieldDescriptor.TYPE_UINT64 else bounds.UINT32_MAX):
+    if high < (bounds.INT64_MAX if field.type == FieldDescriptor.TYPE_INT64 else bounds.UINT32_MAX):
         yield high + 1
 
 
@@ -91,12 +84,12 @@ def bad_lists(bound: Any, of_what: str) -> Iterator[tuple[Any, str]]:
             yield [pb.ToolCall(name="x")] * (high + 1), ""
             yield [pb.ToolCall(name="x"), pb.ToolCall(id="x")], "[1].name"
         case kinds.Items() if of_what == "EmbedInput":
-            yield [embedding_pb2.EmbedInput(text="x")] * (high + 1), ""
-            long = embedding_pb2.EmbedInput(token_ids=pb.TokenIds(ids=[0] * (kinds.MAX_UNCUT_IDS + 1)))
-            yield [embedding_pb2.EmbedInput(text="x"), long], "[1].token_ids.ids"
+            yield [pb.EmbedInput(text="x")] * (high + 1), ""
+            long = pb.EmbedInput(token_ids=pb.TokenIds(ids=[0] * (kinds.MAX_UNCUT_IDS + 1)))
+            yield [pb.EmbedInput(text="x"), long], "[1].token_ids.ids"
         case _:
-            yield [admin_pb2.TenantSettings(tenant="x")] * (high + 1), ""
-            yield [admin_pb2.TenantSettings(tenant="x"), admin_pb2.TenantSettings(weight=-1)], "[1].weight"
+            yield [pb.TenantSettings(tenant="x")] * (high + 1), ""
+            yield [pb.TenantSettings(tenant="x"), pb.TenantSettings(weight=-1)], "[1].weight"
 
 
 def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
@@ -162,18 +155,15 @@ def complete(message: Any) -> None:
             message.role = message.role or "user"
         case pb.ToolCall():
             message.name = message.name or "x"
-        case embedding_pb2.EmbedRequest() | classification_pb2.ClassifyRequest() if not message.inputs:
+        case pb.EmbedRequest() | pb.ClassifyRequest() if not message.inputs:
             message.inputs.add(text="x")
-        case classification_pb2.ScoreRequest():
+        case pb.ScoreRequest():
             for texts in (message.queries, message.documents):
                 texts.extend([] if texts else ["x"])
 
 
 def message_types() -> dict[str, Any]:
-    return {
-        name: getattr(module, name) for module in MODULES for name in FIELD_BOUNDS
-        if hasattr(module, name)
-    }  # fmt: skip
+    return {name: getattr(pb, name) for name in FIELD_BOUNDS}
 
 
 def bad_messages() -> Iterator[Any]:
@@ -189,29 +179,29 @@ def bad_messages() -> Iterator[Any]:
 def in_an_admin_request(bad: Message, path: str) -> tuple[str, Message, str]:
     """The same for a part of an operator's request."""
     match bad:
-        case admin_pb2.TenantSettings():
-            return "UpdateSettings", admin_pb2.UpdateSettingsRequest(tenants=[bad]), f"tenants[0].{path}"
-        case admin_pb2.RequestFilter():
-            return "ListRequests", admin_pb2.ListRequestsRequest(filter=bad), f"filter.{path}"
-        case admin_pb2.RequestIds():
-            return "CancelRequests", admin_pb2.CancelRequestsRequest(ids=bad), f"ids.{path}"
+        case pb.TenantSettings():
+            return "UpdateSettings", pb.UpdateSettingsRequest(tenants=[bad]), f"tenants[0].{path}"
+        case pb.RequestFilter():
+            return "ListRequests", pb.ListRequestsRequest(filter=bad), f"filter.{path}"
+        case pb.RequestIds():
+            return "CancelRequests", pb.CancelRequestsRequest(ids=bad), f"ids.{path}"
     raise AssertionError(bad)
 
 
 def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
     """The method that the message can be sent by, what is sent, and the path that is to be named."""
-    start = pb.Start(text="hi")
+    start = pb.GenerationStart(text="hi")
     match bad:
-        case pb.Start():
+        case pb.GenerationStart():
             start.MergeFrom(bad)
-        case pb.Sampling() | pb.Output():
-            name = type(bad).__name__.lower()
+        case pb.SamplingParams() | pb.OutputOptions():
+            name = {"SamplingParams": "sampling", "OutputOptions": "output"}[type(bad).__name__]
             getattr(start, name).CopyFrom(bad)
             path = f"{name}.{path}"
-        case constraint_pb2.Constraint():
+        case pb.Constraint():
             start.constraint.CopyFrom(bad)
             path = f"constraint.{path}"
-        case constraint_pb2.Choices():
+        case pb.StringChoices():
             start.constraint.choices.CopyFrom(bad)
             path = f"constraint.choices.{path}"
         case pb.TokenIds():
@@ -228,16 +218,16 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
             complete(bad)
             start.chat.messages.add(role="assistant", tool_calls=[bad])
             path = f"chat.messages[0].tool_calls[0].{path}"
-        case admin_pb2.TenantSettings() | admin_pb2.RequestFilter() | admin_pb2.RequestIds():
+        case pb.TenantSettings() | pb.RequestFilter() | pb.RequestIds():
             return in_an_admin_request(bad, path)
-        case embedding_pb2.EmbedInput():
-            return "Embed", embedding_pb2.EmbedRequest(inputs=[bad]), f"inputs[0].{path}"
-        case embedding_pb2.EmbedRequest() | classification_pb2.ClassifyRequest() | classification_pb2.ScoreRequest():
+        case pb.EmbedInput():
+            return "Embed", pb.EmbedRequest(inputs=[bad]), f"inputs[0].{path}"
+        case pb.EmbedRequest() | pb.ClassifyRequest() | pb.ScoreRequest():
             complete(bad)
             return type(bad).__name__.removesuffix("Request"), bad, path
-        case pb.Cancel():
+        case pb.GenerationCancel():
             return "Generate", pb.GenerateRequest(cancel=bad), path
-        case pb.Update():
+        case pb.GenerationUpdate():
             return "Generate", pb.GenerateRequest(update=bad), path
         case _:
             return type(bad).__name__.removesuffix("Request"), bad, path
@@ -261,7 +251,7 @@ async def send(service: Any, method: str, request: Any) -> None:
         await getattr(stub, method)(request)
     elif method == "GetModel":
         await service.model.GetModel(request)
-    elif request.DESCRIPTOR.file is admin_pb2.DESCRIPTOR:
+    elif hasattr(service.admin, method):
         call = getattr(service.admin, method)(request)
         await (call.read() if method.startswith("Watch") else call)
     else:
@@ -296,7 +286,7 @@ async def test_reliability_figure_11_no_bad_field_reaches_the_engine(start_servi
     for parameters in bad_messages():
         bad, path = parameters.values
         method, request, path = in_a_request(bad, path)
-        if isinstance(bad, pb.Update):
+        if isinstance(bad, pb.GenerationUpdate):
             continue  # a live request is needed: see test_generation.py
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await send(service, method, request)
@@ -309,7 +299,7 @@ async def test_reliability_figure_11_no_bad_field_reaches_the_engine(start_servi
 async def test_a_message_of_more_than_8_mib_ends_its_stream(start_service, new_reading):
     """As the proto says. One of less is refused in band, by its field."""
     service = await start_service()
-    start = pb.Start(token_ids=pb.TokenIds(ids=[1] * ((8 << 20) - 100)))
+    start = pb.GenerationStart(token_ids=pb.TokenIds(ids=[1] * ((8 << 20) - 100)))
     reading = await new_reading().read(service.generation.Generate(iter([pb.GenerateRequest(start=start)])))
     assert reading.outcomes[0].finished[0].status.message.startswith("token_ids.ids")
     start.token_ids.ids.extend([1] * 200)
@@ -320,7 +310,7 @@ async def test_a_message_of_more_than_8_mib_ends_its_stream(start_service, new_r
 
 async def test_metadata_is_refused_by_its_size_and_never_at_random(start_service):
     service = await start_service()
-    request = pb.CompleteRequest(start=pb.Start(text="hi", sampling=pb.Sampling(max_tokens=1)))
+    request = pb.CompleteRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=1)))
 
     async def outcomes(num_bytes: int) -> set[grpc.StatusCode]:
         found = set()
@@ -337,9 +327,9 @@ def test_a_penalty_is_not_so_small_that_logits_overflow():
     validator = Validator(LIMITS)
     for value in (1e-38, 0.0099):
         with pytest.raises(ServiceError) as error:
-            validator.check(pb.Start(sampling=pb.Sampling(repetition_penalty=value)))
+            validator.check(pb.GenerationStart(sampling=pb.SamplingParams(repetition_penalty=value)))
         assert "must be at least 0.01 and at most 100" in error.value.message
-    validator.check(pb.Start(sampling=pb.Sampling(repetition_penalty=0.01)))
+    validator.check(pb.GenerationStart(sampling=pb.SamplingParams(repetition_penalty=0.01)))
 
 
 class Unread(list[int]):
@@ -358,7 +348,7 @@ def test_ids_of_thousands_of_inputs_are_only_counted():
 
 def test_a_fixed_length_is_not_reported_as_a_range():
     with pytest.raises(ServiceError) as error:
-        Validator(LIMITS).check(pb.Start(traceparent="00-"))
+        Validator(LIMITS).check(pb.GenerationStart(traceparent="00-"))
     assert error.value.message == "traceparent: must be 55 bytes long; it has 3"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import penstock.v1 as pb
 from penstock.models.errors import ModelError
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.prepare import prepare
@@ -18,7 +19,6 @@ from penstock.service.config.sampling_defaults import SamplingDefaults, read_sam
 from penstock.service.requests.generate import Origin, RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.text.tokenizer import TokenizerPool
-from penstock.v1 import generation_pb2 as pb, model_pb2
 
 ALL: dict[str, Any] = {
     "temperature": 0.5, "top_k": 20, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5,
@@ -48,7 +48,7 @@ class TestReading:
     def test_what_the_file_names_is_a_default_and_nothing_else_is(self, model):
         named = {**ALL, "max_new_tokens": 30, "do_sample": False, "eos_token_id": 7, "num_beams": 4}
         defaults = read_sampling_defaults(model(named), "auto")
-        assert defaults.sampling == pb.Sampling(max_tokens=30, **ALL)
+        assert defaults.sampling == pb.SamplingParams(max_tokens=30, **ALL)
         assert defaults.token_limit is None
 
     @pytest.mark.parametrize("values", [{}, {"temperature": None, "top_k": None}, {"eos_token_id": [1, 2]}])
@@ -67,18 +67,18 @@ class TestReading:
     def test_another_file_takes_its_place_and_limits_every_request(self, model, at):
         other = model({"top_k": 3, "max_new_tokens": 9}, "other")
         defaults = read_sampling_defaults(model(ALL), str(other / at))
-        assert defaults.sampling == pb.Sampling(top_k=3, max_tokens=9)
+        assert defaults.sampling == pb.SamplingParams(top_k=3, max_tokens=9)
         assert defaults.token_limit == 9
 
     def test_what_overrides_goes_before_the_file(self, model):
         override = json.dumps({"top_k": 3, "max_new_tokens": 9})
         defaults = read_sampling_defaults(model({**ALL, "max_new_tokens": 30}), "auto", override)
-        assert defaults.sampling == pb.Sampling(max_tokens=9, **ALL | {"top_k": 3})
+        assert defaults.sampling == pb.SamplingParams(max_tokens=9, **ALL | {"top_k": 3})
         assert defaults.token_limit == 9
-        assert read_sampling_defaults(model(ALL), "none", override).sampling == pb.Sampling(top_k=3, max_tokens=9)
+        assert read_sampling_defaults(model(ALL), "none", override).sampling == pb.SamplingParams(top_k=3, max_tokens=9)
 
     def test_minus_one_is_no_top_k(self, model):
-        assert read_sampling_defaults(model({"top_k": -1}), "auto").sampling == pb.Sampling(top_k=0)
+        assert read_sampling_defaults(model({"top_k": -1}), "auto").sampling == pb.SamplingParams(top_k=0)
 
     @pytest.mark.parametrize(
         ("text", "problem"),
@@ -132,7 +132,7 @@ def convert(byte_tokenizer):
         request_builder = RequestBuilder(
             validator, pool, "m", 4096, max_retain_s=1, grammars=GrammarChecks(byte_tokenizer), defaults=defaults
         )
-        start = pb.Start(text="hello", sampling=pb.Sampling(**sampling))
+        start = pb.GenerationStart(text="hello", sampling=pb.SamplingParams(**sampling))
         request_builder.check(start)
         return await request_builder.prepare(start, Origin("id", "t", time.monotonic()), lambda event: None)
 
@@ -140,7 +140,7 @@ def convert(byte_tokenizer):
     pool.close()
 
 
-DEFAULTS = SamplingDefaults(pb.Sampling(max_tokens=30, **ALL))
+DEFAULTS = SamplingDefaults(pb.SamplingParams(max_tokens=30, **ALL))
 
 
 class TestRequests:
@@ -157,15 +157,15 @@ class TestRequests:
 
     async def test_max_tokens_of_the_file_is_only_a_default(self, convert):
         assert (await convert(DEFAULTS, max_tokens=100)).max_tokens == 100
-        assert (await convert(SamplingDefaults(pb.Sampling(max_tokens=10**6)))).max_tokens == 4091
+        assert (await convert(SamplingDefaults(pb.SamplingParams(max_tokens=10**6)))).max_tokens == 4091
 
     async def test_a_limit_cuts_every_request(self, convert):
-        limited = SamplingDefaults(pb.Sampling(max_tokens=9), token_limit=9)
+        limited = SamplingDefaults(pb.SamplingParams(max_tokens=9), token_limit=9)
         for asked, gets in ((None, 9), (5, 5), (9, 9), (100, 9), (10**6, 9)):
             assert (await convert(limited, max_tokens=asked)).max_tokens == gets
 
     async def test_top_p_0_takes_the_likeliest_token_from_either(self, convert):
-        for defaults, sampling in ((None, {"top_p": 0}), (SamplingDefaults(pb.Sampling(top_p=0)), {})):
+        for defaults, sampling in ((None, {"top_p": 0}), (SamplingDefaults(pb.SamplingParams(top_p=0)), {})):
             chosen = (await convert(defaults, temperature=0.7, **sampling)).sampling
             assert (chosen.temperature, chosen.top_p) == (0.0, 1.0)
         assert (await convert(None, top_p=1e-30)).sampling.temperature == 1.0
@@ -173,9 +173,9 @@ class TestRequests:
 
 async def test_the_model_reports_them(start_service):
     service = await start_service(sampling_defaults=DEFAULTS)
-    model = await service.model.GetModel(model_pb2.GetModelRequest())
+    model = await service.model.GetModel(pb.GetModelRequest())
     assert model.sampling_defaults == DEFAULTS.sampling
-    plain = await (await start_service()).model.GetModel(model_pb2.GetModelRequest())
+    plain = await (await start_service()).model.GetModel(pb.GetModelRequest())
     assert not plain.sampling_defaults.ListFields()
 
 
@@ -187,7 +187,7 @@ async def test_they_reach_the_engine(start_service):
         return ord("x")
 
     service = await start_service(FakeExecutor(vocab_size=258, next_token=note), sampling_defaults=DEFAULTS)
-    start = pb.Start(text="hello", sampling=pb.Sampling(max_tokens=1, top_k=0))
+    start = pb.GenerationStart(text="hello", sampling=pb.SamplingParams(max_tokens=1, top_k=0))
     await service.generation.Complete(pb.CompleteRequest(start=start))
     assert (seen[0].temperature, seen[0].top_k) == (0.5, 0)
 
@@ -197,7 +197,7 @@ def test_the_start_logs_them_and_the_flags_change_them(caplog):
         return prepare(parse_config(["--port=0", "--admin-listen=off", "--metrics-listen=off", *flags])).server
 
     with caplog.at_level(logging.INFO, "penstock.service.app.prepare"):
-        assert defaults().sampling_defaults.sampling == pb.Sampling(temperature=0.7, top_p=0.9)
+        assert defaults().sampling_defaults.sampling == pb.SamplingParams(temperature=0.7, top_p=0.9)
     [line] = [record.getMessage() for record in caplog.records if "sampling defaults" in record.getMessage()]
     assert line.endswith("temperature 0.7, top_p 0.9")
     caplog.clear()
@@ -205,4 +205,4 @@ def test_the_start_logs_them_and_the_flags_change_them(caplog):
         assert defaults("--generation-config=none").sampling_defaults == SamplingDefaults()
     assert not [record for record in caplog.records if "sampling defaults" in record.getMessage()]
     changed = defaults("--override-generation-config", '{"temperature": 0.25}').sampling_defaults
-    assert changed.sampling == pb.Sampling(temperature=0.25, top_p=0.9)
+    assert changed.sampling == pb.SamplingParams(temperature=0.25, top_p=0.9)

@@ -19,10 +19,10 @@ import psutil
 import pytest
 from google.protobuf import json_format
 
-from penstock.v1 import admin_pb2, classification_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
+import penstock.v1 as pb
+from penstock.v1 import Constraint
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
-from penstock.v1.constraint_pb2 import Constraint
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
@@ -146,7 +146,9 @@ def bearer(key):
 
 
 def text(prompt, **sampling):
-    return pb.Start(text=prompt, sampling=pb.Sampling(**{"max_tokens": 32, "ignore_eos": True, **sampling}))
+    return pb.GenerationStart(
+        text=prompt, sampling=pb.SamplingParams(**{"max_tokens": 32, "ignore_eos": True, **sampling})
+    )
 
 
 async def call_the_service(service, channel):
@@ -165,14 +167,14 @@ async def call_the_service(service, channel):
     await complete("UNAUTHENTICATED", text(PROMPT), bearer(WRONG_KEY))
     await complete("UNAUTHENTICATED", text(PROMPT), (("authorization", WRONG_KEY),))
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=PROMPT)])
-    await complete("OK", pb.Start(chat=chat, sampling=pb.Sampling(max_tokens=16, ignore_eos=True)))
+    await complete("OK", pb.GenerationStart(chat=chat, sampling=pb.SamplingParams(max_tokens=16, ignore_eos=True)))
     for tools in ([json.dumps(TOOL)], [f"{{{SCHEMA}"], [json.dumps({SCHEMA: SCHEMA})]):
         with_tools = pb.Chat(messages=chat.messages, tools=tools)
         # Whether this model's template shows tools is not the question here.
         refusals = "OK|FAILED_PRECONDITION|INVALID_ARGUMENT"
-        await complete(refusals, pb.Start(chat=with_tools, sampling=pb.Sampling(max_tokens=4)))
+        await complete(refusals, pb.GenerationStart(chat=with_tools, sampling=pb.SamplingParams(max_tokens=4)))
     variables = pb.Chat(messages=chat.messages, template_variables=f'{{"{SCHEMA}": ')
-    await complete("INVALID_ARGUMENT", pb.Start(chat=variables))
+    await complete("INVALID_ARGUMENT", pb.GenerationStart(chat=variables))
 
     for constraint in (
         Constraint(json_schema=f'{{"{SCHEMA}": '),
@@ -181,9 +183,11 @@ async def call_the_service(service, channel):
         Constraint(lark=f"start: {SCHEMA}"),
         Constraint(gbnf=f"root ::= {SCHEMA}"),
     ):
-        await complete("INVALID_ARGUMENT", pb.Start(text=PROMPT, constraint=constraint))
+        await complete("INVALID_ARGUMENT", pb.GenerationStart(text=PROMPT, constraint=constraint))
     any_value = Constraint(json_schema=json.dumps({"title": SCHEMA}))
-    await complete("OK", pb.Start(text=PROMPT, constraint=any_value, sampling=pb.Sampling(max_tokens=32)))
+    await complete(
+        "OK", pb.GenerationStart(text=PROMPT, constraint=any_value, sampling=pb.SamplingParams(max_tokens=32))
+    )
 
     raw = channel.unary_unary("/penstock.v1.GenerationService/Complete")
     await service.expect("INVALID_ARGUMENT", raw(b"\x0a\xff\xff" + PROMPT.encode(), metadata=mine))
@@ -202,13 +206,13 @@ async def call_the_service(service, channel):
 
     service.outputs += texts.values()
     tokenizer = TokenizerServiceStub(channel)
-    tokens = await tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text=PROMPT), metadata=mine)
-    await service.expect("INTERNAL", tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text=BREAK), metadata=mine))
-    await tokenizer.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=tokens.token_ids), metadata=mine)
-    await tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat), metadata=mine)
-    embed = embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text=PROMPT)])
+    tokens = await tokenizer.Tokenize(pb.TokenizeRequest(text=PROMPT), metadata=mine)
+    await service.expect("INTERNAL", tokenizer.Tokenize(pb.TokenizeRequest(text=BREAK), metadata=mine))
+    await tokenizer.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids), metadata=mine)
+    await tokenizer.RenderChat(pb.RenderChatRequest(chat=chat), metadata=mine)
+    embed = pb.EmbedRequest(inputs=[pb.EmbedInput(text=PROMPT)])
     await EmbeddingServiceStub(channel).Embed(embed, metadata=mine)
-    score = classification_pb2.ScoreRequest(queries=[PROMPT], documents=[PROMPT])
+    score = pb.ScoreRequest(queries=[PROMPT], documents=[PROMPT])
     await service.expect("FAILED_PRECONDITION", ClassificationServiceStub(channel).Score(score, metadata=mine))
 
 
@@ -256,13 +260,13 @@ async def ask_the_administration(service):
     """What it says of all that."""
     async with grpc.aio.insecure_channel(service.addresses["admin"]) as channel:
         admin, operator = AdminServiceStub(channel), bearer(ADMIN_KEY)
-        stats: Any = await admin.WatchStats(admin_pb2.WatchStatsRequest(), metadata=operator).read()
+        stats: Any = await admin.WatchStats(pb.WatchStatsRequest(), metadata=operator).read()
         said = json_format.MessageToJson(stats)
         for request_id in set(re.findall(r'"request_id": "(\w+)"', service.log.read_text())):
             with suppress(grpc.aio.AioRpcError):  # those that were refused have no timeline
-                answer = await admin.Explain(admin_pb2.ExplainRequest(request_id=request_id), metadata=operator)
+                answer = await admin.Explain(pb.ExplainRequest(request_id=request_id), metadata=operator)
                 said += json_format.MessageToJson(answer)
-        denied = admin.GetSettings(admin_pb2.GetSettingsRequest(), metadata=bearer(KEY))
+        denied = admin.GetSettings(pb.GetSettingsRequest(), metadata=bearer(KEY))
         await service.expect("PERMISSION_DENIED", denied)
         return said
 

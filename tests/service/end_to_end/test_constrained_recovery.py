@@ -11,8 +11,8 @@ import grpc
 import psutil
 import pytest
 
+import penstock.v1 as pb
 from penstock.service.app.embedded import local_service
-from penstock.v1 import admin_pb2, constraint_pb2, generation_pb2 as pb
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -26,12 +26,12 @@ RECORDS = {
         "additionalProperties": False,
     },
 }
-CONSTRAINT = constraint_pb2.Constraint(json_schema=json.dumps(RECORDS))
+CONSTRAINT = pb.Constraint(json_schema=json.dumps(RECORDS))
 """Much of it is forced, and always drafted. The rest is up to a drafter: how much of it is drafted, the time says that
 steps take."""
 KILL_AT = (120, 240)
 """Characters of the output."""
-SERVING = admin_pb2.ENGINE_STATE_SERVING
+SERVING = pb.ENGINE_STATE_SERVING
 
 
 class Output(NamedTuple):
@@ -80,8 +80,8 @@ class Killer:
                 return True
             time.sleep(0.01)
 
-    def _stats(self) -> admin_pb2.WatchStatsResponse:
-        return next(self._admin.WatchStats(admin_pb2.WatchStatsRequest(), timeout=120))
+    def _stats(self) -> pb.WatchStatsResponse:
+        return next(self._admin.WatchStats(pb.WatchStatsRequest(), timeout=120))
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ class Killer:
 def test_killed_workers_change_nothing(drafts: dict[str, str] | None, tmp_path: Path) -> None:
     """In float32: on the reference backend steps of other sizes differ in their last bits."""
     small = {"kv_cache_memory_bytes": "64M", "max_model_len": 2048, "threads": 1, "dtype": "float32"}
-    sampling = pb.Sampling(temperature=1.0, repetition_penalty=1.05, seed=1, max_tokens=1200)
-    start = pb.Start(text="An example:", constraint=CONSTRAINT, sampling=sampling)
-    undrafted = pb.Start(text="An example:", constraint=CONSTRAINT, sampling=sampling, max_draft_tokens=0)
+    sampling = pb.SamplingParams(temperature=1.0, repetition_penalty=1.05, seed=1, max_tokens=1200)
+    start = pb.GenerationStart(text="An example:", constraint=CONSTRAINT, sampling=sampling)
+    undrafted = pb.GenerationStart(text="An example:", constraint=CONSTRAINT, sampling=sampling, max_draft_tokens=0)
     others = workers()
     admin_target = f"unix:{tmp_path / 'admin'}"
     with (
@@ -122,7 +122,7 @@ def test_killed_workers_change_nothing(drafts: dict[str, str] | None, tmp_path: 
     assert disturbed.accepted > 0
 
 
-def generate(stub: GenerationServiceStub, start: pb.Start, killer: Killer | None = None) -> Output:
+def generate(stub: GenerationServiceStub, start: pb.GenerationStart, killer: Killer | None = None) -> Output:
     text, finished = "", pb.Finished()
     for answer in stub.GenerateOne(pb.GenerateOneRequest(start=start), timeout=120):
         text += "".join(delta.text for delta in answer.deltas)

@@ -13,8 +13,9 @@ import grpc
 import jsonschema
 import pytest
 
+import penstock.v1 as pb
 from penstock.service.app.embedded import local_service
-from penstock.v1 import constraint_pb2, generation_pb2 as pb, generation_pb2_grpc as pb_grpc
+from penstock.v1 import generation_pb2_grpc as pb_grpc
 
 MAX_TOKENS = 200
 SAMPLE = 8
@@ -34,12 +35,12 @@ class Case(NamedTuple):
     max_tokens: int = MAX_TOKENS
 
     @property
-    def constraint(self) -> constraint_pb2.Constraint:
+    def constraint(self) -> pb.Constraint:
         if self.kind == "choices":
-            return constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=self.text))
+            return pb.Constraint(choices=pb.StringChoices(values=self.text))
         if self.kind == "any_json":
-            return constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())
-        return constraint_pb2.Constraint(**{self.kind: self.text})
+            return pb.Constraint(any_json=pb.AnyJson())
+        return pb.Constraint(**{self.kind: self.text})
 
 
 def _deep(levels: int) -> str:
@@ -126,10 +127,10 @@ def complete(target: str) -> Iterator[Complete]:
     with grpc.insecure_channel(target) as channel:
         stub = pb_grpc.GenerationServiceStub(channel)
 
-        def complete(
-            constraint: constraint_pb2.Constraint, text: str = "An example:", **sampling: Any
-        ) -> pb.CompleteResponse:
-            start = pb.Start(text=text, constraint=constraint, sampling=pb.Sampling(**{"seed": 1, **sampling}))
+        def complete(constraint: pb.Constraint, text: str = "An example:", **sampling: Any) -> pb.CompleteResponse:
+            start = pb.GenerationStart(
+                text=text, constraint=constraint, sampling=pb.SamplingParams(**{"seed": 1, **sampling})
+            )
             while True:
                 try:
                     answer: pb.CompleteResponse = stub.Complete(pb.CompleteRequest(start=start), timeout=120)
@@ -206,16 +207,16 @@ SCHEMA = (
 
 def test_what_is_refused_at_once(complete: Complete) -> None:
     """Before anything is compiled; and what it does not go together with."""
-    regex = constraint_pb2.Constraint(regex="a+")
+    regex = pb.Constraint(regex="a+")
     for constraint, sampling, said in (
-        (constraint_pb2.Constraint(), {}, "constraint: set json_schema"),
+        (pb.Constraint(), {}, "constraint: set json_schema"),
         (regex, {"ignore_eos": True}, "constraint: not together with ignore_eos"),
         (regex, {"allowed_token_ids": [5]}, "constraint: not together with allowed_token_ids"),
-        (constraint_pb2.Constraint(regex="a" * (64 * 1024 + 1)), {}, "constraint.regex"),
-        (constraint_pb2.Constraint(json_schema=" " * (256 * 1024 + 1)), {}, "constraint.json_schema"),
-        (constraint_pb2.Constraint(choices=constraint_pb2.Choices()), {}, "constraint.choices.values"),
+        (pb.Constraint(regex="a" * (64 * 1024 + 1)), {}, "constraint.regex"),
+        (pb.Constraint(json_schema=" " * (256 * 1024 + 1)), {}, "constraint.json_schema"),
+        (pb.Constraint(choices=pb.StringChoices()), {}, "constraint.choices.values"),
         (
-            constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=["a"] * 1025)),
+            pb.Constraint(choices=pb.StringChoices(values=["a"] * 1025)),
             {},
             "constraint.choices.values",
         ),
@@ -228,7 +229,7 @@ def test_what_is_refused_at_once(complete: Complete) -> None:
 def test_choices_with_penalties_are_reproducible(complete: Complete) -> None:
     """Three at once, of one grammar, and the same again."""
     sampling: dict[str, Any] = {"n": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5, "max_tokens": MAX_TOKENS}
-    first, again = (complete(constraint_pb2.Constraint(json_schema=SCHEMA), **sampling) for _ in range(2))
+    first, again = (complete(pb.Constraint(json_schema=SCHEMA), **sampling) for _ in range(2))
     texts = [choice.text for choice in first.choices]
     assert texts == [choice.text for choice in again.choices]
     assert len(set(texts)) > 1
@@ -249,8 +250,8 @@ def test_a_complete_output_ends_before_min_tokens(target: str, drafts: int | Non
     with grpc.insecure_channel(target) as channel:
         stub = pb_grpc.GenerationServiceStub(channel)
         for regex, expected in cases.items():
-            sampling = pb.Sampling(seed=1, min_tokens=10, max_tokens=40, stop=["zz"])
-            start = pb.Start(text="x", constraint=constraint_pb2.Constraint(regex=regex), sampling=sampling)
+            sampling = pb.SamplingParams(seed=1, min_tokens=10, max_tokens=40, stop=["zz"])
+            start = pb.GenerationStart(text="x", constraint=pb.Constraint(regex=regex), sampling=sampling)
             if drafts is not None:
                 start.max_draft_tokens = drafts
             choice = stub.Complete(pb.CompleteRequest(start=start), timeout=60).choices[0]
@@ -260,7 +261,7 @@ def test_a_complete_output_ends_before_min_tokens(target: str, drafts: int | Non
 
 
 def test_stop_strings_wait_for_min_tokens(complete: Complete) -> None:
-    digits = constraint_pb2.Constraint(regex="[0-9]{60}")
+    digits = pb.Constraint(regex="[0-9]{60}")
     answer = complete(digits, min_tokens=25, max_tokens=60, stop=[str(digit) for digit in range(10)])
     assert answer.finished.usage.output_tokens == 26
     assert answer.choices[0].end.reason == pb.FINISH_REASON_STOP
@@ -269,5 +270,5 @@ def test_stop_strings_wait_for_min_tokens(complete: Complete) -> None:
 def test_a_dead_end_is_the_callers(complete: Complete) -> None:
     """The same request would fail again."""
     with pytest.raises(grpc.RpcError, match="nothing can follow it: correct the constraint") as failed:
-        complete(constraint_pb2.Constraint(lark='start: /[a-z]{3}/ "-" C\nC: /c/ & ~/c/'), max_tokens=20)
+        complete(pb.Constraint(lark='start: /[a-z]{3}/ "-" C\nC: /c/ & ~/c/'), max_tokens=20)
     assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -20,16 +20,26 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.v1 import admin_pb2, classification_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
+from penstock.v1 import admin_pb2, classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 
 LIMIT_S = 120.0
 """A call that takes longer has been forgotten by the service."""
 NUM_AT_ONCE = 16
 MAX_FRAMES = 12
 VOCAB_SIZE = 258
-FILES = (pb, classification_pb2, embedding_pb2, model_pb2, tokenizer_pb2, admin_pb2, health_pb2, reflection_pb2)
+FILES = (
+    generation_pb2,
+    classification_pb2,
+    embedding_pb2,
+    model_pb2,
+    tokenizer_pb2,
+    admin_pb2,
+    health_pb2,
+    reflection_pb2,
+)
 OURS = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 CLIENTS_OWN = "Internal error from Core"
 """What grpc.aio's client says of itself where a stream ends while it writes; what the service said is lost."""
@@ -286,9 +296,9 @@ async def fuzz(start_service: Any, caplog: Any, methods: list[Method], num_messa
     assert service.engine.stats().requests == 0
     assert service.blocks_in_use == 0
     # Whatever an operator was made to say, it can be said otherwise.
-    await service.admin.Resume(admin_pb2.ResumeRequest())
+    await service.admin.Resume(pb.ResumeRequest())
     service.engine.reconfigure(config)
-    answer = await service.generation.Complete(pb.CompleteRequest(start=pb.Start(text="hi")))
+    answer = await service.generation.Complete(pb.CompleteRequest(start=pb.GenerationStart(text="hi")))
     assert answer.finished.status.code == 0
     return fuzzer
 

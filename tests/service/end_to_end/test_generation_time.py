@@ -8,13 +8,13 @@ import pytest
 from letters import ENDLESS, begin, cancel, paced
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
-from penstock.v1 import generation_pb2 as pb
 
 LONGER = (150, 1500, 6000)
 """Milliseconds for a request that has to begin and must not end: more are given where a busy machine needs them."""
 HELLO = "fghij"
-TOO_LONG = pb.Start(text="xx", sampling=pb.Sampling(min_tokens=4095))
+TOO_LONG = pb.GenerationStart(text="xx", sampling=pb.SamplingParams(min_tokens=4095))
 """Refused once it is known how many tokens the prompt leaves."""
 """What the worker says to a prompt of five tokens."""
 

@@ -19,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waiting import until
 
-from penstock.v1 import generation_pb2 as pb
+import penstock.v1 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
@@ -137,11 +137,11 @@ async def serving(*arguments: str, **env: str) -> AsyncIterator[Life]:
 def frames(prompts: list[list[int]], temperature: float, max_tokens: int) -> list[pb.GenerateRequest]:
     return [
         pb.GenerateRequest(
-            start=pb.Start(
+            start=pb.GenerationStart(
                 ref=ref,
                 token_ids=pb.TokenIds(ids=prompt),
-                sampling=pb.Sampling(max_tokens=max_tokens, temperature=temperature, seed=ref, ignore_eos=True),
-                output=pb.Output(format=pb.OUTPUT_FORMAT_TOKEN_IDS),
+                sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=ref, ignore_eos=True),
+                output=pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS),
             )
         )
         for ref, prompt in enumerate(prompts, start=1)

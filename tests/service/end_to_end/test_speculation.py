@@ -10,6 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import DraftMethod, RowFailure, SpeculationConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
@@ -19,7 +20,6 @@ from penstock.service.config.command_line import parse_config
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.config.speculative import MAX_DRAFTS, parse_speculation
-from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2
 
 NGRAM = SpeculationConfig(DraftMethod.NGRAM, 4)
 
@@ -111,8 +111,8 @@ def test_a_drafter_that_is_not_there_is_refused():
 
 
 def request(max_tokens=40, **fields):
-    sampling = pb.Sampling(max_tokens=max_tokens, n=fields.pop("n", None))
-    return pb.CompleteRequest(start=pb.Start(text="0123456789", sampling=sampling, **fields))
+    sampling = pb.SamplingParams(max_tokens=max_tokens, n=fields.pop("n", None))
+    return pb.CompleteRequest(start=pb.GenerationStart(text="0123456789", sampling=sampling, **fields))
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ async def test_all_reports_of_drafts_agree(controller, caplog):
     assert positions["vllm:spec_decode_num_accepted_tokens_per_pos_total"] == accepted_at
     assert positions["penstock_drafted_tokens_total"] == dict(zip("0123", told.drafted_at, strict=True))
 
-    stats = await anext(aiter(controller.admin.WatchStats(admin_pb2.WatchStatsRequest())))
+    stats = await anext(aiter(controller.admin.WatchStats(pb.WatchStatsRequest())))
     assert (stats.drafts, stats.drafted_tokens, stats.accepted_tokens) == (
         told.steps,
         told.drafted_tokens,
@@ -189,8 +189,8 @@ async def test_all_reports_of_drafts_agree(controller, caplog):
     data = vars(record)["data"]
     assert (data["drafted_tokens"], data["accepted_tokens"]) == (told.drafted_tokens, told.accepted_tokens)
 
-    explained = await controller.admin.Explain(admin_pb2.ExplainRequest(request_id=answer.request_id))
-    [decoded] = [entry for entry in explained.timeline if entry.kind == admin_pb2.TIMELINE_KIND_DECODED]
+    explained = await controller.admin.Explain(pb.ExplainRequest(request_id=answer.request_id))
+    [decoded] = [entry for entry in explained.timeline if entry.kind == pb.TIMELINE_KIND_DECODED]
     assert decoded.detail == f"{told.accepted_tokens} of {told.drafted_tokens} drafts accepted"
 
 
@@ -204,9 +204,9 @@ async def test_draft_statistics_are_logged_periodically(start_service, caplog):
 
 
 async def test_the_model_is_described_with_it(controller, start_service):
-    model = await controller.model.GetModel(model_pb2.GetModelRequest())
+    model = await controller.model.GetModel(pb.GetModelRequest())
     assert (model.speculation, model.limits.max_draft_tokens) == ("ngram", 4)
-    plain = await (await start_service()).model.GetModel(model_pb2.GetModelRequest())
+    plain = await (await start_service()).model.GetModel(pb.GetModelRequest())
     assert (plain.speculation, plain.limits.max_draft_tokens) == ("", 0)
 
 
@@ -242,7 +242,7 @@ async def test_a_grammar_too_costly_to_follow_ends_its_request(start_service, de
     assert details["Finished"].reason == pb.FINISH_REASON_ERROR
 
     call = service.generation.Generate()
-    start = pb.Start(ref=1, text="0123456789", sampling=pb.Sampling(max_tokens=40))
+    start = pb.GenerationStart(ref=1, text="0123456789", sampling=pb.SamplingParams(max_tokens=40))
     await call.write(pb.GenerateRequest(start=start))
     await call.done_writing()
     outcome = (await new_reading().read(call)).outcomes[1]

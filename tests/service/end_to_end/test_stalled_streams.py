@@ -16,10 +16,10 @@ import psutil
 import pytest
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import Slots
 from penstock.service.streaming import buffer_budget, outbox
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 SLOW_BYTES_PER_S = 1024
@@ -28,8 +28,8 @@ SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 16_384), ("grpc.http2.bdp_probe",
 """By default a client's library takes in megabytes that its user has not asked for."""
 
 
-def start(max_tokens: int = 50_000, **fields: Any) -> pb.Start:
-    return pb.Start(text="a", sampling=pb.Sampling(max_tokens=max_tokens, ignore_eos=True), **fields)
+def start(max_tokens: int = 50_000, **fields: Any) -> pb.GenerationStart:
+    return pb.GenerationStart(text="a", sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True), **fields)
 
 
 @dataclass
@@ -66,7 +66,7 @@ async def streams(service: Any, number: int, **fields: Any) -> AsyncIterator[lis
         readers = []
         for _ in range(number):
             call: Any = GenerationServiceStub(channel).Generate()
-            await call.write(pb.GenerateRequest(start=start(output=pb.Output(logprobs=20), **fields)))
+            await call.write(pb.GenerateRequest(start=start(output=pb.OutputOptions(logprobs=20), **fields)))
             readers.append(Reader(call))
         yield readers
         for reader in readers:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken
 
+import penstock.v1 as pb
 from penstock.clients import AsyncClient
 from penstock.models.architecture.registry import spec_from_config
 from penstock.service.app.embedded import local_service
@@ -20,7 +21,6 @@ from penstock.service.config.command_line import parse_config
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.tokenizer_files import predict_facts
-from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 NUM_ROWS = 258
 IMAGE, WORD = 258, 259
@@ -95,12 +95,14 @@ def test_its_own_tokens_are_still_the_tokenizers(tokenizer):
 
 
 STARTS = {
-    "token_ids.ids[1]": pb.Start(token_ids=pb.TokenIds(ids=[97, IMAGE])),
-    "text": pb.Start(text="a penstock"),
-    "chat": pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="show")])),
-    "sampling.stop_token_ids[0]": pb.Start(text="a", sampling=pb.Sampling(stop_token_ids=[IMAGE])),
-    "sampling.logit_bias[259]": pb.Start(text="a", sampling=pb.Sampling(logit_bias={WORD: 5.0})),
-    "sampling.allowed_token_ids[1]": pb.Start(text="a", sampling=pb.Sampling(allowed_token_ids=[97, WORD])),
+    "token_ids.ids[1]": pb.GenerationStart(token_ids=pb.TokenIds(ids=[97, IMAGE])),
+    "text": pb.GenerationStart(text="a penstock"),
+    "chat": pb.GenerationStart(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="show")])),
+    "sampling.stop_token_ids[0]": pb.GenerationStart(text="a", sampling=pb.SamplingParams(stop_token_ids=[IMAGE])),
+    "sampling.logit_bias[259]": pb.GenerationStart(text="a", sampling=pb.SamplingParams(logit_bias={WORD: 5.0})),
+    "sampling.allowed_token_ids[1]": pb.GenerationStart(
+        text="a", sampling=pb.SamplingParams(allowed_token_ids=[97, WORD])
+    ),
 }
 
 
@@ -118,39 +120,41 @@ async def test_they_are_refused_in_a_request(start_service, tokenizer, field):
 async def test_a_text_names_the_token_that_is_refused(start_service, tokenizer):
     service = await start_service(tokenizer=tokenizer)
     with pytest.raises(grpc.aio.AioRpcError, match=r"text: .*token 2 of the prompt is 259 \('penstock'\)"):
-        await service.generation.Complete(pb.CompleteRequest(start=pb.Start(text="a penstock")))
+        await service.generation.Complete(pb.CompleteRequest(start=pb.GenerationStart(text="a penstock")))
 
 
 async def test_they_are_refused_after_a_context(start_service, tokenizer):
     service = await start_service(tokenizer=tokenizer)
-    first = pb.Start(text="a", sampling=pb.Sampling(max_tokens=2), retain_ms=60_000)
+    first = pb.GenerationStart(text="a", sampling=pb.SamplingParams(max_tokens=2), retain_ms=60_000)
     context = (await service.generation.Complete(pb.CompleteRequest(start=first))).request_id
     for more in ({"text": " penstock"}, {"token_ids": pb.TokenIds(ids=[IMAGE])}, {"chat": STARTS["chat"].chat}):
         with pytest.raises(grpc.aio.AioRpcError, match="vocabulary size, 258"):
-            await service.generation.Complete(pb.CompleteRequest(start=pb.Start(continue_from=context, **more)))
+            await service.generation.Complete(
+                pb.CompleteRequest(start=pb.GenerationStart(continue_from=context, **more))
+            )
 
 
 async def test_they_are_refused_in_what_is_embedded(start_service, tokenizer):
     service = await start_service(tokenizer=tokenizer)
     for given in ({"text": "penstock"}, {"token_ids": pb.TokenIds(ids=[IMAGE])}):
-        request = embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(**given)])
+        request = pb.EmbedRequest(inputs=[pb.EmbedInput(**given)])
         with pytest.raises(grpc.aio.AioRpcError, match="vocabulary size, 258"):
             await service.embedding.Embed(request)
 
 
 async def test_the_service_reports_the_smaller_number(start_service, tokenizer):
     service = await start_service(tokenizer=tokenizer)
-    assert (await service.model.GetModel(model_pb2.GetModelRequest())).vocab_size == NUM_ROWS
-    tokens = await service.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="penstock"))
+    assert (await service.model.GetModel(pb.GetModelRequest())).vocab_size == NUM_ROWS
+    tokens = await service.tokenizer.Tokenize(pb.TokenizeRequest(text="penstock"))
     assert tokens.token_ids == [WORD]
     with pytest.raises(grpc.aio.AioRpcError, match="must be below the vocabulary size, 258; it is 259"):
-        await service.tokenizer.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=tokens.token_ids))
+        await service.tokenizer.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
 
 
 async def test_a_grammar_leaves_the_spelling_to_the_model(tokenizer, byte_tokenizer):
     for one, forces in ((tokenizer, False), (byte_tokenizer, True)):
         checks = GrammarChecks(one)
-        grammar = await checks.grammar(constraint_pb2.Constraint(regex="penstock"), "me")
+        grammar = await checks.grammar(pb.Constraint(regex="penstock"), "me")
         checks.close()
         assert ("no_forcing" not in grammar) == forces
 

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import penstock.v1 as pb
 from penstock.service.chat_templates.chat_template import compile_templates
 from penstock.service.config.text_size import MAX_TEXT_BYTES
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.chat import MAX_JSON_DEPTH, check_chat, parse_chat
-from penstock.v1 import generation_pb2 as pb
 
 QUESTION = pb.ChatMessage(role="user", content="Is it raining in Köln?")
 ANSWER = pb.ChatMessage(role="assistant", content="Yes")

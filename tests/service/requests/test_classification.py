@@ -11,6 +11,7 @@ import pytest
 from letters import paced
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.models.checkpoint import classification_head
 from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.models.checkpoint.info import HeadActivation
@@ -22,7 +23,6 @@ from penstock.service.auth.identity import Principal
 from penstock.service.requests import pooled, score
 from penstock.service.rpc import pooled_calls
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.v1 import classification_pb2 as pb, embedding_pb2, generation_pb2, model_pb2
 
 HIDDEN_SIZE = 8
 QWENS_TEMPLATE = (
@@ -56,9 +56,7 @@ def sigmoid(value):
 
 def texts(*inputs, **fields):
     given = [
-        embedding_pb2.EmbedInput(text=each)
-        if isinstance(each, str)
-        else embedding_pb2.EmbedInput(token_ids=generation_pb2.TokenIds(ids=each))
+        pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
         for each in inputs
     ]
     return pb.ClassifyRequest(inputs=given, **fields)
@@ -107,7 +105,7 @@ class TestClassify:
         ids = [list(each.encode()) if isinstance(each, str) else each for each in inputs]
         response = await service.classification.Classify(texts(*inputs))
         assert response.labels == ["bad", "fine", "good"]
-        assert response.usage == generation_pb2.Usage(prompt_tokens=sum(map(len, ids)))
+        assert response.usage == pb.Usage(prompt_tokens=sum(map(len, ids)))
         assert len(response.request_id) == 26
         plain = await service.classification.Classify(texts(*inputs, use_activation=False))
         for each, bare, tokens in zip(response.classifications, plain.classifications, ids, strict=True):
@@ -120,7 +118,7 @@ class TestClassify:
         service = await start_service(head=CLASSIFIER, embedding=PoolingConfig(Pooling.MEAN))
         response = await service.classification.Classify(texts("abc", use_activation=False))
         assert list(response.classifications[0].values) == pytest.approx(logits(CLASSIFIER, list(b"abc")), rel=1e-5)
-        assert len((await service.embedding.Embed(embedding_pb2.EmbedRequest(inputs=texts("abc").inputs))).embeddings)
+        assert len((await service.embedding.Embed(pb.EmbedRequest(inputs=texts("abc").inputs))).embeddings)
 
     async def test_padding_at_the_end_does_not_count(self, start_service):
         service = await start_service(head=head("a", "b", pad=7))
@@ -133,7 +131,7 @@ class TestClassify:
         service = await start_service(head=CLASSIFIER)
         seen = prompts_of(service)
         await service.classification.Classify(texts("abcdef", truncate_prompt_tokens=2))
-        side = generation_pb2.TRUNCATION_SIDE_LEFT
+        side = pb.TRUNCATION_SIDE_LEFT
         await service.classification.Classify(texts("abcdef", truncate_prompt_tokens=2, truncation_side=side))
         assert [bytes(prompt) for prompt in seen] == [b"ab", b"ef"]
 
@@ -143,7 +141,7 @@ class TestClassify:
             (texts(), "inputs"),
             (texts("x", ""), "inputs[1].text"),
             (texts("x", [0, 258]), "inputs[1].token_ids.ids[1]"),
-            (pb.ClassifyRequest(inputs=[embedding_pb2.EmbedInput()]), "inputs[0].input"),
+            (pb.ClassifyRequest(inputs=[pb.EmbedInput()]), "inputs[0].input"),
             (texts("x" * 4097), "inputs[0].text"),
             (texts(*["x"] * 2049), "inputs"),
         ],
@@ -293,7 +291,7 @@ class TestTemplates:
 
     async def test_only_the_document_is_cut(self, service, prompts_of):
         seen = prompts_of(service)
-        document, side = "the document", generation_pb2.TRUNCATION_SIDE_LEFT
+        document, side = "the document", pb.TRUNCATION_SIDE_LEFT
         for fields in ({}, {"truncation_side": side}):
             await service.classification.Score(pairs(["query"], [document], truncate_prompt_tokens=24, **fields))
         assert [len(prompt) for prompt in seen] == [24, 24]
@@ -322,7 +320,7 @@ class TestModels:
             assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert details_of(error)["ErrorInfo"].reason == "NO_CLASSIFIER"
             assert "ForSequenceClassification" in error.details()
-        model = await service.model.GetModel(model_pb2.GetModelRequest())
+        model = await service.model.GetModel(pb.GetModelRequest())
         assert not model.labels
         assert {"generation", "embeddings"} <= {*model.features}
         assert not {"classification", "scoring"} & {*model.features}
@@ -333,23 +331,23 @@ class TestModels:
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert details_of(error)["ErrorInfo"].reason == "SEVERAL_LABELS"
         assert "has 3 labels" in error.details()
-        model = await service.model.GetModel(model_pb2.GetModelRequest())
+        model = await service.model.GetModel(pb.GetModelRequest())
         assert model.labels == ["bad", "fine", "good"]
         assert "classification" in model.features
         assert not {"chat", "generation", "scoring"} & {*model.features}
 
     async def test_one_without_an_output_head_generates_nothing(self, start_service, details_of):
         service = await start_service(head=RERANKER, generates=False)
-        start = generation_pb2.Start(text="hi")
-        error = await failure(service.generation.Complete(generation_pb2.CompleteRequest(start=start)))
+        start = pb.GenerationStart(text="hi")
+        error = await failure(service.generation.Complete(pb.CompleteRequest(start=start)))
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert details_of(error)["ErrorInfo"].reason == "NO_GENERATION"
-        assert "scoring" in (await service.model.GetModel(model_pb2.GetModelRequest())).features
+        assert "scoring" in (await service.model.GetModel(pb.GetModelRequest())).features
 
     async def test_a_head_of_tokens_leaves_generation_as_it_is(self, start_service):
         service = await start_service(head=RERANKER)
-        start = generation_pb2.Start(text="hi", sampling=generation_pb2.Sampling(max_tokens=2))
-        assert (await service.generation.Complete(generation_pb2.CompleteRequest(start=start))).finished.usage
+        start = pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=2))
+        assert (await service.generation.Complete(pb.CompleteRequest(start=start))).finished.usage
         assert len((await service.classification.Score(pairs(["x"], ["y"]))).scores) == 1
 
 

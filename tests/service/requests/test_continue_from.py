@@ -6,11 +6,11 @@ import hashlib
 import grpc
 import pytest
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.v1 import generation_pb2 as pb
 
-BOTH = pb.Output(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS)
+BOTH = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS)
 NOT_FOUND = grpc.StatusCode.NOT_FOUND.value[0]
 ENDLESS = 4000
 
@@ -33,10 +33,10 @@ def worker(**options):
 
 
 def start(text=None, max_tokens=20, continue_from="", chat=None, ids=None, stop=(), n=None, **fields):
-    sampling = pb.Sampling(max_tokens=max_tokens, stop=stop, n=n)
+    sampling = pb.SamplingParams(max_tokens=max_tokens, stop=stop, n=n)
     prompt = {"text": text, "chat": chat, "token_ids": None if ids is None else pb.TokenIds(ids=ids)}
     given = {name: value for name, value in prompt.items() if value is not None}
-    return pb.Start(sampling=sampling, output=BOTH, continue_from=continue_from, **given, **fields)
+    return pb.GenerationStart(sampling=sampling, output=BOTH, continue_from=continue_from, **given, **fields)
 
 
 def said(*turns):
@@ -152,7 +152,7 @@ class TestContext:
         begun = start("hello", max_tokens=ENDLESS, stop=[letter + "!" for letter in "abcdefghijklmnopqrstuvwxyz"])
         await call.write(pb.GenerateRequest(start=begun))
         reading = await new_reading().read_until(call, lambda reading: len(reading.outcomes[0].text) > 20)
-        await call.write(pb.GenerateRequest(cancel=pb.Cancel(refs=[0])))
+        await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel(refs=[0])))
         await call.done_writing()
         outcome = (await reading.read(call)).outcomes[0]
         [finished] = outcome.finished
@@ -194,7 +194,7 @@ class TestContext:
         await call.write(pb.GenerateRequest(start=start("hello", ref=1, **fields)))
         if kind == "never began":
             reading = await new_reading().read_until(call, lambda reading: bool(reading.outcomes[1].accepted))
-            await call.write(pb.GenerateRequest(cancel=pb.Cancel(refs=[1])))
+            await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel(refs=[1])))
         else:
             reading = new_reading()
         await reading.read_until(call, lambda reading: bool(reading.outcomes[1].finished))

@@ -8,13 +8,13 @@ import grpc
 import pytest
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import vector_of
 from penstock.service.requests import pooled
-from penstock.v1 import admin_pb2, embedding_pb2 as pb, generation_pb2, model_pb2
 
 HIDDEN_SIZE = 8
 
@@ -26,7 +26,7 @@ def request(*inputs, **fields):
         if isinstance(item, str):
             built.inputs.add(text=item)
         else:
-            built.inputs.add(token_ids=generation_pb2.TokenIds(ids=item))
+            built.inputs.add(token_ids=pb.TokenIds(ids=item))
     return built
 
 
@@ -69,7 +69,7 @@ class TestVectors:
         for vector, values in zip(vectors(response), ids, strict=True):
             assert vector == pytest.approx(scaled(raw(values, pooling)), rel=1e-6)
         assert len(response.request_id) == 26
-        assert response.usage == generation_pb2.Usage(prompt_tokens=sum(map(len, ids)))
+        assert response.usage == pb.Usage(prompt_tokens=sum(map(len, ids)))
         assert is_idle(service)
 
     async def test_as_they_are(self, start_service):
@@ -102,12 +102,12 @@ class TestVectors:
         text = "a prompt of more than two blocks, to be sure"
         for pooling, cached in ((Pooling.LAST, 32), (Pooling.MEAN, 0), (Pooling.CLS, 0)):
             service = await start_service(embedding=PoolingConfig(pooling))
-            start = generation_pb2.Start(text=text, sampling=generation_pb2.Sampling(max_tokens=1))
-            await service.generation.Complete(generation_pb2.CompleteRequest(start=start))
+            start = pb.GenerationStart(text=text, sampling=pb.SamplingParams(max_tokens=1))
+            await service.generation.Complete(pb.CompleteRequest(start=start))
             response = await service.embedding.Embed(request(text, text + "!"))
             assert response.usage.cached_tokens == 2 * cached
             assert vectors(response)[0] == pytest.approx(scaled(raw(list(text.encode()), pooling)), rel=1e-6)
-            answer = await service.generation.Complete(generation_pb2.CompleteRequest(start=start))
+            answer = await service.generation.Complete(pb.CompleteRequest(start=start))
             assert answer.finished.usage.cached_tokens == 32
 
     async def test_2048_inputs_share_steps_with_each_other_and_with_generation(self, start_service, monkeypatch):
@@ -120,8 +120,8 @@ class TestVectors:
 
         monkeypatch.setattr(executor, "submit", submit_and_note)
         service = await start_service(executor, SchedulerConfig(max_num_seqs=64))
-        sampling = generation_pb2.Sampling(max_tokens=600, ignore_eos=True)
-        complete = generation_pb2.CompleteRequest(start=generation_pb2.Start(text="hi", sampling=sampling))
+        sampling = pb.SamplingParams(max_tokens=600, ignore_eos=True)
+        complete = pb.CompleteRequest(start=pb.GenerationStart(text="hi", sampling=sampling))
         generating = [asyncio.ensure_future(service.generation.Complete(complete)) for _ in range(4)]
         await until(lambda: service.engine.stats().running == 4)
         inputs = [[index % 256] * (1 + index % 20) for index in range(2048)]
@@ -149,7 +149,7 @@ class TestVectors:
 
     async def test_the_model_description_lists_embeddings(self, start_service):
         service = await start_service()
-        model = await service.model.GetModel(model_pb2.GetModelRequest())
+        model = await service.model.GetModel(pb.GetModelRequest())
         assert "embeddings" in model.features
         assert model.embedding_size == HIDDEN_SIZE
 
@@ -229,12 +229,12 @@ class TestBounds:
 async def test_it_can_be_explained(start_service):
     service = await start_service(paced(0.001), SchedulerConfig(max_num_seqs=1), admin_listen="127.0.0.1:0")
     response = await service.embedding.Embed(request("x" * 40, "y" * 50, client_request_id="mine"))
-    told = await service.admin.Explain(admin_pb2.ExplainRequest(request_id=response.request_id))
+    told = await service.admin.Explain(pb.ExplainRequest(request_id=response.request_id))
     assert told.client_request_id == "mine"
     assert told.prompt_tokens == 90
-    kinds = [admin_pb2.TimelineKind.Name(entry.kind).removeprefix("TIMELINE_KIND_") for entry in told.timeline]
+    kinds = [pb.TimelineKind.Name(entry.kind).removeprefix("TIMELINE_KIND_") for entry in told.timeline]
     assert [kind for kind in kinds if kind != "WAITED"] == ["ACCEPTED", *["BEGAN", "PREFILLED"] * 2, "ENDED"]
-    assert [entry.choice for entry in told.timeline if entry.kind == admin_pb2.TIMELINE_KIND_BEGAN] == [0, 1]
+    assert [entry.choice for entry in told.timeline if entry.kind == pb.TIMELINE_KIND_BEGAN] == [0, 1]
 
 
 async def test_the_log_has_counts_and_no_text(start_service, caplog):

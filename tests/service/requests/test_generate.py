@@ -3,6 +3,7 @@
 import grpc
 import pytest
 
+import penstock.v1 as pb
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Context
@@ -17,13 +18,12 @@ from penstock.service.requests.generate import (
 from penstock.service.text import tokenizer as tokenizer_module
 from penstock.service.text.detokenizer import IdsOnly
 from penstock.service.text.tokenizer import Tokenizer
-from penstock.v1 import generation_pb2 as pb
 
 EOS = 256
 
 
 def start(text="hello", output=None, **sampling):
-    return pb.Start(text=text, sampling=pb.Sampling(**sampling), output=output)
+    return pb.GenerationStart(text=text, sampling=pb.SamplingParams(**sampling), output=output)
 
 
 async def refusal(awaitable):
@@ -34,7 +34,7 @@ async def refusal(awaitable):
 
 
 async def test_defaults(convert):
-    request = await convert(pb.Start(text="hello"))
+    request = await convert(pb.GenerationStart(text="hello"))
     seed = request.sampling.seed
     assert request.sampling == SamplingParams(seed=seed, stop_token_ids=(EOS,))
     assert request.prompt_token_ids == list(b"hello")
@@ -43,17 +43,19 @@ async def test_defaults(convert):
 
 
 async def test_every_field_arrives(convert):
-    sampling = pb.Sampling(
+    sampling = pb.SamplingParams(
         temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.5, presence_penalty=-1,
-        frequency_penalty=1, seed=2**64 - 1, max_tokens=30, min_tokens=3, stop=["x"], stop_token_ids=[9, 3],
+        frequency_penalty=1, seed=2**63 - 1, max_tokens=30, min_tokens=3, stop=["x"], stop_token_ids=[9, 3],
         logit_bias={5: 1.5, 4: -100}, allowed_token_ids=[8, 7, 8], bad_words=["ab"], n=4,
     )  # fmt: skip
     request = await convert(
-        pb.Start(text="hi", sampling=sampling, output=pb.Output(logprobs=0, prompt_logprobs=3), priority=-5)
+        pb.GenerationStart(
+            text="hi", sampling=sampling, output=pb.OutputOptions(logprobs=0, prompt_logprobs=3), priority=-5
+        )
     )
     assert request.sampling == SamplingParams(
         temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.5, presence_penalty=-1,
-        frequency_penalty=1, seed=2**64 - 1, min_tokens=3, stop_token_ids=(3, 9, EOS),
+        frequency_penalty=1, seed=2**63 - 1, min_tokens=3, stop_token_ids=(3, 9, EOS),
         logit_bias=((4, -100.0), (5, 1.5)), allowed_token_ids=(7, 8), bad_words=((97, 98), (32, 97, 98)), logprobs=0,
         prompt_logprobs=3,
     )  # fmt: skip
@@ -84,22 +86,22 @@ async def test_hashes_are_the_tenants(convert):
 
 async def test_chat_is_rendered_and_a_users_special_tokens_are_text(convert):
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="<|end|>")])
-    ids = (await convert(pb.Start(chat=chat))).prompt_token_ids
+    ids = (await convert(pb.GenerationStart(chat=chat))).prompt_token_ids
     assert ids == [257, *b"user\n", *b"<|end|>", 256, 257, *b"assistant\n"]
     chat.add_generation_prompt = False
-    assert (await convert(pb.Start(chat=chat))).prompt_token_ids == ids[:-11]
+    assert (await convert(pb.GenerationStart(chat=chat))).prompt_token_ids == ids[:-11]
 
 
 async def test_text_is_made_only_where_it_is_needed(convert):
-    ids_only = pb.Output(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
+    ids_only = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
     assert isinstance((await convert(start(output=ids_only))).make_text(), IdsOnly)
     assert not isinstance((await convert(start(output=ids_only, stop=["x"]))).make_text(), IdsOnly)
     assert not isinstance((await convert(start())).make_text(), IdsOnly)
 
 
 async def test_prompt_is_required(convert, make_builder, byte_tokenizer_path, tmp_path):
-    assert (await refusal(convert(pb.Start()))).field == "prompt"
-    assert (await refusal(convert(pb.Start(text="")))).field == "text"
+    assert (await refusal(convert(pb.GenerationStart()))).field == "prompt"
+    assert (await refusal(convert(pb.GenerationStart(text="")))).field == "text"
     assert (await refusal(convert(start("x" * 4096)))).field == "text"
     assert (await convert(start("x" * 4095))).max_tokens == 1
 
@@ -108,7 +110,7 @@ async def test_without_a_template_chat_is_refused(convert, make_builder, byte_to
     (tmp_path / "tokenizer.json").write_bytes((byte_tokenizer_path / "tokenizer.json").read_bytes())
     builder = make_builder(tokenizer=Tokenizer(tmp_path))
     with pytest.raises(ServiceError) as error:
-        await convert(pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="user")])), builder)
+        await convert(pb.GenerationStart(chat=pb.Chat(messages=[pb.ChatMessage(role="user")])), builder)
     assert error.value.reason is Reason.NO_CHAT_TEMPLATE
 
 
@@ -117,12 +119,14 @@ async def test_without_a_template_chat_is_refused(convert, make_builder, byte_to
 )
 async def test_max_tokens_is_cut_to_what_the_context_leaves(convert, asked, gets):
     assert (await convert(start("x" * 4000, max_tokens=asked))).max_tokens == gets
-    assert (await convert(start("x" * 4000, output=pb.Output(logprobs=20), max_tokens=asked, n=8))).max_tokens == gets
+    assert (
+        await convert(start("x" * 4000, output=pb.OutputOptions(logprobs=20), max_tokens=asked, n=8))
+    ).max_tokens == gets
 
 
 async def test_input_too_long_for_the_context_is_refused_as_such(convert):
     ids = pb.TokenIds(ids=[1] * 4096)
-    for long in (start("x" * 4096), pb.Start(token_ids=ids)):
+    for long in (start("x" * 4096), pb.GenerationStart(token_ids=ids)):
         assert (await refusal(convert(long))).reason is Reason.CONTEXT_LENGTH
     assert (await refusal(convert(start("")))).reason is Reason.INVALID_FIELD
 
@@ -146,10 +150,10 @@ async def test_min_tokens_is_at_most_max_tokens(convert):
         (start("x" * 100_000, n=64, max_tokens=1), "sampling.n"),
         (start(n=64), "sampling.n"),
         (
-            start(output=pb.Output(logprobs=20), n=4, max_tokens=MAX_LOGPROB_ENTRIES // 84 + 1),
+            start(output=pb.OutputOptions(logprobs=20), n=4, max_tokens=MAX_LOGPROB_ENTRIES // 84 + 1),
             "output.logprobs",
         ),
-        (start("x" * 250_000, output=pb.Output(prompt_logprobs=20)), "output.prompt_logprobs"),
+        (start("x" * 250_000, output=pb.OutputOptions(prompt_logprobs=20)), "output.prompt_logprobs"),
     ],
 )
 async def test_cost_is_bounded_as_a_whole(convert, make_builder, request_, field):
@@ -169,17 +173,17 @@ async def test_cost_at_its_bound_is_allowed(convert, make_builder):
 @pytest.mark.parametrize(
     ("output", "n", "max_tokens", "field"),
     [
-        (pb.Output(logprobs=20), 4, MAX_WHOLE_ANSWER // 88, "output.logprobs"),
-        (pb.Output(logprobs=0), 1, MAX_WHOLE_ANSWER // 2, "output.logprobs"),
-        (pb.Output(prompt_logprobs=15), 1, 1, "output.prompt_logprobs"),
+        (pb.OutputOptions(logprobs=20), 4, MAX_WHOLE_ANSWER // 88, "output.logprobs"),
+        (pb.OutputOptions(logprobs=0), 1, MAX_WHOLE_ANSWER // 2, "output.logprobs"),
+        (pb.OutputOptions(prompt_logprobs=15), 1, 1, "output.prompt_logprobs"),
     ],
 )
 async def test_an_answer_in_one_message_may_have_fewer_logprobs(convert, make_builder, output, n, max_tokens, field):
     builder = make_builder(max_model_len=1 << 20)
     prompt = "x" * (MAX_WHOLE_ANSWER // 16 - 1)
-    fits = pb.Start(text=prompt, output=output, sampling=pb.Sampling(n=n, max_tokens=max_tokens))
+    fits = pb.GenerationStart(text=prompt, output=output, sampling=pb.SamplingParams(n=n, max_tokens=max_tokens))
     assert await convert(fits, builder, answer=ResponseMode.WHOLE)
-    more = pb.Start()
+    more = pb.GenerationStart()
     more.CopyFrom(fits)
     if field == "output.logprobs":
         more.sampling.max_tokens += 1
@@ -193,7 +197,7 @@ async def test_an_answer_in_one_message_may_have_fewer_logprobs(convert, make_bu
 
 async def test_logprobs_of_output_and_prompt_count_together(convert, make_builder):
     half = MAX_WHOLE_ANSWER // 2
-    request = start("x" * (half // 2), pb.Output(logprobs=0, prompt_logprobs=1), max_tokens=half // 2 + 1)
+    request = start("x" * (half // 2), pb.OutputOptions(logprobs=0, prompt_logprobs=1), max_tokens=half // 2 + 1)
     error = await refusal(convert(request, make_builder(max_model_len=1 << 20), answer=ResponseMode.WHOLE))
     assert error.field == "output.logprobs"
     assert len(error.message) < 300
@@ -207,7 +211,7 @@ async def test_an_answer_in_one_message_has_fewer_tokens(convert, make_builder, 
     """The longest token here is <|end|>, of 7 bytes; an id takes 3."""
     builder = make_builder(max_model_len=1 << 20)
     most = MAX_WHOLE_ANSWER // (2 * units)
-    output = pb.Output(format=format_)
+    output = pb.OutputOptions(format=format_)
     assert await convert(start("x", output, n=2, max_tokens=most), builder, answer=ResponseMode.WHOLE)
     more = start("x", output, n=2, max_tokens=most + 1)
     error = await refusal(convert(more, builder, answer=ResponseMode.WHOLE))
@@ -219,7 +223,7 @@ async def test_an_answer_in_one_message_has_fewer_tokens(convert, make_builder, 
 async def test_a_default_fits_an_answer_in_one_message(convert, make_builder):
     builder = make_builder(max_model_len=1 << 20)
     assert (await convert(start("x"), builder, answer=ResponseMode.WHOLE)).max_tokens == MAX_WHOLE_ANSWER
-    request = start("x" * 1000, pb.Output(logprobs=2, prompt_logprobs=0), n=4)
+    request = start("x" * 1000, pb.OutputOptions(logprobs=2, prompt_logprobs=0), n=4)
     assert (await convert(request, builder, answer=ResponseMode.WHOLE)).max_tokens == (MAX_WHOLE_ANSWER - 1000) // 16
     request = start("x", n=4, min_tokens=MAX_WHOLE_ANSWER // 4 + 1)
     assert (await refusal(convert(request, builder, answer=ResponseMode.WHOLE))).reason is Reason.TOO_EXPENSIVE
@@ -279,7 +283,7 @@ class TestContinueFrom:
         ],
     )
     async def test_what_is_new_follows_the_context(self, convert, kept, prompt, expected):
-        request = await convert(pb.Start(continue_from="R", **prompt), context=kept)
+        request = await convert(pb.GenerationStart(continue_from="R", **prompt), context=kept)
         assert request.prompt_token_ids == [ord("x")] * 40 + expected
         assert request.block_hashes == hash_blocks(request.prompt_token_ids, 16, request.hash_salt)
         assert request.max_tokens == 4096 - 40 - len(expected)
@@ -294,34 +298,36 @@ class TestContinueFrom:
             return hash_blocks(ids, *rest)
 
         monkeypatch.setattr(tokenizer_module, "hash_blocks", counted)
-        request = await convert(pb.Start(continue_from="R", text="y" * 30), context=kept)
+        request = await convert(pb.GenerationStart(continue_from="R", text="y" * 30), context=kept)
         assert request.block_hashes == hash_blocks(request.prompt_token_ids, 16, request.hash_salt)
         assert hashed == [70 - 16 * num_hashes]
 
     async def test_all_bounds_are_those_of_the_whole(self, convert, make_builder, kept):
         builder = make_builder(max_model_len=64)
-        request = await convert(pb.Start(continue_from="R", text="y" * 23), builder, context=kept)
+        request = await convert(pb.GenerationStart(continue_from="R", text="y" * 23), builder, context=kept)
         assert (len(request.prompt_token_ids), request.max_tokens) == (63, 1)
-        error = await refusal(convert(pb.Start(continue_from="R", text="y" * 24), builder, context=kept))
+        error = await refusal(convert(pb.GenerationStart(continue_from="R", text="y" * 24), builder, context=kept))
         assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH, "text")
         assert "63 tokens together with the context; they are 64, 40 of them the context's" in error.message
-        error = await refusal(convert(pb.Start(continue_from="R"), make_builder(max_model_len=40), context=kept))
+        error = await refusal(
+            convert(pb.GenerationStart(continue_from="R"), make_builder(max_model_len=40), context=kept)
+        )
         assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH, "continue_from")
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="y" * 30)])
-        error = await refusal(convert(pb.Start(continue_from="R", chat=chat), builder, context=kept))
+        error = await refusal(convert(pb.GenerationStart(continue_from="R", chat=chat), builder, context=kept))
         assert error.field == "chat"
         ids = pb.TokenIds(ids=[258])
-        error = await refusal(convert(pb.Start(continue_from="R", token_ids=ids), builder, context=kept))
+        error = await refusal(convert(pb.GenerationStart(continue_from="R", token_ids=ids), builder, context=kept))
         assert error.field == "token_ids.ids[0]"
-        short = pb.Start(continue_from="R", text="y" * 5, sampling=pb.Sampling(max_tokens=20))
+        short = pb.GenerationStart(continue_from="R", text="y" * 5, sampling=pb.SamplingParams(max_tokens=20))
         assert (await convert(short, builder, context=kept)).max_tokens == 19
 
     async def test_cost_counts_the_context(self, convert, make_builder, kept):
         builder = make_builder(max_model_len=1 << 20)
-        sampling = pb.Sampling(n=64, max_tokens=MAX_TOKENS_IN_ALL // 64 - 40)
-        assert await convert(pb.Start(continue_from="R", sampling=sampling), builder, context=kept)
+        sampling = pb.SamplingParams(n=64, max_tokens=MAX_TOKENS_IN_ALL // 64 - 40)
+        assert await convert(pb.GenerationStart(continue_from="R", sampling=sampling), builder, context=kept)
         sampling.max_tokens += 1
-        error = await refusal(convert(pb.Start(continue_from="R", sampling=sampling), builder, context=kept))
+        error = await refusal(convert(pb.GenerationStart(continue_from="R", sampling=sampling), builder, context=kept))
         assert error.field == "sampling.n"
 
     @pytest.mark.parametrize(
@@ -335,7 +341,7 @@ class TestContinueFrom:
         ],
     )
     async def test_how_long_kv_is_retained(self, convert, kept, fields, retain_s):
-        request = await convert(pb.Start(**fields), context=kept if "continue_from" in fields else None)
+        request = await convert(pb.GenerationStart(**fields), context=kept if "continue_from" in fields else None)
         assert request.retain_s == retain_s
 
 
@@ -350,7 +356,7 @@ async def test_a_new_limit_on_the_output_is_held_against_the_same_bounds(convert
     ):
         with pytest.raises(ServiceError, match=problem):
             builder.cut_max_tokens(request, max_tokens)
-    request = await convert(start(output=pb.Output(logprobs=20), max_tokens=10), builder)
+    request = await convert(start(output=pb.OutputOptions(logprobs=20), max_tokens=10), builder)
     with pytest.raises(ServiceError, match=r"n x max_tokens x \(logprobs"):
         builder.cut_max_tokens(request, MAX_LOGPROB_ENTRIES // 21 + 1)
     request = await convert(start("x" * 100, max_tokens=10), builder)

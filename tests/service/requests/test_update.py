@@ -5,11 +5,11 @@ import asyncio
 import grpc
 import pytest
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.requests.lifecycle import MAX_EARLY_UPDATES
-from penstock.v1 import generation_pb2 as pb
 
 ENDLESS = 4000
 INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]
@@ -18,13 +18,13 @@ RESOURCE_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
 def begin(ref=0, text="hello", max_tokens=ENDLESS, min_tokens=0, n=None, **fields):
-    sampling = pb.Sampling(max_tokens=max_tokens, min_tokens=min_tokens, n=n, ignore_eos=True)
-    output = pb.Output(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
-    return pb.GenerateRequest(start=pb.Start(ref=ref, text=text, sampling=sampling, output=output, **fields))
+    sampling = pb.SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, n=n, ignore_eos=True)
+    output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
+    return pb.GenerateRequest(start=pb.GenerationStart(ref=ref, text=text, sampling=sampling, output=output, **fields))
 
 
 def update(ref=0, **fields):
-    return pb.GenerateRequest(update=pb.Update(ref=ref, **fields))
+    return pb.GenerateRequest(update=pb.GenerationUpdate(ref=ref, **fields))
 
 
 def paced(seconds_per_step=0.002, **options):
@@ -277,7 +277,9 @@ class TestInPreparation:
         assert (await preparing.finished(1)).usage.output_tokens == 6
 
     async def test_one_that_is_cancelled_has_nothing_to_change(self, preparing):
-        await preparing.send(begin(1), update(1, max_tokens=4092), pb.GenerateRequest(cancel=pb.Cancel(refs=[1])))
+        await preparing.send(
+            begin(1), update(1, max_tokens=4092), pb.GenerateRequest(cancel=pb.GenerationCancel(refs=[1]))
+        )
         assert (await preparing.finished(1)).status.code == grpc.StatusCode.CANCELLED.value[0]
         await preparing.send(update(1, max_tokens=5))
         await come_in(preparing)

@@ -7,11 +7,11 @@ import grpc
 import pytest
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.identity import Principal
 from penstock.service.errors import Reason, ServiceError
-from penstock.v1 import embedding_pb2 as pb, generation_pb2
 
 NEVER = 60.0
 
@@ -23,7 +23,7 @@ def request(*inputs, **fields):
         if isinstance(item, str):
             built.inputs.add(text=item)
         else:
-            built.inputs.add(token_ids=generation_pb2.TokenIds(ids=item))
+            built.inputs.add(token_ids=pb.TokenIds(ids=item))
     return built
 
 

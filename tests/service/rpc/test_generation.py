@@ -7,12 +7,12 @@ import pytest
 from letters import ENDLESS, begin, cancel, letters, paced
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.requests import lifecycle as live
 from penstock.service.streaming.outbox import HELD_UP_PART_BYTES
-from penstock.v1 import generation_pb2 as pb
 
 EOS = 256
 
@@ -139,7 +139,7 @@ class TestGenerate:
 
     async def test_unknown_refs_are_ignored(self, start_service, new_reading):
         service = await start_service()
-        frames = [cancel(1, 2, 3), pb.GenerateRequest(update=pb.Update(ref=9)), begin(1), cancel(5)]
+        frames = [cancel(1, 2, 3), pb.GenerateRequest(update=pb.GenerationUpdate(ref=9)), begin(1), cancel(5)]
         reading = await new_reading().read(service.generation.Generate(iter(frames)))
         assert reading.outcomes[1].text == letters(5, 5)
         assert set(reading.outcomes) == {1}
@@ -182,7 +182,7 @@ class TestGenerate:
         options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(target, options=options) as channel:
             stalled: list[Any] = [channel.stream_stream("/penstock.v1.GenerationService/Generate")() for _ in range(20)]
-            output = pb.Output(logprobs=20)
+            output = pb.OutputOptions(logprobs=20)
             for call in stalled:
                 await call.write(begin(1, max_tokens=ENDLESS, output=output).SerializeToString())
             reading = await new_reading().read(service.generation.Generate(iter([begin(1, max_tokens=200)])))
@@ -207,7 +207,7 @@ class TestOutput:
     @pytest.mark.parametrize("stop", [(), ("never",)])
     async def test_forms(self, start_service, new_reading, form, text, ids, stop):
         service = await start_service()
-        frame = begin(1, max_tokens=3, output=pb.Output(format=form), stop=stop)
+        frame = begin(1, max_tokens=3, output=pb.OutputOptions(format=form), stop=stop)
         outcome = (await new_reading().read(service.generation.Generate(iter([frame])))).outcomes[1]
         assert (outcome.text, outcome.token_ids) == (text, ids)
         response = await service.generation.Complete(pb.CompleteRequest(start=frame.start))
@@ -238,7 +238,7 @@ class TestOutput:
 
     async def test_choices_and_logprobs(self, start_service):
         service = await start_service()
-        output = pb.Output(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS, logprobs=2, prompt_logprobs=1)
+        output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS, logprobs=2, prompt_logprobs=1)
         frame = begin(1, max_tokens=4, n=3, output=output)
         response = await service.generation.Complete(pb.CompleteRequest(start=frame.start))
         assert [choice.index for choice in response.choices] == [0, 1, 2]
@@ -251,7 +251,7 @@ class TestOutput:
 
     async def test_long_prompt_logprobs_come_in_parts(self, start_service, new_reading):
         service = await start_service()
-        frame = begin(1, text="x" * 3000, max_tokens=1, output=pb.Output(prompt_logprobs=20))
+        frame = begin(1, text="x" * 3000, max_tokens=1, output=pb.OutputOptions(prompt_logprobs=20))
         reading = await new_reading().read(service.generation.Generate(iter([frame])))
         parts = [part for message in reading.messages for part in message.prompt_logprobs]
         position = 1
@@ -263,8 +263,8 @@ class TestOutput:
 
     async def test_the_seed_is_reported(self, start_service):
         service = await start_service()
-        response = await service.generation.Complete(pb.CompleteRequest(start=begin(seed=2**64 - 1).start))
-        assert response.finished.seed == 2**64 - 1
+        response = await service.generation.Complete(pb.CompleteRequest(start=begin(seed=2**63 - 1).start))
+        assert response.finished.seed == 2**63 - 1
 
     async def test_the_callers_id_is_echoed(self, start_service, new_reading):
         service = await start_service()

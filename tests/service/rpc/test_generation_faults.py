@@ -9,6 +9,7 @@ import grpc
 import pytest
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
@@ -22,7 +23,6 @@ from penstock.service.streaming.outbox import Outbox
 from penstock.service.telemetry.tracing import Telemetry
 from penstock.service.text.detokenizer import IncrementalDetokenizer
 from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
-from penstock.v1 import generation_pb2 as pb
 
 SECRET = "secret-of-ours"
 HANGS_S = 120.0
@@ -115,8 +115,8 @@ SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
-def start(ref: int = 0) -> pb.Start:
-    return pb.Start(ref=ref, text=MARK, sampling=pb.Sampling(max_tokens=50))
+def start(ref: int = 0) -> pb.GenerationStart:
+    return pb.GenerationStart(ref=ref, text=MARK, sampling=pb.SamplingParams(max_tokens=50))
 
 
 async def generate(service: Any, reading: Any) -> None:
@@ -238,7 +238,9 @@ async def test_a_bad_request_does_not_affect_others_on_its_stream(
 
     monkeypatch.setattr(byte_tokenizer, "encode", sometimes)
     service = await start_service()
-    others = [pb.Start(ref=ref, text="hello", sampling=pb.Sampling(max_tokens=5)) for ref in range(1, 20)]
+    others = [
+        pb.GenerationStart(ref=ref, text="hello", sampling=pb.SamplingParams(max_tokens=5)) for ref in range(1, 20)
+    ]
     frames = [pb.GenerateRequest(start=one) for one in [*others[:10], start(0), *others[10:]]]
     reading = await new_reading().read(service.generation.Generate(iter(frames)))
     codes = {ref: [end.status.code for end in outcome.finished] for ref, outcome in reading.outcomes.items()}
@@ -251,7 +253,9 @@ async def test_a_client_that_leaves_while_a_write_is_blocked(start_service, capl
     options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     async with grpc.aio.insecure_channel(service.target, options=options) as channel:
         call: Any = channel.stream_stream("/penstock.v1.GenerationService/Generate")()
-        request = pb.Start(text=MARK, sampling=pb.Sampling(max_tokens=4000), output=pb.Output(logprobs=20))
+        request = pb.GenerationStart(
+            text=MARK, sampling=pb.SamplingParams(max_tokens=4000), output=pb.OutputOptions(logprobs=20)
+        )
         await call.write(pb.GenerateRequest(start=request).SerializeToString())
         await until(lambda: service.engine.stats().decode_rows >= 2000)
         call.cancel()

@@ -8,13 +8,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from letters import begin
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.clients.health import LIVENESS
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.running_service import SERVICES
-from penstock.v1 import generation_pb2 as pb
 
 Status = health_pb2.HealthCheckResponse
 HANGS_S = 120.0
@@ -59,7 +59,7 @@ async def test_reliability_figure_4_health_follows_the_worker(start_service, det
 async def test_a_state_change_is_reported_on_streams(start_service):
     service = await start_service()
     call = service.generation.Generate()
-    await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
+    await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel()))
     await until(lambda: service.server._running.generation._outboxes)
     service.engine.drain()
     message = await call.read()
@@ -71,7 +71,7 @@ async def test_streams_report_and_survive_a_worker_replacement(start_service, ne
     service = await start_service()
     service.executor.may_start.clear()
     call = service.generation.Generate()
-    await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
+    await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel()))
     await until(lambda: service.server._running.generation._outboxes)
     service.executor.die()
     assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_RECOVERING
@@ -87,7 +87,7 @@ async def test_a_failed_worker_replacement_is_final_and_reported_on_streams(star
     service = await start_service(executor, engine=Engine(executor, restart_delay_s=0.001))
     executor.fails_to_start.extend([ExecutorError("no memory", blames_step=True)] * 5)
     call = service.generation.Generate()
-    await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
+    await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel()))
     await until(lambda: service.server._running.generation._outboxes)
     executor.die()
     while (await call.read()).heartbeat.state != pb.SERVICE_STATE_DRAINING:
@@ -101,6 +101,6 @@ async def test_a_failed_worker_replacement_is_final_and_reported_on_streams(star
 async def test_an_idle_stream_has_heartbeats(start_service):
     service = await start_service(heartbeat_s=0.05)
     call = service.generation.Generate()
-    await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
+    await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel()))
     for _ in range(3):
         assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_SERVING

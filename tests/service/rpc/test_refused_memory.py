@@ -17,12 +17,12 @@ from memory import grown_bytes, held_bytes_counter
 from tokenizers import normalizers
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.service.auth.identity import ACCESS, Principal
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.transport.call_limits import MAX_MESSAGE_BYTES
-from penstock.v1 import classification_pb2, constraint_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 MIB = 1 << 20
 MOST_BYTES = 64 << 10
@@ -49,32 +49,40 @@ def chat(**fields: Any) -> pb.Chat:
     return pb.Chat(messages=[pb.ChatMessage(role="user", content=TEXT)], **fields)
 
 
-def start(**fields: Any) -> pb.Start:
-    return pb.Start(**({"text": TEXT} | fields))
+def start(**fields: Any) -> pb.GenerationStart:
+    return pb.GenerationStart(**({"text": TEXT} | fields))
 
 
-def cut(**fields: Any) -> pb.Start:
+def cut(**fields: Any) -> pb.GenerationStart:
     """Its prompt is cut, and so not too long."""
-    return pb.Start(token_ids=pb.TokenIds(ids=[1] * MIB), truncate_prompt_tokens=8, **fields)
+    return pb.GenerationStart(token_ids=pb.TokenIds(ids=[1] * MIB), truncate_prompt_tokens=8, **fields)
 
 
-REFUSED: dict[str, tuple[str, pb.Start, str]] = {
+REFUSED: dict[str, tuple[str, pb.GenerationStart, str]] = {
     "a text that is too long": ("any", start(), "tokens; it has"),
-    "a chat that is too long": ("any", pb.Start(chat=chat()), "tokens; it has"),
-    "too many ids": ("any", pb.Start(token_ids=pb.TokenIds(ids=[1] * MIB)), "token_ids.ids"),
-    "a field out of bounds": ("any", start(sampling=pb.Sampling(temperature=1000)), "temperature"),
-    "an unknown role": ("any", pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="x", content=TEXT)])), "role"),
-    "variables that are no JSON": ("any", pb.Start(chat=chat(template_variables="[")), "template_variables"),
-    "a template that refuses": ("any", pb.Start(chat=chat(template_variables='{"refuse": 1}')), "refuses it"),
-    "variables that the template fails on": ("any", pb.Start(chat=chat(template_variables='{"fail": 1}')), "fails"),
+    "a chat that is too long": ("any", pb.GenerationStart(chat=chat()), "tokens; it has"),
+    "too many ids": ("any", pb.GenerationStart(token_ids=pb.TokenIds(ids=[1] * MIB)), "token_ids.ids"),
+    "a field out of bounds": ("any", start(sampling=pb.SamplingParams(temperature=1000)), "temperature"),
+    "an unknown role": (
+        "any",
+        pb.GenerationStart(chat=pb.Chat(messages=[pb.ChatMessage(role="x", content=TEXT)])),
+        "role",
+    ),
+    "variables that are no JSON": ("any", pb.GenerationStart(chat=chat(template_variables="[")), "template_variables"),
+    "a template that refuses": ("any", pb.GenerationStart(chat=chat(template_variables='{"refuse": 1}')), "refuses it"),
+    "variables that the template fails on": (
+        "any",
+        pb.GenerationStart(chat=chat(template_variables='{"fail": 1}')),
+        "fails",
+    ),
     "tools that are no JSON": (
         "any",
-        pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="x")], tools=["[" + TEXT])),
+        pb.GenerationStart(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="x")], tools=["[" + TEXT])),
         "chat.tools",
     ),
     "a constraint that is none": (
         "any",
-        cut(constraint=constraint_pb2.Constraint(regex="(")),
+        cut(constraint=pb.Constraint(regex="(")),
         "constraint",
     ),
     "another tenant": ("any", start(tenant="other"), "tenant"),
@@ -143,7 +151,7 @@ class Sender:
         return self._held_bytes()
 
 
-def message(method: str, start: pb.Start) -> bytes:
+def message(method: str, start: pb.GenerationStart) -> bytes:
     kinds = {"Complete": pb.CompleteRequest, "GenerateOne": pb.GenerateOneRequest, "Generate": pb.GenerateRequest}
     return kinds[method](start=start).SerializeToString()
 
@@ -192,13 +200,13 @@ async def test_a_stream_keeps_nothing_of_what_was_refused_on_it(service, held_by
 
 
 PROMPTS = {
-    "TokenizerService/Tokenize": tokenizer_pb2.TokenizeRequest(text=TEXT, include_text_offsets=True),
-    "TokenizerService/Detokenize": tokenizer_pb2.DetokenizeRequest(token_ids=[1] * (MIB - 1) + [999]),
-    "TokenizerService/DescribeTokens": tokenizer_pb2.DescribeTokensRequest(token_ids=[1] * MIB),
-    "TokenizerService/RenderChat": tokenizer_pb2.RenderChatRequest(chat=chat(template_variables='{"fail": 1}')),
-    "ClassificationService/Classify": classification_pb2.ClassifyRequest(inputs=[embedding_pb2.EmbedInput(text=TEXT)]),
-    "ClassificationService/Score": classification_pb2.ScoreRequest(queries=[TEXT[:MIB]], documents=[TEXT[:MIB]] * 3),
-    "EmbeddingService/Embed": embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text=TEXT)]),
+    "TokenizerService/Tokenize": pb.TokenizeRequest(text=TEXT, include_text_offsets=True),
+    "TokenizerService/Detokenize": pb.DetokenizeRequest(token_ids=[1] * (MIB - 1) + [999]),
+    "TokenizerService/DescribeTokens": pb.DescribeTokensRequest(token_ids=[1] * MIB),
+    "TokenizerService/RenderChat": pb.RenderChatRequest(chat=chat(template_variables='{"fail": 1}')),
+    "ClassificationService/Classify": pb.ClassifyRequest(inputs=[pb.EmbedInput(text=TEXT)]),
+    "ClassificationService/Score": pb.ScoreRequest(queries=[TEXT[:MIB]], documents=[TEXT[:MIB]] * 3),
+    "EmbeddingService/Embed": pb.EmbedRequest(inputs=[pb.EmbedInput(text=TEXT)]),
     "GenerationService/Complete": pb.CompleteRequest(start=start()),
     "GenerationService/GenerateOne": pb.GenerateOneRequest(start=start()),
     "GenerationService/Generate": pb.GenerateRequest(start=start()),

@@ -8,12 +8,12 @@ import pytest
 from letters import ENDLESS, begin, letters, paced
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import RefusalKind, Refused, SequenceDelta
 from penstock.service.rpc import generation
 from penstock.service.streaming.pending_message import OutputForm
-from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 
@@ -97,7 +97,7 @@ class TestSingle:
 
     async def test_a_whole_answer_has_no_more_logprobs_than_clients_take(self, start_service, details_of):
         service = await start_service()
-        start = begin(max_tokens=3, output=pb.Output(logprobs=20)).start
+        start = begin(max_tokens=3, output=pb.OutputOptions(logprobs=20)).start
         response = await service.generation.Complete(pb.CompleteRequest(start=start))
         assert len(response.choices[0].logprobs.top) == 60
         start.sampling.max_tokens, start.sampling.n = 4000, 6
@@ -127,7 +127,7 @@ class TestSingle:
         """Whatever becomes of a request, its stream no longer counts for the pace of others."""
         service = await start_service()
         pacer = service.server._running.generation._pacer
-        for request in (pb.Start(), begin(max_tokens=0).start, begin().start):
+        for request in (pb.GenerationStart(), begin(max_tokens=0).start, begin().start):
             with suppress(grpc.aio.AioRpcError):
                 async for _ in service.generation.GenerateOne(pb.GenerateOneRequest(start=request)):
                     pass

@@ -8,20 +8,19 @@ import grpc
 import pytest
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.clients.host.parse_turns import ParseTurns
 from penstock.service.auth.identity import Principal
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.rpc import tokenizer as tokenizer_service
 from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.transport.message_size import SHORT_BYTES
-from penstock.v1 import generation_pb2, tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
+from penstock.v1 import tokenizer_pb2_grpc as pb_grpc
 
 CALLS = {
     "Tokenize": pb.TokenizeRequest(text="hi"),
     "Detokenize": pb.DetokenizeRequest(token_ids=[104, 105]),
-    "RenderChat": pb.RenderChatRequest(
-        chat=generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="user", content="hi")])
-    ),
+    "RenderChat": pb.RenderChatRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])),
     "DescribeTokens": pb.DescribeTokensRequest(token_ids=[104, 257]),
 }
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+import penstock.v1 as pb
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import stream_message
 from penstock.service.streaming.outbox import Outbox
-from penstock.v1 import generation_pb2 as pb
 
 
 class Writer:

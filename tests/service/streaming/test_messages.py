@@ -3,9 +3,9 @@
 import pytest
 from google.rpc import status_pb2
 
+import penstock.v1 as pb
 from penstock.scheduler.request import EngineFinishReason, RequestAccepted, RequestFinished, RequestTimings, TokenUsage
 from penstock.service.streaming.messages import finished_message
-from penstock.v1 import generation_pb2 as pb
 
 
 @pytest.mark.parametrize("reason", EngineFinishReason)
@@ -17,7 +17,7 @@ def test_every_end_has_its_reason(reason):
 
 def test_a_finished_message_carries_all_known_facts():
     finished = RequestFinished(EngineFinishReason.STOP, TokenUsage(1, 2, 3), RequestTimings(10, 20, 30, 40, 5, 6))
-    message = finished_message(7, "R", finished, status_pb2.Status(), 2**64 - 1, True)
+    message = finished_message(7, "R", finished, status_pb2.Status(), 2**63 - 1, True)
     assert message == pb.Finished(
         ref=7,
         status=status_pb2.Status(),
@@ -25,7 +25,7 @@ def test_a_finished_message_carries_all_known_facts():
         timings=pb.Timings(queued_us=10, prefill_us=20, first_token_us=30, total_us=40, preemptions=5, restarts=6),
         may_continue=True,
         reason=pb.FINISH_REASON_STOP,
-        seed=2**64 - 1,
+        seed=2**63 - 1,
         request_id="R",
     )
 
@@ -49,7 +49,7 @@ async def test_a_prediction_counts_from_arrival(start_service, new_reading, monk
         submit(request)
 
     monkeypatch.setattr(service.engine, "submit", with_prediction)
-    frame = pb.GenerateRequest(start=pb.Start(text="x", sampling=pb.Sampling(max_tokens=1)))
+    frame = pb.GenerateRequest(start=pb.GenerationStart(text="x", sampling=pb.SamplingParams(max_tokens=1)))
     reading = await new_reading().read(service.generation.Generate(iter([frame])))
     [accepted] = reading.outcomes[0].accepted
     assert accepted.HasField("predicted_ttft_ms") == (predicted_ttft_s is not None)

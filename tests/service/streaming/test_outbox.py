@@ -5,13 +5,13 @@ import asyncio
 import pytest
 from waiting import turns, until
 
+import penstock.v1 as pb
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta, StopMatch
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.streaming import pacing as alarm_module
 from penstock.service.streaming.buffer_budget import WritePacer
 from penstock.service.streaming.pending_message import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PART_BYTES, OutputForm
-from penstock.v1 import generation_pb2 as pb
 
 TEXT = OutputForm(text=True, token_ids=False)
 BOTH = OutputForm(text=True, token_ids=True)

@@ -6,8 +6,8 @@ import time
 import pytest
 import uvloop
 
+import penstock.v1 as pb
 from penstock.service.telemetry.event_loop_lag import MAX_SAMPLES, PERIOD_S, Lag, LoopLag
-from penstock.v1 import admin_pb2
 
 
 class FakeTimer:
@@ -147,7 +147,7 @@ async def read(answers):
 
 async def test_watch_stats_reports_each_interval(start_service):
     service = await start_service(admin_listen="127.0.0.1:0")
-    answers = service.admin.WatchStats(admin_pb2.WatchStatsRequest(interval_ms=1000))
+    answers = service.admin.WatchStats(pb.WatchStatsRequest(interval_ms=1000))
     await read(answers)
     time.sleep(PERIOD_S + 0.1)  # noqa: ASYNC251
     held_up = await read(answers)
@@ -163,7 +163,7 @@ async def test_the_first_answer_has_the_interval_before_it(start_service):
     async with asyncio.timeout(120):
         while sampler.num_samples == before:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    answers = service.admin.WatchStats(admin_pb2.WatchStatsRequest(interval_ms=3_600_000))
+    answers = service.admin.WatchStats(pb.WatchStatsRequest(interval_ms=3_600_000))
     assert (await read(answers)).max_us >= 100_000
 
 
@@ -173,7 +173,7 @@ async def test_an_interval_is_reported_once(start_service):
     sampler.stop()
     sampler._samples.extend([0.5] * 4)
     sampler.num_samples += 4
-    answers = service.admin.WatchStats(admin_pb2.WatchStatsRequest(interval_ms=100))
+    answers = service.admin.WatchStats(pb.WatchStatsRequest(interval_ms=100))
     async with asyncio.timeout(120):
         assert (await answers.read()).loop_lag.max_us == 500_000
         assert not (await answers.read()).HasField("loop_lag")

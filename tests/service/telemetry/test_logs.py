@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from penstock.v1 import generation_pb2 as pb
+import penstock.v1 as pb
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
 DOCS = Path(__file__).parents[3] / "docs/metrics.md"
@@ -19,7 +19,7 @@ ROW = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \| (every line|error in|end of a requ
 
 def request(**sampling):
     return pb.CompleteRequest(
-        start=pb.Start(text="0123456789", client_request_id="mine", sampling=pb.Sampling(**sampling))
+        start=pb.GenerationStart(text="0123456789", client_request_id="mine", sampling=pb.SamplingParams(**sampling))
     )
 
 

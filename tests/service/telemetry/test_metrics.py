@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+import penstock.v1 as pb
 from penstock.scheduler.request import EngineFinishReason, RequestFinished, RequestTimings, TokenUsage
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.identity import Principal
@@ -19,7 +20,6 @@ from penstock.service.telemetry.catalog import INSTRUMENTS
 from penstock.service.telemetry.histogram import Histogram
 from penstock.service.telemetry.instrument import MetricKind
 from penstock.service.telemetry.metrics import MAX_TENANTS, OTHER_TENANTS, End, Metrics
-from penstock.v1 import embedding_pb2, generation_pb2 as pb
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 
 DOCS = Path(__file__).parents[3] / "docs/metrics.md"
@@ -69,7 +69,7 @@ async def test_what_host_memory_holds_is_counted(start_service):
 
 
 def start(text="0123456789abcdef0123456789", max_tokens=5, **fields):
-    return pb.Start(text=text, sampling=pb.Sampling(max_tokens=max_tokens, **fields))
+    return pb.GenerationStart(text=text, sampling=pb.SamplingParams(max_tokens=max_tokens, **fields))
 
 
 async def complete(service, **fields):
@@ -132,8 +132,10 @@ async def test_the_page_shows_what_runs_now(metered, scrape):
 
 async def test_every_kind_of_request_has_its_operation(metered, scrape):
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
-    await metered.generation.Complete(pb.CompleteRequest(start=pb.Start(chat=chat, sampling=pb.Sampling(max_tokens=2))))
-    embed = embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text="hi")])
+    await metered.generation.Complete(
+        pb.CompleteRequest(start=pb.GenerationStart(chat=chat, sampling=pb.SamplingParams(max_tokens=2)))
+    )
+    embed = pb.EmbedRequest(inputs=[pb.EmbedInput(text="hi")])
     await EmbeddingServiceStub(metered.channel).Embed(embed)
     value = await scrape()
     for operation in ("chat", "embeddings"):

@@ -13,9 +13,9 @@ from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
 from opentelemetry.sdk.resources import Resource
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.service.telemetry.collector import from_threads
 from penstock.service.telemetry.otlp import MetricsPush, push_from
-from penstock.v1 import generation_pb2 as pb
 
 CUMULATIVE = metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE
 
@@ -53,7 +53,7 @@ def collector(monkeypatch):
 
 
 async def complete(service):
-    start = pb.Start(text="hi", sampling=pb.Sampling(max_tokens=4))
+    start = pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=4))
     await service.generation.Complete(pb.CompleteRequest(start=start))
 
 

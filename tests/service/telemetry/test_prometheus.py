@@ -9,9 +9,9 @@ import pytest
 from http_get import fetch
 from monitoring.prometheus_server import running_prometheus, skip_without
 
+import penstock.v1 as pb
 from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 from penstock.service.telemetry.catalog import INSTRUMENTS
-from penstock.v1 import generation_pb2 as pb
 
 pytestmark = [pytest.mark.soak, skip_without("prometheus"), skip_without("promtool")]
 DOCS = Path(__file__).parents[3] / "docs/metrics.md"
@@ -23,7 +23,7 @@ async def metered(start_service):
     service = await start_service(
         metrics_listen="127.0.0.1:0", speculation=SpeculationConfig(DraftMethod.NGRAM, num_speculative_tokens=4)
     )
-    start = pb.Start(text="x" * 40, sampling=pb.Sampling(max_tokens=20))
+    start = pb.GenerationStart(text="x" * 40, sampling=pb.SamplingParams(max_tokens=20))
     for _ in range(20):
         await service.generation.Complete(pb.CompleteRequest(start=start))
     return service

@@ -11,10 +11,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+import penstock.v1 as pb
 from penstock.clients.host import span_exporter
 from penstock.clients.host.span_exporter import export_spans
 from penstock.service.telemetry.phases import PhaseName
-from penstock.v1 import generation_pb2 as pb
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
@@ -33,7 +33,7 @@ def spans(monkeypatch):
 
 
 def start(**fields):
-    return pb.Start(text=PROMPT, sampling=pb.Sampling(max_tokens=3), **fields)
+    return pb.GenerationStart(text=PROMPT, sampling=pb.SamplingParams(max_tokens=3), **fields)
 
 
 def parent_of(span):
@@ -143,7 +143,7 @@ async def test_a_refusal_is_logged_and_traced_by_its_reason(start_service, spans
     """Whoever is paged for INTERNAL must not find the callers' typing errors."""
     caplog.set_level("DEBUG", logger="penstock")
     service = await start_service()
-    request = pb.Start(text=PROMPT, sampling=pb.Sampling(**sampling))
+    request = pb.GenerationStart(text=PROMPT, sampling=pb.SamplingParams(**sampling))
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await service.generation.Complete(pb.CompleteRequest(start=request))
     [line] = [record.getMessage() for record in caplog.records if ": " + reason in record.getMessage()]

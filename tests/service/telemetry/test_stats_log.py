@@ -7,9 +7,9 @@ import re
 import pytest
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.v1 import generation_pb2 as pb
 
 NAME = "penstock.service.telemetry.stats_log"
 LINE = re.compile(
@@ -37,7 +37,7 @@ async def test_stats_are_logged_only_while_the_engine_is_busy(start_service, lin
     await asyncio.sleep(0.2)
     assert lines() == []
 
-    start = pb.Start(text="x" * 64, sampling=pb.Sampling(max_tokens=3000, n=3))
+    start = pb.GenerationStart(text="x" * 64, sampling=pb.SamplingParams(max_tokens=3000, n=3))
     call = service.generation.GenerateOne(pb.GenerateOneRequest(start=start))
     await call.read()
     await until(lambda: len(lines()) >= 4)
@@ -57,7 +57,7 @@ async def test_stats_are_logged_only_while_the_engine_is_busy(start_service, lin
 
 async def test_cached_tokens_are_logged(start_service, lines):
     service = await start_service(stats_interval_s=0.3)
-    request = pb.CompleteRequest(start=pb.Start(text="x" * 64, sampling=pb.Sampling(max_tokens=1)))
+    request = pb.CompleteRequest(start=pb.GenerationStart(text="x" * 64, sampling=pb.SamplingParams(max_tokens=1)))
     await service.generation.Complete(request)
     await until(lambda: len(lines()) == 1)
     await service.generation.Complete(request)
@@ -71,7 +71,7 @@ async def test_a_stopped_server_logs_no_more_stats(start_service, lines):
     executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
     service = await start_service(executor, stats_interval_s=0.01)
     call = service.generation.GenerateOne(
-        pb.GenerateOneRequest(start=pb.Start(text="hi", sampling=pb.Sampling(max_tokens=3000)))
+        pb.GenerateOneRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=3000)))
     )
     await call.read()
     await until(lines)

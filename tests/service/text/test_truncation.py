@@ -8,11 +8,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.errors import ServiceError
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.truncation import Truncation
-from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 LEFT, RIGHT = pb.TRUNCATION_SIDE_LEFT, pb.TRUNCATION_SIDE_RIGHT
 
@@ -26,16 +26,16 @@ LEFT, RIGHT = pb.TRUNCATION_SIDE_LEFT, pb.TRUNCATION_SIDE_RIGHT
 )  # fmt: skip
 def test_so_many_tokens_are_kept(wanted, side, kept):
     most = 6 if wanted in (-1, 8) else 20
-    truncation = Truncation.of(pb.Start(truncate_prompt_tokens=wanted, truncation_side=side), most)
+    truncation = Truncation.of(pb.GenerationStart(truncate_prompt_tokens=wanted, truncation_side=side), most)
     assert truncation is not None
     assert bytes(truncation.cut(list(b"abcdefghij"))).decode() == kept
 
 
 def test_nothing_is_truncated_by_default():
-    assert Truncation.of(pb.Start(), 10) is None
-    assert Truncation.of(pb.Start(truncation_side=RIGHT), 10) is None
+    assert Truncation.of(pb.GenerationStart(), 10) is None
+    assert Truncation.of(pb.GenerationStart(truncation_side=RIGHT), 10) is None
     with pytest.raises(ServiceError, match="truncate_prompt_tokens: must be at least 1, or -1"):
-        Truncation.of(pb.Start(truncate_prompt_tokens=0), 10)
+        Truncation.of(pb.GenerationStart(truncate_prompt_tokens=0), 10)
 
 
 def with_both_ends():
@@ -79,9 +79,9 @@ async def service(start_service):
 
 
 async def complete(service, **fields):
-    sampling = pb.Sampling(max_tokens=2, seed=1)
-    output = pb.Output(prompt_logprobs=0)
-    start = pb.Start(sampling=sampling, output=output, **fields)
+    sampling = pb.SamplingParams(max_tokens=2, seed=1)
+    output = pb.OutputOptions(prompt_logprobs=0)
+    start = pb.GenerationStart(sampling=sampling, output=output, **fields)
     return await service.generation.Complete(pb.CompleteRequest(start=start))
 
 
@@ -93,7 +93,7 @@ async def test_an_answer_is_that_of_the_tokens_that_are_kept(service, byte_token
     prompt = {"text": text, "token_ids": pb.TokenIds(ids=text.encode()), "chat": chat}[kind]
     ids = list(text.encode())
     if kind == "chat":
-        rendered = await service.tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat))
+        rendered = await service.tokenizer.RenderChat(pb.RenderChatRequest(chat=chat))
         ids = list(rendered.token_ids)
     kept = ids[-5:] if side == LEFT else ids[:5]
     cut = await complete(service, **{kind: prompt}, truncate_prompt_tokens=5, truncation_side=side)
@@ -127,16 +127,16 @@ async def test_of_a_continued_request_the_context_is_cut_too(service):
 
 async def test_a_cut_prompt_finds_what_is_cached_of_it(service):
     kept = pb.TokenIds(ids=[98] * 64)
-    await service.generation.Complete(pb.CompleteRequest(start=pb.Start(token_ids=kept)))
-    start = pb.Start(token_ids=pb.TokenIds(ids=[97] * 100 + [98] * 64), truncate_prompt_tokens=64)
+    await service.generation.Complete(pb.CompleteRequest(start=pb.GenerationStart(token_ids=kept)))
+    start = pb.GenerationStart(token_ids=pb.TokenIds(ids=[97] * 100 + [98] * 64), truncate_prompt_tokens=64)
     answer = await service.generation.Complete(pb.CompleteRequest(start=start))
     assert answer.finished.usage.cached_tokens == 48
 
 
 async def test_inputs_of_embeddings_keep_their_first_tokens(service):
     def request(text, **fields):
-        ids = embedding_pb2.EmbedInput(token_ids=pb.TokenIds(ids=text.encode()))
-        return embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text=text), ids], **fields)
+        ids = pb.EmbedInput(token_ids=pb.TokenIds(ids=text.encode()))
+        return pb.EmbedRequest(inputs=[pb.EmbedInput(text=text), ids], **fields)
 
     for side, kept in ((None, "abc"), (RIGHT, "abc"), (LEFT, "def")):
         cut = await service.embedding.Embed(request("abcdef", truncate_prompt_tokens=3, truncation_side=side))
@@ -149,7 +149,7 @@ async def test_inputs_of_embeddings_keep_their_first_tokens(service):
 
 async def test_the_tokenizer_cuts_as_a_request_does(service):
     def request(**fields):
-        return tokenizer_pb2.TokenizeRequest(text="abcdef", **fields)
+        return pb.TokenizeRequest(text="abcdef", **fields)
 
     assert bytes((await service.tokenizer.Tokenize(request(truncate_prompt_tokens=2))).token_ids) == b"ef"
     first = await service.tokenizer.Tokenize(request(truncate_prompt_tokens=2, truncation_side=RIGHT))

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.identity import BearerAuthenticator
-from penstock.v1 import generation_pb2 as pb
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
@@ -58,8 +58,10 @@ def headers(stream: int, method: str, flags: int = END_HEADERS, more: Mapping[st
 
 def message(rng: random.Random, ref: int = 0) -> bytes:
     """A request that goes on for longer than the connection."""
-    sampling = pb.Sampling(max_tokens=rng.choice((5, 4000)), ignore_eos=True)
-    start = pb.Start(ref=ref, text="hello", sampling=sampling, output=pb.Output(logprobs=rng.choice((0, 20))))
+    sampling = pb.SamplingParams(max_tokens=rng.choice((5, 4000)), ignore_eos=True)
+    start = pb.GenerationStart(
+        ref=ref, text="hello", sampling=sampling, output=pb.OutputOptions(logprobs=rng.choice((0, 20)))
+    )
     raw = pb.GenerateRequest(start=start).SerializeToString()  # GenerateOneRequest has the same field
     return b"\0" + struct.pack(">I", len(raw)) + raw
 
@@ -215,7 +217,7 @@ async def break_connections(start_service: Any, caplog: Any, number: int, seed: 
     rng = random.Random(seed)
 
     async def answers() -> None:
-        request = pb.CompleteRequest(start=pb.Start(text="hi"))
+        request = pb.CompleteRequest(start=pb.GenerationStart(text="hi"))
         answer = await service.generation.Complete(request, timeout=WITHIN_S)
         assert answer.finished.status.code == 0
 
@@ -260,7 +262,9 @@ async def test_a_path_that_is_no_text_is_no_end_of_the_service(start_service, ca
     service = await start_service()
     received = await answer_to(service, headers(1, "?", END_HEADERS | END_STREAM).replace(b"?", b"\xff"))
     assert GOAWAY not in [kind for kind, _ in frames_of(received)]
-    answer = await service.generation.Complete(pb.CompleteRequest(start=pb.Start(text="hi")), timeout=WITHIN_S)
+    answer = await service.generation.Complete(
+        pb.CompleteRequest(start=pb.GenerationStart(text="hi")), timeout=WITHIN_S
+    )
     assert answer.finished.status.code == 0
     assert not caplog.records
 

@@ -12,12 +12,12 @@ from memory import held_bytes_counter
 from raw_http2 import raw_client
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.identity import AllowAll, BearerAuthenticator, Principal
 from penstock.service.auth.tls import ServerTls
 from penstock.service.streaming import outbox
 from penstock.service.transport import call_end, call_limits, unread
-from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
@@ -203,9 +203,9 @@ async def test_a_tenant_may_not_have_all_messages_that_are_on_their_way(start_se
         messages = service.server._running._limits.messages
         await until(lambda: messages.num_taken == len(stuck))
         one_more = client.begin(GET_MODEL, {"authorization": "Bearer a"})
-        await client.put(one_more, framed(model_pb2.GetModelRequest()), ends=True)
+        await client.put(one_more, framed(pb.GetModelRequest()), ends=True)
         stream = other.begin(GET_MODEL, {"authorization": "Bearer b"})
-        await other.put(stream, framed(model_pb2.GetModelRequest()), ends=True)
+        await other.put(stream, framed(pb.GetModelRequest()), ends=True)
         assert await other.end(stream) == OK
         assert one_more not in client.ended
 
@@ -215,7 +215,7 @@ async def test_unread_output_takes_at_most_a_window(service, monkeypatch):
     monkeypatch.setattr(call_limits, "HOLD_S", 3600.0)
     async with raw_client(service.target) as client:
         done = client.begin(COMPLETE, KEY)  # a large message that is read: gRPC estimates the bandwidth by it
-        await client.put(done, framed(pb.CompleteRequest(start=pb.Start(text="a" * MIB))), ends=True)
+        await client.put(done, framed(pb.CompleteRequest(start=pb.GenerationStart(text="a" * MIB))), ends=True)
         assert await client.end(done) == INVALID
         stuck = [client.begin(COMPLETE, KEY) for _ in range(call_limits.MESSAGES_OF_TENANT)]
         for stream in stuck:
@@ -247,10 +247,10 @@ async def test_waiting_calls_of_a_tenant_do_not_keep_another_out(start_service, 
             await client.put(stream, BEGINNING[:100])
         assert await client.end(stuck[3]) == EXHAUSTED
         stream = client.begin(GET_MODEL, {"authorization": "Bearer b"})
-        await client.put(stream, framed(model_pb2.GetModelRequest()), ends=True)
+        await client.put(stream, framed(pb.GetModelRequest()), ends=True)
         assert await client.end(stream) == OK
         stream = admin.begin(DRAIN, {"authorization": "Bearer operator"})
-        await admin.put(stream, framed(admin_pb2.DrainRequest()), ends=True)
+        await admin.put(stream, framed(pb.DrainRequest()), ends=True)
         assert await admin.end(stream) == OK
 
 
@@ -291,11 +291,11 @@ async def test_calls_without_a_key_that_last_give_way(start_service, monkeypatch
 # ------------------------------------------------------------------------------------------------ answers nobody reads
 
 ANSWERED = {
-    COMPLETE: pb.CompleteRequest(start=pb.Start(text="hi", sampling=pb.Sampling(max_tokens=5))),
-    GENERATE_ONE: pb.GenerateOneRequest(start=pb.Start(text="hi", sampling=pb.Sampling(max_tokens=5))),
-    GENERATE: pb.GenerateRequest(start=pb.Start(text="hi", sampling=pb.Sampling(max_tokens=5))),
-    GET_MODEL: model_pb2.GetModelRequest(),
-    DETOKENIZE: tokenizer_pb2.DetokenizeRequest(token_ids=[97] * 1000),
+    COMPLETE: pb.CompleteRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=5))),
+    GENERATE_ONE: pb.GenerateOneRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=5))),
+    GENERATE: pb.GenerateRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=5))),
+    GET_MODEL: pb.GetModelRequest(),
+    DETOKENIZE: pb.DetokenizeRequest(token_ids=[97] * 1000),
     CHECK: health_pb2.HealthCheckRequest(),
     WATCH: health_pb2.HealthCheckRequest(),
 }
@@ -335,7 +335,7 @@ async def test_too_many_unread_answers_end_sooner(start_service, monkeypatch):
         streams = []
         for _ in range(3):
             streams.append(client.begin(DETOKENIZE, KEY))
-            request = tokenizer_pb2.DetokenizeRequest(token_ids=[97] * 3000)
+            request = pb.DetokenizeRequest(token_ids=[97] * 3000)
             await client.put(streams[-1], framed(request), ends=True)
         assert await client.end(streams[0]) == CANCELLED
         assert not set(streams[1:]) & set(client.ended)
@@ -358,7 +358,7 @@ async def test_a_refused_call_leaves_nothing_for_the_collector(service, path, no
     async with raw_client(service.target) as client:
         for metadata in ({}, KEY) * 4:
             stream = client.begin(path, metadata)
-            await client.put(stream, framed(pb.CompleteRequest(start=pb.Start())), ends=True)
+            await client.put(stream, framed(pb.CompleteRequest(start=pb.GenerationStart())), ends=True)
             await client.end(stream)
         await until(lambda: calls_of_grpc() == 0)
         await until(lambda: left_of_refusals() <= left_before + 1)

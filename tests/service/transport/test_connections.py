@@ -12,11 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_http2 import raw_client
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.service.auth.identity import BearerAuthenticator, Principal
 from penstock.service.config.addresses import Address
 from penstock.service.transport import connections
 from penstock.service.transport.connections import ClientConnection, Connections, max_connections, peer_of
-from penstock.v1 import model_pb2
 
 NAMES = {
     "ipv4:127.0.0.1:40422": ("127.0.0.1", 40422),
@@ -172,13 +172,13 @@ async def test_silent_connections_leave_room_for_callers(start_service, monkeypa
         )
         get_model = channel.unary_unary(
             "/penstock.v1.ModelService/GetModel",
-            model_pb2.GetModelRequest.SerializeToString,
-            model_pb2.GetModelResponse.FromString,
+            pb.GetModelRequest.SerializeToString,
+            pb.GetModelResponse.FromString,
         )
 
         async def answered() -> bool:
             answer = await get_model(
-                model_pb2.GetModelRequest(), metadata=[("authorization", "Bearer key")], wait_for_ready=True
+                pb.GetModelRequest(), metadata=[("authorization", "Bearer key")], wait_for_ready=True
             )
             return bool(answer.name)
 

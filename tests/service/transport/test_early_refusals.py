@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.service.transport import early_refusals, transport
 from penstock.service.transport.connections import Connections
-from penstock.v1 import generation_pb2 as pb
 
 
 async def test_a_grpc_with_another_server_constructor_is_logged(start_service, monkeypatch, caplog):
@@ -18,7 +18,7 @@ async def test_a_grpc_with_another_server_constructor_is_logged(start_service, m
     monkeypatch.setattr(transport, "refuse_early", lambda server, *arguments: refuse(server, *arguments, "new"))
     service = await start_service()
     assert "not UTF-8" in caplog.text
-    answer = await service.generation.Complete(pb.CompleteRequest(start=pb.Start(text="hi")))
+    answer = await service.generation.Complete(pb.CompleteRequest(start=pb.GenerationStart(text="hi")))
     assert answer.finished.status.code == 0
 
 

@@ -8,12 +8,12 @@ import pytest
 from raw_http2 import raw_client
 from waiting import until
 
+import penstock.v1 as pb
 from penstock.service.auth.identity import BearerAuthenticator, Principal
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.transport import unfinished
 from penstock.service.transport.connections import ClientConnection, Connections
 from penstock.service.transport.unfinished import UnfinishedMessages
-from penstock.v1 import generation_pb2 as pb
 
 GENERATE = "/penstock.v1.GenerationService/Generate"
 MIB = 1 << 20
@@ -99,7 +99,7 @@ async def test_unfinished_messages_end_and_idle_streams_go_on(start_service, mon
 
         async def begin(client, text):
             stream = client.begin(GENERATE, {"authorization": "Bearer key"})
-            start = pb.Start(ref=1, text=text, sampling=pb.Sampling(max_tokens=1))
+            start = pb.GenerationStart(ref=1, text=text, sampling=pb.SamplingParams(max_tokens=1))
             raw = pb.GenerateRequest(start=start).SerializeToString()
             await client.put(stream, struct.pack(">BI", 0, len(raw)) + raw)
             return stream

@@ -7,14 +7,14 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import Descriptor
 
+import penstock.v1 as pb
 from penstock.service.config.limits import FIELD_BOUNDS
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.transport import message_size as wire
 from penstock.service.transport.message_size import MAX_MAP_ENTRIES, MAX_PARTS, check_parts
-from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 MIB = 1 << 20
-EMBED, RENDER = embedding_pb2.EmbedRequest.DESCRIPTOR, tokenizer_pb2.RenderChatRequest.DESCRIPTOR
+EMBED, RENDER = pb.EmbedRequest.DESCRIPTOR, pb.RenderChatRequest.DESCRIPTOR
 
 
 def inside(number, content):
@@ -79,14 +79,14 @@ async def test_the_largest_chat_is_taken():
     message = pb.ChatMessage(role="assistant", content="x" * 500, tool_call_id="i", name="n")
     message.tool_calls.add(id="i", name="n", arguments="{}")
     chat = pb.Chat(messages=[message] * 4096, tools=["{}"] * 128, template_variables="{}", add_generation_prompt=True)
-    await check_parts(tokenizer_pb2.RenderChatRequest(chat=chat).SerializeToString(), RENDER)
+    await check_parts(pb.RenderChatRequest(chat=chat).SerializeToString(), RENDER)
 
 
 async def test_long_texts_and_packed_ids_are_one_part_each():
-    start = pb.Start(text="x" * (4 * MIB))
+    start = pb.GenerationStart(text="x" * (4 * MIB))
     await check_parts(pb.GenerateRequest(start=start).SerializeToString(), pb.GenerateRequest.DESCRIPTOR)
-    ids = embedding_pb2.EmbedInput(token_ids=pb.TokenIds(ids=[300] * MIB))
-    await check_parts(embedding_pb2.EmbedRequest(inputs=[ids]).SerializeToString(), EMBED)
+    ids = pb.EmbedInput(token_ids=pb.TokenIds(ids=[300] * MIB))
+    await check_parts(pb.EmbedRequest(inputs=[ids]).SerializeToString(), EMBED)
 
 
 async def test_the_bound_itself_is_allowed():
@@ -111,13 +111,13 @@ START = 1
 
 def biases(num_entries: int, tag: bytes = b"\x72") -> bytes:
     """Entries of ``logit_bias`` whose keys collide in protobuf's table."""
-    entries = (pb.Sampling(logit_bias={(number << 16) & 0xFFFFFFFF: 1.0}) for number in range(num_entries))
+    entries = (pb.SamplingParams(logit_bias={(number << 16) & 0xFFFFFFFF: 1.0}) for number in range(num_entries))
     return b"".join(tag + entry.SerializeToString()[1:] for entry in entries)
 
 
 def started(sampling: bytes) -> bytes:
-    """The fields of a ``Start`` with it, in the messages that begin a request."""
-    number = pb.Start.DESCRIPTOR.fields_by_name["sampling"].number
+    """The fields of a ``GenerationStart`` with it, in the messages that begin a request."""
+    number = pb.GenerationStart.DESCRIPTOR.fields_by_name["sampling"].number
     return bytes(inside(START, inside(number, sampling)))
 
 
@@ -162,10 +162,8 @@ def maps_of_the_contract() -> set[tuple[str, str]]:
     """(message, field), of all that the contract's messages have."""
     found = set()
     for name in FIELD_BOUNDS:
-        for module in (pb, embedding_pb2, tokenizer_pb2):
-            message = module.DESCRIPTOR.message_types_by_name.get(name)
-            fields = [] if message is None else message.fields
-            found |= {(name, each.name) for each in fields if each.message_type and is_entry(each.message_type)}
+        fields = getattr(pb, name).DESCRIPTOR.fields
+        found |= {(name, each.name) for each in fields if each.message_type and is_entry(each.message_type)}
     return found
 
 
@@ -175,7 +173,7 @@ def is_entry(message: Descriptor) -> bool:
 
 def test_no_map_of_the_contract_may_have_as_many():
     maps = maps_of_the_contract()
-    assert ("Sampling", "logit_bias") in maps
+    assert ("SamplingParams", "logit_bias") in maps
     assert all(getattr(FIELD_BOUNDS[message][field], "high") < MAX_MAP_ENTRIES for message, field in maps)  # noqa: B009 - of its kind
 
 

@@ -11,12 +11,12 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import penstock.v1 as pb
 from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
 from penstock.clients import AsyncClient, Delta
 from penstock.clients.cli.admin.client import AdminClient
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.host.distribution import installed_version
-from penstock.v1 import admin_pb2
 
 LAG = "loop_lag_p99_ms"
 WATCH_INTERVAL_S = 2.0
@@ -105,7 +105,7 @@ async def loop_lag(admin: str) -> AsyncIterator[dict[str, float]]:
                 await watching
 
 
-async def _keep_worst(answers: AsyncIterator[admin_pb2.WatchStatsResponse], figures: dict[str, float]) -> None:
+async def _keep_worst(answers: AsyncIterator[pb.WatchStatsResponse], figures: dict[str, float]) -> None:
     async for stats in answers:
         figures[LAG] = max(stats.loop_lag.p99_us / 1000, figures.get(LAG, 0.0))
 
