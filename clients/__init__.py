@@ -20,8 +20,9 @@ if TYPE_CHECKING:
         Delta,
         Finished,
         FinishReason,
+        FrameRefused,
+        Injected,
         PromptLogprobs,
-        UpdateRefused,
     )
     from penstock.clients.sync_client import Client, SyncRequestStream
 
@@ -35,6 +36,8 @@ __all__ = [
     "Embeddings",
     "FinishReason",
     "Finished",
+    "FrameRefused",
+    "Injected",
     "InvalidOption",
     "PenstockError",
     "PromptLogprobs",
@@ -45,7 +48,6 @@ __all__ = [
     "SyncRequestStream",
     "Tls",
     "Unreachable",
-    "UpdateRefused",
 ]
 
 

@@ -27,7 +27,7 @@ from penstock.clients.embeddings import Embeddings, EmbedOptions, Input, build_e
 from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
 from penstock.clients.events import Completion, Delta, Event, Finished, collect
 from penstock.clients.health import is_serving
-from penstock.clients.requests import Options, Prompt, build_start, build_update
+from penstock.clients.requests import Options, Prompt, build_append, build_start, build_update
 from penstock.clients.stream import GenerateStream, Mailbox
 from penstock.v1 import (
     DetokenizeRequest,
@@ -111,7 +111,7 @@ class RequestStream:
         self, *, timeout: float | None = None, priority: int | None = None, max_tokens: int | None = None
     ) -> None:
         """Changes the request while it runs; ``timeout`` is in seconds from now. If the service refuses, nothing
-        changes, and an ``UpdateRefused`` is among the events. Raises InvalidOption."""
+        changes, and a ``FrameRefused`` is among the events. Raises InvalidOption."""
         update = build_update(timeout, priority, max_tokens)
         if self._carrier is None:
             self._amend(update)
@@ -119,6 +119,22 @@ class RequestStream:
             self._carrier.update(self._ref, update)
             if update.HasField("timeout_ms"):
                 self._expect_end_within(update.timeout_ms / 1000)
+
+    def append(self, content: Prompt, *, replace_from: int | None = None) -> None:
+        """Adds to the open prompt of the request, which ``open_prompt`` begins: the content is its next piece, or takes
+        the place of the pieces from number ``replace_from`` on. After ``commit``, the content is injected into the
+        output, and an ``Injected`` is among the events. If the service refuses, nothing changes, and a ``FrameRefused``
+        is among the events. Raises InvalidOption."""
+        append = build_append(content, replace_from)
+        self._begin()
+        if self._carrier is not None and not self._ended:
+            self._carrier.append(self._ref, append)
+
+    def commit(self) -> None:
+        """Ends the open prompt: the output begins."""
+        self._begin()
+        if self._carrier is not None and not self._ended:
+            self._carrier.commit(self._ref)
 
     def leave(self) -> None:
         """Cancels the request, if it has not ended, and takes no more of its events. Safe to call twice."""
@@ -212,6 +228,17 @@ class AsyncClient:
         sent before the stream is used.
         """
         return RequestStream(self._generate_stream, build_start(prompt, options, timeout))
+
+    def open_prompt(
+        self, prompt: Prompt = "", *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> RequestStream:
+        """Returns a request whose prompt arrives in pieces: ``append`` each, then ``commit``. The service computes them
+        as they arrive. Without ``prompt``, piece 0 is an empty text, or none if the first piece is of another kind."""
+        start = build_start(prompt, options, timeout)
+        start.open = True
+        if prompt == "":
+            start.ClearField("text")
+        return RequestStream(self._generate_stream, start)
 
     def send(self, start: pb.GenerationStart) -> RequestStream:
         """Like ``generate``, for a ``GenerationStart``, which is used only once; its ref is overwritten."""

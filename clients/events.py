@@ -223,18 +223,34 @@ class Finished:
 
 
 @dataclass(slots=True)
-class UpdateRefused:
-    """An update was refused; the request continues unchanged."""
+class FrameRefused:
+    """An update, an append or a commit was refused; the request continues unchanged."""
 
     failure: RequestFailed
     """The reason. It is not raised."""
+    frame: str = ""
+    """``update``, ``append`` or ``commit``."""
 
     @classmethod
-    def from_proto(cls, message: pb.UpdateRefused) -> "UpdateRefused":
-        return cls(failure_from_status(message.status))
+    def from_proto(cls, message: pb.FrameRefused) -> "FrameRefused":
+        name = pb.FrameKind.Name(message.frame).removeprefix("FRAME_KIND_").lower()
+        return cls(failure_from_status(message.status), name)
 
 
-Event = Accepted | PromptLogprobs | Delta | UpdateRefused | Finished
+@dataclass(slots=True)
+class Injected:
+    """Appended tokens are in the output, after the deltas so far."""
+
+    output_tokens: int
+    """The number of output tokens before them."""
+    injected_tokens: int
+
+    @classmethod
+    def from_proto(cls, message: pb.Injected) -> "Injected":
+        return cls(message.output_tokens, message.injected_tokens)
+
+
+Event = Accepted | PromptLogprobs | Delta | FrameRefused | Injected | Finished
 
 
 @dataclass(slots=True)
@@ -322,8 +338,8 @@ def collect(events: Iterable[Event], num_choices: int) -> Completion:
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """Merges events: all deltas of a choice become one, and so do all parts of the prompt's log-probabilities. Nothing
-    is lost; the order within a choice is kept."""
+    """Merges events: the deltas of a choice between two injections become one, and so do all parts of the prompt's
+    log-probabilities. Nothing is lost; the order within a choice is kept."""
     merged: list[Event] = []
     deltas: dict[int, Delta] = {}
     prompt: PromptLogprobs | None = None
@@ -333,6 +349,8 @@ def merge(events: Iterable[Event]) -> list[Event]:
         elif isinstance(event, PromptLogprobs) and prompt is not None:
             prompt.logprobs.extend(event.logprobs)
         else:
+            if isinstance(event, Injected):
+                deltas.clear()
             merged.append(event)
             if isinstance(event, Delta):
                 deltas[event.choice] = event

@@ -71,6 +71,8 @@ class Options(ChatOptions, total=False):
     """The maximum number of drafts per step; 0 disables them. Drafts change when tokens arrive, never which."""
     traceparent: str | None
     client_request_id: str | None
+    idempotency_key: str | None
+    """The caller's key: the service refuses a repetition of the request."""
     truncate_prompt_tokens: int | None
     """How many tokens of the prompt to keep; -1: as many as fit the context."""
     truncation_side: str | None
@@ -83,7 +85,7 @@ _OUTPUT = dict(pb.OutputOptions.DESCRIPTOR.fields_by_name)
 _START = {
     name: field
     for name, field in pb.GenerationStart.DESCRIPTOR.fields_by_name.items()
-    if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms"}
+    if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms", "open"}
 }
 _MAX_TIMEOUT_MS = 86_400_000
 _PROMPTS_OF_LINE = {
@@ -151,6 +153,17 @@ def build_update(timeout: float | None, priority: int | None, max_tokens: int | 
     return update
 
 
+def build_append(content: Prompt, replace_from: int | None) -> pb.GenerationAppend:
+    """Builds a ``GenerationAppend`` without its ref. Raises InvalidOption."""
+    append = pb.GenerationAppend()
+    _set_prompt(append, content)
+    if replace_from is not None:
+        set_field(append, pb.GenerationAppend.DESCRIPTOR.fields_by_name["replace_from"], replace_from)
+    if (size := append.ByteSize()) > MAX_START_BYTES:  # a refusal by the transport would end the shared stream
+        raise InvalidOption("prompt", f"the content has {size:,} bytes; the limit is {MAX_START_BYTES:,}")
+    return append
+
+
 def timeout_ms(seconds: float) -> int:
     """Converts a timeout to milliseconds, at least 1. Raises InvalidOption."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MAX_TIMEOUT_MS / 1000:
@@ -158,7 +171,7 @@ def timeout_ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _set_prompt(start: pb.GenerationStart, prompt: Prompt) -> None:
+def _set_prompt(start: pb.GenerationStart | pb.GenerationAppend, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         try:
             start.text = prompt

@@ -10,7 +10,7 @@ import grpc
 
 import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed, StreamBroken, failure_from_call, failure_from_status
-from penstock.clients.events import Accepted, Delta, Event, Finished, PromptLogprobs, UpdateRefused, merge
+from penstock.clients.events import Accepted, Delta, Event, Finished, FrameRefused, Injected, PromptLogprobs, merge
 
 T = TypeVar("T")
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
@@ -136,7 +136,7 @@ class GenerateStream:
     def carry(self, start: pb.GenerationStart, receiver: Receiver) -> int:
         """Sends a request and returns its ref. Never waits; unwritten messages are kept in memory."""
         assert self.is_open
-        ref = next(ref for ref in self._refs if ref % 2**32 not in self._live) % 2**32
+        ref = next(ref for number in self._refs if (ref := number % 2**32) and ref not in self._live)
         start.ref = ref
         self._live[ref] = receiver
         self._outgoing.put_nowait(pb.GenerateRequest(start=start))
@@ -152,6 +152,17 @@ class GenerateStream:
         if self.is_open and ref in self._live:
             update.ref = ref
             self._outgoing.put_nowait(pb.GenerateRequest(update=update))
+
+    def append(self, ref: int, append: pb.GenerationAppend) -> None:
+        """Adds to a request. Does nothing if it has ended."""
+        if self.is_open and ref in self._live:
+            append.ref = ref
+            self._outgoing.put_nowait(pb.GenerateRequest(append=append))
+
+    def commit(self, ref: int) -> None:
+        """Ends the open prompt of a request. Does nothing if it has ended."""
+        if self.is_open and ref in self._live:
+            self._outgoing.put_nowait(pb.GenerateRequest(commit=pb.GenerationCommit(ref=ref)))
 
     async def close(self, failure: RequestFailed | None = None) -> None:
         """Cancels live requests, lets the service end the stream, and aborts it after a second. ``failure`` is the
@@ -200,12 +211,14 @@ class GenerateStream:
             self._put(accepted.ref, Accepted.from_proto(accepted))
         for part in response.prompt_logprobs:
             self._put(part.ref, PromptLogprobs.from_proto(part))
+        for injected in response.injected:
+            self._put(injected.ref, Injected.from_proto(injected))
         for delta in response.deltas:
             self._put(delta.ref, Delta.from_proto(delta))
+        for refused in response.frames_refused:
+            self._put(refused.ref, FrameRefused.from_proto(refused))
         for finished in response.finished:
             self._finish(finished)
-        for refused in response.update_refused:
-            self._put(refused.ref, UpdateRefused.from_proto(refused))
 
     def _put(self, ref: int, event: Event) -> None:
         if (receiver := self._live.get(ref)) is not None:

@@ -115,6 +115,22 @@ class SyncRequestStream:
 
         self._thread.run(update())
 
+    def append(self, content: Prompt, *, replace_from: int | None = None) -> None:
+        """Adds to the open prompt, or to the output. See ``RequestStream.append``."""
+
+        async def append() -> None:
+            self._request.append(content, replace_from=replace_from)
+
+        self._thread.run(append())
+
+    def commit(self) -> None:
+        """Ends the open prompt: the output begins."""
+
+        async def commit() -> None:
+            self._request.commit()
+
+        self._thread.run(commit())
+
     def leave(self) -> None:
         """Cancels the request, if it has not ended, and takes no more of its events. Safe to call twice."""
         self._thread.call(self._request.leave)
@@ -141,6 +157,12 @@ class Client:
     ) -> SyncRequestStream:
         """Returns a request as a stream of events. See ``AsyncClient.generate``."""
         return SyncRequestStream(self._client.generate(prompt, timeout=timeout, **options), self._thread, self)
+
+    def open_prompt(
+        self, prompt: Prompt = "", *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> SyncRequestStream:
+        """Returns a request whose prompt arrives in pieces. See ``AsyncClient.open_prompt``."""
+        return SyncRequestStream(self._client.open_prompt(prompt, timeout=timeout, **options), self._thread, self)
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Iterator[Delta]:
         """Yields only the output, as it arrives. Leaving the loop cancels the request."""

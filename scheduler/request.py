@@ -49,6 +49,10 @@ class RefusalKind(Enum):
     """Its tenant has used up its token budget for now."""
     TENANT_CAP = auto()
     """It exceeds a cap of its tenant. Trying again cannot help."""
+    CONTEXT_LENGTH = auto()
+    """Injected tokens would leave no room in the context for an output token."""
+    NOT_INJECTABLE = auto()
+    """A request with several sequences, without output or with a grammar takes no injected tokens."""
 
 
 class Refused(Exception):
@@ -88,6 +92,9 @@ class TextState(Protocol):
 
     def finish(self) -> TextDelta:
         """Releases all that is held, after the sequence ended for another reason than a stop string."""
+
+    def restart(self) -> None:
+        """Begins a text of its own, after ``finish``: tokens were injected."""
 
 
 class StopMatch(NamedTuple):
@@ -130,6 +137,14 @@ class SequenceDelta:
 
 
 @dataclass(slots=True)
+class TokensInjected:
+    """Injected tokens are in the history of the only sequence, after this many output tokens."""
+
+    num_output_tokens: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
 class Embedded:
     """The vector of one prompt of a pooled request. The sequence with this number has ended."""
 
@@ -140,7 +155,7 @@ class Embedded:
 
 @dataclass(slots=True)
 class TokenUsage:
-    """Tokens used so far. Stop tokens and the tokens of stop strings count as output."""
+    """Tokens used so far. Stop tokens and the tokens of stop strings count as output, injected tokens as prompt."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -213,7 +228,7 @@ class RequestFinished:
     """None: it had no drafts."""
 
 
-Event = RequestAccepted | PromptLogprobsChunk | SequenceDelta | Embedded | RequestFinished
+Event = RequestAccepted | PromptLogprobsChunk | SequenceDelta | TokensInjected | Embedded | RequestFinished
 
 
 @dataclass(slots=True, frozen=True)
@@ -278,6 +293,8 @@ class Request:
     grammar_end_ids: frozenset[int] = frozenset()
     """Tokens that end an output that matches ``grammar``. Before ``min_tokens``, one comes only where the grammar
     allows nothing else, and ends the output there too."""
+    is_warm_up: bool = False
+    """Only its KV matters, for a request that follows: it is not charged to its tenant's token rate."""
     more_prompts: Sequence[Prompt] = ()
     """The prompts after the first, if it is pooled: ``n`` counts them all."""
     num_prompt_tokens: int = field(init=False)

@@ -44,7 +44,30 @@ class Reason(Enum):
     MESSAGE_COUNT = (_Code.UNIMPLEMENTED, "this method takes exactly one message; send one, then half-close the call")
     # The status with which gRPC itself refuses metadata of a client that has acknowledged its limit.
     METADATA_TOO_LARGE = (_Code.RESOURCE_EXHAUSTED, "a call has at most 16 KiB of metadata; send less", DONT_RETRY)
+    MISSING_REF = (_Code.INVALID_ARGUMENT, "ref: is required; choose a number that is not 0")
     DUPLICATE_REF = (_Code.INVALID_ARGUMENT, "the ref is already in use on this stream; choose another")
+    UNKNOWN_REF = (_Code.NOT_FOUND, "no live request of this stream has this ref; it may have ended")
+    NOT_OPEN = (
+        _Code.FAILED_PRECONDITION,
+        "the prompt of this request is not open; set start.open to send it in pieces",
+    )
+    NOT_INJECTABLE = (
+        _Code.FAILED_PRECONDITION,
+        "nothing can be injected into this request; send one choice without a constraint",
+    )
+    DUPLICATE_REQUEST = (
+        _Code.ALREADY_EXISTS,
+        "a request with this idempotency_key is live or has ended; read its output, or choose another key",
+    )
+    OPEN_PROMPTS_FULL = (
+        _Code.RESOURCE_EXHAUSTED,
+        "the open prompts take too much memory; try again, or send the prompt in one piece",
+        1000,
+    )
+    OPEN_PROMPT_EXPIRED = (
+        _Code.DEADLINE_EXCEEDED,
+        "nothing was appended to the open prompt for too long; append more often, or commit it",
+    )
     TOO_LARGE = (_Code.INVALID_ARGUMENT, "the request can never fit in the KV cache; send fewer tokens")
     TOO_EXPENSIVE = (_Code.INVALID_ARGUMENT, "the request needs too much in total")
     NO_CHAT_TEMPLATE = (
@@ -163,8 +186,16 @@ class ServiceError(Exception):
     keys or internals of the service. ``field`` is a path such as ``sampling.top_p``."""
 
     def __init__(
-        self, reason: Reason, message: str = "", *, field: str = "", retry_after_ms: int | None = None
+        self,
+        reason: Reason,
+        message: str = "",
+        *,
+        field: str = "",
+        retry_after_ms: int | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
+        """``metadata`` becomes that of the ErrorInfo."""
+        self.metadata = metadata
         self.reason = reason
         self.code = reason.code
         self.message = message or reason.message
@@ -223,7 +254,7 @@ def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
     if error.reason in (Reason.INTERNAL, Reason.KILLED_WORKER):
         message += f" {request_id}"  # many tools show the details as base64
     details = [
-        pb_any.pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)),
+        pb_any.pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN, metadata=error.metadata)),
         pb_any.pack(error_details_pb2.RequestInfo(request_id=request_id)),
     ]
     if error.field:

@@ -5,6 +5,7 @@ import math
 from penstock.scheduler.config import RETRY_AFTER_MS
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.rate_limit import Rated, TenantRateLimit
+from penstock.scheduler.planning.sequence import RequestState
 from penstock.scheduler.request import RefusalKind, Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
 
@@ -21,10 +22,13 @@ class AdmissionControl:
     def __init__(self, context: PlanningContext) -> None:
         self._context = context
 
-    def max_tokens(self, request: Request) -> int:
-        """Returns the output tokens of a sequence: limited by the model's context, and by the tenant's cap if
-        ``max_tokens`` is a default."""
-        max_tokens = min(request.max_tokens, self._context.facts.max_model_len - len(request.prompt_token_ids))
+    def max_tokens(self, request: Request, num_injected: int = 0) -> int:
+        """Returns the output tokens of a sequence: limited by the model's context, by the KV cache if tokens are
+        injected, and by the tenant's cap if ``max_tokens`` is a default."""
+        facts, num_input = self._context.facts, len(request.prompt_token_ids) + num_injected
+        max_tokens = min(request.max_tokens, facts.max_model_len - num_input)
+        if num_injected:  # the last output token is never computed: nothing follows it
+            max_tokens = min(max_tokens, facts.num_blocks * facts.block_size + 1 - num_input)
         cap = self._context.config.tenant(request.tenant).max_tokens
         return min(max_tokens, cap) if cap is not None and request.max_tokens_is_default else max_tokens
 
@@ -43,7 +47,8 @@ class AdmissionControl:
             raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
         self.check_size(request)
         self._check_tenant(request)
-        check_rate(Rated.TOKEN, request.num_prompt_tokens, self._context.tenants.rate_limit(request.tenant), now)
+        if not request.is_warm_up:
+            check_rate(Rated.TOKEN, request.num_prompt_tokens, self._context.tenants.rate_limit(request.tenant), now)
         self._check_queue(request)
         if request.deadline is not None and prediction is not None:
             _check_deadline(request.deadline - now, prediction, alone_s)
@@ -71,6 +76,29 @@ class AdmissionControl:
                 f"prompt and max_tokens need {num_slots} tokens of KV cache, which holds "
                 f"{facts.num_blocks * facts.block_size}; shorten the prompt or lower max_tokens",
             )
+
+    def check_injection(self, live: RequestState, num_tokens: int) -> None:
+        """Raises Refused if this many more tokens may not be injected into a live request."""
+        request = live.request
+        if request.n > 1 or request.pooling is not None or request.grammar:
+            what = "a constraint" if request.grammar else "several choices"
+            raise Refused(RefusalKind.NOT_INJECTABLE, f"nothing can be injected into a request with {what}")
+        sequence = live.sequences[0]
+        num_injected = sequence.num_injected + len(sequence.to_inject) + num_tokens
+        num_input = len(request.prompt_token_ids) + num_injected
+        limits = self._context.config.tenant(request.tenant)
+        if limits.max_prompt_tokens is not None and num_input > limits.max_prompt_tokens:
+            raise Refused(
+                RefusalKind.TENANT_CAP,
+                f"prompt and injected tokens would be {num_input}; this tenant's may be at most "
+                f"{limits.max_prompt_tokens}",
+            )
+        if self.max_tokens(request, num_injected) <= sequence.length_bound - sequence.num_input_tokens:
+            raise Refused(
+                RefusalKind.CONTEXT_LENGTH,
+                f"{num_tokens} more tokens leave no room for output in the model's context or the KV cache",
+            )
+        check_rate(Rated.TOKEN, num_tokens, self._context.tenants.rate_limit(request.tenant), self._context.clock())
 
     def _check_queue(self, request: Request) -> None:
         config, waiting, num_tokens = self._context.config, self._context.waiting, request.num_prompt_tokens

@@ -11,7 +11,7 @@ from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
-from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
+from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Policy, Rank, rank_of
 from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
@@ -87,6 +87,14 @@ class RequestIntake:
             check_rate(kind, 1, rate_limit, now)
             if kind is Rated.REQUEST:
                 check_rate(Rated.TOKEN, 1, rate_limit, now)
+        except Refused:
+            self._context.counters.refused += 1
+            raise
+
+    def check_injection(self, live: RequestState, num_tokens: int) -> None:
+        """Raises Refused if this many more tokens may not be injected into a live request."""
+        try:
+            self.admission.check_injection(live, num_tokens)
         except Refused:
             self._context.counters.refused += 1
             raise

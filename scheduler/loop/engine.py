@@ -9,7 +9,7 @@ together are planned together.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 
@@ -133,6 +133,17 @@ class Engine:
                 return False
         if change.deadline is not None and request_id in self._scheduler.requests:
             self._set_deadline(request_id, change.deadline)
+        self._pump_soon()
+        return True
+
+    def inject(self, request_id: str, token_ids: Sequence[int]) -> bool:
+        """Puts tokens into the history of a live request, after its tokens in flight; its sink then gets
+        ``TokensInjected``. Returns False if it is not alive. Raises Refused, without changing anything."""
+        if self._scheduler is None:
+            return False
+        with self._failing_on_error():
+            if not self._scheduler.inject(request_id, token_ids):
+                return False
         self._pump_soon()
         return True
 

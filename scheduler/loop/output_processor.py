@@ -4,13 +4,13 @@ It does not see plans. A request that ends through a result is ended by the sche
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.plan import RowFailure, RowResult, TokenLogprobs
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
-from penstock.scheduler.request import Embedded, EngineFinishReason, SequenceDelta
+from penstock.scheduler.request import Embedded, EngineFinishReason, SequenceDelta, TokensInjected
 
 _REASONS = {
     RowFailure.COSTLY: EngineFinishReason.GRAMMAR,
@@ -76,6 +76,30 @@ class OutputProcessor:
             self._end(sequence, EngineFinishReason.STOP)
         if row.failure:
             self._break_off(sequence, _REASONS[row.failure_kind], row.failure)
+        if sequence.to_inject:
+            self.inject_due(sequence)
+
+    def inject(self, sequence: SequenceState, token_ids: Sequence[int]) -> None:
+        """Injects tokens after the tokens in flight, which are delivered first."""
+        sequence.to_inject += token_ids
+        if sequence.state is not SequenceStatus.WAITING:
+            self._planner.suspend(sequence)
+        self.inject_due(sequence)
+
+    def inject_due(self, sequence: SequenceState) -> None:
+        """Injects the tokens that a sequence waits for, if no token is in flight any more."""
+        if not sequence.to_inject or sequence.in_flight or sequence.state is not SequenceStatus.WAITING:
+            return
+        try:
+            delta = sequence.output.flush()
+        except Exception as error:
+            self._give_up(sequence.live, error)
+            return
+        if delta is not None:
+            self._emit(sequence, delta)
+        if sequence.state is SequenceStatus.WAITING:  # its caller may have aborted it, or a stop string was complete
+            num_tokens = self._planner.inject(sequence)
+            sequence.live.request.sink(TokensInjected(sequence.output.num_tokens, num_tokens))
 
     def limit(self, sequence: SequenceState, max_tokens: int) -> None:
         """Limits the output to this many tokens, and ends it at once if there are as many."""

@@ -16,7 +16,7 @@ When a worker dies, every row is preempted: plans in flight are lost, and all se
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.admission.intake import RequestIntake
@@ -81,7 +81,8 @@ class Scheduler:
         assert request.request_id not in self.requests, "request ids are unique among live requests"
         entry = self._intake.examine(request, self._num_arrived, is_first=not self.requests)
         texts = [request.make_text() for _ in range(request.n)]  # may raise, so it comes before any change
-        tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), Timeline(request, self._clock)
+        num_charged = 0 if request.is_warm_up else request.num_prompt_tokens
+        tenant, timeline = self.tenants.enter(request.tenant, num_charged), Timeline(request, self._clock)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
         live.entered_at, live.work = self._clock(), entry.work
         self._intake.grammar_budget.count(request, 1)
@@ -112,7 +113,24 @@ class Scheduler:
             if sequence.state is not SequenceStatus.ENDED:
                 self._planner.change_rank(sequence, self._intake.rank(request, live.number, sequence.index, live.work))
                 if change.max_tokens is not None:
-                    self._output_processor.limit(sequence, self._intake.admission.max_tokens(request))
+                    num_injected = sequence.num_injected + len(sequence.to_inject)
+                    max_tokens = self._intake.admission.max_tokens(request, num_injected)
+                    self._output_processor.limit(sequence, max_tokens)
+        return True
+
+    def inject(self, request_id: str, token_ids: Sequence[int]) -> bool:
+        """Puts tokens into the history of a live request, after its tokens in flight; its sink then gets
+        ``TokensInjected``. Returns False if it is not alive. Raises Refused, without changing anything."""
+        live = self.requests.get(request_id)
+        if live is None:
+            return False
+        self._intake.check_injection(live, len(token_ids))
+        self.tenants.charge_tokens(live.tenant, len(token_ids))
+        live.expected_s = None
+        sequence = live.sequences[0]
+        num_injected = sequence.num_injected + len(sequence.to_inject) + len(token_ids)
+        sequence.limit(min(sequence.output.max_tokens, self._intake.admission.max_tokens(live.request, num_injected)))
+        self._output_processor.inject(sequence, token_ids)
         return True
 
     def hold(self, request_id: str, held: bool) -> None:
@@ -286,8 +304,9 @@ class Scheduler:
         for live in running:
             live.timings.restarts += 1
             live.timeline.restarted(self.counters.steps)
-        for sequence in self.waiting:
+        for sequence in list(self.waiting):
             sequence.live.timeline.waits(sequence.index, Cause.WORKER)
+            self._output_processor.inject_due(sequence)
         for request_id in self._bisector.crashed(fatal) if fatal else []:
             logger.error("request %s crashed the worker twice while it ran alone; it is refused", request_id)
             self.abort(request_id, EngineFinishReason.KILLED_WORKER)

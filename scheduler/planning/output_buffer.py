@@ -95,6 +95,20 @@ class OutputBuffer:
         assert delta is not None
         return delta
 
+    def flush(self) -> SequenceDelta | None:
+        """Releases the tokens that are held back, before others are injected: what follows is a text of its own. Sets
+        ``end`` if a stop string is complete only now."""
+        assert self.end is None
+        if not self.num_tokens:
+            return None
+        released = self._text.finish()
+        if self._held_logprobs is not None:
+            self._lengths += released.text_lengths()
+        if released.stop is not None:
+            self.end = StopMatch(EngineFinishReason.STOP, stop=released.stop)
+        self._text.restart()
+        return self._release(released.num_tokens, released.text)
+
     def _end(self, end: StopMatch) -> TextDelta:
         self.end = end
         released = self._text.finish()

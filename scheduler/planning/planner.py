@@ -97,6 +97,21 @@ class Planner:
             self._leave(sequence)
         sequence.state = SequenceStatus.ENDED
 
+    def suspend(self, sequence: SequenceState) -> None:
+        """Takes a sequence out of its row, to wait with the blocks that it has computed."""
+        sequence.pinned = sequence.block_ids[: sequence.num_computed // self.kv.block_size]
+        self._pinned.add_sequence(sequence)
+        self._leave(sequence)
+        sequence.state = SequenceStatus.WAITING
+        self.waiting.put(sequence)
+
+    def inject(self, sequence: SequenceState) -> int:
+        """Puts tokens into the history of a waiting sequence; returns their number."""
+        self.waiting.remove(sequence)
+        num_tokens = sequence.inject()
+        self.waiting.put(sequence)
+        return num_tokens
+
     def change_rank(self, sequence: SequenceState, rank: Rank) -> None:
         """Changes the rank of a sequence in any state."""
         if sequence.state is SequenceStatus.WAITING:

@@ -207,6 +207,9 @@ class PrefillAdder:
         sampling = sequence.sampling
         if sampling.prompt_logprobs is not None and not live.wants_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)  # they were reported before
+        if sequence.num_injected and sampling.min_tokens:
+            # The worker counts from the prompt's end.
+            sampling = replace(sampling, min_tokens=sampling.min_tokens + sequence.num_injected)
         row, epoch = self._context.rows.allocate_row(sequence)
         sequence.start_row(row, epoch, block_ids, num_cached_blocks, self._kv.block_size)
         live.timeline.began(sequence.index, plan.step, num_cached)

@@ -132,7 +132,7 @@ class RequestState:
         if reason not in _CONTINUABLE or request.n > 1 or request.pooling is not None or self.started_at is None:
             return None
         sequence = self.sequences[0]
-        token_ids = sequence.token_ids[: sequence.num_prompt_tokens + sequence.output.num_in_text]
+        token_ids = sequence.token_ids[: sequence.num_input_tokens + sequence.output.num_in_text]
         return Context(token_ids, sequence.hashes[: len(token_ids) // block_size])
 
 
@@ -153,8 +153,12 @@ class SequenceState:
     sampling: SamplingParams = field(init=False)
     state: SequenceStatus = SequenceStatus.WAITING
     token_ids: list[int] = field(init=False)
-    """Prompt and accepted output; only tokens that the worker confirmed."""
+    """Prompt, accepted output and injected tokens; only output that the worker confirmed."""
     num_prompt_tokens: int = field(init=False)
+    num_injected: int = 0
+    """The number of injected tokens in the history."""
+    to_inject: list[int] = field(default_factory=list)
+    """Tokens that are injected once no token is in flight. Meanwhile the sequence waits."""
     is_pooled: bool = field(init=False)
     """If true, it ends with the result that contains its vector, and has no output: its row never decodes."""
     is_new: bool = field(init=False)
@@ -227,6 +231,11 @@ class SequenceState:
         )
 
     @property
+    def num_input_tokens(self) -> int:
+        """The number of tokens of the history that are not output."""
+        return self.num_prompt_tokens + self.num_injected
+
+    @property
     def reads_cache(self) -> bool:
         """Whether its row may begin after a cached prefix."""
         return not (self.index == 0 and self.live.wants_prompt_logprobs) and (
@@ -254,8 +263,19 @@ class SequenceState:
     def limit(self, max_tokens: int) -> None:
         """Limits the output to this many tokens, even if there are more already."""
         self.output.max_tokens = max_tokens
-        self.length_limit = self.num_prompt_tokens + max_tokens
+        self.length_limit = self.num_input_tokens + max_tokens
         self.complete_from = None
+
+    def inject(self) -> int:
+        """Puts the tokens to inject at the end of the history; returns their number. No token is in flight."""
+        assert not self.in_flight
+        token_ids, self.to_inject = self.to_inject, []
+        self.token_ids += token_ids
+        self.num_injected += len(token_ids)
+        self.length_bound = len(self.token_ids)
+        self.limit(self.output.max_tokens)
+        self.live.usage.prompt_tokens += len(token_ids)
+        return len(token_ids)
 
     def fall_short(self, num_tokens: int) -> None:
         """Records that this many of the tokens that a plan might have added did not come."""

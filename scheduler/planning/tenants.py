@@ -109,6 +109,10 @@ class TenantAccounting:
         use.num_live += 1
         return use
 
+    def charge_tokens(self, use: TenantUse, num_tokens: int) -> None:
+        """Counts further prompt tokens of a live request against its tenant's rate."""
+        use.rate_limit.take(Rated.TOKEN, num_tokens, self._clock())
+
     def leave(self, use: TenantUse) -> None:
         use.num_live -= 1
         if use.num_live:

@@ -200,6 +200,9 @@ class _StopAfter:
     def finish(self) -> TextDelta:
         return TextDelta(0, "")
 
+    def restart(self) -> None:
+        """Does nothing: nothing is injected."""
+
 
 class _TimedWorker(FakeWorker):
     """A worker whose results contain simulated times. The last token of a prompt is the number of its request, and so

@@ -122,6 +122,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         tenants=files.tenants,
         watched=files.watched,
         conversation_ttl_s=config.conversation_ttl,
+        open_prompt_ttl_s=config.open_prompt_ttl,
         conversation_tokens=config.conversation_tokens,
         drain_delay_s=config.drain_delay,
         grace_s=config.shutdown_grace,

@@ -23,8 +23,11 @@ from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.embed import EmbedRequestBuilder
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.requests.idempotency import IdempotencyKeys
 from penstock.service.requests.lifecycle import RequestContext
+from penstock.service.requests.open_prompt import OpenPromptConfig
 from penstock.service.requests.pooled import PooledInputs
+from penstock.service.requests.warm_up import WarmUp
 from penstock.service.rpc.classification import ClassificationService
 from penstock.service.rpc.embedding import EmbeddingService
 from penstock.service.rpc.generation import GenerationService
@@ -105,7 +108,11 @@ class RunningService:
             defaults=config.sampling_defaults,
             generates=config.generates,
         )
-        request_context = RequestContext(engine, request_builder, telemetry, conversations)
+        warm_up = WarmUp(engine, request_builder, conversations)
+        open_prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
+        request_context = RequestContext(
+            engine, request_builder, telemetry, conversations, open_prompts, IdempotencyKeys()
+        )
         self.generation = GenerationService(request_context, validator, config.heartbeat_s)
         self.pooled_calls = PooledCalls(engine, telemetry)
         self._limits = CallLimits()

@@ -13,6 +13,7 @@ from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.auth.tls import ServerTls
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import SamplingDefaults
+from penstock.service.requests.open_prompt import OPEN_PROMPT_TTL_S
 from penstock.service.streaming.outbox import HEARTBEAT_S
 from penstock.service.telemetry.stats_log import INTERVAL_S
 
@@ -56,6 +57,8 @@ class ServerConfig:
     """The time for which an ended request can be continued, and the longest time for which its KV cache is retained."""
     conversation_tokens: int = 1_000_000
     """The maximum number of tokens in a tenant's stored contexts."""
+    open_prompt_ttl_s: float = OPEN_PROMPT_TTL_S
+    """The time after the last append at which an open prompt ends."""
     drain_delay_s: float = 0.0
     """The time after SIGTERM for which new requests are still accepted, with health at NOT_SERVING, until load
     balancers send them elsewhere."""

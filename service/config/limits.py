@@ -49,6 +49,7 @@ MAX_LISTED_REQUESTS = 1000
 """Limit on the requests in a page, and on the ids of one cancellation."""
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_REGEX_BYTES = 64 << 10
+MAX_CHAT_MESSAGES = 4096
 MAX_TOOL_CALLS = 4096
 """Limit for all messages of a conversation: each call is a message that is checked on the event loop."""
 
@@ -108,7 +109,13 @@ _CLIENT_ID = Text(1, 128, _PRINTABLE, "printable ASCII")
 FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "GenerateOneRequest": {"start": Nested(required=True)},
     "CompleteRequest": {"start": Nested(required=True)},
-    "GenerateRequest": {"start": Nested(), "cancel": Nested(), "update": Nested()},
+    "GenerateRequest": {
+        "start": Nested(),
+        "cancel": Nested(),
+        "update": Nested(),
+        "append": Nested(),
+        "commit": Nested(),
+    },
     "GenerationStart": {
         "ref": _UINT32,
         "text": Text(0, MAX_TEXT_BYTES),
@@ -127,6 +134,8 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "constraint": Nested(),
         "truncate_prompt_tokens": _TRUNCATION,
         "truncation_side": _SIDE,
+        "open": _FLAG,
+        "idempotency_key": _CLIENT_ID,
     },
     "Constraint": {
         "json_schema": Text(1, MAX_GRAMMAR_BYTES),
@@ -141,7 +150,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "StringChoices": {"values": Texts(1024, MAX_GRAMMAR_BYTES, required=True)},
     "TokenIds": {"ids": Ids(Limit.UNCUT, required=True)},
     "Chat": {
-        "messages": Messages(4096, MAX_TOOL_CALLS, MAX_TEXT_BYTES, required=True),
+        "messages": Messages(MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, MAX_TEXT_BYTES, required=True),
         "add_generation_prompt": _FLAG,
         "tools": Texts(128, MAX_TEXT_BYTES),
         "template_variables": Text(1, 64 << 10),
@@ -188,6 +197,14 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "priority": Number(-1000, 1000),
         "max_tokens": Number(1, UINT32_MAX),
     },
+    "GenerationAppend": {
+        "ref": _UINT32,
+        "text": Text(0, MAX_TEXT_BYTES),
+        "token_ids": Nested(),
+        "chat": Nested(),
+        "replace_from": _UINT32,
+    },
+    "GenerationCommit": {"ref": _UINT32},
     "EmbedRequest": {
         "inputs": Items(2048, Nested(), required=True),
         "dimensions": Number(1, UINT32_MAX),

@@ -253,6 +253,10 @@ class ServeConfig:
         1_000_000, "limit on the tokens of each tenant's contexts that are kept for continuation; all tenants "
         "together have 16 times as many; a token takes 6 bytes", metavar="N", low=0, high=1 << 32,
     )  # fmt: skip
+    open_prompt_ttl: float = flag(
+        60.0, "how long a prompt that arrives in pieces may stay open after the last one, and how long its KV is "
+        "retained", metavar="SECONDS", low=0.1, high=86_400,
+    )  # fmt: skip
     scheduling_policy: str | None = flag(
         None, "which request runs first: fcfs the oldest, priority the one with the lowest start.priority, deadline "
         "the one with the least time left, fair one of the tenant that was served least for its weight",

@@ -107,12 +107,13 @@ class RequestBuilder:
         self._defaults = SamplingDefaults() if defaults is None else defaults
 
     def check(self, start: pb.GenerationStart) -> None:
-        """Makes all checks that are possible before the prompt is tokenized. Raises ServiceError."""
+        """Makes all checks that are possible before the prompt is tokenized. Raises ServiceError. The prompt of a start
+        that is ``open`` may be missing."""
         self._validator.check(start)
         if not self._generates:
             raise ServiceError(Reason.NO_GENERATION)
         prompt = start.WhichOneof("prompt")
-        if prompt is None and not start.continue_from:
+        if prompt is None and not start.continue_from and not start.open:
             raise invalid("prompt", "is required; set text, token_ids or chat")
         if prompt == "text" and self._truncation(start) is None:
             self._pool.check_text(start.text)
@@ -137,6 +138,32 @@ class RequestBuilder:
             raise invalid("max_tokens", f"must be at least min_tokens, {sampling.min_tokens:,}; it is {max_tokens:,}")
         _check_cost(request.n, sampling.logprobs, sampling.prompt_logprobs, num_prompt_tokens, max_tokens)
         return max_tokens
+
+    def check_append(self, append: pb.GenerationAppend) -> None:
+        """Makes all checks that are possible before the content is tokenized. Raises ServiceError."""
+        self._validator.check(append)
+        kind = append.WhichOneof("content")
+        if kind is None:
+            raise invalid("content", "is required; set text, token_ids or chat")
+        if kind == "chat":
+            check_chat(append.chat, self._tokenizer.chat_template(bool(append.chat.tools)))
+
+    async def prepare_injection(self, append: pb.GenerationAppend, tenant: str) -> list[int]:
+        """Returns the tokens to inject. ``append`` has passed ``check_append``. Raises ServiceError."""
+        return await self._pool.run(functools.partial(self._injection, append), append.ByteSize(), tenant)
+
+    def _injection(self, append: pb.GenerationAppend) -> list[int]:
+        kind = append.WhichOneof("content")
+        limit = self._pool.limit("token_ids.ids" if kind == "token_ids" else kind or "")
+        if kind == "text":
+            token_ids = self._tokenizer.encode_after(append.text, limit)
+        elif kind == "chat":
+            token_ids = self._tokenizer.encode_chat_after(parse_chat(append.chat), limit)
+        else:
+            token_ids = list(append.token_ids.ids)
+        limit.check(len(token_ids))
+        self._tokenizer.check_ids(token_ids, limit.field)
+        return token_ids
 
     async def prepare(
         self,

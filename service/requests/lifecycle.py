@@ -7,10 +7,10 @@ Knows neither how the request arrived nor how its output is sent.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import grpc
 from google.rpc import status_pb2
 
 import penstock.v1 as pb
@@ -27,9 +27,8 @@ from penstock.scheduler.request import (
     Request,
     RequestAccepted,
     RequestFinished,
-    RequestTimings,
     SequenceDelta,
-    TokenUsage,
+    TokensInjected,
 )
 from penstock.service.auth.identity import Principal
 from penstock.service.errors import (
@@ -43,6 +42,10 @@ from penstock.service.errors import (
 )
 from penstock.service.requests.contexts import ContextStore, StoredContext
 from penstock.service.requests.generate import Origin, RequestBuilder, ResponseMode, output_form
+from penstock.service.requests.idempotency import IdempotencyKeys
+from penstock.service.requests.injection import Injections, Refuse
+from penstock.service.requests.open_prompt import OpenPrompt, OpenPromptConfig
+from penstock.service.requests.preparation import preparation_limit, unqueued_end
 from penstock.service.streaming.messages import finished_message, milliseconds
 from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.telemetry.metrics import End
@@ -57,8 +60,6 @@ overtake a long prompt."""
 MAX_EARLY_UPDATES = 16
 """The maximum number of updates that wait until a request's prompt is tokenized."""
 
-Refuse = Callable[[ServiceError], None]
-
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
@@ -68,6 +69,8 @@ class RequestContext:
     request_builder: RequestBuilder
     telemetry: Telemetry
     conversations: ContextStore
+    open_prompts: OpenPromptConfig
+    idempotency_keys: IdempotencyKeys
 
 
 class RequestLifecycle:
@@ -117,6 +120,10 @@ class RequestLifecycle:
         """Whether the request has been submitted to the engine."""
         self._early: list[tuple[Change, Refuse]] = []
         """Updates that arrived before that."""
+        self._open: OpenPrompt | None = None
+        """The prompt, until it is committed."""
+        self._injections = Injections(request_context.engine, request_context.request_builder, request_id)
+        self._idempotency_key = start.idempotency_key
         self._held = False
         self._refusal: ServiceError | None = None
         """The error that ended the request, unless the engine ended it."""
@@ -124,22 +131,76 @@ class RequestLifecycle:
         self._done = False
         self._span = NO_SPAN
 
+    @property
+    def has_ended(self) -> bool:
+        return self._done
+
     def begin_request(self, start: pb.GenerationStart, after: "asyncio.Task[None] | None" = None) -> None:
-        """Checks the request and starts its preparation. It enters the queue after the request that ``after`` prepares,
-        unless that takes long. Never raises. Keeps no reference to ``start``, whose prompt may have 4 MiB."""
+        """Checks the request and starts its preparation, unless its prompt is open. It enters the queue after the
+        request that ``after`` prepares, unless that takes long. Never raises. Keeps no reference to ``start``, whose
+        prompt may have 4 MiB."""
         try:
             self._tenant = self._principal.tenant_for(start.tenant)
             self._request_context.engine.charge(self._tenant, Rated.REQUEST)  # first: a refusal counts too
             self._request_context.request_builder.check(start)
             self._form = output_form(start)
             context = self._context()
+            if self._idempotency_key:
+                self._request_context.idempotency_keys.begin(self._tenant, self._idempotency_key, self.request_id)
             self._span = self._request_context.telemetry.request(
                 self.request_id, self._tenant, self._operation, start.traceparent
             )
-            origin = Origin(self.request_id, self._tenant, self._arrival, self._deadline)
-            self.preparation = asyncio.create_task(self._enter(start, context, origin, after))
+            if start.open:
+                self._open = OpenPrompt(self._request_context.open_prompts, start, self._tenant, self._expire)
+                self._open.begin_warm_ups(self.request_id)
+            else:
+                self._prepare(start, context, after)
         except Exception as error:
             self._refuse(error)
+
+    def commit(self, after: "asyncio.Task[None] | None" = None) -> bool:
+        """Ends the open prompt and starts the preparation; returns False if the prompt is not open. ``after``: see
+        ``begin_request``."""
+        if self._open is None or self._done:
+            return False
+        try:
+            start = self._open.whole()
+            self._close_prompt()
+            self._request_context.request_builder.check(start)
+            self._operation = "chat" if start.HasField("chat") else "text_completion"
+            self._prepare(start, self._context(), after)
+        except Exception as error:
+            self._refuse(error)
+        return True
+
+    def append(self, append: pb.GenerationAppend, refuse: Refuse) -> None:
+        """Adds a piece to the open prompt; otherwise injects it. If it is refused, calls ``refuse`` once, perhaps
+        later, and the request continues unchanged."""
+        try:
+            self._request_context.request_builder.check_append(append)
+            if self._open is not None:
+                self._open.append(append)
+                return
+            if append.HasField("replace_from"):
+                raise ServiceError(Reason.NOT_OPEN, field="replace_from")
+        except ServiceError as error:
+            refuse(error)
+            return
+        self._injections.add(append, self._tenant, refuse, self.preparation)
+
+    def _expire(self) -> None:
+        self._refuse(ServiceError(Reason.OPEN_PROMPT_EXPIRED))
+
+    def _close_prompt(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _prepare(
+        self, start: pb.GenerationStart, context: StoredContext | None, after: "asyncio.Task[None] | None"
+    ) -> None:
+        origin = Origin(self.request_id, self._tenant, self._arrival, self._deadline)
+        self.preparation = asyncio.create_task(self._enter(start, context, origin, after))
 
     def cancel(self, reason: EngineFinishReason = EngineFinishReason.CANCELLED, message: str = "") -> None:
         """Ends the request in any state. Does nothing if it has ended."""
@@ -252,6 +313,11 @@ class RequestLifecycle:
                 self._receiver.prompt_logprobs(self.ref, event)
             elif isinstance(event, RequestAccepted):
                 self._accept(event)
+            elif isinstance(event, TokensInjected):
+                self._injections.injected()
+                self._receiver.injected(
+                    pb.Injected(ref=self.ref, output_tokens=event.num_output_tokens, injected_tokens=event.num_tokens)
+                )
         except Exception as error:
             self._refuse(error)
 
@@ -282,7 +348,8 @@ class RequestLifecycle:
             _log.error("request %s: internal error", self.request_id, exc_info=error)
             known = ServiceError(Reason.INTERNAL)
         self._refusal = known
-        reason = EngineFinishReason.DEADLINE if known.reason is Reason.DEADLINE else EngineFinishReason.INTERNAL
+        is_late = known.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        reason = EngineFinishReason.DEADLINE if is_late else EngineFinishReason.INTERNAL
         was_prepared = self._request is not None
         self._finish(unqueued_end(reason, self._request, self._arrival), to_status(known, self.request_id))
         if known is error or isinstance(error, Refused):  # other errors' frames may still be needed by the log
@@ -296,7 +363,13 @@ class RequestLifecycle:
         if self._done:
             return
         self._done = True
+        self._close_prompt()
+        self._injections.close()
         self.status = status or ending_status(finished.reason, finished.message, self.request_id)
+        if self._idempotency_key:
+            self._request_context.idempotency_keys.end(
+                self._tenant, self._idempotency_key, self.request_id, succeeded=not self.status.code
+            )
         seed = self._request.sampling.seed if self._request is not None and self.was_accepted else None
         try:
             # Stored before the client learns of the end: the next request may arrive at once.
@@ -332,24 +405,3 @@ class RequestLifecycle:
             was_accepted=self.was_accepted,
         )
         report_end(self._span, self._request_context.telemetry.metrics, end)
-
-
-@asynccontextmanager
-async def preparation_limit(deadline: float | None, aim: str) -> AsyncIterator[asyncio.Timeout]:
-    """Ends the preparation of a request at its ``deadline`` by ``time.monotonic()``. Raises ServiceError DEADLINE."""
-    try:
-        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as limit:
-            yield limit
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise ServiceError(Reason.DEADLINE, f"the deadline passed before {aim}") from None
-
-
-def unqueued_end(
-    reason: EngineFinishReason, request: Request | None, arrival: float, message: str = ""
-) -> RequestFinished:
-    """Returns the end of a request that the engine does not have. ``arrival`` is by ``time.monotonic()``."""
-    usage = TokenUsage(prompt_tokens=0 if request is None else request.num_prompt_tokens)
-    total_us = round((time.monotonic() - arrival) * 1e6)
-    return RequestFinished(reason, usage, RequestTimings(total_us=total_us), message)

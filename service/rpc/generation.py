@@ -17,9 +17,10 @@ from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
-from penstock.service.errors import Reason, ServiceError, StatusError, invalid, to_status, with_finished
+from penstock.service.errors import Reason, ServiceError, StatusError, invalid, with_finished
 from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.lifecycle import RequestContext, RequestLifecycle
+from penstock.service.rpc.generate_stream import GenerateStream
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import fill_delta, fill_logprobs, single_message, stream_message
@@ -36,11 +37,6 @@ _STATES: Mapping[EngineState, "pb.ServiceState.ValueType"] = {
     EngineState.FAILED: pb.SERVICE_STATE_DRAINING,
     EngineState.STOPPED: pb.SERVICE_STATE_DRAINING,
 }
-
-MAX_REFUSED_IN_A_ROW = 64
-REFUSED_PAUSE_S = 0.005
-"""The pause before each further frame, until a request is accepted. Without it, a client that keeps sending requests
-that are refused could take all of the event loop's time. No frame is lost, and running requests continue."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -71,7 +67,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Serves many requests, until the client half-closes and the last request has ended."""
         await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
-        stream = _Stream(self, outbox, self._validator)
+        stream = GenerateStream(self.new_request, outbox, self._validator)
         self._outboxes.add(outbox)
         outbox.begin_beats()
         reader = asyncio.create_task(stream.read(request_iterator))
@@ -176,105 +172,6 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         return _STATES[self._request_context.engine.state]
 
 
-class _Stream:
-    """The requests of one multiplexed stream."""
-
-    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator) -> None:
-        self._service = service
-        self._outbox = outbox
-        self._validator = validator
-        self._live: dict[int, RequestLifecycle] = {}
-        self._last: asyncio.Task[None] | None = None
-        self._half_closed = False
-        self._num_refused = 0
-        """Consecutive requests refused before preparation. A refusal by a full queue, which is not the client's fault,
-        does not count."""
-
-    async def read(self, frames: AsyncIterator[pb.GenerateRequest]) -> None:
-        """Handles frames until the client half-closes. Raises ServiceError for one that breaks the stream's rules."""
-        async for frame in frames:
-            num_refused = self._num_refused
-            self._take(frame)
-            del frame  # it may be megabytes, and the next one may not arrive for hours
-            if self._num_refused > max(num_refused, MAX_REFUSED_IN_A_ROW):
-                await asyncio.sleep(REFUSED_PAUSE_S)
-
-    def on_read(self, reader: asyncio.Task[None]) -> None:
-        """Handles the reader's end: no more frames will arrive."""
-        if reader.cancelled():
-            # At the handler's end this no longer matters; at any other time it is an internal error.
-            self._outbox.fail(RuntimeError("the reader of a stream was cancelled"))
-        elif (error := reader.exception()) is not None:
-            self._outbox.fail(error if isinstance(error, Exception) else RuntimeError("the reader of a stream died"))
-        self._half_closed = True
-        self._close_if_done()
-
-    def hold(self, held: bool) -> None:
-        """Pauses the stream's requests, so that they take no part in steps, or resumes them. ``held``: whether the
-        client has stopped reading."""
-        for live in list(self._live.values()):
-            live.hold(held)
-
-    def drop(self) -> None:
-        for live in list(self._live.values()):
-            live.cancel()
-
-    def _take(self, frame: pb.GenerateRequest) -> None:
-        kind = frame.WhichOneof("frame")
-        if kind == "start":
-            self._start(frame.start)
-        elif kind == "cancel":
-            self._validator.check(frame.cancel)
-            for ref in frame.cancel.refs:
-                live = self._live.get(ref)
-                if live is not None:
-                    live.cancel()
-        elif kind == "update":
-            self._update(frame.update)
-        else:
-            raise invalid("frame", "is required; set start, cancel or update")
-
-    def _start(self, start: pb.GenerationStart) -> None:
-        if start.ref in self._live:
-            raise ServiceError(
-                Reason.DUPLICATE_REF,
-                f"start.ref: {start.ref} is live on this stream; choose another",
-                field="start.ref",
-            )
-        live = self._service.new_request(start, self._outbox, self._on_end)
-        self._live[start.ref] = live
-        self._outbox.opened()
-        live.hold(self._outbox.is_stalled)
-        live.begin_request(start, after=self._last)
-        self._num_refused = 0 if live.preparation is not None else self._num_refused + 1
-        self._last = live.preparation or self._last
-
-    def _update(self, update: pb.GenerationUpdate) -> None:
-        live = self._live.get(update.ref)
-        if live is None:
-            return
-
-        def refuse(error: ServiceError) -> None:
-            status = to_status(error, live.request_id)
-            self._outbox.update_refused(pb.UpdateRefused(ref=live.ref, status=status))
-
-        try:
-            self._validator.check(update)
-        except ServiceError as error:
-            self._num_refused += 1
-            refuse(error)
-        else:
-            live.update(update, refuse)
-
-    def _on_end(self, live: RequestLifecycle) -> None:
-        del self._live[live.ref]
-        self._close_if_done()
-
-    def _close_if_done(self) -> None:
-        if self._half_closed and not self._live:
-            self._outbox.close()
-
-
 class _WholeAnswer:
     """Collects a request's output into one response."""
 
@@ -304,6 +201,9 @@ class _WholeAnswer:
             self._texts[delta.choice].write(delta.text)
         fill_delta(self._response.choices[delta.choice], form._replace(text=False), [delta])
 
+    def injected(self, injected: pb.Injected) -> None:
+        """Never called: nothing can be appended to the request of a single call."""
+
     def finished(self, finished: pb.Finished) -> None:
         self._response.request_id = finished.request_id
         self._response.finished.CopyFrom(finished)
@@ -320,4 +220,6 @@ class _WholeAnswer:
 def _required(request: pb.GenerateOneRequest | pb.CompleteRequest) -> pb.GenerationStart:
     if not request.HasField("start"):
         raise invalid("start", "is required")
+    if request.start.open:
+        raise invalid("start.open", "only on a Generate stream; omit it, or send all of the prompt here")
     return request.start

@@ -201,7 +201,8 @@ async def _messages(
     parse: Callable[[bytes], Any], context: Context, limits: CallLimits, owner: str, is_open: bool
 ) -> AsyncIterator[Any]:
     """Yields the messages of a stream, and keeps none while it waits for the next one. After the first, a caller with
-    credentials may wait for hours before the next message."""
+    credentials may wait for hours before the next message. Yields the error of a message that is too expensive to
+    parse."""
     places, peer = limits.messages_of(is_open), context.peer()
     is_timed = True
     while True:
@@ -209,7 +210,12 @@ async def _messages(
             raw = await _read(context)
             if raw is None:
                 return
-            parsed = [await _parsed(parse, raw, peer, limits, owner, is_open)]
+            try:
+                parsed = [await _parsed(parse, raw, peer, limits, owner, is_open)]
+            except ServiceError as error:
+                if is_open or error.reason is not Reason.TOO_EXPENSIVE:
+                    raise
+                parsed = [error]  # a message by its form: only its sender's request fails
         is_timed = is_open
         del raw
         yield parsed.pop()

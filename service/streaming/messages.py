@@ -29,8 +29,10 @@ def stream_message(batch: PendingMessage) -> pb.GenerateResponse:
         message.accepted.extend(batch.accepted)
     if batch.finished:
         message.finished.extend(batch.finished)
-    if batch.update_refused:
-        message.update_refused.extend(batch.update_refused)
+    if batch.frames_refused:
+        message.frames_refused.extend(batch.frames_refused)
+    if batch.injected:
+        message.injected.extend(batch.injected)
     return message
 
 

@@ -58,6 +58,9 @@ class RequestReceiver(Protocol):
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
         """Called with new output; ``at_once`` for a first token."""
 
+    def injected(self, injected: pb.Injected) -> None:
+        """Called when tokens were injected into the output."""
+
     def finished(self, finished: pb.Finished) -> None:
         """Called when the request has ended."""
 
@@ -155,8 +158,15 @@ class Outbox:
         self._set_live(max(self._num_live - 1, 0))
         self._write_timer.set(AT_ONCE)
 
-    def update_refused(self, refused: pb.UpdateRefused) -> None:
-        self._room(PART_BYTES + refused.ByteSize()).update_refused.append(refused)
+    def injected(self, injected: pb.Injected) -> None:
+        """Sent in a message of its own with the deltas that follow: those in earlier messages come before."""
+        if self._batch is not None:
+            self._close_batch()
+        self._room(PART_BYTES + injected.ByteSize()).injected.append(injected)
+        self._write_timer.set(AT_ONCE)
+
+    def frame_refused(self, refused: pb.FrameRefused) -> None:
+        self._room(PART_BYTES + refused.ByteSize()).frames_refused.append(refused)
         self._write_timer.set(AT_ONCE)
 
     def heartbeat(self) -> None:

@@ -31,7 +31,16 @@ class OutputForm(NamedTuple):
 class PendingMessage:
     """The contents of a future message, in the order of arrival. The deltas of a choice are joined."""
 
-    __slots__ = ("accepted", "deltas", "finished", "heartbeat", "num_bytes", "prompt_logprobs", "update_refused")
+    __slots__ = (
+        "accepted",
+        "deltas",
+        "finished",
+        "frames_refused",
+        "heartbeat",
+        "injected",
+        "num_bytes",
+        "prompt_logprobs",
+    )
 
     def __init__(self) -> None:
         self.accepted: list[pb.Accepted] = []
@@ -39,7 +48,8 @@ class PendingMessage:
         self.deltas: dict[tuple[int, int], tuple[OutputForm, list[SequenceDelta]]] = {}
         """Deltas by ref and choice."""
         self.finished: list[pb.Finished] = []
-        self.update_refused: list[pb.UpdateRefused] = []
+        self.frames_refused: list[pb.FrameRefused] = []
+        self.injected: list[pb.Injected] = []
         self.heartbeat: pb.Heartbeat | None = None
         self.num_bytes = 0
         """An upper bound on the message's encoded size."""

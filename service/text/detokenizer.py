@@ -43,6 +43,9 @@ class IdsOnly:
     def finish(self) -> TextDelta:
         return _NOTHING
 
+    def restart(self) -> None:
+        """Does nothing: each token is by itself."""
+
 
 class IncrementalDetokenizer:
     """The text of one sequence. The first complete stop string ends it, or the longest of several that are complete
@@ -71,8 +74,12 @@ class IncrementalDetokenizer:
         self._join: ByteRun | Utf8 = ByteRun() if pieces.decodes_runs else Utf8()
         self._joining: list[str | bytes] = []
         """The tokens' texts or bytes that ``_join`` still holds."""
-        self._opens = pieces.opens_differently
-        self._num_to_strip = pieces.num_stripped
+        self.restart()
+
+    def restart(self) -> None:
+        self._watch.restart()
+        self._opens = self._pieces.opens_differently
+        self._num_to_strip = self._pieces.num_stripped
         self._is_plain = not self._opens and not self._num_to_strip
         """Whether the next token's text depends only on that token, if it has text."""
 

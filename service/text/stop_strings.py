@@ -98,6 +98,10 @@ class StopWatch:
         self._stops = stops
         self._state = 0
 
+    def restart(self) -> None:
+        """Begins a text of its own."""
+        self._state = 0
+
     @property
     def depth(self) -> int:
         """The number of characters at the end of the text so far that may begin a stop string."""

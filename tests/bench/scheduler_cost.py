@@ -32,6 +32,9 @@ class IdsOnly:
         """Holds nothing."""
         return TextDelta(0, "")
 
+    def restart(self) -> None:
+        """Does nothing: nothing is injected."""
+
 
 _ONE_TOKEN = TextDelta(1, "")
 

@@ -64,6 +64,9 @@ class IdsOnly:
         """Holds nothing."""
         return TextDelta(0, "")
 
+    def restart(self) -> None:
+        """Does nothing: nothing is injected."""
+
 
 def make_request(number: int, max_tokens: int) -> Request:
     """A prompt of its own, greedy, without a stop."""

@@ -12,12 +12,12 @@ from penstock.clients import (
     Delta,
     Finished,
     FinishReason,
+    FrameRefused,
     InvalidOption,
     PenstockError,
     RequestFailed,
     StreamBroken,
     Unreachable,
-    UpdateRefused,
     client as client_module,
 )
 from penstock.clients.events import collect
@@ -77,7 +77,7 @@ async def test_an_update_is_sent_and_its_refusal_is_an_event(client, service):
         await until(lambda: len(service.updates) == 2)
         refused = None
         while refused is None:
-            refused = next((event for event in await request.take() if isinstance(event, UpdateRefused)), None)
+            refused = next((event for event in await request.take() if isinstance(event, FrameRefused)), None)
     first, second = service.updates
     assert (first.priority, first.max_tokens, first.timeout_ms) == (-3, 7, 1_500_000)
     assert [field.name for field, _ in second.ListFields()] == ["ref", "max_tokens"]

@@ -11,7 +11,7 @@ import tokenizers
 from letters import letters, next_letter
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.clients import AsyncClient, Client, Delta, Finished, FinishReason, RequestFailed, UpdateRefused
+from penstock.clients import AsyncClient, Client, Delta, Finished, FinishReason, FrameRefused, RequestFailed
 from penstock.clients.bench.grpc_target import GrpcCaller
 from penstock.clients.bench.lengths import Uniform
 from penstock.clients.bench.runner import run
@@ -163,7 +163,7 @@ async def test_updates(client):
         request.update(max_tokens=0, priority=1)
         refused = None
         while refused is None:
-            refused = next((event for event in await request.take() if isinstance(event, UpdateRefused)), None)
+            refused = next((event for event in await request.take() if isinstance(event, FrameRefused)), None)
         assert refused.failure.violations[0][0] == "max_tokens"
         request.update(max_tokens=1)
         answer = await request.completion()

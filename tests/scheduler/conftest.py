@@ -170,6 +170,23 @@ class World:
             assert max_tokens is not None
             received.limits = before
 
+    def inject(self, random_number: int) -> None:
+        """A caller puts tokens into an output."""
+        names = self.alive()
+        if not names:
+            return
+        name = names[random_number % len(names)]
+        received = self.received[name]
+        token_ids = [(random_number + at) % VOCAB_SIZE for at in range(1 + random_number % 11)]
+        received.to_inject += token_ids
+        choices = self.scheduler.requests[name].sequences
+        try:
+            assert self.scheduler.inject(name, token_ids)
+        except Refused:
+            del received.to_inject[-len(token_ids) :]
+        else:
+            received.limits[0] = choices[0].output.max_tokens if choices else received.limits.get(0, 0)
+
     def reconfigure(self, random_number: int) -> None:
         """The operator changes limits and policy."""
         rng = random.Random(random_number)
@@ -241,11 +258,13 @@ class World:
         result.computed_us = self.step_us + self.row_us * len(result.rows)
         choices = [self.scheduler._planner.rows.holder(row.row, row.epoch) for row in result.rows]
         lengths = [
-            len(sequence.token_ids) + len(row.token_ids) for sequence, row in zip(choices, result.rows, strict=True)
+            len(sequence.token_ids) - sequence.num_injected + len(row.token_ids)
+            for sequence, row in zip(choices, result.rows, strict=True)
         ]
         self.scheduler.update(result)
         for sequence, length in zip(choices, lengths, strict=True):
-            assert sequence.state is SequenceStatus.ENDED or len(sequence.token_ids) == length, "a token is lost"
+            is_whole = len(sequence.token_ids) - sequence.num_injected == length
+            assert sequence.state is SequenceStatus.ENDED or is_whole, "a token is lost"
         return True
 
     def die(self) -> None:
@@ -283,7 +302,7 @@ class World:
             request = sequence.live.request
             received = self.received[request.request_id]
             max_tokens = max(received.request.max_tokens, received.most_tokens, *received.limits.values())
-            limit = min(sequence.num_prompt_tokens + max_tokens, MAX_MODEL_LEN) + 2 * len(received.limits)
+            limit = min(sequence.num_input_tokens + max_tokens, MAX_MODEL_LEN) + 2 * len(received.limits)
             assert sequence.length_bound == len(sequence.token_ids) + sum(sequence.in_flight) <= limit
         for use in self.scheduler.tenants:
             assert use.num_rows == sum(sequence.live.tenant is use for sequence in running)

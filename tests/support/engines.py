@@ -126,6 +126,9 @@ class NoText:
     def finish(self) -> TextDelta:
         return TextDelta(0, "")
 
+    def restart(self) -> None:
+        pass
+
 
 @dataclass
 class Answer:

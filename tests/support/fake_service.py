@@ -100,8 +100,9 @@ class FakeService(
         if update.max_tokens > self.context_length:
             code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
             info = _details(ErrorInfo(reason="INVALID_FIELD", domain="penstock"))
-            refused = pb.UpdateRefused(ref=update.ref, status=Status(code=code, message="too many", details=info))
-            outgoing.put_nowait(pb.GenerateResponse(update_refused=[refused]))
+            status = Status(code=code, message="too many", details=info)
+            refused = pb.FrameRefused(ref=update.ref, status=status, frame=pb.FRAME_KIND_UPDATE)
+            outgoing.put_nowait(pb.GenerateResponse(frames_refused=[refused]))
 
     async def _miss(self, start: pb.GenerationStart, outgoing) -> None:
         status = Status(code=self.gone.value[0], message="no context is kept")

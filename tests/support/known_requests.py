@@ -1,7 +1,9 @@
 """Requests whose output is known beforehand, for the tests of the scheduler: text states, and ``Received``, which
 checks what a request's sink got."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
@@ -19,6 +21,7 @@ from penstock.scheduler.request import (
     SequenceDelta,
     StopMatch,
     TextDelta,
+    TokensInjected,
 )
 from penstock.scheduler.testing.fake_worker import token_of_history, vector_of
 
@@ -38,6 +41,9 @@ class PlainText:
     def finish(self) -> TextDelta:
         return TextDelta(0, "")
 
+    def restart(self) -> None:
+        pass
+
 
 class HoldingText:
     """Holds tokens back until it has three, as if they made one character together."""
@@ -52,6 +58,9 @@ class HoldingText:
     def finish(self) -> TextDelta:
         text, self.held = self.held, ""
         return TextDelta(len(text), text)
+
+    def restart(self) -> None:
+        assert not self.held
 
 
 class StoppingText(HoldingText):
@@ -80,19 +89,30 @@ class Expected:
 
 
 def expected_choice(
-    request: Request, index: int, max_model_len: int, vocab_size: int = VOCAB_SIZE, max_tokens: int | None = None
+    request: Request,
+    index: int,
+    max_model_len: int,
+    vocab_size: int = VOCAB_SIZE,
+    max_tokens: int | None = None,
+    injected: Mapping[int, list[int]] = MappingProxyType({}),
 ) -> Expected:
+    """``injected``: the tokens injected after this many of the output."""
     next_token = token_of_history(vocab_size)
     sampling = sampling_of_choice(request.sampling, index)
     history = list(request.prompt_token_ids)
     max_tokens = min(max_tokens or request.max_tokens, max_model_len - len(history))
     text = request.make_text()
+    output: list[int] = []
     for num_before in range(max_tokens):
+        if num_before in injected:
+            text.finish()
+            history += injected[num_before]
         token = next_token(history, sampling)
         if num_before < sampling.min_tokens:
             while token in sampling.stop_token_ids:
                 token = (token + 1) % vocab_size
         history.append(token)
+        output.append(token)
         if token in sampling.stop_token_ids:
             end = StopMatch(EngineFinishReason.STOP, stop_token_id=token)
             break
@@ -102,8 +122,7 @@ def expected_choice(
             break
     else:
         end = StopMatch(EngineFinishReason.LENGTH)
-    token_ids = history[len(request.prompt_token_ids) :]
-    return Expected(token_ids, end, len(token_ids))
+    return Expected(output, end, len(output))
 
 
 @dataclass
@@ -123,6 +142,9 @@ class Received:
     """What the choices' max_tokens came to be, where they were changed."""
     most_tokens: int = 0
     """The most that they ever were changed to: plans made while they were so are in flight after a later change."""
+    to_inject: list[int] = field(default_factory=list)
+    """What the sink has not heard of yet."""
+    injected: dict[int, list[int]] = field(default_factory=dict)
     accepted: RequestAccepted | None = None
     finished: RequestFinished | None = None
 
@@ -148,6 +170,11 @@ class Received:
             case Embedded():
                 assert event.choice not in self.vectors, "a vector for the second time"
                 self.vectors[event.choice] = event.vector
+            case TokensInjected(num_before, num_tokens):
+                assert num_before == len(self.token_ids.get(0, [])), "tokens are held back although others follow"
+                assert num_tokens == len(self.to_inject)
+                self.injected.setdefault(num_before, []).extend(self.to_inject)
+                self.to_inject = []
             case RequestFinished():
                 self.finished = event
 
@@ -169,7 +196,9 @@ class Received:
         num_tokens = 0
         for index in range(request.n):
             limit = self.limits.get(index)
-            expected = expected_choice(request, index, self.max_model_len, self.vocab_size, limit)
+            num_injected = sum(map(len, self.injected.values()))
+            room = self.max_model_len - num_injected
+            expected = expected_choice(request, index, room, self.vocab_size, limit, self.injected)
             got = self.token_ids.get(index, [])
             assert got == expected.token_ids[: len(got)], f"choice {index}: {got} differs from {expected.token_ids}"
             assert not whole or got == expected.token_ids, f"choice {index}: {got} lacks of {expected.token_ids}"
@@ -178,10 +207,13 @@ class Received:
             assert not whole or index in self.ends
             num_tokens += expected.num_tokens
             position = len(request.prompt_token_ids)
-            logprobs = [-float(position + offset) - token / 1e6 for offset, token in enumerate(got)]
+            logprobs = []
+            for offset, token in enumerate(got):
+                position += len(self.injected.get(offset, []))
+                logprobs.append(-float(position + offset) - token / 1e6)
             assert request.sampling.logprobs is None or self.chosen.get(index, []) == logprobs
         usage = self.finished.usage
-        assert usage.prompt_tokens == len(request.prompt_token_ids)
+        assert usage.prompt_tokens == len(request.prompt_token_ids) + sum(map(len, self.injected.values()))
         assert usage.output_tokens == num_tokens if whole else usage.output_tokens <= num_tokens
         prompt = request.prompt_token_ids
         known_to = 0 if request.sampling.prompt_logprobs is None else len(prompt)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
 from penstock.v1 import constraint_pb2 as _constraint_pb2
 from penstock.v1 import output_pb2 as _output_pb2
@@ -23,6 +24,42 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _FrameKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FRAME_KIND_UNSPECIFIED: _FrameKind.ValueType  # 0
+    """The frame has nothing set, or is too large to be read."""
+    FRAME_KIND_START: _FrameKind.ValueType  # 1
+    """A `start`: its ref is 0 or that of a live request."""
+    FRAME_KIND_CANCEL: _FrameKind.ValueType  # 2
+    """A `cancel`."""
+    FRAME_KIND_UPDATE: _FrameKind.ValueType  # 3
+    """An `update`."""
+    FRAME_KIND_APPEND: _FrameKind.ValueType  # 4
+    """An `append`."""
+    FRAME_KIND_COMMIT: _FrameKind.ValueType  # 5
+    """A `commit`."""
+
+class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper):
+    """The kind of a frame of a GenerateRequest."""
+
+FRAME_KIND_UNSPECIFIED: FrameKind.ValueType  # 0
+"""The frame has nothing set, or is too large to be read."""
+FRAME_KIND_START: FrameKind.ValueType  # 1
+"""A `start`: its ref is 0 or that of a live request."""
+FRAME_KIND_CANCEL: FrameKind.ValueType  # 2
+"""A `cancel`."""
+FRAME_KIND_UPDATE: FrameKind.ValueType  # 3
+"""An `update`."""
+FRAME_KIND_APPEND: FrameKind.ValueType  # 4
+"""An `append`."""
+FRAME_KIND_COMMIT: FrameKind.ValueType  # 5
+"""A `commit`."""
+Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 @_typing.final
 class GenerateOneRequest(_message.Message):
@@ -166,10 +203,11 @@ Global___CompleteResponse: _TypeAlias = CompleteResponse  # noqa: Y015
 class GenerateRequest(_message.Message):
     """A frame from the client on a Generate stream: at most 8 MiB. A larger one ends the stream with RESOURCE_EXHAUSTED.
 
-    The stream and all its requests end with INVALID_ARGUMENT for a frame with nothing set, an invalid protobuf message,
-    more than 40,000 fields in all messages of a frame, a `start` with the ref of a live request, or a `cancel` of more
-    than 65,536 refs. Any other error of a `start` or an `update` is reported in band and affects no other request. After
-    64 refused requests in a row, frames are read slowly until a `start` is accepted.
+    Only bytes that are no protobuf message end the stream, and all its requests, with INVALID_ARGUMENT. Any other error
+    is reported in band and affects no other request: that of a `start` in the request's `finished`, or in
+    `frames_refused` if its ref is 0 or that of a live request; that of any other frame in `frames_refused`. A frame has
+    at most 40,000 fields in all its messages. After 64 refused frames in a row, frames are read slowly until a `start` is
+    accepted.
 
     Open a stream only when there is a frame to send. Until its first frame has arrived, a stream counts among the 16
     messages of a tenant that may be in flight at once. It ends after 60 s with DEADLINE_EXCEEDED, or after 5 s with
@@ -182,6 +220,8 @@ class GenerateRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
+    APPEND_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___GenerationStart:
         """Starts a request."""
@@ -194,18 +234,28 @@ class GenerateRequest(_message.Message):
     def update(self) -> Global___GenerationUpdate:
         """Changes a live request."""
 
+    @_builtins.property
+    def append(self) -> Global___GenerationAppend:
+        """Adds to the prompt of a live request, or to its output."""
+
+    @_builtins.property
+    def commit(self) -> Global___GenerationCommit:
+        """Ends an open prompt, so that its output begins."""
+
     def __init__(
         self,
         *,
         start: Global___GenerationStart | None = ...,
         cancel: Global___GenerationCancel | None = ...,
         update: Global___GenerationUpdate | None = ...,
+        append: Global___GenerationAppend | None = ...,
+        commit: Global___GenerationCommit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "start", b"start", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "cancel", b"cancel", "commit", b"commit", "frame", b"frame", "start", b"start", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "start", b"start", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "cancel", b"cancel", "commit", b"commit", "frame", b"frame", "start", b"start", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["start", "cancel", "update"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["start", "cancel", "update", "append", "commit"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -234,9 +284,11 @@ class GenerationStart(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
-    """The client's number for the request, unique among the live requests of its stream; reusable after `finished`. Any
-    uint32, 0 included. The ref of a live request ends the stream with INVALID_ARGUMENT.
+    """The client's number for the request on a Generate stream: at least 1, unique among the live requests of its stream,
+    and reusable after `finished`. Required for Generate. Ignored by GenerateOne and Complete, where 0 means none.
     """
     text: _builtins.str
     """Plain text, tokenized by the server. Special tokens spelled in it are ordinary text. At most 4 MiB of UTF-8."""
@@ -280,6 +332,16 @@ class GenerationStart(_message.Message):
     """
     truncation_side: _prompt_pb2.TruncationSide.ValueType
     """The end of the prompt that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT (keeps the last tokens)."""
+    open: _builtins.bool
+    """Whether more of the prompt follows by `append`. The service computes what has arrived while it waits for the rest.
+    The output begins after `commit`. An open prompt to which nothing is appended for `--open-prompt-ttl` (default 60 s)
+    ends with DEADLINE_EXCEEDED. Only for Generate. Default: false.
+    """
+    idempotency_key: _builtins.str
+    """The caller's key for this attempt, at most 128 bytes of printable ASCII. A request with the key of another request
+    of the same tenant that is live, or that ended well within the last 10 minutes, is ALREADY_EXISTS; the metadata of
+    the ErrorInfo has the other's `request_id`. So a gateway that repeats a call pays only once. Default: none.
+    """
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds:
         """Token ids, each below the vocabulary size. See TokenIds for their number."""
@@ -320,10 +382,12 @@ class GenerationStart(_message.Message):
         max_draft_tokens: _builtins.int | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
+        open: _builtins.bool = ...,
+        idempotency_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_ms", b"retain_ms", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "open", b"open", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_ms", b"retain_ms", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
@@ -426,6 +490,96 @@ class GenerationUpdate(_message.Message):
 Global___GenerationUpdate: _TypeAlias = GenerationUpdate  # noqa: Y015
 
 @_typing.final
+class GenerationAppend(_message.Message):
+    """Adds to a live request.
+
+    While its prompt is open, the content joins the prompt as its next piece. The prompt of `start` is piece 0, even if it
+    is empty; the first append is piece 1. All pieces have the same kind, and together they have the limits of a prompt.
+    Pieces of text are joined as they are, before the whole text is tokenized; messages of a `chat` follow the earlier
+    ones, and its other fields are those of the `start`.
+
+    After the prompt is committed, the content is injected: at the next step its tokens follow the tokens that were chosen
+    so far, and the output goes on after them. An `injected` reports the place. Injected tokens count as prompt tokens in
+    `usage`, and as output for penalties; `sampling.max_tokens` does not count them. A `text` is tokenized by itself. A
+    `chat` holds only new messages, as with `continue_from`. FAILED_PRECONDITION for a request with several choices or
+    with a `constraint`. INVALID_ARGUMENT if the request would not fit in the model's context or the KV cache. A request
+    that has ended, or that ends before the next step, is NOT_FOUND.
+
+    An append that is refused changes nothing and gets a `frames_refused`. While the prompt of a request is being
+    tokenized, at most 16 of its appends can wait.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    REPLACE_FROM_FIELD_NUMBER: _builtins.int
+    ref: _builtins.int
+    """The ref of the request."""
+    text: _builtins.str
+    """Text. At most 4 MiB of UTF-8."""
+    replace_from: _builtins.int
+    """The number of the first piece to take back before the content is added, which then has this number: at most the
+    number of pieces. Only while the prompt is open. Useful for a transcript, whose last words may still change.
+    Default: none.
+    """
+    @_builtins.property
+    def token_ids(self) -> _prompt_pb2.TokenIds:
+        """Token ids."""
+
+    @_builtins.property
+    def chat(self) -> _prompt_pb2.Chat:
+        """Messages."""
+
+    def __init__(
+        self,
+        *,
+        ref: _builtins.int = ...,
+        text: _builtins.str = ...,
+        token_ids: _prompt_pb2.TokenIds | None = ...,
+        chat: _prompt_pb2.Chat | None = ...,
+        replace_from: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from", "chat", b"chat", "content", b"content", "replace_from", b"replace_from", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from", "chat", b"chat", "content", b"content", "ref", b"ref", "replace_from", b"replace_from", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__replace_from: _TypeAlias = _typing.Literal["replace_from"]  # noqa: Y015
+    _WhichOneofArgType__replace_from: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replace_from) -> _WhichOneofReturnType__replace_from | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___GenerationAppend: _TypeAlias = GenerationAppend  # noqa: Y015
+
+@_typing.final
+class GenerationCommit(_message.Message):
+    """Ends an open prompt: the request enters the queue. The errors of the prompt are then those of a `start`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    ref: _builtins.int
+    """The ref of the request. A request that is not open gets a `frames_refused`."""
+    def __init__(
+        self,
+        *,
+        ref: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationCommit: _TypeAlias = GenerationCommit  # noqa: Y015
+
+@_typing.final
 class GenerateResponse(_message.Message):
     """The results of a step for the requests of one stream: at most one message per step, at most 64 KiB. Apply the lists
     in the order of the fields.
@@ -438,7 +592,8 @@ class GenerateResponse(_message.Message):
     DELTAS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
-    UPDATE_REFUSED_FIELD_NUMBER: _builtins.int
+    FRAMES_REFUSED_FIELD_NUMBER: _builtins.int
+    INJECTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> _containers.RepeatedCompositeFieldContainer[Global___Accepted]:
         """Requests that entered the queue."""
@@ -453,15 +608,19 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.Finished]:
-        """Requests that ended: exactly one entry for each `start`, refusals included."""
+        """Requests that ended: exactly one entry for each `start` with a ref of its own, refusals included."""
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
         """Sent after 10 s without another message, and when the state of the service changes."""
 
     @_builtins.property
-    def update_refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___UpdateRefused]:
-        """Updates that were refused. Their requests continue unchanged."""
+    def frames_refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrameRefused]:
+        """Frames that were refused. Live requests continue unchanged."""
+
+    @_builtins.property
+    def injected(self) -> _containers.RepeatedCompositeFieldContainer[Global___Injected]:
+        """Tokens that were injected into outputs."""
 
     def __init__(
         self,
@@ -471,11 +630,12 @@ class GenerateResponse(_message.Message):
         deltas: _abc.Iterable[_output_pb2.Delta] | None = ...,
         finished: _abc.Iterable[_output_pb2.Finished] | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
-        update_refused: _abc.Iterable[Global___UpdateRefused] | None = ...,
+        frames_refused: _abc.Iterable[Global___FrameRefused] | None = ...,
+        injected: _abc.Iterable[Global___Injected] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "deltas", b"deltas", "finished", b"finished", "heartbeat", b"heartbeat", "prompt_logprobs", b"prompt_logprobs", "update_refused", b"update_refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "deltas", b"deltas", "finished", b"finished", "frames_refused", b"frames_refused", "heartbeat", b"heartbeat", "injected", b"injected", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -552,15 +712,18 @@ class Heartbeat(_message.Message):
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
-class UpdateRefused(_message.Message):
-    """An update that was refused."""
+class FrameRefused(_message.Message):
+    """A frame that was refused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REF_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    FRAME_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
-    """The ref of the request."""
+    """The ref in the frame. 0 if it has none."""
+    frame: Global___FrameKind.ValueType
+    """What the frame was."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """Why it was refused."""
@@ -570,11 +733,44 @@ class UpdateRefused(_message.Message):
         *,
         ref: _builtins.int = ...,
         status: _status_pb2.Status | None = ...,
+        frame: Global___FrameKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "ref", b"ref", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___UpdateRefused: _TypeAlias = UpdateRefused  # noqa: Y015
+Global___FrameRefused: _TypeAlias = FrameRefused  # noqa: Y015
+
+@_typing.final
+class Injected(_message.Message):
+    """Tokens that an `append` put into an output. Deltas of the request in earlier messages come before them, and deltas in
+    the same message after them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    INJECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ref: _builtins.int
+    """The ref of the request."""
+    output_tokens: _builtins.int
+    """The number of output tokens before them, as `usage` counts them."""
+    injected_tokens: _builtins.int
+    """The number of injected tokens."""
+    def __init__(
+        self,
+        *,
+        ref: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        injected_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["injected_tokens", b"injected_tokens", "output_tokens", b"output_tokens", "ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Injected: _TypeAlias = Injected  # noqa: Y015

@@ -86,9 +86,9 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request_iterator, context):
-        """Carries many requests at once. The failure of a request is reported in band, in its `finished`; the status of the
-        call is only that of the stream. Half-close means "no more input, finish the rest". A dropped stream aborts all its
-        requests. A violation of the rules of the stream ends it and all its requests: see GenerateRequest.
+        """Carries many requests at once. The failure of a request is reported in band, in its `finished`, and a frame that is
+        refused in `frames_refused`; the status of the call is only that of the stream. Half-close means "no more input,
+        finish the rest": prompts that are still open are committed. A dropped stream aborts all its requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

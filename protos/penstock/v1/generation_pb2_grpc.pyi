@@ -51,9 +51,9 @@ class GenerationServiceStub:
     GenerateOne allows more.
     """
     Generate: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Carries many requests at once. The failure of a request is reported in band, in its `finished`; the status of the
-    call is only that of the stream. Half-close means "no more input, finish the rest". A dropped stream aborts all its
-    requests. A violation of the rules of the stream ends it and all its requests: see GenerateRequest.
+    """Carries many requests at once. The failure of a request is reported in band, in its `finished`, and a frame that is
+    refused in `frames_refused`; the status of the call is only that of the stream. Half-close means "no more input,
+    finish the rest": prompts that are still open are committed. A dropped stream aborts all its requests.
     """
 
 @_typing.type_check_only
@@ -79,9 +79,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     GenerateOne allows more.
     """
     Generate: _aio.StreamStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Carries many requests at once. The failure of a request is reported in band, in its `finished`; the status of the
-    call is only that of the stream. Half-close means "no more input, finish the rest". A dropped stream aborts all its
-    requests. A violation of the rules of the stream ends it and all its requests: see GenerateRequest.
+    """Carries many requests at once. The failure of a request is reported in band, in its `finished`, and a frame that is
+    refused in `frames_refused`; the status of the call is only that of the stream. Half-close means "no more input,
+    finish the rest": prompts that are still open are committed. A dropped stream aborts all its requests.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -122,9 +122,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_generation_pb2.GenerateRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Carries many requests at once. The failure of a request is reported in band, in its `finished`; the status of the
-        call is only that of the stream. Half-close means "no more input, finish the rest". A dropped stream aborts all its
-        requests. A violation of the rules of the stream ends it and all its requests: see GenerateRequest.
+        """Carries many requests at once. The failure of a request is reported in band, in its `finished`, and a frame that is
+        refused in `frames_refused`; the status of the call is only that of the stream. Half-close means "no more input,
+        finish the rest": prompts that are still open are committed. A dropped stream aborts all its requests.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -34,6 +34,9 @@ class IdsOnly:
         """Holds nothing."""
         return TextDelta(0, "")
 
+    def restart(self) -> None:
+        """Does nothing: nothing is injected."""
+
 
 @dataclass(frozen=True)
 class Prompt:

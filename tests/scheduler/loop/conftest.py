@@ -90,6 +90,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def update(self, number):
         self.do(self.world.update, number)
 
+    @rule(number=NUMBERS)
+    def inject(self, number):
+        self.do(self.world.inject, number)
+
     @rule(number=NUMBERS, chance=st.integers(0, 3))
     def reconfigure(self, number, chance):
         if chance == 3:

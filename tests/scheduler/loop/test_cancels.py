@@ -79,6 +79,9 @@ class Ids:
     def finish(self):
         return TextDelta(0, "")
 
+    def restart(self):
+        pass
+
 
 class Load:
     """Requests that come, are held and released, and are cancelled."""

@@ -28,6 +28,9 @@ def test_a_broken_text_state_ends_only_its_request(world, new_request):
         def finish(self):
             raise AssertionError("nothing may follow")
 
+        def restart(self):
+            pass
+
     broken = world.add(new_request("broken", make_prompt(5), make_text=Broken))
     whole = world.add(new_request("whole", make_prompt(5, first=2)))
     while world.alive():
@@ -61,6 +64,9 @@ class EndlessText:
 
     def finish(self):
         raise ValueError("no text")
+
+    def restart(self):
+        pass
 
 
 def test_a_text_that_cannot_be_cut_ends_only_its_request(world_type, new_request):

@@ -24,6 +24,9 @@ class Text:
     def finish(self):
         return TextDelta(0, "")
 
+    def restart(self):
+        pass
+
 
 def requests():
     """Those of W2: 16 at once, prompts of 32 to 1024 tokens and outputs of 16 to 128."""

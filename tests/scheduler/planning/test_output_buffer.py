@@ -22,6 +22,9 @@ class StopsAtTheEnd:
     def finish(self):
         return TextDelta(self.num_held - 1, "a" * (self.num_held - 1), stop="a")
 
+    def restart(self):
+        pass
+
 
 @pytest.mark.parametrize(("last", "num_shown"), [(1, 2), (EOS, 1)], ids=["max_tokens", "a stop token"])
 def test_a_stop_string_that_is_complete_only_at_the_end_is_the_end(last, num_shown):
@@ -37,6 +40,9 @@ def test_a_stop_token_at_max_tokens_is_a_stop():
     class Plain(StopsAtTheEnd):
         def finish(self):
             return TextDelta(self.num_held, "a" * self.num_held)
+
+        def restart(self):
+            pass
 
     output = OutputBuffer(0, Plain(), [EOS], min_tokens=0, max_tokens=2, num_top_logprobs=None)
     delta = output.take_tokens([1, EOS, 1], None)
@@ -58,6 +64,9 @@ class Echo:
 
     def finish(self):
         return TextDelta(0, "")
+
+    def restart(self):
+        pass
 
 
 def logprobs(*values):

@@ -53,7 +53,7 @@ async def test_refused_updates_count(start_service, new_reading, monkeypatch):
     start.start.sampling.MergeFrom(pb.SamplingParams(max_tokens=4000, ignore_eos=True))
     call = service.generation.Generate(iter([start, *[bad] * 20]))
     await new_reading().read_until(
-        call, lambda reading: sum(len(message.update_refused) for message in reading.messages) == 20
+        call, lambda reading: sum(len(message.frames_refused) for message in reading.messages) == 20
     )
     assert time.monotonic() - began > (20 - NUM_FREE) * 0.02
     call.cancel()

@@ -274,7 +274,7 @@ class Fuzzer:
 
     def check_in_band(self, message: pb.GenerateResponse, frames: list[bytes]) -> None:
         """The statuses of a stream's requests are held to the same."""
-        statuses = [ended.status for ended in message.finished] + [refused.status for refused in message.update_refused]
+        statuses = [ended.status for ended in message.finished] + [refused.status for refused in message.frames_refused]
         for status in statuses:
             self.codes[f"in band {status.code}"] += 1
             if status.code in {code.value[0] for code in OURS}:

@@ -57,7 +57,7 @@ class Stream:
 
     @property
     def refused(self):
-        return [refused for message in self.reading.messages for refused in message.update_refused]
+        return [refused for message in self.reading.messages for refused in message.frames_refused]
 
 
 @pytest.fixture

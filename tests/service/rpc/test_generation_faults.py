@@ -18,6 +18,7 @@ from penstock.service.errors import ServiceError
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.lifecycle import RequestLifecycle
 from penstock.service.rpc import generation
+from penstock.service.rpc.generate_stream import GenerateStream
 from penstock.service.streaming import messages
 from penstock.service.streaming.outbox import Outbox
 from penstock.service.telemetry.tracing import Telemetry
@@ -107,7 +108,7 @@ SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "writer": (Outbox, "_write_next", raises(Fault)),
     "writer is cancelled": (Outbox, "_write_next", raises(own_cancel)),
     "outbox": (Outbox, "run", raises(Fault)),
-    "stream": (generation._Stream, "_take", raises(Fault)),
+    "stream": (GenerateStream, "_take", raises(Fault)),
     "call": (generation.GenerationService, "new_request", raises(Fault)),
     "call is cancelled": (generation.GenerationService, "new_request", raises(own_cancel)),
     "authenticator": (identity.AllowAll, "authenticate", raises(Fault)),
@@ -115,7 +116,7 @@ SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
-def start(ref: int = 0) -> pb.GenerationStart:
+def start(ref: int = 1) -> pb.GenerationStart:
     return pb.GenerationStart(ref=ref, text=MARK, sampling=pb.SamplingParams(max_tokens=50))
 
 

@@ -1,0 +1,242 @@
+"""Prompts that arrive in pieces: the pieces, their limits, and the computation of what has arrived.
+
+Knows neither streams nor the life of a request.
+"""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Union, cast
+
+import penstock.v1 as pb
+from penstock.service.config.limits import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, chat_bytes
+from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
+from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.requests.warm_up import WarmUp
+
+_log = logging.getLogger(__name__)
+
+OPEN_PROMPT_TTL_S = 60.0
+MAX_PIECES = 65_536
+MAX_OPEN_BYTES = 64 << 20
+"""The memory of all open prompts; a tenant may have half of it."""
+_PROMPT_BYTES = 4 << 10
+"""The memory of an open prompt besides its pieces, and a part of it that each piece has."""
+_PIECE_BYTES = 100
+_ID_BYTES = 4
+_REST = 10
+"""A warm-up is followed by a rest that is this many times as long as the tokenizer worked for it, because each one
+tokenizes the whole prompt."""
+
+_OF_CHAT = ("tools", "template_variables", "add_generation_prompt", "continue_final_message")
+"""The fields of a ``chat`` that only the ``start`` may set."""
+
+Piece = Union[str, "array[int]", pb.Chat]
+
+
+@dataclass(slots=True)
+class OpenPromptBudget:
+    """The memory that open prompts may take, in total and by tenant."""
+
+    max_bytes: int = MAX_OPEN_BYTES
+    num_bytes: int = 0
+    by_tenant: Counter[str] = field(default_factory=Counter)
+
+    def take(self, tenant: str, num_bytes: int) -> None:
+        """Counts memory. Raises ServiceError if there is too little."""
+        if self.num_bytes + num_bytes > self.max_bytes or self.by_tenant[tenant] + num_bytes > self.max_bytes // 2:
+            raise ServiceError(Reason.OPEN_PROMPTS_FULL)
+        self.num_bytes += num_bytes
+        self.by_tenant[tenant] += num_bytes
+
+    def give_back(self, tenant: str, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        self.by_tenant[tenant] -= num_bytes
+        if not self.by_tenant[tenant]:
+            del self.by_tenant[tenant]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPromptConfig:
+    """What all open prompts of a service share."""
+
+    warm_up: WarmUp
+    ttl_s: float = OPEN_PROMPT_TTL_S
+    """The time after the last piece at which a prompt that was not committed ends."""
+    max_ids: int = 1 << 20
+    budget: OpenPromptBudget = field(default_factory=OpenPromptBudget)
+
+
+class _Size(NamedTuple):
+    """The size of a piece, or of several."""
+
+    num_bytes: int = 0
+    """In memory, about."""
+    length: int = 0
+    """The number of ids, or of bytes of UTF-8."""
+    num_messages: int = 0
+    num_calls: int = 0
+
+    def changed(self, added: "_Size", removed: Iterable["_Size"]) -> "_Size":
+        """Returns the size of pieces without some of them, and with another."""
+        gone = [sum(sizes) for sizes in zip(*removed, strict=True)] or (0, 0, 0, 0)
+        return _Size(*(size + more - less for size, more, less in zip(self, added, gone, strict=True)))
+
+
+class OpenPrompt:
+    """The pieces of one prompt, from ``start`` to ``close``."""
+
+    def __init__(
+        self, config: OpenPromptConfig, start: pb.GenerationStart, tenant: str, on_expired: Callable[[], None]
+    ) -> None:
+        """``start`` has passed its checks. ``on_expired`` is called if nothing is appended for too long. Raises
+        ServiceError."""
+        self._config = config
+        self._tenant = tenant
+        self._start = pb.GenerationStart()
+        self._start.CopyFrom(start)
+        kind = start.WhichOneof("prompt")
+        self._kind = kind
+        """The field that has the pieces; None before the first one."""
+        self._options = pb.Chat()
+        if kind is not None:
+            self._start.ClearField(kind)
+        if kind == "chat":
+            self._options.CopyFrom(start.chat)
+            self._options.ClearField("messages")
+        self._on_expired = on_expired
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._warming: asyncio.Task[None] | None = None
+        self._pieces: list[Piece] = [""] if kind is None else [_piece(start, kind)]
+        self._sizes = [_size(self._pieces[0])]
+        self._total = self._sizes[0]
+        config.budget.take(tenant, _PROMPT_BYTES + self._total.num_bytes)
+
+    def begin_warm_ups(self, request_id: str) -> None:
+        """Starts to compute what arrives, and the time that a prompt may stay open."""
+        self._restart_timer()
+        if not self._start.HasField("truncate_prompt_tokens"):  # it cuts the beginning, as soon as the end is known
+            self._warming = asyncio.create_task(self._warm_up(request_id))
+
+    def append(self, append: pb.GenerationAppend) -> None:
+        """Adds a piece, or puts it in place of others. ``append`` has passed the validator. Raises ServiceError,
+        without changing anything."""
+        kind = append.WhichOneof("content")
+        assert kind is not None
+        if self._kind not in (None, kind):
+            raise invalid(kind, f"the pieces of this prompt are {self._kind}; append {self._kind}")
+        if kind == "chat":
+            for name in _OF_CHAT:
+                if getattr(append.chat, name):
+                    raise invalid(f"chat.{name}", "only in the chat of the start")
+        num_kept = append.replace_from if append.HasField("replace_from") else len(self._pieces)
+        if num_kept > len(self._pieces):
+            raise invalid("replace_from", f"at most {len(self._pieces)}, the number of pieces; it is {num_kept}")
+        if num_kept == MAX_PIECES:
+            raise invalid(kind, f"the prompt has {MAX_PIECES:,} pieces, which is the most; append longer ones")
+        piece = _piece(append, kind)
+        size = _size(piece)
+        total = self._total.changed(size, self._sizes[num_kept:])
+        self._check_total(total, kind)
+        if (change := total.num_bytes - self._total.num_bytes) > 0:
+            self._config.budget.take(self._tenant, change)
+        else:
+            self._config.budget.give_back(self._tenant, -change)
+        if self._kind is None:
+            self._kind = kind
+            self._pieces[0] = "" if kind == "text" else array("I") if kind == "token_ids" else pb.Chat()
+        self._pieces[num_kept:], self._sizes[num_kept:], self._total = [piece], [size], total
+        self._changed.set()
+        self._restart_timer()
+
+    def whole(self) -> pb.GenerationStart:
+        """Returns the start with the pieces as its prompt."""
+        start = pb.GenerationStart()
+        start.CopyFrom(self._start)
+        start.open = False
+        if self._kind == "text":
+            start.text = "".join(cast(list[str], self._pieces))
+        elif self._kind == "token_ids":
+            for ids in cast("list[array[int]]", self._pieces):
+                start.token_ids.ids.extend(ids)
+        elif self._kind == "chat":
+            start.chat.CopyFrom(self._options)
+            for chat in cast(list[pb.Chat], self._pieces):
+                start.chat.messages.extend(chat.messages)
+        return start
+
+    def close(self) -> None:
+        """Stops the warm-ups and gives the memory back. Safe to call twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._warming is not None:
+            self._warming.cancel()
+        if self._pieces:
+            self._config.budget.give_back(self._tenant, _PROMPT_BYTES + self._total.num_bytes)
+        self._pieces = []
+        self._on_expired = _nothing  # it refers to this object's owner: a reference cycle
+
+    def _check_total(self, total: _Size, kind: str) -> None:
+        is_ids = kind == "token_ids"
+        limits = [("ids", total.length, self._config.max_ids)] if is_ids else [("bytes", total.length, MAX_TEXT_BYTES)]
+        limits += [("messages", total.num_messages, MAX_CHAT_MESSAGES), ("tool_calls", total.num_calls, MAX_TOOL_CALLS)]
+        for what, number, most in limits:
+            if number > most:
+                problem = f"the prompt has at most {most:,} {what} in all its pieces; it would have {number:,}"
+                raise invalid(kind, problem)
+
+    def _restart_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._config.ttl_s, self._on_expired)
+
+    async def _warm_up(self, request_id: str) -> None:
+        """Computes what has arrived, again and again."""
+        number = num_blocks = 0
+        if self._kind is not None:
+            self._changed.set()
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            number += 1
+            began = time.monotonic()
+            try:
+                request = await self._config.warm_up.prepare(self.whole(), f"{request_id}.{number}", self._tenant)
+                took_s = time.monotonic() - began
+                if len(request.block_hashes) > num_blocks:
+                    await self._config.warm_up.run(request, self._config.ttl_s)
+                    num_blocks = len(request.block_hashes)
+            except ServiceError:
+                took_s = time.monotonic() - began  # what is wrong with the prompt is reported when it is committed
+            except Exception:
+                _log.exception("request %s: its open prompt could not be computed ahead", request_id)
+                return
+            await asyncio.sleep(_REST * took_s)
+
+
+def _piece(message: pb.GenerationStart | pb.GenerationAppend, kind: str) -> Piece:
+    if kind == "text":
+        return message.text
+    if kind == "token_ids":
+        return array("I", message.token_ids.ids)
+    chat = pb.Chat()
+    chat.messages.extend(message.chat.messages)
+    return chat
+
+
+def _size(piece: Piece) -> _Size:
+    if isinstance(piece, str):
+        return _Size(_PIECE_BYTES + utf8_bytes(piece), utf8_bytes(piece))
+    if isinstance(piece, array):
+        return _Size(_PIECE_BYTES + _ID_BYTES * len(piece), len(piece))
+    num_calls = sum(len(message.tool_calls) for message in piece.messages)
+    return _Size(_PIECE_BYTES + piece.ByteSize(), chat_bytes(piece.messages), len(piece.messages), num_calls)
+
+
+def _nothing() -> None:
+    """Does nothing."""

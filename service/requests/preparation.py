@@ -1,0 +1,30 @@
+"""The preparation of a request: its time limit, and its end if it ends before the engine has it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from penstock.scheduler.request import EngineFinishReason, Request, RequestFinished, RequestTimings, TokenUsage
+from penstock.service.errors import Reason, ServiceError
+
+
+@asynccontextmanager
+async def preparation_limit(deadline: float | None, aim: str) -> AsyncIterator[asyncio.Timeout]:
+    """Ends the preparation of a request at its ``deadline`` by ``time.monotonic()``. Raises ServiceError DEADLINE."""
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as limit:
+            yield limit
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ServiceError(Reason.DEADLINE, f"the deadline passed before {aim}") from None
+
+
+def unqueued_end(
+    reason: EngineFinishReason, request: Request | None, arrival: float, message: str = ""
+) -> RequestFinished:
+    """Returns the end of a request that the engine does not have. ``arrival`` is by ``time.monotonic()``."""
+    usage = TokenUsage(prompt_tokens=0 if request is None else request.num_prompt_tokens)
+    total_us = round((time.monotonic() - arrival) * 1e6)
+    return RequestFinished(reason, usage, RequestTimings(total_us=total_us), message)
