@@ -121,6 +121,23 @@ def dots1(fields: HfConfigReader, architecture: str) -> ModelSpec:
     return replace(with_biases(spec, fields), qk_norm=QkNorm.HEAD, experts=experts)
 
 
+def solar_open(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Solar Open: Llama with GLM-4.5's experts in every layer. Other MLPs, and their size, are not part of it."""
+    fields = fields.with_aliases(intermediate_size="moe_intermediate_size")
+    defaults = Defaults(
+        max_positions=131072,
+        kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        inner=1280,
+        read_rope=partial(read_rope, default_theta=1e6),
+    )
+    spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
+    experts = _grouped_experts(fields, num_experts=128, per_token=8, first=0, shared=1, normalise=True, inner=1280)
+    experts = replace(experts, layers=(True,) * spec.num_layers)
+    return replace(spec, qkv_bias=fields.flag("attention_bias", False), experts=experts)
+
+
 def _grouped_experts(
     fields: HfConfigReader,
     *,
@@ -129,11 +146,12 @@ def _grouped_experts(
     first: int,
     shared: int | None,
     normalise: bool,
+    inner: int = 1408,
 ) -> Experts:
     """DeepSeek V3's experts, which are chosen from the best groups by sigmoid plus bias, beside shared ones. The
     arguments are the family's defaults; None: the field is required."""
     first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first)
-    inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1408)
+    inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE, inner)
     name = "num_local_experts" if "num_local_experts" in fields else "n_routed_experts"
     experts = read_experts(fields, name, num_experts, per_token, inner)
     groups = fields.integer("n_group", 1, experts.num_experts, 1)
@@ -260,5 +278,6 @@ FAMILIES: dict[str, Family] = {
     "OlmoeForCausalLM": olmoe,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "SolarOpenForCausalLM": solar_open,
 }
 """The families of this file. ``registry`` collects those of all files."""

@@ -43,6 +43,7 @@ LINES = (
     ModelLine(
         "Llama 4 Scout and Maverick, Llama Guard 4, for text", ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
     ),
+    ModelLine("CWM", ("CwmForCausalLM",)),
     ModelLine("Gemma 2", ("Gemma2ForCausalLM",)),
     ModelLine("Gemma 3 270M and 1B", ("Gemma3ForCausalLM",)),
     ModelLine("Gemma 3 4B, 12B, 27B, for text", ("Gemma3ForConditionalGeneration",)),
@@ -84,6 +85,7 @@ LINES = (
         f"GLM-5: {_LATENT}",
     ),
     ModelLine("dots.llm1", ("Dots1ForCausalLM",)),
+    ModelLine("Solar Open", ("SolarOpenForCausalLM",)),
     ModelLine("MiniMax-M2", ("MiniMaxM2ForCausalLM",)),
     ModelLine("SmolLM, SmolLM2", ("LlamaForCausalLM",)),
     ModelLine("SmolLM3", ("SmolLM3ForCausalLM",)),
@@ -188,6 +190,7 @@ PLAIN_ON_CUDA = frozenset(
         "OPTForCausalLM",
         "OlmoForCausalLM",
         "PhiForCausalLM",
+        "SolarOpenForCausalLM",
         "StableLmForCausalLM",
         "Starcoder2ForCausalLM",
     }

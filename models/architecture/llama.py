@@ -21,6 +21,7 @@ from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.rope_config import (
     MAX_POSITIONS,
     SLIDING,
+    RopeConfig,
     read_partial_rope,
     read_query_scaling,
     read_rope,
@@ -74,6 +75,22 @@ def arcee(fields: HfConfigReader, architecture: str) -> ModelSpec:
     defaults = Defaults(max_positions=4096, norm_eps=1e-5, activation="relu2", gated_mlp=False)
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
     return replace(with_biases(spec, fields), mlp_bias=fields.flag("mlp_bias", False))
+
+
+def cwm(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """CWM: Llama with windows in three of four layers."""
+    windows = windows_by_type(fields, read_window(fields, 8192), lambda layer: layer % 4 != 0)
+    defaults = Defaults(max_positions=131072, kv_heads=8, head_dim=128, norm_eps=1e-5, read_rope=_read_cwms_rope)
+    return replace(read_decoder(fields, architecture, windows, defaults), mlp_bias=fields.flag("mlp_bias", False))
+
+
+def _read_cwms_rope(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
+    """Reads a rope that is scaled as in the published model unless the config describes another."""
+    if "rope_parameters" not in fields and "rope_scaling" not in fields:
+        factors = {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scaling = {"rope_type": "llama3", "original_max_position_embeddings": 8192, **factors}
+        fields = HfConfigReader({"rope_parameters": scaling})
+    return read_rope(fields, head_dim, max_positions, default_theta=1e6)
 
 
 def internlm3(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -263,6 +280,7 @@ def _qwen_windows(fields: HfConfigReader) -> Windows:
 
 FAMILIES: dict[str, Family] = {
     "ArceeForCausalLM": arcee,
+    "CwmForCausalLM": cwm,
     "Ernie4_5ForCausalLM": ernie,
     "Exaone4ForCausalLM": exaone4,
     "ExaoneForCausalLM": exaone,
