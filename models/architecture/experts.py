@@ -26,7 +26,7 @@ from penstock.models.architecture.rope_config import (
     MAX_POSITIONS,
     RopeConfig,
     read_rope,
-    read_yarn_by_default,
+    with_default_scaling,
 )
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import ClampedGate, Experts, NoRope, QkNorm, QueryScaling, Scoring
@@ -256,7 +256,16 @@ def _llama4s_query_scaling(fields: HfConfigReader) -> QueryScaling | None:
 def gpt_oss(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """gpt-oss: sinks, a window in every other layer, and biased experts with a gate of their own."""
     windows = windows_by_type(fields, read_window(fields, 128), lambda layer: layer % 2 == 0)
-    defaults = Defaults(max_positions=131072, kv_heads=8, head_dim=64, norm_eps=1e-5, read_rope=read_yarn_by_default)
+    fields = with_default_scaling(
+        fields, rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096
+    )
+    defaults = Defaults(
+        max_positions=131072,
+        kv_heads=8,
+        head_dim=64,
+        norm_eps=1e-5,
+        read_rope=partial(read_rope, default_theta=150_000.0),
+    )
     spec = read_decoder(fields, architecture, windows, defaults)
     gate = ClampedGate(
         alpha=fields.number("swiglu_alpha", 0.0, 1e6, 1.702), limit=fields.number("swiglu_limit", 1e-6, 1e6, 7.0)

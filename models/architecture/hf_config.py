@@ -21,6 +21,10 @@ class HfConfigReader:
         """Returns a reader that finds the field ``name`` under ``aliases[name]``."""
         return HfConfigReader(self._values, self._path, aliases)
 
+    def with_values(self, **values: Any) -> "HfConfigReader":
+        """Returns a reader of a mapping in which these fields have these values."""
+        return HfConfigReader({**self._values, **values}, self._path, self._aliases)
+
     def __contains__(self, name: str) -> bool:
         """Whether the field is present and not null."""
         return self._values.get(self._in_file(name)) is not None

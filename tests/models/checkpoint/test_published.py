@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock.models.architecture.lines import PLAIN_ON_CUDA
-from penstock.models.architecture.registry import spec_from_config
+from penstock.models.architecture.registry import FAMILIES, spec_from_config
 from penstock.models.architecture.spec_parts import NormKind, Scoring
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
@@ -24,6 +25,27 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
     num_parameters, config = PUBLISHED[name]
     assert spec_from_config(config).num_parameters == num_parameters
+
+
+SIZES = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "ffn_dim", "n_embd", "n_layer", "n_head",
+}  # fmt: skip
+"""Fields that every config has. The last four are other names of them."""
+REQUIRED: dict[str, dict[str, int]] = {
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+}
+"""Fields of a family without a default that a model could have."""
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES.keys() & set(dir(transformers))))
+def test_absent_fields_have_the_defaults_of_transformers(architecture: str) -> None:
+    required = REQUIRED.get(architecture, {})
+    config = getattr(transformers, architecture).config_class(**required)
+    whole = {**config.to_dict(), "architectures": [architecture]}
+    bare = {name: value for name, value in whole.items() if name in {"architectures", *SIZES, *required}}
+    assert spec_from_config(bare) == spec_from_config(whole)
 
 
 def test_the_matrix_names_what_has_parts_without_kernels_on_cuda(variant_configs: Any) -> None:
