@@ -83,6 +83,12 @@ def test_numbers_of_experts_that_dots1_has_no_default_for(name: str) -> None:
         spec_from_config({field: value for field, value in config.items() if field != name})
 
 
+def test_every_layer_of_solar_open_has_experts() -> None:
+    """As in transformers, whose class has neither of these fields."""
+    config = PUBLISHED["Solar-Open-100B"][1]
+    assert spec_from_config(config | {"first_k_dense_replace": 2, "intermediate_size": 10240}) == spec_from_config(config)
+
+
 @pytest.mark.parametrize(
     ("changes", "rotary_dim"),
     [({}, 64), ({"rotary_dim": None}, 128), ({"rope_parameters": {"partial_rotary_factor": 0.25}}, 32)],
