@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.models.architecture.decoder import (
+    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_SIZE,
     Defaults,
@@ -19,7 +20,7 @@ from penstock.models.architecture.decoder import (
     with_biases,
 )
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.architecture.llama import with_granites_factors
+from penstock.models.architecture.llama import hunyuan, with_granites_factors
 from penstock.models.architecture.rope_config import (
     CHUNKED,
     FULL,
@@ -189,6 +190,19 @@ def _read_minimax_rope(fields: HfConfigReader, head_dim: int, max_positions: int
     return read_rope(fields, head_dim, max_positions, default_theta=5e6, default_part=part)
 
 
+def hunyuan_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Hunyuan-A13B: Hunyuan's dense models with experts in every layer, and one that every token runs through."""
+    spec = hunyuan(fields, architecture)
+    if fields.is_list("moe_topk"):
+        by_layer = set(fields.integers("moe_topk", 1, MAX_EXPERTS))
+        if len(by_layer) != 1:
+            raise fields.wrong("moe_topk", "must be the same for all layers")
+        fields = fields.with_values(moe_topk=by_layer.pop())
+    fields = fields.with_aliases(num_experts_per_tok="moe_topk")
+    experts = read_experts(fields, "num_experts", 1, 1, spec.intermediate_size)
+    return replace(spec, experts=replace(experts, shared_size=spec.intermediate_size))
+
+
 def llama4(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Llama 4: layers that rotate attend within chunks; the others attend to everything. The scores multiply
     the experts' inputs; every token also runs through a shared expert."""
@@ -281,6 +295,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeForCausalLM": glm4_moe,
     "GptOssForCausalLM": gpt_oss,
     "GraniteMoeForCausalLM": granite_moe,
+    "HunYuanMoEV1ForCausalLM": hunyuan_moe,
     "Llama4ForCausalLM": llama4,
     "MiniMaxM2ForCausalLM": minimax_m2,
     "MixtralForCausalLM": mixtral,

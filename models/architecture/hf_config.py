@@ -41,6 +41,10 @@ class HfConfigReader:
         """Whether the field is a string, for fields that may also have another type."""
         return isinstance(self._values.get(self._in_file(name)), str)
 
+    def is_list(self, name: str) -> bool:
+        """Whether the field is a list, for fields that may also have another type."""
+        return isinstance(self._values.get(self._in_file(name)), list)
+
     def names(self) -> list[str]:
         """Returns the names of all fields, in the order of the file."""
         return list(self._values)

@@ -121,8 +121,14 @@ LINES = (
     ),
     ModelLine(
         "Hunyuan, ERNIE 4.5, Seed-OSS, Arcee, Apertus, MiniCPM, MiniMax-01 and M1, MiMo, Kimi",
-        ("HunYuanDenseV1ForCausalLM", "Ernie4_5ForCausalLM", "SeedOssForCausalLM", "ArceeForCausalLM"),
-        "Apertus and the MoE models of Hunyuan and ERNIE: only by the backend transformers; "
+        (
+            "HunYuanDenseV1ForCausalLM",
+            "HunYuanMoEV1ForCausalLM",
+            "Ernie4_5ForCausalLM",
+            "SeedOssForCausalLM",
+            "ArceeForCausalLM",
+        ),
+        "Apertus and ERNIE's MoE models: only by the backend transformers; "
         f"MiniCPM and MiMo: {_CODE}; MiniMax-01 and M1: {_STATE}; Kimi: {_LATENT}",
     ),
     ModelLine("Yi-1.5, DeepSeek-coder (first), Hermes, Zephyr, SOLAR", ("LlamaForCausalLM", "MistralForCausalLM")),
@@ -183,6 +189,7 @@ PLAIN_ON_CUDA = frozenset(
         "GPTNeoXForCausalLM",
         "Glm4MoeForCausalLM",
         "HunYuanDenseV1ForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
         "Llama4ForCausalLM",
         "Llama4ForConditionalGeneration",
         "MiniMaxM2ForCausalLM",
