@@ -59,7 +59,8 @@ def test_the_matrix_names_what_has_parts_without_kernels_on_cuda(variant_configs
         or not spec.gated_mlp
         or (spec.experts is not None and spec.experts.scoring is Scoring.SIGMOID)
     }
-    assert plain == PLAIN_ON_CUDA & {spec.architecture for spec in specs}
+    named = PLAIN_ON_CUDA & {spec.architecture for spec in specs}
+    assert plain == named, "correct PLAIN_ON_CUDA in models/architecture/lines.py"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,8 @@ def test_numbers_of_experts_that_dots1_has_no_default_for(name: str) -> None:
 def test_every_layer_of_solar_open_has_experts() -> None:
     """As in transformers, whose class has neither of these fields."""
     config = PUBLISHED["Solar-Open-100B"][1]
-    assert spec_from_config(config | {"first_k_dense_replace": 2, "intermediate_size": 10240}) == spec_from_config(config)
+    changed = config | {"first_k_dense_replace": 2, "intermediate_size": 10240}
+    assert spec_from_config(changed) == spec_from_config(config)
 
 
 @pytest.mark.parametrize(
