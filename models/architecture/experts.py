@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.models.architecture.decoder import (
+    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_SIZE,
     Defaults,
@@ -19,14 +20,14 @@ from penstock.models.architecture.decoder import (
     with_biases,
 )
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.architecture.llama import with_granites_factors
+from penstock.models.architecture.llama import hunyuan, with_granites_factors
 from penstock.models.architecture.rope_config import (
     CHUNKED,
     FULL,
     MAX_POSITIONS,
     RopeConfig,
     read_rope,
-    read_yarn_by_default,
+    with_default_scaling,
 )
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import ClampedGate, Experts, NoRope, QkNorm, QueryScaling, Scoring
@@ -121,6 +122,23 @@ def dots1(fields: HfConfigReader, architecture: str) -> ModelSpec:
     return replace(with_biases(spec, fields), qk_norm=QkNorm.HEAD, experts=experts)
 
 
+def solar_open(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Solar Open: Llama with GLM-4.5's experts in every layer. Other MLPs, and their size, are not part of it."""
+    fields = fields.with_aliases(intermediate_size="moe_intermediate_size")
+    defaults = Defaults(
+        max_positions=131072,
+        kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        inner=1280,
+        read_rope=partial(read_rope, default_theta=1e6),
+    )
+    spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
+    experts = _grouped_experts(fields, num_experts=128, per_token=8, first=0, shared=1, normalise=True, inner=1280)
+    experts = replace(experts, layers=(True,) * spec.num_layers)
+    return replace(spec, qkv_bias=fields.flag("attention_bias", False), experts=experts)
+
+
 def _grouped_experts(
     fields: HfConfigReader,
     *,
@@ -129,11 +147,12 @@ def _grouped_experts(
     first: int,
     shared: int | None,
     normalise: bool,
+    inner: int = 1408,
 ) -> Experts:
     """DeepSeek V3's experts, which are chosen from the best groups by sigmoid plus bias, beside shared ones. The
     arguments are the family's defaults; None: the field is required."""
     first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first)
-    inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1408)
+    inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE, inner)
     name = "num_local_experts" if "num_local_experts" in fields else "n_routed_experts"
     experts = read_experts(fields, name, num_experts, per_token, inner)
     groups = fields.integer("n_group", 1, experts.num_experts, 1)
@@ -169,6 +188,19 @@ def _read_minimax_rope(fields: HfConfigReader, head_dim: int, max_positions: int
     """Reads a rope whose part may be given as ``rotary_dim``, as in the published models."""
     part = fields.integer("rotary_dim", 2, head_dim, head_dim) / head_dim
     return read_rope(fields, head_dim, max_positions, default_theta=5e6, default_part=part)
+
+
+def hunyuan_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Hunyuan-A13B: Hunyuan's dense models with experts in every layer, and one that every token runs through."""
+    spec = hunyuan(fields, architecture)
+    if fields.is_list("moe_topk"):
+        by_layer = set(fields.integers("moe_topk", 1, MAX_EXPERTS))
+        if len(by_layer) != 1:
+            raise fields.wrong("moe_topk", "must be the same for all layers")
+        fields = fields.with_values(moe_topk=by_layer.pop())
+    fields = fields.with_aliases(num_experts_per_tok="moe_topk")
+    experts = read_experts(fields, "num_experts", 1, 1, spec.intermediate_size)
+    return replace(spec, experts=replace(experts, shared_size=spec.intermediate_size))
 
 
 def llama4(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -238,7 +270,16 @@ def _llama4s_query_scaling(fields: HfConfigReader) -> QueryScaling | None:
 def gpt_oss(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """gpt-oss: sinks, a window in every other layer, and biased experts with a gate of their own."""
     windows = windows_by_type(fields, read_window(fields, 128), lambda layer: layer % 2 == 0)
-    defaults = Defaults(max_positions=131072, kv_heads=8, head_dim=64, norm_eps=1e-5, read_rope=read_yarn_by_default)
+    fields = with_default_scaling(
+        fields, rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096
+    )
+    defaults = Defaults(
+        max_positions=131072,
+        kv_heads=8,
+        head_dim=64,
+        norm_eps=1e-5,
+        read_rope=partial(read_rope, default_theta=150_000.0),
+    )
     spec = read_decoder(fields, architecture, windows, defaults)
     gate = ClampedGate(
         alpha=fields.number("swiglu_alpha", 0.0, 1e6, 1.702), limit=fields.number("swiglu_limit", 1e-6, 1e6, 7.0)
@@ -254,11 +295,13 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeForCausalLM": glm4_moe,
     "GptOssForCausalLM": gpt_oss,
     "GraniteMoeForCausalLM": granite_moe,
+    "HunYuanMoEV1ForCausalLM": hunyuan_moe,
     "Llama4ForCausalLM": llama4,
     "MiniMaxM2ForCausalLM": minimax_m2,
     "MixtralForCausalLM": mixtral,
     "OlmoeForCausalLM": olmoe,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "SolarOpenForCausalLM": solar_open,
 }
 """The families of this file. ``registry`` collects those of all files."""

@@ -135,9 +135,10 @@ def _unwindowed(fields: HfConfigReader, spec: ModelSpec) -> AttentionSizes | Non
     values_are_keys = fields.flag("attention_k_eq_v", False)
     named = fields.part("per_layer_config")
     if "per_layer_config" in fields:
-        found = {
-            layer: _sizes(named.part(str(layer)), spec, "head_dim", spec.head_dim) for layer in range(spec.num_layers)
-        }
+        # With more than ten layers, "5" is written as "05".
+        names = {name.lstrip("0") or "0": name for name in named.names()}
+        parts = [named.part(names.get(str(layer), str(layer))) for layer in range(spec.num_layers)]
+        found = {layer: _sizes(part, spec, "head_dim", spec.head_dim) for layer, part in enumerate(parts)}
         kinds = {
             window: {found[layer] for layer, w in enumerate(spec.windows) if w == window} for window in spec.windows
         }

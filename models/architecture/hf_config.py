@@ -21,6 +21,10 @@ class HfConfigReader:
         """Returns a reader that finds the field ``name`` under ``aliases[name]``."""
         return HfConfigReader(self._values, self._path, aliases)
 
+    def with_values(self, **values: Any) -> "HfConfigReader":
+        """Returns a reader of a mapping in which these fields have these values."""
+        return HfConfigReader({**self._values, **values}, self._path, self._aliases)
+
     def __contains__(self, name: str) -> bool:
         """Whether the field is present and not null."""
         return self._values.get(self._in_file(name)) is not None
@@ -36,6 +40,10 @@ class HfConfigReader:
     def is_text(self, name: str) -> bool:
         """Whether the field is a string, for fields that may also have another type."""
         return isinstance(self._values.get(self._in_file(name)), str)
+
+    def is_list(self, name: str) -> bool:
+        """Whether the field is a list, for fields that may also have another type."""
+        return isinstance(self._values.get(self._in_file(name)), list)
 
     def names(self) -> list[str]:
         """Returns the names of all fields, in the order of the file."""

@@ -43,6 +43,7 @@ LINES = (
     ModelLine(
         "Llama 4 Scout and Maverick, Llama Guard 4, for text", ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
     ),
+    ModelLine("CWM", ("CwmForCausalLM",)),
     ModelLine("Gemma 2", ("Gemma2ForCausalLM",)),
     ModelLine("Gemma 3 270M and 1B", ("Gemma3ForCausalLM",)),
     ModelLine("Gemma 3 4B, 12B, 27B, for text", ("Gemma3ForConditionalGeneration",)),
@@ -84,6 +85,7 @@ LINES = (
         f"GLM-5: {_LATENT}",
     ),
     ModelLine("dots.llm1", ("Dots1ForCausalLM",)),
+    ModelLine("Solar Open", ("SolarOpenForCausalLM",)),
     ModelLine("MiniMax-M2", ("MiniMaxM2ForCausalLM",)),
     ModelLine("SmolLM, SmolLM2", ("LlamaForCausalLM",)),
     ModelLine("SmolLM3", ("SmolLM3ForCausalLM",)),
@@ -119,8 +121,14 @@ LINES = (
     ),
     ModelLine(
         "Hunyuan, ERNIE 4.5, Seed-OSS, Arcee, Apertus, MiniCPM, MiniMax-01 and M1, MiMo, Kimi",
-        ("HunYuanDenseV1ForCausalLM", "Ernie4_5ForCausalLM", "SeedOssForCausalLM", "ArceeForCausalLM"),
-        "Apertus and the MoE models of Hunyuan and ERNIE: only by the backend transformers; "
+        (
+            "HunYuanDenseV1ForCausalLM",
+            "HunYuanMoEV1ForCausalLM",
+            "Ernie4_5ForCausalLM",
+            "SeedOssForCausalLM",
+            "ArceeForCausalLM",
+        ),
+        "Apertus and ERNIE's MoE models: only by the backend transformers; "
         f"MiniCPM and MiMo: {_CODE}; MiniMax-01 and M1: {_STATE}; Kimi: {_LATENT}",
     ),
     ModelLine("Yi-1.5, DeepSeek-coder (first), Hermes, Zephyr, SOLAR", ("LlamaForCausalLM", "MistralForCausalLM")),
@@ -181,6 +189,7 @@ PLAIN_ON_CUDA = frozenset(
         "GPTNeoXForCausalLM",
         "Glm4MoeForCausalLM",
         "HunYuanDenseV1ForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
         "Llama4ForCausalLM",
         "Llama4ForConditionalGeneration",
         "MiniMaxM2ForCausalLM",
@@ -188,6 +197,7 @@ PLAIN_ON_CUDA = frozenset(
         "OPTForCausalLM",
         "OlmoForCausalLM",
         "PhiForCausalLM",
+        "SolarOpenForCausalLM",
         "StableLmForCausalLM",
         "Starcoder2ForCausalLM",
     }

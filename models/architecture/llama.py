@@ -25,6 +25,7 @@ from penstock.models.architecture.rope_config import (
     read_query_scaling,
     read_rope,
     read_rope_by_layer_type,
+    with_default_scaling,
 )
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import NormPlacement, NoRope, QkNorm
@@ -74,6 +75,28 @@ def arcee(fields: HfConfigReader, architecture: str) -> ModelSpec:
     defaults = Defaults(max_positions=4096, norm_eps=1e-5, activation="relu2", gated_mlp=False)
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
     return replace(with_biases(spec, fields), mlp_bias=fields.flag("mlp_bias", False))
+
+
+def cwm(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """CWM: Llama with windows in three of four layers."""
+    fields = with_default_scaling(
+        fields,
+        rope_type="llama3",
+        rope_theta=1e6,
+        factor=16.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    windows = windows_by_type(fields, read_window(fields, 8192), lambda layer: layer % 4 != 0)
+    defaults = Defaults(
+        max_positions=131072,
+        kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        read_rope=partial(read_rope, default_theta=1e6),
+    )
+    return replace(read_decoder(fields, architecture, windows, defaults), mlp_bias=fields.flag("mlp_bias", False))
 
 
 def internlm3(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -148,6 +171,16 @@ def mistral(fields: HfConfigReader, architecture: str) -> ModelSpec:
 
 def ministral3(fields: HfConfigReader, architecture: str) -> ModelSpec:
     """Ministral 3 and Devstral 2: Mistral with Llama 4's scaling of queries."""
+    fields = with_default_scaling(
+        fields,
+        rope_type="yarn",
+        rope_theta=1e6,
+        factor=16.0,
+        original_max_position_embeddings=16384,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.1,
+    )
     defaults = Defaults(
         max_positions=262144,
         kv_heads=8,
@@ -263,6 +296,7 @@ def _qwen_windows(fields: HfConfigReader) -> Windows:
 
 FAMILIES: dict[str, Family] = {
     "ArceeForCausalLM": arcee,
+    "CwmForCausalLM": cwm,
     "Ernie4_5ForCausalLM": ernie,
     "Exaone4ForCausalLM": exaone4,
     "ExaoneForCausalLM": exaone,

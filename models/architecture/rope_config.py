@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.spec_parts import (
@@ -154,14 +155,11 @@ def read_partial_rope(fields: HfConfigReader, head_dim: int, max_positions: int)
     return RopeConfig(rope, rope, max_positions, rotary_dim)
 
 
-def read_yarn_by_default(fields: HfConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
-    """Reads gpt-oss's rope. Without ``rope_parameters``, it is the YaRN of the published models."""
-    if "rope_parameters" not in fields and "rope_scaling" not in fields:
-        default = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-        scaling = HfConfigReader(default)
-        rope, max_positions = _scaled(scaling, _theta(fields, scaling, "rope_theta", 150_000.0), max_positions)
-        return RopeConfig(rope, rope, max_positions, head_dim)
-    return read_rope(fields, head_dim, max_positions, 150_000.0)
+def with_default_scaling(fields: HfConfigReader, **scaling: Any) -> HfConfigReader:
+    """Returns a reader of a config that has these rope parameters unless it describes its own."""
+    if "rope_parameters" in fields or "rope_scaling" in fields:
+        return fields
+    return fields.with_values(rope_parameters=scaling)
 
 
 def _rotary_dim(fields: HfConfigReader, scaling: HfConfigReader, head_dim: int, default_part: float) -> int:

@@ -191,6 +191,10 @@ _MIXTRAL_EXPERTS = (
     (r"block_sparse_moe\.experts\.(\d+)\.w2\.", r"mlp.experts.\1.down_proj."),
     (r"block_sparse_moe\.experts\.(\d+)\.w3\.", r"mlp.experts.\1.up_proj."),
 )
+_HUNYUANS_NORMS = (
+    (r"self_attn\.query_layernorm\.", "self_attn.q_norm."),
+    (r"self_attn\.key_layernorm\.", "self_attn.k_norm."),
+)
 _SHARED_EXPERTS = (r"mlp\.shared_experts\.", "mlp.shared_expert.")
 _PLAIN_MLP = (
     (r"mlp\.(c_fc|fc1|dense_h_to_4h)\.", "mlp.up_proj."),
@@ -342,11 +346,14 @@ _NAMINGS = {
     "GraniteMoeForCausalLM": Naming(
         renamed=((r"block_sparse_moe\.router\.layer\.", "mlp.gate."),), wholes=_granite_moe
     ),
-    "HunYuanDenseV1ForCausalLM": Naming(
+    "HunYuanDenseV1ForCausalLM": Naming(renamed=_HUNYUANS_NORMS),
+    "HunYuanMoEV1ForCausalLM": Naming(
         renamed=(
-            (r"self_attn\.query_layernorm\.", "self_attn.q_norm."),
-            (r"self_attn\.key_layernorm\.", "self_attn.k_norm."),
-        )
+            *_HUNYUANS_NORMS,
+            (r"mlp\.gate\.wg\.", "mlp.gate."),
+            (r"mlp\.shared_mlp\.", "mlp.shared_expert."),
+        ),
+        wholes=_fused_experts,
     ),
     "Llama4ForCausalLM": Naming(
         renamed=((r"feed_forward\.router\.", "mlp.gate."), (r"feed_forward\.", "mlp.")), wholes=_llama4

@@ -197,6 +197,7 @@ ALPHA = {"rope_type": "dynamic", "alpha": 50.0}
         (PHI4_MINI, {"rope_scaling": {"type": "llama3"}}, "rope_scaling.type"),
         (GPT_OSS_20B, {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
         (GPT_OSS_20B, {"swiglu_limit": -1.0}, "swiglu_limit"),
+        (SIZES, {"architectures": ["CwmForCausalLM"], "sliding_window": None}, "layer_types"),
         (SIZES, {"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": ""}, "sliding_window_pattern"),
         (SIZES, {"architectures": ["Llama4ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
         (SIZES, {"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 0}, "attention_chunk_size"),
@@ -204,8 +205,13 @@ ALPHA = {"rope_type": "dynamic", "alpha": 50.0}
         (SIZES, {"architectures": ["Llama4ForCausalLM"], "attn_temperature_tuning": "yes"}, "attn_temperature_tuning"),
         (SIZES, {"architectures": ["MllamaForCausalLM"], "cross_attention_layers": [1, 0]}, "cross_attention_layers"),
         (SIZES, {"architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 2, "rope_scaling": ALPHA}, "alpha"),
+        (SIZES, {"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 4, "moe_topk": [2, 1]}, "moe_topk"),
+        (SIZES, {"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 4, "moe_topk": []}, "moe_topk"),
+        (SIZES, {"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": [4, 4]}, "num_experts"),
+        (SIZES, {"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 4, "moe_topk": 5}, "moe_topk"),
         (SIZES, {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 8}, "n_group"),
         (SIZES, {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 3}, "n_group"),
+        (SIZES, {"architectures": ["SolarOpenForCausalLM"], "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (SIZES, {"architectures": ["Glm4MoeForCausalLM"], "n_group": 64, "num_experts_per_tok": 3}, "topk_group"),
     ],
 )
@@ -280,7 +286,7 @@ def tensors_of(path):
     return {name: files.array(entry).copy() for name, entry in info.tensors.items()}
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe", "dots1", "minimax-m2"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe", "dots1", "minimax-m2", "hunyuan-moe"])
 def test_experts_saved_as_one_tensor_are_the_same(tiny_model, tmp_path, variant):
     model = tiny_model(variant)
     model.module.save_pretrained(tmp_path, save_original_format=False)

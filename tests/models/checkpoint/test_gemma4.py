@@ -75,7 +75,7 @@ def test_layers_of_gemma4_that_differ():
 
 def test_sizes_of_layers_as_transformers_writes_them():
     written = {**GEMMA4_31B, "per_layer_config": {
-        str(layer): {"head_dim": 512, "num_key_value_heads": 4} for layer in range(5, 60, 6)
+        f"{layer:02}": {"head_dim": 512, "num_key_value_heads": 4} for layer in range(5, 60, 6)
     }}  # fmt: skip
     for name in ("global_head_dim", "num_global_key_value_heads"):
         del written[name]

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock.models.architecture.lines import PLAIN_ON_CUDA
-from penstock.models.architecture.registry import spec_from_config
+from penstock.models.architecture.registry import FAMILIES, spec_from_config
 from penstock.models.architecture.spec_parts import NormKind, Scoring
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
@@ -26,6 +27,27 @@ def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
     assert spec_from_config(config).num_parameters == num_parameters
 
 
+SIZES = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "ffn_dim", "n_embd", "n_layer", "n_head",
+}  # fmt: skip
+"""Fields that every config has. The last four are other names of them."""
+REQUIRED: dict[str, dict[str, int]] = {
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+}
+"""Fields of a family without a default that a model could have."""
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES.keys() & set(dir(transformers))))
+def test_absent_fields_have_the_defaults_of_transformers(architecture: str) -> None:
+    required = REQUIRED.get(architecture, {})
+    config = getattr(transformers, architecture).config_class(**required)
+    whole = {**config.to_dict(), "architectures": [architecture]}
+    bare = {name: value for name, value in whole.items() if name in {"architectures", *SIZES, *required}}
+    assert spec_from_config(bare) == spec_from_config(whole)
+
+
 def test_the_matrix_names_what_has_parts_without_kernels_on_cuda(variant_configs: Any) -> None:
     specs = [spec_from_config(config) for config in variant_configs.values()]
     plain = {
@@ -37,7 +59,8 @@ def test_the_matrix_names_what_has_parts_without_kernels_on_cuda(variant_configs
         or not spec.gated_mlp
         or (spec.experts is not None and spec.experts.scoring is Scoring.SIGMOID)
     }
-    assert plain == PLAIN_ON_CUDA & {spec.architecture for spec in specs}
+    named = PLAIN_ON_CUDA & {spec.architecture for spec in specs}
+    assert plain == named, "correct PLAIN_ON_CUDA in models/architecture/lines.py"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +82,13 @@ def test_numbers_of_experts_that_dots1_has_no_default_for(name: str) -> None:
     config = PUBLISHED["dots.llm1"][1]
     with pytest.raises(ModelError, match=f"{name} is missing"):
         spec_from_config({field: value for field, value in config.items() if field != name})
+
+
+def test_every_layer_of_solar_open_has_experts() -> None:
+    """As in transformers, whose class has neither of these fields."""
+    config = PUBLISHED["Solar-Open-100B"][1]
+    changed = config | {"first_k_dense_replace": 2, "intermediate_size": 10240}
+    assert spec_from_config(changed) == spec_from_config(config)
 
 
 @pytest.mark.parametrize(

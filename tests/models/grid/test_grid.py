@@ -128,4 +128,5 @@ async def test_outputs_of_every_variant(any_model, setup, run, record_cell):
 
 def test_every_architecture_of_the_matrix_is_in_the_grid(variant_configs, same):
     in_grid = {name for config in variant_configs.values() for name in config["architectures"]}
-    assert {same.get(name, name) for line in LINES for name in line.architectures} == in_grid
+    in_matrix = {same.get(name, name) for line in LINES for name in line.architectures}
+    assert in_matrix == in_grid, "each needs a variant in variants.json, or a line in SAME in conftest.py here"
