@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.clients.gateway.parsers.base import AnswerParser, ParsedDelta
+from penstock.clients.gateway.parsers.harmony import HARMONY
 from penstock.clients.gateway.parsers.incremental_text import HeldSpace, num_held
 
 
@@ -24,6 +25,8 @@ class ReasoningFormat(NamedTuple):
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", has_special_markers=True),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", has_special_markers=True),
+    HARMONY: ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", has_special_markers=True),
 }
 """The formats by the names for ``--reasoning-parser``."""
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
-from texts.tool_texts import ARGUMENTS, NAMES, ONE, take_apart
+from texts.tool_texts import ARGUMENTS, ONE, TOOLS, take_apart
 
 from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.parsers.registry import make_parser, shows_special_tokens
@@ -28,6 +28,25 @@ TWO = {
     "llama3_json": '{"id": null, "name": "weather", "parameters": {"a": 1}}; {"name": "time", "parameters": {}}',
     "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"a": 1}}, {"arguments": {}, "name": "time"}]',
     "pythonic": "[weather(a=1), time()]",
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=time>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>weather\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+    "<tool_call>time\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="a">1</parameter>\n</invoke>\n'
+    '<invoke name="time">\n</invoke>\n</minimax:tool_call>',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{}\n```'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.time:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "gemma4": "<|tool_call>call:weather{a:1}<tool_call|><|tool_call>call:time{}<tool_call|>",
+    "functiongemma": "<start_function_call>call:weather{a:1}<end_function_call>"
+    "<start_function_call>call:time{}<end_function_call>",
+    "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"a": 1}<|call|>'
+    "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}<|call|>",
 }
 TEXTS = {
     "hermes": [
@@ -111,7 +130,7 @@ def test_calls_are_distinguished_from_content(tool_format, text, content, calls)
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_a_call_streams(tool_format):
     """Its name comes first, then its arguments a letter at a time; pythonic values must be whole."""
-    parser = make_parser(tool_format, None, tool_names=NAMES)
+    parser = make_parser(tool_format, None, tools=TOOLS)
     pieces = [call for letter in ONE[tool_format] for call in parser.feed(letter).calls]
     assert pieces[0].name == "weather"
     assert "".join(piece.arguments for piece in pieces) == ARGUMENTS

@@ -183,7 +183,7 @@ def test_python_arguments_are_held_to_the_schema_and_read_back(matching, shape_o
     for arguments in ARGUMENTS:
         text = f"[trip{arguments}]"
         assert takes(text), text
-        _, _, [[_, name, read]], _ = take_apart([text], "pythonic", tool_names=SCHEMAS)
+        _, _, [[_, name, read]], _ = take_apart([text], "pythonic", tools=SCHEMAS)
         assert name == "trip"
         jsonschema.validate(json.loads(read), TRIP)
     for arguments in NO_ARGUMENTS:
