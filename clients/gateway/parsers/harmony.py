@@ -59,7 +59,8 @@ class HarmonyParser(ToolCallParser):
             take: _Take = self._add_reasoning
         else:
             take = (yield from self._read_message("")) or self._add_here
-        while marker := (yield from self._read_content_to(*_ENDS, _START, _CHANNEL, take=take)):
+        while marker := (yield from self._read_content_to("<|", *_ENDS, _START, _CHANNEL, take=take)):
+            self._release_space(self._source.at - len(marker))
             if marker in _ENDS:
                 take = self._add_here
                 continue

@@ -12,6 +12,8 @@ _INDEX = re.compile(r":[0-9]+\Z")
 class MarkedCallParser(ToolCallParser):
     """Reads sections of calls, each of which begins with a marker; models leave out the section's own at times."""
 
+    begins: str
+    """The common beginning of the markers."""
     section_opens: tuple[str, ...]
     section_closes: tuple[str, ...]
     call_opens: str
@@ -19,7 +21,7 @@ class MarkedCallParser(ToolCallParser):
 
     def _read(self) -> Reading[None]:
         markers = (*self.section_opens, self.call_opens)
-        while marker := (yield from self._read_content_to(*markers)):
+        while marker := (yield from self._read_content_to(self.begins, *markers)):
             if (yield from self._read_calls(self._read_section(marker), marker)):
                 yield from self._source.after_space()
                 for closes in self.section_closes:
@@ -59,9 +61,10 @@ class MarkedCallParser(ToolCallParser):
 
 
 class DeepSeekParser(MarkedCallParser):
-    """<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME and a block of JSON, or <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...} in
-    later models."""
+    """<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME and a block of JSON, or in later models
+    <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}"""
 
+    begins = "<｜tool▁call"
     section_opens = ("<｜tool▁calls▁begin｜>",)
     section_closes = ("<｜tool▁calls▁end｜>",)
     call_opens = "<｜tool▁call▁begin｜>"
@@ -92,6 +95,7 @@ class DeepSeekParser(MarkedCallParser):
 class KimiK2Parser(MarkedCallParser):
     """<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>"""
 
+    begins = "<|tool_call"
     section_opens = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
     section_closes = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
     call_opens = "<|tool_call_begin|>"

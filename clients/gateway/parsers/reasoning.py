@@ -16,6 +16,8 @@ class ReasoningFormat(NamedTuple):
     closes: str
     has_special_markers: bool = False
     """Whether the markers are special tokens, which are in the text only on request."""
+    before_answer: str = ""
+    """What follows the reasoning before the answer, if that is not white space."""
 
     def is_open_in(self, text: str) -> bool:
         """Whether a text ends inside reasoning that is still open."""
@@ -26,7 +28,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", has_special_markers=True),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", has_special_markers=True),
-    HARMONY: ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", has_special_markers=True),
+    HARMONY: ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", True, "<|start|>assistant"),
 }
 """The formats by the names for ``--reasoning-parser``."""
 

@@ -60,7 +60,7 @@ MINIMAX_M2 = CallTags(
     ends="</invoke>",
     key=('<parameter name="', '">'),
     value=("", "</parameter>"),
-    trims_line=True,
+    trims_line=False,
 )
 
 
@@ -77,8 +77,8 @@ class TaggedCallParser(ToolCallParser):
 
     def _read(self) -> Reading[None]:
         tags = self.tags
-        markers = (tags.opens, tags.name[0]) if tags.has_bare_functions else (tags.opens,)
-        while marker := (yield from self._read_content_to(*markers)):
+        begin, markers = ("<", (tags.opens, tags.name[0])) if tags.has_bare_functions else (tags.opens, (tags.opens,))
+        while marker := (yield from self._read_content_to(begin, *markers)):
             yield from self._read_calls(self._read_group(marker), marker)
 
     def _read_group(self, marker: str) -> Reading[bool]:

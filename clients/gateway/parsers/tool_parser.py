@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from os.path import commonprefix
 
 from penstock.clients.gateway.parsers.base import AnswerParser, ParsedDelta, Schema, ToolCallDelta, merge_calls
 from penstock.clients.gateway.parsers.incremental_text import HeldSpace, IncrementalText, Reading
@@ -48,9 +47,7 @@ class ToolCallParser:
     from there on is content: none is lost, except white space next to a call.
     """
 
-    def __init__(
-        self, tools: Mapping[str, Schema | None], parallel_calls: bool, new_id: Callable[[], str]
-    ) -> None:
+    def __init__(self, tools: Mapping[str, Schema | None], parallel_calls: bool, new_id: Callable[[], str]) -> None:
         """``tools``: the request's tools, each with the schema of its arguments. Without ``parallel_calls`` only the
         first call is reported. ``new_id`` makes ids for calls."""
         self._tools = tools
@@ -76,8 +73,7 @@ class ToolCallParser:
         self._source.ended = True
         next(self._reading, None)
         self._add_rest(self._source.num_unread)
-        space = self._held_space.take_text()
-        self._add_text(space, self._source.at - len(space))
+        self._release_space(self._source.at)
         return self._take()
 
     def _read(self) -> Reading[None]:
@@ -107,6 +103,11 @@ class ToolCallParser:
             self._content.append(text)
             self._content_length += len(text)
             self._spans.append((begin, begin + len(text)))
+
+    def _release_space(self, end: int) -> None:
+        """Adds the white space that was held back, which ends at position ``end``."""
+        space = self._held_space.take_text()
+        self._add_text(space, end - len(space))
 
     def _add_rest(self, length: int) -> None:
         """Reads ``length`` available characters as content."""
@@ -149,10 +150,10 @@ class ToolCallParser:
                 return False
             yield
 
-    def _read_content_to(self, *markers: str, take: Callable[[str], None] | None = None) -> Reading[str]:
-        """Reads content up to one of the markers, which begin alike, and the marker itself. Returns the marker; empty
-        at the end of the text. With ``take``, passes the text to it instead."""
-        begin, take = commonprefix(markers), take or self._add_here
+    def _read_content_to(self, begin: str, *markers: str, take: Callable[[str], None] | None = None) -> Reading[str]:
+        """Reads content up to one of the markers, which all have the same beginning, and the marker itself. Returns the
+        marker; empty at the end of the text. With ``take``, passes the text to it instead."""
+        take = take or self._add_here
         while (yield from self._read_content(begin, take)):
             for marker in markers:
                 if (yield from self._source.starts_with(marker[len(begin) :])):

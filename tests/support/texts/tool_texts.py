@@ -29,7 +29,10 @@ ONE = {
     '{"city": "Köln", "days": [1, {"a": "}"}]}<|call|>',
 }
 ARGUMENTS = '{"city": "Köln", "days": [1, {"a": "}"}]}'
-WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}, "a": {"type": "integer"}}}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "array"}, "a": {"type": "integer"}},
+}
 TOOLS = {"weather": WEATHER, "time": {"type": "object", "properties": {"a": {"type": "integer"}}}, "ns.find": None}
 
 
