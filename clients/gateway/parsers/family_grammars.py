@@ -81,25 +81,24 @@ def _gemma(form: type[Gemma4Parser]) -> Callable[[LarkGrammar], CallSyntax]:
 class _TagSpace(NamedTuple):
     """The line breaks that a model writes beside a format's tags."""
 
+    before_name: str
     after_name: str
     before_value: str
     after_value: str
-    around_calls: str
     before_closes: str
 
 
 def _tagged(tags: CallTags, space: _TagSpace) -> Callable[[LarkGrammar], CallSyntax]:
     def write(lark: LarkGrammar, rule: str, tool: CallableTool) -> str:
         check_name(tool)
-        opens = lark.marker(tags.name[0] + tool.name + tags.name[1] + space.after_name)
+        opens = lark.marker(space.before_name + tags.name[0] + tool.name + tags.name[1] + space.after_name)
         closes = lark.marker(tags.ends) if tags.ends else ""
         return f"{opens} {_tagged_arguments(lark, rule, tool, tags, space)} {closes}"
 
     def syntax(lark: LarkGrammar) -> CallSyntax:
-        line = quoted(space.around_calls) if space.around_calls else ""
-        next_call = quoted("\n") if tags is MINIMAX_M2 else None
+        next_call = "" if tags is MINIMAX_M2 else None
         closes = lark.marker(space.before_closes + tags.closes)
-        return CallSyntax(write, tags.opens, line, next_call=next_call, closes=closes, between=quoted("\n"))
+        return CallSyntax(write, tags.opens, next_call=next_call, closes=closes, between=quoted("\n"))
 
     return syntax
 
@@ -312,8 +311,8 @@ _MAX_OPTIONS = 64
 _TEXT_KEYS = frozenset({"pattern", "minLength", "maxLength", "enum", "const"})
 FAMILY_SYNTAXES: Mapping[str, Callable[[LarkGrammar], CallSyntax]] = {
     "qwen3_coder": _tagged(QWEN3_CODER, _TagSpace("\n", "\n", "\n", "\n", "\n")),
-    "glm45": _tagged(GLM45, _TagSpace("\n", "", "\n", "", "")),
-    "minimax_m2": _tagged(MINIMAX_M2, _TagSpace("\n", "", "\n", "\n", "\n")),
+    "glm45": _tagged(GLM45, _TagSpace("", "\n", "", "\n", "")),
+    "minimax_m2": _tagged(MINIMAX_M2, _TagSpace("\n", "\n", "", "\n", "\n")),
     "deepseek_v3": _deepseek("function<｜tool▁sep｜>NAME\n```json\n", "\n```", "\n"),
     "deepseek_v31": _deepseek("NAME<｜tool▁sep｜>", "", ""),
     "kimi_k2": _kimi_k2,

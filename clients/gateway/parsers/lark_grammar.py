@@ -140,7 +140,7 @@ def check_name(tool: CallableTool) -> None:
 
 def escaped(text: str) -> str:
     """Escapes a text for a regular expression between slashes."""
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
 
 
 def quoted(text: str) -> str:

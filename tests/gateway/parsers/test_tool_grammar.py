@@ -45,13 +45,31 @@ KINDS = {
     "mistral_list": ("mistral", ""),
     "mistral_named": ("mistral", NAMED),
     "pythonic": ("pythonic", ""),
-}
+    **{
+        name: (name, "")
+        for name in (
+            "qwen3_coder", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31", "kimi_k2", "gemma4", "functiongemma"
+        )
+    },
+}  # fmt: skip
 CALLS = {
     "hermes": '<tool_call>\n{"name": "dice", "arguments": {"sides": 6}}\n</tool_call>',
     "llama3_json": '{"name": "dice", "parameters": {"sides": 6}}',
     "mistral_list": '[TOOL_CALLS][{"name": "dice", "arguments": {"sides": 6}}]',
     "mistral_named": '[TOOL_CALLS]dice[CALL_ID]abcABC123[ARGS]{"sides": 6}',
     "pythonic": "[dice(sides=6)]",
+    "qwen3_coder": "<tool_call>\n<function=dice>\n<parameter=sides>\n6\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>dice\n<arg_key>sides</arg_key>\n<arg_value>6</arg_value>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="dice">\n<parameter name="sides">6</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>dice\n```json\n"
+    '{"sides": 6}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>dice<｜tool▁sep｜>{"sides": 6}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.dice:0<|tool_call_argument_begin|>"
+    '{"sides": 6}<|tool_call_end|><|tool_calls_section_end|>',
+    "gemma4": "<|tool_call>call:dice{sides:6}<tool_call|>",
+    "functiongemma": "<start_function_call>call:dice{sides:6}<end_function_call>",
 }
 TWO = {
     "hermes": CALLS["hermes"] + "\n" + CALLS["hermes"],
@@ -60,8 +78,29 @@ TWO = {
     + ', {"name": "dice", "arguments": {"sides": 6}}]',
     "mistral_named": CALLS["mistral_named"] * 2,
     "pythonic": "[dice(sides=6), dice(sides=6)]",
+    "qwen3_coder": CALLS["qwen3_coder"] + "\n" + CALLS["qwen3_coder"],
+    "glm45": CALLS["glm45"] + "\n" + CALLS["glm45"],
+    "minimax_m2": CALLS["minimax_m2"].replace(
+        "</invoke>", '</invoke>\n<invoke name="dice">\n<parameter name="sides">6</parameter>\n</invoke>'
+    ),
+    **{
+        name: CALLS[name].replace("end｜><｜tool▁calls", f"end｜>{between}{CALLS[name][20:-18]}<｜tool▁calls")
+        for name, between in (("deepseek_v3", "\n"), ("deepseek_v31", ""))
+    },
+    "kimi_k2": CALLS["kimi_k2"].replace(
+        "<|tool_calls_section_end|>", CALLS["kimi_k2"].removeprefix("<|tool_calls_section_begin|>").replace(":0", ":1")
+    ),
+    "gemma4": CALLS["gemma4"] * 2,
+    "functiongemma": CALLS["functiongemma"] * 2,
 }
-MARKERS = ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"]
+MARKERS = [
+    "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>",
+    "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|channel>", "<channel|>",
+]  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)
 marked_kind = pytest.mark.parametrize("kind", [kind for kind, (form, _) in KINDS.items() if form in MARKED_FORMATS])
 are_special = pytest.mark.parametrize("are_special", [False, True])
@@ -143,7 +182,7 @@ def test_text_in_which_calls_are_held(kind, one, reasoning, matching, shape_of):
     assert takes(f"{two} ok") or one
     assert not takes(f"so {call.replace('6', '60')}")
     assert not takes(f"so {call.replace('dice', 'cards')}", begins=True)
-    marker = "<tool_call>" if kind == "hermes" else "[TOOL_CALLS]"
+    marker = re.match(r"[<\[][^>\]]*.", call)[0]
     assert not takes(f"so {marker} is a marker", begins=True)
     if reasoning is not None:
         opens, closes = ("[THINK]", "[/THINK]") if reasoning == "mistral" else ("<think>", "</think>")
