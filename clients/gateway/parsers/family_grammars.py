@@ -62,12 +62,16 @@ def _harmony(lark: LarkGrammar) -> CallSyntax:
 
 def add_harmony_text(lark: LarkGrammar) -> None:
     """Adds the rules of messages, of which the last is text or a call."""
-    message, between = lark.marker("<|message|>"), lark.marker("<|end|><|start|>assistant")
+    between = "<|end|><|start|>assistant"
     lark.add_rules(
-        f"start: (message {between})* (message | marked)",
-        f'message: {lark.marker("<|channel|>")} ("analysis" | "commentary" | "final") {message} TEXT?',
+        "start: (header earlier)* (header TEXT? | marked)",
+        f'header: {lark.marker("<|channel|>")} ("analysis" | "commentary" | "final") {lark.marker("<|message|>")}',
         r"TEXT: /(?s:.+)/ & ~/(?s:.*)<\|(?s:.*)/",
     )
+    if lark.is_special(between):
+        lark.add_rules(f"earlier: TEXT? {lark.marker(between)}")
+    else:
+        lark.add_rules(f"earlier[lazy]: /(?s:.*){escaped(between)}/")
 
 
 def _gemma(form: type[Gemma4Parser]) -> Callable[[LarkGrammar], CallSyntax]:

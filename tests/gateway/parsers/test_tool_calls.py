@@ -249,9 +249,11 @@ FRAGMENTS += [
 ]
 FRAGMENTS += [*ONE.values(), *TWO.values(), '{"a": ']
 FRAGMENTS += [
-    "<function=", "weather>", "<parameter=city>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>a</arg_key>",
+    "<function=", "weather>", "<parameter=city>", "<parameter=a>", "</parameter>", "</function>",
+    "<arg_key>a</arg_key>",
     "<arg_value>", "</arg_value>", "<minimax:tool_call>", '<invoke name="weather">', '<parameter name="city">',
-    "</invoke>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n",
+    "</invoke>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "```json\n",
     "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.time:0", "<|tool_call_argument_begin|>",
     "<|tool_call>", "call:", "city:", '<|"|>', "<tool_call|>", "<start_function_call>", "<escape>", "<|channel|>",
     "analysis", "commentary", " to=functions.", "<|constrain|>json", "<|message|>", "<|end|>", "<|start|>assistant",
