@@ -1,8 +1,12 @@
 """The interface of parsers, and the results of parsing a part of an answer's text."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import groupby
+from typing import Any, Protocol
 
+Schema = Mapping[str, Any]
+"""A JSON schema."""
 Spans = tuple[tuple[int, int], ...]
 """The begin and end of each run of characters, in order."""
 
@@ -22,13 +26,16 @@ class ToolCallDelta:
     """How many characters of its part's content precede it. Depends on how the answer was divided into parts."""
 
 
-def append_call(calls: list[ToolCallDelta], piece: ToolCallDelta) -> None:
-    """Appends a part of a call. Merges it into the last entry if that is the same call: the openai package treats a
-    second entry in a chunk as another call."""
-    if calls and calls[-1].index == piece.index:
-        last = calls.pop()
-        piece = replace(last, arguments=last.arguments + piece.arguments, breaks_off=piece.breaks_off)
-    calls.append(piece)
+def merge_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Merges the parts of each call into one: the openai package treats a second entry in a chunk as another call."""
+    merged = []
+    for _, group in groupby(pieces, lambda piece: piece.index):
+        first, *more = group
+        if more:
+            arguments = "".join([first.arguments, *(piece.arguments for piece in more)])
+            first = replace(first, arguments=arguments, breaks_off=more[-1].breaks_off)
+        merged.append(first)
+    return tuple(merged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +53,12 @@ class ParsedDelta:
 
     def __add__(self, more: "ParsedDelta") -> "ParsedDelta":
         """Concatenates two parts."""
-        calls = list(self.calls)
-        for call in more.calls:
-            append_call(calls, replace(call, at=len(self.content) + call.at))
+        later = (replace(call, at=len(self.content) + call.at) for call in more.calls)
         return ParsedDelta(
-            self.content + more.content, self.reasoning + more.reasoning, tuple(calls), self.spans + more.spans
+            self.content + more.content,
+            self.reasoning + more.reasoning,
+            merge_calls((*self.calls, *later)),
+            self.spans + more.spans,
         )
 
 

@@ -6,6 +6,7 @@ import keyword
 import re
 import unicodedata
 import warnings
+from collections.abc import Callable
 
 from penstock.clients.gateway.parsers.incremental_text import IncrementalText, Reading
 
@@ -43,19 +44,34 @@ def read_parentheses(source: IncrementalText) -> Reading[str | None]:
 def arguments_as_json(text: str) -> str | None:
     """Converts ``(a=1, b=[None])`` to ``{"a": 1, "b": [null]}``. Returns None unless all arguments are named and are
     JSON values."""
+    return _as_json(f"f{text}", _arguments)
+
+
+def value_as_json(text: str) -> str | None:
+    """Converts ``{'a': None}`` to ``{"a": null}``. Returns None if it is not a JSON value in Python's syntax, or too
+    large to be read as Python."""
+    return _as_json(text, _json_value) if len(text) <= _MAX_CODE_CHARS else None
+
+
+def _as_json(code: str, value_of: Callable[[ast.expr], object]) -> str | None:
     try:
         with warnings.catch_warnings(action="ignore"):  # warnings about invalid escapes would quote the text
-            call = ast.parse(f"f{text}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            return None
-        values = {keyword.arg: _json_value(keyword.value) for keyword in call.keywords}
-        if None in values or len(values) < len(call.keywords):
-            return None
-        as_json = json.dumps(values, ensure_ascii=False, allow_nan=False)
+            value = value_of(ast.parse(code, mode="eval").body)
+        as_json = json.dumps(value, ensure_ascii=False, allow_nan=False)
         as_json.encode()
         return as_json
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+def _arguments(call: ast.expr) -> dict[str | None, object]:
+    """Returns the arguments of a call. Raises ValueError unless all are named and are JSON values."""
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("not a call with named arguments")
+    values = {keyword.arg: _json_value(keyword.value) for keyword in call.keywords}
+    if None in values or len(values) < len(call.keywords):
+        raise ValueError("not all arguments have a name of their own")
+    return values
 
 
 def _json_value(node: ast.expr) -> object:

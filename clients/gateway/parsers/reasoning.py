@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.clients.gateway.parsers.base import AnswerParser, ParsedDelta
+from penstock.clients.gateway.parsers.harmony import HARMONY
 from penstock.clients.gateway.parsers.incremental_text import HeldSpace, num_held
 
 
@@ -15,6 +16,8 @@ class ReasoningFormat(NamedTuple):
     closes: str
     has_special_markers: bool = False
     """Whether the markers are special tokens, which are in the text only on request."""
+    before_answer: str = ""
+    """What follows the reasoning before the answer, if that is not white space."""
 
     def is_open_in(self, text: str) -> bool:
         """Whether a text ends inside reasoning that is still open."""
@@ -24,6 +27,8 @@ class ReasoningFormat(NamedTuple):
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", has_special_markers=True),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", has_special_markers=True),
+    HARMONY: ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", True, "<|start|>assistant"),
 }
 """The formats by the names for ``--reasoning-parser``."""
 

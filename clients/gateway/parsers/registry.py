@@ -4,19 +4,23 @@ One parser serves both forms of answers: a whole answer is the concatenation of 
 HTTP and the service.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-from penstock.clients.gateway.parsers.base import AnswerParser
+from penstock.clients.gateway.parsers.base import AnswerParser, Schema
+from penstock.clients.gateway.parsers.harmony import HARMONY, HarmonyParser
 from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS, ReasoningParser
 from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
 from penstock.clients.gateway.parsers.tool_parser import ContentParser, OnlyCallsParser
+
+_NO_TOOLS: Mapping[str, Schema | None] = MappingProxyType({})
 
 
 def make_parser(
     tool_format: str | None,
     reasoning_format: str | None,
     *,
-    tool_names: frozenset[str] = frozenset(),
+    tools: Mapping[str, Schema | None] = _NO_TOOLS,
     in_reasoning: bool = False,
     parallel_calls: bool = True,
     only_calls: bool = False,
@@ -24,17 +28,23 @@ def make_parser(
 ) -> AnswerParser:
     """Makes a parser for one choice. If a format is None, such text stays in the content.
 
-    ``tool_names``: the names of the request's tools; formats without a marker accept no other calls. ``in_reasoning``:
-    the prompt ended inside the model's reasoning. Without ``parallel_calls`` only an answer's first call is reported.
+    ``tools``: the request's tools, each with the schema of its arguments, by which some formats type their values;
+    formats without a marker accept no other calls. ``in_reasoning``: the prompt ended inside the model's reasoning.
+    Without ``parallel_calls`` only an answer's first call is reported.
     ``only_calls``: a grammar limits the answer to calls, so it has no content.
     Raises KeyError for a format that is not one of TOOL_FORMATS or REASONING_FORMATS.
     """
     calls: AnswerParser
+    if HARMONY in (tool_format, reasoning_format):
+        new_id = new_call_id or TOOL_FORMATS[HARMONY].new_id
+        has = {"has_calls": tool_format is not None, "has_reasoning": reasoning_format is not None}
+        calls = HarmonyParser(tools, parallel_calls, new_id, in_reasoning=in_reasoning, **has)
+        return OnlyCallsParser(calls) if only_calls else calls
     if tool_format is None:
         calls = ContentParser()
     else:
         form = TOOL_FORMATS[tool_format]
-        calls = form.parser(tool_names, parallel_calls, new_call_id or form.new_id)
+        calls = form.parser(tools, parallel_calls, new_call_id or form.new_id)
         if only_calls:
             calls = OnlyCallsParser(calls)
     if reasoning_format is None:

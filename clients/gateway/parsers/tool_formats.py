@@ -6,8 +6,12 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from penstock.clients.gateway.parsers.gemma_calls import FunctionGemmaParser, Gemma4Parser
+from penstock.clients.gateway.parsers.harmony import HARMONY, HarmonyParser
 from penstock.clients.gateway.parsers.incremental_text import Reading
+from penstock.clients.gateway.parsers.marked_calls import DeepSeekParser, KimiK2Parser
 from penstock.clients.gateway.parsers.pythonic import arguments_as_json, read_parentheses
+from penstock.clients.gateway.parsers.tagged_calls import Glm45Parser, MinimaxM2Parser, Qwen3CoderParser
 from penstock.clients.gateway.parsers.tool_parser import ToolCallParser
 
 _NAME = re.compile(r"[\w.:-]*")
@@ -93,7 +97,7 @@ class _PythonicParser(ToolCallParser):
                 return False
             yield from source.after_space()
             name = yield from source.match(_NAME)
-            if name not in self._tool_names or (yield from source.char()) != "(":
+            if name not in self._tools or (yield from source.char()) != "(":
                 return False
             code = yield from read_parentheses(source)
             arguments = None if code is None else arguments_as_json(code)
@@ -126,5 +130,14 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "llama3_json": ToolFormat(_Llama3JsonParser),
     "mistral": ToolFormat(_MistralParser, has_special_markers=True, new_id=_mistral_id),
     "pythonic": ToolFormat(_PythonicParser),
+    "qwen3_coder": ToolFormat(Qwen3CoderParser),
+    "glm45": ToolFormat(Glm45Parser, has_special_markers=True),
+    "minimax_m2": ToolFormat(MinimaxM2Parser, has_special_markers=True),
+    "deepseek_v3": ToolFormat(DeepSeekParser, has_special_markers=True),
+    "deepseek_v31": ToolFormat(DeepSeekParser, has_special_markers=True),
+    "kimi_k2": ToolFormat(KimiK2Parser, has_special_markers=True),
+    "gemma4": ToolFormat(Gemma4Parser, has_special_markers=True),
+    "functiongemma": ToolFormat(FunctionGemmaParser, has_special_markers=True),
+    HARMONY: ToolFormat(HarmonyParser, has_special_markers=True),
 }
 """The formats by the names for ``--tool-call-parser``."""

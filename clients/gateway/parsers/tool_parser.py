@@ -1,9 +1,9 @@
 """The base of tool call parsers: content, calls that are reported as they arrive, and backtracking."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from penstock.clients.gateway.parsers.base import AnswerParser, ParsedDelta, ToolCallDelta, append_call
+from penstock.clients.gateway.parsers.base import AnswerParser, ParsedDelta, Schema, ToolCallDelta, merge_calls
 from penstock.clients.gateway.parsers.incremental_text import HeldSpace, IncrementalText, Reading
 
 _EXPECTED_KEYS = frozenset({"id", "type"})
@@ -47,10 +47,10 @@ class ToolCallParser:
     from there on is content: none is lost, except white space next to a call.
     """
 
-    def __init__(self, tool_names: frozenset[str], parallel_calls: bool, new_id: Callable[[], str]) -> None:
-        """``tool_names``: the names of the request's tools. Without ``parallel_calls`` only the first call is reported.
-        ``new_id`` makes ids for calls."""
-        self._tool_names = tool_names
+    def __init__(self, tools: Mapping[str, Schema | None], parallel_calls: bool, new_id: Callable[[], str]) -> None:
+        """``tools``: the request's tools, each with the schema of its arguments. Without ``parallel_calls`` only the
+        first call is reported. ``new_id`` makes ids for calls."""
+        self._tools = tools
         self._parallel_calls = parallel_calls
         self._new_id = new_id
         self._source = IncrementalText()
@@ -73,8 +73,7 @@ class ToolCallParser:
         self._source.ended = True
         next(self._reading, None)
         self._add_rest(self._source.num_unread)
-        space = self._held_space.take_text()
-        self._add_text(space, self._source.at - len(space))
+        self._release_space(self._source.at)
         return self._take()
 
     def _read(self) -> Reading[None]:
@@ -82,7 +81,7 @@ class ToolCallParser:
         raise NotImplementedError
 
     def _take(self) -> ParsedDelta:
-        piece = ParsedDelta("".join(self._content), calls=tuple(self._calls), spans=tuple(self._spans))
+        piece = ParsedDelta("".join(self._content), calls=merge_calls(self._calls), spans=tuple(self._spans))
         self._content.clear()
         self._content_length = 0
         self._spans.clear()
@@ -105,6 +104,11 @@ class ToolCallParser:
             self._content_length += len(text)
             self._spans.append((begin, begin + len(text)))
 
+    def _release_space(self, end: int) -> None:
+        """Adds the white space that was held back, which ends at position ``end``."""
+        space = self._held_space.take_text()
+        self._add_text(space, end - len(space))
+
     def _add_rest(self, length: int) -> None:
         """Reads ``length`` available characters as content."""
         self._add_content(self._source.read_text(length), self._source.at)
@@ -125,21 +129,37 @@ class ToolCallParser:
     def _add_call(self, piece: ToolCallDelta) -> None:
         self._source.keep()
         if self._parallel_calls or piece.index == 0:
-            append_call(self._calls, replace(piece, at=self._content_length))
+            self._calls.append(replace(piece, at=self._content_length))
 
-    def _read_content(self, marker: str) -> Reading[bool]:
-        """Reads content up to a marker and the marker itself; False at the end of the text."""
-        source = self._source
+    def _add_here(self, text: str) -> None:
+        """Adds content that ends at the current position."""
+        self._add_content(text, self._source.at)
+
+    def _read_content(self, marker: str, take: Callable[[str], None] | None = None) -> Reading[bool]:
+        """Reads content up to a marker and the marker itself; False at the end of the text. With ``take``, passes the
+        text to it instead."""
+        source, take = self._source, take or self._add_here
         while True:
             found = source.find(marker)
             if found >= 0:
-                self._add_rest(found)
+                take(source.read_text(found))
                 source.at += len(marker)
                 return True
-            self._add_rest(source.num_unread - (0 if source.ended else source.num_held(marker)))
+            take(source.read_text(source.num_unread - (0 if source.ended else source.num_held(marker))))
             if source.ended:
                 return False
             yield
+
+    def _read_content_to(self, begin: str, *markers: str, take: Callable[[str], None] | None = None) -> Reading[str]:
+        """Reads content up to one of the markers, which all have the same beginning, and the marker itself. Returns the
+        marker; empty at the end of the text. With ``take``, passes the text to it instead."""
+        take = take or self._add_here
+        while (yield from self._read_content(begin, take)):
+            for marker in markers:
+                if (yield from self._source.starts_with(marker[len(begin) :])):
+                    return marker
+            take(begin)
+        return ""
 
     def _read_rest(self) -> Reading[None]:
         """Reads content to the end of the text."""
@@ -178,7 +198,7 @@ class ToolCallParser:
             first = yield from source.after_space()
             if key == "name":
                 name = (yield from source.string()) if first == '"' else None
-                if not name or call.name or (must_be_known and name not in self._tool_names):
+                if not name or call.name or (must_be_known and name not in self._tools):
                     return False
                 call.set_name(name)
             elif key in ("arguments", "parameters"):

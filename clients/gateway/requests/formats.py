@@ -72,7 +72,7 @@ async def parser_maker(body: ChatRequest, caller: UpstreamCaller) -> tuple[Calla
         make_parser,
         tool,
         formats.reasoning,
-        tool_names=frozenset(each.function.name for each in body.tools or ()),
+        tools={each.function.name: each.function.parameters for each in body.tools or ()},
         in_reasoning=formats.in_reasoning,
         parallel_calls=body.parallel_tool_calls is not False,
         only_calls=forces_call(body),

@@ -15,7 +15,7 @@ from penstock.clients.gateway.requests.custom_tools import CustomInput
 PER_CHARACTER = 80
 PER_PIECE = 150
 KIB = 1024
-NAMES = frozenset({"f"})
+TOOLS = {"f": {"properties": {"n": {"type": "integer"}, "o": {"type": ["string", "null"]}}}}
 
 ANY_FORMAT = ["x", " ", "x ", "<", "[", "{", '"', '\\"']
 TEXTS = {
@@ -77,7 +77,7 @@ def feed(monkeypatch, parser, text, piece_size):
 
 
 def tool_parser(name, reasoning=None, **given):
-    return make_parser(name, reasoning, tool_names=NAMES, new_call_id=lambda: "id", **given)
+    return make_parser(name, reasoning, tools=TOOLS, new_call_id=lambda: "id", **given)
 
 
 @small_and_large

@@ -7,6 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 from texts.tool_texts import take_apart
+from texts.written_calls import FAMILY_FORMATS, write_calls
 
 from penstock.clients.gateway.parsers.tool_grammar import (
     MARKED_FORMATS,
@@ -45,13 +46,31 @@ KINDS = {
     "mistral_list": ("mistral", ""),
     "mistral_named": ("mistral", NAMED),
     "pythonic": ("pythonic", ""),
-}
+    **{
+        name: (name, "")
+        for name in (
+            "qwen3_coder", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31", "kimi_k2", "gemma4", "functiongemma"
+        )
+    },
+}  # fmt: skip
 CALLS = {
     "hermes": '<tool_call>\n{"name": "dice", "arguments": {"sides": 6}}\n</tool_call>',
     "llama3_json": '{"name": "dice", "parameters": {"sides": 6}}',
     "mistral_list": '[TOOL_CALLS][{"name": "dice", "arguments": {"sides": 6}}]',
     "mistral_named": '[TOOL_CALLS]dice[CALL_ID]abcABC123[ARGS]{"sides": 6}',
     "pythonic": "[dice(sides=6)]",
+    "qwen3_coder": "<tool_call>\n<function=dice>\n<parameter=sides>\n6\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>dice\n<arg_key>sides</arg_key>\n<arg_value>6</arg_value>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="dice">\n<parameter name="sides">6</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>dice\n```json\n"
+    '{"sides": 6}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>dice<｜tool▁sep｜>{"sides": 6}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.dice:0<|tool_call_argument_begin|>"
+    '{"sides": 6}<|tool_call_end|><|tool_calls_section_end|>',
+    "gemma4": "<|tool_call>call:dice{sides:6}<tool_call|>",
+    "functiongemma": "<start_function_call>call:dice{sides:6}<end_function_call>",
 }
 TWO = {
     "hermes": CALLS["hermes"] + "\n" + CALLS["hermes"],
@@ -60,8 +79,29 @@ TWO = {
     + ', {"name": "dice", "arguments": {"sides": 6}}]',
     "mistral_named": CALLS["mistral_named"] * 2,
     "pythonic": "[dice(sides=6), dice(sides=6)]",
+    "qwen3_coder": CALLS["qwen3_coder"] + "\n" + CALLS["qwen3_coder"],
+    "glm45": CALLS["glm45"] + "\n" + CALLS["glm45"],
+    "minimax_m2": CALLS["minimax_m2"].replace(
+        "</invoke>", '</invoke>\n<invoke name="dice">\n<parameter name="sides">6</parameter>\n</invoke>'
+    ),
+    **{
+        name: CALLS[name].replace("end｜><｜tool▁calls", f"end｜>{between}{CALLS[name][20:-18]}<｜tool▁calls")
+        for name, between in (("deepseek_v3", "\n"), ("deepseek_v31", ""))
+    },
+    "kimi_k2": CALLS["kimi_k2"].replace(
+        "<|tool_calls_section_end|>", CALLS["kimi_k2"].removeprefix("<|tool_calls_section_begin|>").replace(":0", ":1")
+    ),
+    "gemma4": CALLS["gemma4"] * 2,
+    "functiongemma": CALLS["functiongemma"] * 2,
 }
-MARKERS = ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"]
+MARKERS = [
+    "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>",
+    "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|channel>", "<channel|>",
+]  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)
 marked_kind = pytest.mark.parametrize("kind", [kind for kind, (form, _) in KINDS.items() if form in MARKED_FORMATS])
 are_special = pytest.mark.parametrize("are_special", [False, True])
@@ -143,7 +183,7 @@ def test_text_in_which_calls_are_held(kind, one, reasoning, matching, shape_of):
     assert takes(f"{two} ok") or one
     assert not takes(f"so {call.replace('6', '60')}")
     assert not takes(f"so {call.replace('dice', 'cards')}", begins=True)
-    marker = "<tool_call>" if kind == "hermes" else "[TOOL_CALLS]"
+    marker = re.match(r"[<\[][^>\]]*.", call)[0]
     assert not takes(f"so {marker} is a marker", begins=True)
     if reasoning is not None:
         opens, closes = ("[THINK]", "[/THINK]") if reasoning == "mistral" else ("<think>", "</think>")
@@ -183,12 +223,123 @@ def test_python_arguments_are_held_to_the_schema_and_read_back(matching, shape_o
     for arguments in ARGUMENTS:
         text = f"[trip{arguments}]"
         assert takes(text), text
-        _, _, [[_, name, read]], _ = take_apart([text], "pythonic", tool_names=SCHEMAS)
+        _, _, [[_, name, read]], _ = take_apart([text], "pythonic", tools=SCHEMAS)
         assert name == "trip"
         jsonschema.validate(json.loads(read), TRIP)
     for arguments in NO_ARGUMENTS:
         assert not takes(f"[trip{arguments}]"), arguments
     assert takes("[weather()]"), "without a schema there is no argument to hold"
+
+
+TRIPS: list[dict[str, Any]] = [
+    {"to": "a"},
+    {"via": [], "to": "a"},
+    {"via": ["a", "é"], "to": "b", "note": None, "fast": True},
+    {"to": 'a"b', "fast": False},
+    {"to": "a", "note": "it's\n\U0001f680 \\d <b>, {}"},
+    {"to": "a", "note": ""},
+]
+NO_TRIPS: list[dict[str, Any]] = [
+    {},
+    {"via": []},
+    {"to": "A"},
+    {"via": ["A"], "to": "a"},
+    {"to": "a", "speed": 1},
+    {"to": "a", "fast": "yes"},
+]
+
+
+@are_special
+@pytest.mark.parametrize("kind", FAMILY_FORMATS)
+def test_arguments_of_each_family_are_held_to_the_schema_and_read_back(kind, matching, shape_of):
+    shape = shape_of("pythonic" if kind == "harmony" else kind)
+    takes = matching.of(call_grammar(kind, TOOLS, one=False, shape=shape))
+
+    def as_generated(arguments):
+        ordered = {key: arguments[key] for key in (*TRIP["properties"], "speed") if key in arguments}
+        return write_calls(kind, [("trip", ordered)]).replace(" <|constrain|>json", " json").replace("<|call|>", "")
+
+    for arguments in TRIPS:
+        text = as_generated(arguments)
+        assert takes(text), text
+        content, _, [[_, name, read]], is_whole = take_apart([text], kind, tools=SCHEMAS)
+        assert (content, name, json.loads(read), is_whole) == ("", "trip", arguments, True)
+    for arguments in NO_TRIPS:
+        assert not takes(as_generated(arguments)), arguments
+    assert takes(as_generated({"to": "a"}).replace("trip", "weather")), "any argument is permitted without a schema"
+
+
+CHOICES = {
+    "type": "object",
+    "properties": {
+        "unit": {"anyOf": [{"enum": ["km", "mi"]}, {"type": "null"}]},
+        "code": {"type": "string", "minLength": 2, "maxLength": 3},
+        "level": {"enum": [1, 2]},
+        "node": {"$ref": "#/$defs/node"},
+    },
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+            "required": ["v"],
+            "additionalProperties": False,
+        }
+    },
+}
+CHOSEN: list[tuple[dict[str, Any], bool]] = [
+    ({"unit": "km"}, True),
+    ({"unit": None}, True),
+    ({"unit": "m"}, False),
+    ({"code": "ab"}, True),
+    ({"code": "abcd"}, False),
+    ({"code": "a"}, False),
+    ({"level": 2}, True),
+    ({"level": 3}, False),
+    ({"node": {"v": 1, "next": {"v": 2, "next": None}}}, True),
+    ({"node": {"v": 1, "next": {"v": "2"}}}, False),
+    ({}, True),
+]
+
+
+@are_special
+@pytest.mark.parametrize("kind", ["qwen3_coder", "glm45", "gemma4", "functiongemma"])
+def test_alternatives_lengths_and_references_are_held(kind, matching, shape_of):
+    tool = CallableTool("pick", CHOICES)
+    takes = matching.of(call_grammar(kind, [tool], one=True, shape=shape_of(kind)))
+    for arguments, is_valid in CHOSEN:
+        text = write_calls(kind, [("pick", arguments)])
+        if kind in ("qwen3_coder", "glm45"):  # no keys are sorted
+            assert takes(text) == is_valid, text
+        else:
+            text = text.replace("{v:1,next", "{next").replace("{v:2,next:null}", "{next:null,v:2}")
+            assert takes(text) == is_valid, text
+        if is_valid:
+            [[_, _, read]] = take_apart([text], kind, tools={"pick": CHOICES})[2]
+            jsonschema.validate(json.loads(read), CHOICES)
+
+
+@are_special
+@pytest.mark.parametrize("opened", [False, True])
+def test_messages_of_harmony(opened, matching, shape_of):
+    shape = shape_of("pythonic", reasoning="harmony", in_reasoning=opened)
+    opens, thought = "<|channel|>analysis<|message|>", "I <b>think</b>.<|end|><|start|>assistant"
+    thought = thought if opened else opens + thought
+    call = '<|channel|>commentary to=functions.dice json<|message|>{"sides": 6}'
+    forced = matching.of(call_grammar("harmony", TOOLS, one=False, shape=shape))
+    assert forced(thought + call)
+    assert forced(call) != opened
+    assert not forced(thought + call.replace("6", "60"))
+    assert not forced(thought + call.replace("dice", "cards"))
+    assert not forced(thought + "<|channel|>final<|message|>Hello")
+    if opened:
+        return
+    free = matching.of(text_grammar("harmony", TOOLS, one=False, shape=shape_of("pythonic")))
+    final = "<|channel|>final<|message|>Hello"
+    for text in (final, call, thought + final, thought + call, thought + thought + "<|channel|>commentary<|message|>"):
+        assert free(text), text
+    assert not free(thought + call.replace("6", "60"))
+    assert not free(call.replace("dice", "cards"))
+    assert take_apart([thought + call], "harmony", "harmony", tools=SCHEMAS)[1] == "I <b>think</b>."
 
 
 @pytest.mark.parametrize(
@@ -200,6 +351,12 @@ def test_python_arguments_are_held_to_the_schema_and_read_back(matching, shape_o
         ("pythonic", CallableTool("f", {"anyOf": []}), "anyOf"),
         ("pythonic", CallableTool("f g", None), "'f g'"),
         ("mistral", CallableTool("f g", None), "'f g'"),
+        ("qwen3_coder", CallableTool("f>", None), "'f>'"),
+        ("qwen3_coder", CallableTool("f", {"properties": {"a>": {}}}), "'a>'"),
+        ("glm45", CallableTool("f", {"properties": {"a": {"pattern": "a|^b", "type": "string"}}}), "pattern"),
+        ("minimax_m2", CallableTool("f", {"properties": {"a": {"enum": ["</parameter>"]}}}), "enum"),
+        ("gemma4", CallableTool("f", {"properties": {"a:b": {}}}), "'a:b'"),
+        ("gemma4", CallableTool("f", {"properties": {"a": {"$ref": "#/$defs/x"}}}), "#/$defs/x"),
     ],
 )
 def test_tools_that_a_format_cannot_express_are_reported(form, tool, said):

@@ -49,7 +49,7 @@ class Output:
     def read(self, parts):
         """What the gateway reads from it when it comes in such parts: content, reasoning, calls, whether all of these
         are whole."""
-        options = {"tool_names": TOOLS, "in_reasoning": self.in_reasoning}
+        options = {"tools": TOOLS, "in_reasoning": self.in_reasoning}
         content, reasoning, calls, is_whole = take_apart(parts, self.tool_format, self.reasoning_format, **options)
         return content, reasoning, [(name, arguments) for _, name, arguments in calls], is_whole
 

@@ -10,15 +10,36 @@ ONE = {
     "llama3_json": '{"name": "weather", "parameters": {"city": "Köln", "days": [1, {"a": "}"}]}}',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Köln", "days": [1, {"a": "}"}]}}]',
     "pythonic": '[weather(city="Köln", days=[1, {"a": "}"}])]',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n"
+    '<parameter=days>\n[1, {"a": "}"}]\n</parameter>\n</function>\n</tool_call>',
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n"
+    '<arg_key>days</arg_key>\n<arg_value>[1, {"a": "}"}]</arg_value>\n</tool_call>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Köln</parameter>\n'
+    '<parameter name="days">[1, {"a": "}"}]</parameter>\n</invoke>\n</minimax:tool_call>',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Köln", "days": [1, {"a": "}"}]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Köln", "days": [1, {"a": "}"}]}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Köln", "days": [1, {"a": "}"}]}<|tool_call_end|><|tool_calls_section_end|>',
+    "gemma4": '<|tool_call>call:weather{city:<|"|>Köln<|"|>,days:[1,{a:<|"|>}<|"|>}]}<tool_call|>',
+    "functiongemma": "<start_function_call>call:weather{city:<escape>Köln<escape>,days:[1,{a:<escape>}<escape>}]}"
+    "<end_function_call>",
+    "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city": "Köln", "days": [1, {"a": "}"}]}<|call|>',
 }
 ARGUMENTS = '{"city": "Köln", "days": [1, {"a": "}"}]}'
-NAMES = frozenset({"weather", "time", "ns.find"})
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "array"}, "a": {"type": "integer"}},
+}
+TOOLS = {"weather": WEATHER, "time": {"type": "object", "properties": {"a": {"type": "integer"}}}, "ns.find": None}
 
 
 def take_apart(parts, tool_format, reasoning_format=None, **given):
     """Content, reasoning and calls of an answer that comes in parts, and whether all of these calls are whole."""
     numbers = itertools.count()
-    options: dict[str, Any] = {"tool_names": NAMES, "new_call_id": lambda: f"id{next(numbers)}"} | given
+    options: dict[str, Any] = {"tools": TOOLS, "new_call_id": lambda: f"id{next(numbers)}"} | given
     parser = make_parser(tool_format, reasoning_format, **options)
     text = "".join(parts)
     content, placed, reasoning = "", "", ""

@@ -1,0 +1,141 @@
+"""The harmony format of gpt-oss: messages in channels, for reasoning, content and calls."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from penstock.clients.gateway.parsers.base import ParsedDelta, Schema
+from penstock.clients.gateway.parsers.incremental_text import Reading
+from penstock.clients.gateway.parsers.tool_parser import ToolCallParser
+
+HARMONY = "harmony"
+"""The name of the format, which is one of calls and of reasoning."""
+_START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_SPACE = re.compile(r"\s*")
+_WORD = re.compile(r"[^\s<]*")
+_MAX_WORDS = 5
+"""The limit on parts of a message's header: its recipient, channel and the type of its content."""
+_Take = Callable[[str], None]
+
+
+class MessageHeader(NamedTuple):
+    """What precedes a message's text."""
+
+    channel: str
+    """Empty if the model left it out."""
+    function: str
+    """The function that the message calls, or empty."""
+
+
+class HarmonyParser(ToolCallParser):
+    """Reads <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>... Content is the
+    text of messages in any other channel than the one for reasoning, and all text that is not in a message."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, Schema | None],
+        parallel_calls: bool,
+        new_id: Callable[[], str],
+        *,
+        has_calls: bool = True,
+        has_reasoning: bool = True,
+        in_reasoning: bool = False,
+    ) -> None:
+        """Without ``has_calls``, calls are content. Without ``has_reasoning``, so is the reasoning. ``in_reasoning``:
+        the prompt ended inside the reasoning."""
+        super().__init__(tools, parallel_calls, new_id)
+        self._has_calls = has_calls
+        self._has_reasoning = has_reasoning
+        self._in_reasoning = in_reasoning
+        self._reasoning: list[str] = []
+        self._has_reasoned = False
+        self._begins_reasoning = False
+        """Whether no text of the current message of reasoning has been read."""
+
+    def _read(self) -> Reading[None]:
+        if self._in_reasoning:
+            take: _Take = self._add_reasoning
+        else:
+            take = (yield from self._read_message("")) or self._add_here
+        while marker := (yield from self._read_content_to("<|", *_ENDS, _START, _CHANNEL, take=take)):
+            self._release_space(self._source.at - len(marker))
+            if marker in _ENDS:
+                take = self._add_here
+                continue
+            begun = yield from self._read_message(marker)
+            if begun is None:  # the marker begins no message
+                take(marker)
+            else:
+                take = begun
+
+    def _take(self) -> ParsedDelta:
+        delta = replace(super()._take(), reasoning="".join(self._reasoning))
+        self._reasoning.clear()
+        return delta
+
+    def _add_reasoning(self, text: str) -> None:
+        if not text:
+            return
+        if self._begins_reasoning and self._has_reasoned:
+            self._reasoning.append("\n")
+        self._begins_reasoning = False
+        self._has_reasoned = True
+        self._reasoning.append(text)
+
+    def _read_message(self, marker: str) -> Reading[_Take | None]:
+        """Reads what follows a marker: the header of a message, and a whole call. Returns what the text that follows
+        is passed to; None if there is no message. Without a marker the message began in the prompt."""
+        source = self._source
+        source.keep()
+        header = yield from self._read_header(marker)
+        if header is None:
+            source.go_back()
+            return None
+        if header.function:
+            if (yield from source.after_space()) != "{":
+                source.go_back()
+                return None
+            self._open_call(header.function)
+            whole = yield from source.nested(self._add_arguments)
+            if not whole:
+                self._break_off()
+            source.end_keep()
+            return self._add_here
+        source.end_keep()
+        if header.channel != "analysis" or not self._has_reasoning:
+            return self._add_here
+        self._begins_reasoning = True
+        return self._add_reasoning
+
+    def _read_header(self, marker: str) -> Reading[MessageHeader | None]:
+        """Reads the header of an assistant's message up to its text; None if it is not one."""
+        source = self._source
+        if marker == _START and not (yield from source.starts_with("assistant")):
+            return None
+        channel = (yield from source.match(_WORD)) if marker == _CHANNEL else ""
+        recipient = ""
+        for _ in range(_MAX_WORDS):
+            yield from source.match(_SPACE)
+            if (yield from source.starts_with(_MESSAGE)):
+                return self._header(channel, recipient)
+            if (yield from source.starts_with(_CHANNEL)):
+                word = yield from source.match(_WORD)
+                if channel or not word:
+                    return None
+                channel = word
+                continue
+            names_type = yield from source.starts_with(_CONSTRAIN)
+            word = yield from source.match(_WORD)
+            if not (word or names_type) or not (marker or channel or recipient or word.startswith("to=")):
+                return None
+            if word.startswith("to="):
+                recipient = word.removeprefix("to=")
+        return None
+
+    def _header(self, channel: str, recipient: str) -> MessageHeader | None:
+        function = recipient.removeprefix("functions.")
+        if recipient and not (self._has_calls and function and (function != recipient or function in self._tools)):
+            return None  # a tool of the model's own, which is not offered to it
+        return MessageHeader(channel, function)
