@@ -56,7 +56,8 @@ class FakeService(
         self.keeps = False
         self.kept: dict[str, int] = {}
         """Tokens of the contexts that may be continued."""
-        self.gone = grpc.StatusCode.NOT_FOUND
+        self.gone = "CONTEXT_NOT_FOUND"
+        """The reason of a continuation whose context is gone."""
         self.updates: list[pb.GenerationUpdate] = []
         self.on_start: Callable[[pb.GenerationStart], None] = lambda start: None
         self.target = ""
@@ -99,12 +100,13 @@ class FakeService(
         self.updates.append(update)
         if update.max_tokens > self.context_length:
             code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
-            info = _details(ErrorInfo(reason="INVALID_FIELD", domain="penstock"))
+            info = _details(ErrorInfo(reason="INVALID_FIELD", domain="penstock.dev"))
             refused = pb.UpdateRefused(ref=update.ref, status=Status(code=code, message="too many", details=info))
             outgoing.put_nowait(pb.GenerateResponse(update_refused=[refused]))
 
     async def _miss(self, start: pb.GenerationStart, outgoing) -> None:
-        status = Status(code=self.gone.value[0], message="no context is kept")
+        details = _details(ErrorInfo(reason=self.gone, domain="penstock.dev"))
+        status = Status(code=grpc.StatusCode.NOT_FOUND.value[0], message="no context is kept", details=details)
         outgoing.put_nowait(pb.GenerateResponse(finished=[pb.Finished(ref=start.ref, status=status)]))
 
     async def _answer(self, start: pb.GenerationStart, outgoing) -> None:
@@ -142,7 +144,7 @@ class FakeService(
             await asyncio.Event().wait()
         if word == "fail":
             field = BadRequest.FieldViolation(field="sampling.top_p", description="must be above 0")
-            info = ErrorInfo(reason="OUT_OF_BOUNDS", domain="penstock")
+            info = ErrorInfo(reason="OUT_OF_BOUNDS", domain="penstock.dev")
             code = getattr(grpc.StatusCode, argument).value[0]
             finish(code, "as you wish", pb.FINISH_REASON_ERROR, _details(BadRequest(field_violations=[field]), info))
             return
