@@ -79,7 +79,7 @@ class ChatAnswer:
 class ChatSession:
     """A chat: the conversation, its options, and the speed of the answers."""
 
-    def __init__(self, client: Client, model: pb.GetModelResponse, screen: Screen) -> None:
+    def __init__(self, client: Client, model: pb.Model, screen: Screen) -> None:
         self._client = client
         self._context = model.max_model_len
         self._defaults = model.sampling_defaults
@@ -246,7 +246,7 @@ def _command(chat: ChatSession, screen: Screen, text: str) -> bool:
     return True
 
 
-def _describe(client: Client) -> pb.GetModelResponse:
+def _describe(client: Client) -> pb.Model:
     """Returns the served model. Raises PenstockError, with a remedy, if it cannot be used for chat."""
     try:
         with advised():

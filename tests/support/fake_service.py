@@ -188,7 +188,19 @@ class FakeService(
     async def GetModel(self, request, context):
         if self.key and dict(context.invocation_metadata()).get("authorization") != f"Bearer {self.key}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid API key")
-        return pb.GetModelResponse(
+        return pb.GetModelResponse(model=self._model)
+
+    async def ListModels(self, request, context):
+        """Two pages, unless all is asked for at once."""
+        if request.page_size == 1000:
+            return pb.ListModelsResponse(models=[self._model])
+        if not request.page_token:
+            return pb.ListModelsResponse(models=[self._model], next_page_token="2")
+        return pb.ListModelsResponse(models=[pb.Model(name="other")])
+
+    @property
+    def _model(self) -> pb.Model:
+        return pb.Model(
             name="fake",
             max_model_len=self.context_length,
             has_chat_template=True,
