@@ -15,6 +15,7 @@ class ClassifyOptions(TypedDict, total=False):
     """All options of a request except its inputs and timeout, under the contract's names. The contract's comments
     document their meanings, defaults and limits. None means the default."""
 
+    model: str | None
     use_activation: bool | None
     """False: values are logits."""
     priority: int | None

@@ -31,8 +31,6 @@ from penstock.clients.requests import Options, Prompt, build_append, build_start
 from penstock.clients.stream import GenerateStream, Mailbox
 from penstock.v1 import (
     DetokenizeRequest,
-    GetModelRequest,
-    GetModelResponse,
     RenderChatRequest,
     RenderChatResponse,
     TokenizeRequest,
@@ -302,9 +300,20 @@ class AsyncClient:
         stub = ClassificationServiceStub(self._channel())
         return Scores.from_proto(await self._unary(stub.Score, request, timeout))
 
-    async def model(self) -> GetModelResponse:
-        """Returns the served model and its limits."""
-        return await self._unary(ModelServiceStub(self._channel()).GetModel, GetModelRequest())
+    async def model(self, name: str = "") -> pb.Model:
+        """Returns a served model, by default the only one, and the service's limits."""
+        request = pb.GetModelRequest(model=name)
+        return (await self._unary(ModelServiceStub(self._channel()).GetModel, request)).model
+
+    async def models(self) -> list[pb.Model]:
+        """Returns all served models."""
+        stub, found, token = ModelServiceStub(self._channel()), list[pb.Model](), ""
+        while True:
+            page = await self._unary(stub.ListModels, pb.ListModelsRequest(page_token=token))
+            found += page.models
+            token = page.next_page_token
+            if not token:
+                return found
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text, the same as in a prompt."""

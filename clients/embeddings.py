@@ -18,6 +18,7 @@ class EmbedOptions(TypedDict, total=False):
     """All options of a request except its inputs and timeout, under the contract's names. The contract's comments
     document their meanings, defaults and limits. None means the default."""
 
+    model: str | None
     dimensions: int | None
     normalize: bool | None
     priority: int | None

@@ -9,6 +9,8 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
+import penstock.v1 as pb
+
 if TYPE_CHECKING:
     from penstock.clients.events import Finished
 
@@ -16,6 +18,11 @@ _NO_CONNECTION = re.compile("failed to connect|errors resolving|DNS resolution f
 _NO_SOCKET = re.compile(r"connect failed: addr: unix:.* error: (.*)")
 _NO_TLS = "the server there does not use TLS"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+_RULES = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: pb.RETRY_RULE_AFTER_DELAY,
+    grpc.StatusCode.UNAVAILABLE: pb.RETRY_RULE_OTHER_REPLICA,
+}
+"""The rules for failures without a known reason; for other codes, never."""
 
 
 class PenstockError(Exception):
@@ -59,12 +66,30 @@ class RequestFailed(PenstockError):
         """Whether the service rules out another try. See ``retryable``."""
 
     @property
+    def error_reason(self) -> "pb.ErrorReason.ValueType":
+        """``reason`` as a value of the contract's enum, such as ``pb.ERROR_REASON_QUEUE_FULL``;
+        ``pb.ERROR_REASON_UNSPECIFIED`` if the enum has no such value."""
+        try:
+            return pb.ErrorReason.Value(f"ERROR_REASON_{self.reason}")
+        except ValueError:
+            return pb.ERROR_REASON_UNSPECIFIED
+
+    @property
+    def retry_rule(self) -> "pb.RetryRule.ValueType":
+        """Whether the contract allows another try with the same request, and where: the rule of its reason, or, without
+        a known reason, the usual one for the code."""
+        if (reason := self.error_reason) != pb.ERROR_REASON_UNSPECIFIED:
+            value = pb.ErrorReason.DESCRIPTOR.values_by_number[reason]
+            return value.GetOptions().Extensions[pb.retry_rule]
+        return _RULES.get(self.code, pb.RETRY_RULE_NEVER)
+
+    @property
     def retryable(self) -> bool:
-        """Whether the same request may succeed later. A request that is too large for this service has no
-        ``retry_after``."""
-        if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return self.retry_after is not None and not self.is_final
-        return self.code is grpc.StatusCode.UNAVAILABLE and not self.is_final
+        """Whether the same request may succeed later, here or at another replica. A request that is too large for this
+        service has no ``retry_after``."""
+        if self.is_final or self.retry_rule == pb.RETRY_RULE_NEVER:
+            return False
+        return self.retry_rule == pb.RETRY_RULE_OTHER_REPLICA or self.retry_after is not None
 
     def __str__(self) -> str:
         named = f" (request {self.request_id})" if self.request_id else ""

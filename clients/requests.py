@@ -59,6 +59,8 @@ class Options(ChatOptions, total=False):
     prompt_logprobs: int | None
     include_special_tokens: bool | None
 
+    model: str | None
+    """The name of the model. Default: the only one."""
     priority: int | None
     tenant: str | None
     continue_from: str | None

@@ -21,7 +21,7 @@ from penstock.clients.embeddings import Embeddings, EmbedOptions, Input
 from penstock.clients.errors import PenstockError
 from penstock.clients.events import Completion, Delta, Event
 from penstock.clients.requests import Options, Prompt
-from penstock.v1 import GetModelResponse, RenderChatResponse
+from penstock.v1 import Model, RenderChatResponse
 
 T = TypeVar("T")
 
@@ -195,9 +195,13 @@ class Client:
         """Returns how relevant each document is to the query. See ``AsyncClient.score``."""
         return self._thread.run(self._client.score(query, documents, timeout=timeout, **options))
 
-    def model(self) -> GetModelResponse:
-        """Returns the served model and its limits."""
-        return self._thread.run(self._client.model())
+    def model(self, name: str = "") -> Model:
+        """Returns a served model, by default the only one, and the service's limits."""
+        return self._thread.run(self._client.model(name))
+
+    def models(self) -> list[Model]:
+        """Returns all served models."""
+        return self._thread.run(self._client.models())
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text, the same as in a prompt."""

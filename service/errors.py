@@ -13,9 +13,10 @@ from google.protobuf import any as pb_any, duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+import penstock.v1 as pb
 from penstock.scheduler.request import EngineFinishReason, Refused
 
-DOMAIN = "penstock"
+DOMAIN = "penstock.dev"
 """The domain of every ErrorInfo: domain and reason identify the failure for programs."""
 
 MAX_STATUS_BYTES = 1024
@@ -23,158 +24,94 @@ _MAX_MESSAGE_BYTES = 300
 _MAX_FIELD_BYTES = 80
 DONT_RETRY = -1
 """A retry hint: trying again cannot help (a negative pushback, by gRPC's retry design)."""
-_Code = grpc.StatusCode
+_CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
 @unique
 class Reason(Enum):
-    """The catalogue: the status code, default message and retry hint of each reason. ErrorInfo carries the names. The
-    engine's refusals and finish reasons have the same names."""
+    """The default message of each reason of the contract's ErrorReason, and the usual delay until a retry in
+    milliseconds where a retry can help. The engine's refusals and finish reasons have the same names."""
 
-    INVALID_FIELD = (_Code.INVALID_ARGUMENT, "a field is out of range")
-    CONTEXT_LENGTH = (
-        _Code.INVALID_ARGUMENT,
-        "the request does not fit in the model's context; send or request fewer tokens",
-    )
-    MALFORMED_MESSAGE = (
-        _Code.INVALID_ARGUMENT,
-        "the message is not a valid protobuf of its type; regenerate the stubs",
-    )
-    # The code that gRPC's guide to status codes gives for a violation of a request's cardinality.
-    MESSAGE_COUNT = (_Code.UNIMPLEMENTED, "this method takes exactly one message; send one, then half-close the call")
-    # The status with which gRPC itself refuses metadata of a client that has acknowledged its limit.
-    METADATA_TOO_LARGE = (_Code.RESOURCE_EXHAUSTED, "a call has at most 16 KiB of metadata; send less", DONT_RETRY)
-    MISSING_REF = (_Code.INVALID_ARGUMENT, "ref: is required; choose a number that is not 0")
-    DUPLICATE_REF = (_Code.INVALID_ARGUMENT, "the ref is already in use on this stream; choose another")
-    UNKNOWN_REF = (_Code.NOT_FOUND, "no live request of this stream has this ref; it may have ended")
-    NOT_OPEN = (
-        _Code.FAILED_PRECONDITION,
-        "the prompt of this request is not open; set start.open to send it in pieces",
-    )
-    NOT_INJECTABLE = (
-        _Code.FAILED_PRECONDITION,
-        "nothing can be injected into this request; send one choice without a constraint",
-    )
+    INVALID_FIELD = "a field is out of range"
+    CONTEXT_LENGTH = "the request does not fit in the model's context; send or request fewer tokens"
+    MALFORMED_MESSAGE = "the message is not a valid protobuf of its type; regenerate the stubs"
+    MESSAGE_COUNT = "this method takes exactly one message; send one, then half-close the call"
+    METADATA_TOO_LARGE = "a call has at most 16 KiB of metadata; send less"
+    MISSING_REF = "ref: is required; choose a number that is not 0"
+    DUPLICATE_REF = "the ref is already in use on this stream; choose another"
+    UNKNOWN_REF = "no live request of this stream has this ref; it may have ended"
+    NOT_OPEN = "the prompt of this request is not open; set start.open to send it in pieces"
+    NOT_INJECTABLE = "nothing can be injected into this request; send one choice without a constraint"
     DUPLICATE_REQUEST = (
-        _Code.ALREADY_EXISTS,
-        "a request with this idempotency_key is live or has ended; read its output, or choose another key",
+        "a request with this idempotency_key is live or has ended; read its output, or choose another key"
     )
-    OPEN_PROMPTS_FULL = (
-        _Code.RESOURCE_EXHAUSTED,
-        "the open prompts take too much memory; try again, or send the prompt in one piece",
-        1000,
-    )
-    OPEN_PROMPT_EXPIRED = (
-        _Code.DEADLINE_EXCEEDED,
-        "nothing was appended to the open prompt for too long; append more often, or commit it",
-    )
-    TOO_LARGE = (_Code.INVALID_ARGUMENT, "the request can never fit in the KV cache; send fewer tokens")
-    TOO_EXPENSIVE = (_Code.INVALID_ARGUMENT, "the request needs too much in total")
+    OPEN_PROMPTS_FULL = ("the open prompts take too much memory; try again, or send the prompt in one piece", 1000)
+    OPEN_PROMPT_EXPIRED = "nothing was appended to the open prompt for too long; append more often, or commit it"
+    TOO_LARGE = "the request can never fit in the KV cache; send fewer tokens"
+    TOO_EXPENSIVE = "the request needs too much in total"
     NO_CHAT_TEMPLATE = (
-        _Code.FAILED_PRECONDITION,
-        "this model has no chat template; send text or token_ids in place of chat, or serve it with --chat-template",
+        "this model has no chat template; send text or token_ids in place of chat, or serve it with --chat-template"
     )
-    NO_TOOLS_IN_TEMPLATE = (
-        _Code.FAILED_PRECONDITION,
-        "this model's chat template does not support tools; omit them, or describe them in a message",
-    )
+    NO_TOOLS_IN_TEMPLATE = "this model's chat template does not support tools; omit them, or describe them in a message"
     NO_GENERATION = (
-        _Code.FAILED_PRECONDITION,
-        (
-            "this model has a classification head and generates nothing; send texts to be classified, scored or "
-            "embedded, or use a service whose model has an output head"
-        ),
+        "this model has a classification head and generates nothing; send texts to be classified, scored or "
+        "embedded, or use a service whose model has an output head"
     )
     NO_CLASSIFIER = (
-        _Code.FAILED_PRECONDITION,
-        (
-            "this model has no classification head, which classes and scores need; use a service with a "
-            "...ForSequenceClassification model, or with --score-tokens"
-        ),
+        "this model has no classification head, which classes and scores need; use a service with a "
+        "...ForSequenceClassification model, or with --score-tokens"
     )
-    SEVERAL_LABELS = (
-        _Code.FAILED_PRECONDITION,
-        "a score needs a classification head with one label; send the texts to be classified instead",
-    )
+    SEVERAL_LABELS = "a score needs a classification head with one label; send the texts to be classified instead"
     CHAT_NOT_CONTINUABLE = (
-        _Code.FAILED_PRECONDITION,
-        (
-            "this model's chat template does not render answers unchanged, so none can be continued; send the whole "
-            "conversation without continue_from, or use text or token_ids with it"
-        ),
+        "this model's chat template does not render answers unchanged, so none can be continued; send the whole "
+        "conversation without continue_from, or use text or token_ids with it"
     )
-    CONTEXT_NOT_FOUND = (
-        _Code.NOT_FOUND,
-        "no context of that request is kept, or no longer; send the whole context instead",
-    )
-    REQUEST_UNKNOWN = (_Code.NOT_FOUND, "no request with this id is known")
-    UNKNOWN_SERVICE = (_Code.NOT_FOUND, "no service with this name is served here")
-    UNAUTHENTICATED = (
-        _Code.UNAUTHENTICATED,
-        "no valid API key or token; send the metadata 'authorization: Bearer <key>'",
-    )
-    METHOD_DENIED = (_Code.PERMISSION_DENIED, "callers may not use this method")
-    TENANT_DENIED = (_Code.PERMISSION_DENIED, "this caller may not act for another tenant; leave start.tenant empty")
+    CONTEXT_NOT_FOUND = "no context of that request is kept, or no longer; send the whole context instead"
+    MODEL_NOT_FOUND = "this service serves no model of that name; leave model empty"
+    REQUEST_UNKNOWN = "no request with this id is known"
+    UNKNOWN_SERVICE = "no service with this name is served here"
+    UNAUTHENTICATED = "no valid API key or token; send the metadata 'authorization: Bearer <key>'"
+    METHOD_DENIED = "callers may not use this method"
+    TENANT_DENIED = "this caller may not act for another tenant; leave start.tenant empty"
     ADMIN_DENIED = (
-        _Code.PERMISSION_DENIED,
-        (
-            "this caller may not administer the service; add the word 'admin' to its key's line, or the right "
-            "'penstock:admin' to its token"
-        ),
+        "this caller may not administer the service; add the word 'admin' to its key's line, or the right "
+        "'penstock:admin' to its token"
     )
-    QUEUE_FULL = (_Code.RESOURCE_EXHAUSTED, "the queue is full; try again", 1000)
-    OVERLOADED = (_Code.RESOURCE_EXHAUSTED, "the deadline cannot be met; allow more time", 1000)
-    TENANT_BUSY = (_Code.RESOURCE_EXHAUSTED, "the tenant has too many live requests; try again", 1000)
-    TENANT_RATE = (_Code.RESOURCE_EXHAUSTED, "the tenant exceeds its request rate; try again later", 1000)
-    TENANT_TOKENS = (_Code.RESOURCE_EXHAUSTED, "the tenant has used up its tokens for now; try again later", 1000)
-    TENANT_CAP = (_Code.INVALID_ARGUMENT, "the request exceeds a limit of its tenant; request less")
-    PREPARATION_FULL = (_Code.RESOURCE_EXHAUSTED, "too many prompts are waiting to be tokenized; try again", 250)
+    QUEUE_FULL = ("the queue is full; try again", 1000)
+    OVERLOADED = ("the deadline cannot be met; allow more time", 1000)
+    TENANT_BUSY = ("the tenant has too many live requests; try again", 1000)
+    TENANT_RATE = ("the tenant exceeds its request rate; try again later", 1000)
+    TENANT_TOKENS = ("the tenant has used up its tokens for now; try again later", 1000)
+    TENANT_CAP = "the request exceeds a limit of its tenant; request less"
+    PREPARATION_FULL = ("too many prompts are waiting to be tokenized; try again", 250)
     MESSAGES_IN_FLIGHT = (
-        _Code.RESOURCE_EXHAUSTED,
         "too many messages were in flight, and this one had taken the longest; try again, or send fewer at once",
         1000,
     )
-    READER_TOO_SLOW = (
-        _Code.RESOURCE_EXHAUSTED,
-        "the stream is not read as fast as it fills; read faster, or use more streams",
-        DONT_RETRY,
-    )
-    NO_GRAMMARS = (
-        _Code.FAILED_PRECONDITION,
-        "output cannot be constrained to a grammar with this model's tokenizer; omit constraint",
-    )
-    GRAMMAR = (_Code.RESOURCE_EXHAUSTED, "the constraint became too costly to follow; make it simpler", DONT_RETRY)
-    DEAD_END = (
-        _Code.INVALID_ARGUMENT,
-        "the constraint allows a beginning of an output that cannot be completed; correct the constraint",
-    )
-    SLOW_CONSTRAINT = (
-        _Code.RESOURCE_EXHAUSTED,
-        "the constraint takes too long to follow; make it smaller or less ambiguous",
-        DONT_RETRY,
-    )
-    DEADLINE = (_Code.DEADLINE_EXCEEDED, "the deadline passed")
-    CANCELLED = (_Code.CANCELLED, "cancelled by the client")
-    DRAINING = (_Code.UNAVAILABLE, "the service accepts no new requests; try another", 1000)
-    SHUTDOWN = (_Code.UNAVAILABLE, "the service shut down before the request finished; try another", 1000)
-    GOING_DOWN = (_Code.FAILED_PRECONDITION, "the service is shutting down; start another")
-    WORKER_DOWN = (_Code.UNAVAILABLE, "the worker is starting; try another replica, or try again", 5000)
-    WORKER_DIED = (_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000)
+    READER_TOO_SLOW = "the stream is not read as fast as it fills; read faster, or use more streams"
+    NO_GRAMMARS = "output cannot be constrained to a grammar with this model's tokenizer; omit constraint"
+    GRAMMAR = "the constraint became too costly to follow; make it simpler"
+    DEAD_END = "the constraint allows a beginning of an output that cannot be completed; correct the constraint"
+    SLOW_CONSTRAINT = "the constraint takes too long to follow; make it smaller or less ambiguous"
+    DEADLINE = "the deadline passed"
+    CANCELLED = "cancelled by the client"
+    DRAINING = ("the service accepts no new requests; try another", 1000)
+    SHUTDOWN = ("the service shut down before the request finished; try another", 1000)
+    GOING_DOWN = "the service is shutting down; start another"
+    WORKER_DOWN = ("the worker is starting; try another replica, or try again", 5000)
+    WORKER_DIED = ("the worker died while the request ran; try again", 5000)
     KILLED_WORKER = (
-        _Code.INTERNAL,
-        (
-            "the request crashed the worker twice while it ran alone; do not send it again, and report it to the "
-            "service's operator with the request id"
-        ),
+        "the request crashed the worker twice while it ran alone; do not send it again, and report it to the "
+        "service's operator with the request id"
     )
-    INTERNAL = (_Code.INTERNAL, "an internal error; report it to the service's operator with the request id")
+    INTERNAL = "an internal error; report it to the service's operator with the request id"
 
-    def __init__(self, code: grpc.StatusCode, message: str, retry_after_ms: int | None = None) -> None:
-        """``message`` is sent if the error has none of its own. ``retry_after_ms`` is the time until a retry; or
-        DONT_RETRY; or None: decided by the code."""
-        self.code = code
+    def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
+        options = pb.ErrorReason.DESCRIPTOR.values_by_name[f"ERROR_REASON_{self.name}"].GetOptions()
         self.message = message
         self.retry_after_ms = retry_after_ms
+        self.code = _CODES[options.Extensions[pb.error_code]]
+        self.retry_rule = options.Extensions[pb.retry_rule]
 
 
 _QUEUED = (Reason.QUEUE_FULL, Reason.OVERLOADED, Reason.TENANT_BUSY)
@@ -305,8 +242,7 @@ def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
     return tuple(trailing)
 
 
-_RETRIED = frozenset({_Code.RESOURCE_EXHAUSTED, _Code.UNAVAILABLE})
-_CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+_RETRIED = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
 
 
 def _pushback_ms(status: status_pb2.Status) -> int | None:

@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import grpc
-
+import penstock.v1 as pb
 from penstock.clients.chat_messages import ChatMessage
 from penstock.clients.cli.command_parser import CommandParser
 from penstock.clients.cli.options import (
@@ -25,7 +24,6 @@ from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed,
 from penstock.clients.events import Delta, Finished
 from penstock.clients.requests import Options
 from penstock.clients.sync_client import Client
-from penstock.v1 import GetModelResponse
 
 _HELP = '''\
 /help              show this help
@@ -49,7 +47,7 @@ examples:
 
 _RETAIN_MS = 600_000
 """How long the service keeps the context for the user's next message."""
-_GONE = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION})
+_GONE = frozenset({pb.ERROR_REASON_CONTEXT_NOT_FOUND, pb.ERROR_REASON_CHAT_NOT_CONTINUABLE})
 """The errors if a service cannot continue a context: it was dropped, or the chat template does not allow it."""
 
 
@@ -81,7 +79,7 @@ class ChatAnswer:
 class ChatSession:
     """A chat: the conversation, its options, and the speed of the answers."""
 
-    def __init__(self, client: Client, model: GetModelResponse, screen: Screen) -> None:
+    def __init__(self, client: Client, model: pb.Model, screen: Screen) -> None:
         self._client = client
         self._context = model.max_model_len
         self._defaults = model.sampling_defaults
@@ -99,7 +97,7 @@ class ChatSession:
             try:
                 self._receive(answer)
             except RequestFailed as failure:
-                if not self.conversation.continue_from or failure.code not in _GONE:
+                if not self.conversation.continue_from or failure.error_reason not in _GONE:
                     raise
                 self._note_dropped(self.conversation.send_all(self._room()))
                 self._receive(answer)
@@ -248,7 +246,7 @@ def _command(chat: ChatSession, screen: Screen, text: str) -> bool:
     return True
 
 
-def _describe(client: Client) -> GetModelResponse:
+def _describe(client: Client) -> pb.Model:
     """Returns the served model. Raises PenstockError, with a remedy, if it cannot be used for chat."""
     try:
         with advised():

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+import penstock.v1 as pb
 from penstock.clients.errors import InvalidOption, RequestFailed, StreamBroken, Unreachable
 from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.paths import allowed_methods, options_response
@@ -148,7 +149,7 @@ def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_
     if status == 401:
         message = message.replace(_GRPC_KEY, _HTTP_KEY)
     code = _NAMES.get(failure.reason, failure.reason.lower()) or None
-    is_slow = failure.reason == "READER_TOO_SLOW"  # of this gateway, not of its callers
+    is_slow = failure.error_reason == pb.ERROR_REASON_READER_TOO_SLOW  # of this gateway, not of its callers
     is_final = failure.is_final and not is_slow
     is_broken = is_slow or (not failure.reason and (isinstance(failure, StreamBroken) or status >= 500))
     if is_broken:

@@ -94,6 +94,7 @@ class ServeReplica:
     Score = _unary(ClassificationServiceStub, "Score", pb.ScoreResponse)
     Embed = _unary(EmbeddingServiceStub, "Embed", pb.EmbedResponse)
     GetModel = _unary(ModelServiceStub, "GetModel", pb.GetModelResponse)
+    ListModels = _unary(ModelServiceStub, "ListModels", pb.ListModelsResponse)
     Tokenize = _unary(TokenizerServiceStub, "Tokenize", pb.TokenizeResponse)
     Detokenize = _unary(TokenizerServiceStub, "Detokenize", pb.DetokenizeResponse)
     RenderChat = _unary(TokenizerServiceStub, "RenderChat", pb.RenderChatResponse)

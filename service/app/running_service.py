@@ -94,7 +94,9 @@ class RunningService:
         self._recent_stats = RecentStats(lambda: engine.counters, self._metrics)
         self._bound: Address | None = None
         telemetry = Telemetry(config.model_name, self._metrics)
-        self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
+        self._validator = validator = Validator(
+            ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name)
+        )
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
         conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
         request_builder = RequestBuilder(

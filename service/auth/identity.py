@@ -179,6 +179,7 @@ ACCESS: Mapping[str, Access] = {
     "/penstock.v1.GenerationService/Generate": Access.CALLERS,
     "/penstock.v1.GenerationService/GenerateOne": Access.CALLERS,
     "/penstock.v1.ModelService/GetModel": Access.CALLERS,
+    "/penstock.v1.ModelService/ListModels": Access.CALLERS,
     "/penstock.v1.TokenizerService/DescribeTokens": Access.CALLERS,
     "/penstock.v1.TokenizerService/Detokenize": Access.CALLERS,
     "/penstock.v1.TokenizerService/RenderChat": Access.CALLERS,

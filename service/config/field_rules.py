@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from penstock.service.config.text_size import utf8_bytes
+from penstock.service.errors import Reason
 
 MAX_IDS_ON_LOOP = 4096
 """The values of longer lists of ids are checked when the request is prepared, off the event loop."""
@@ -34,6 +35,8 @@ class ModelLimits:
     vocab_size: int
     """The smaller of the tokenizer's and the model's vocabulary."""
     max_model_len: int
+    model_name: str = ""
+    """The name that requests may give."""
 
     def resolve(self, bound: float | Limit) -> float:
         if bound is Limit.UNCUT:
@@ -49,8 +52,8 @@ class Problem(NamedTuple):
     text: str
     at: str = ""
     """Appended to the field's path: ``[3]`` or ``[3].role``."""
-    exceeds_context: bool = False
-    """Whether the value exceeds a limit of the served model; another model may accept it."""
+    reason: Reason = Reason.INVALID_FIELD
+    """CONTEXT_LENGTH if the value exceeds a limit of the served model; another model may accept it."""
 
     def inside(self, place: str) -> "Problem":
         """Returns the same problem for a value that has this one at ``place``."""
@@ -95,7 +98,8 @@ class Number(Bound):
         if self.low <= value <= high:
             return None
         text = f"must be at least {_shown(self.low)} and at most {high:,}; it is {_shown(value)}"
-        return Problem(text, exceeds_context=isinstance(self.high, Limit) and value > high)
+        is_of_model = isinstance(self.high, Limit) and value > high
+        return Problem(text, reason=Reason.CONTEXT_LENGTH if is_of_model else Reason.INVALID_FIELD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,16 @@ class Text(Bound):
         if self.pattern is not None and not self.pattern.fullmatch(value):
             return Problem(f"must be {self.allowed}")
         return None
+
+
+class ServedModel(Text):
+    """The name of the served model, or an empty text for the only one."""
+
+    def problem(self, value: str, limits: ModelLimits) -> Problem | None:
+        if value == limits.model_name:
+            return None
+        unserved = f"no model of this name is served here; leave it empty, or send {limits.model_name}"
+        return super().problem(value, limits) or Problem(unserved, reason=Reason.MODEL_NOT_FOUND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +234,8 @@ def too_many_ids(ids: Sequence[int], high: int | Limit, limits: ModelLimits) -> 
     most = limits.resolve(high)
     if len(ids) <= most:
         return None
-    return Problem(f"at most {most:,} ids; it has {len(ids):,}", exceeds_context=isinstance(high, Limit))
+    reason = Reason.CONTEXT_LENGTH if isinstance(high, Limit) else Reason.INVALID_FIELD
+    return Problem(f"at most {most:,} ids; it has {len(ids):,}", reason=reason)
 
 
 def _shown(value: float) -> str:

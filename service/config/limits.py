@@ -24,6 +24,7 @@ from penstock.service.config.field_rules import (
     Number,
     Problem,
     Refs,
+    ServedModel,
     Text,
     Texts,
     foreign_id,
@@ -31,7 +32,7 @@ from penstock.service.config.field_rules import (
 )
 from penstock.service.config.speculative import MAX_DRAFTS
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
-from penstock.service.errors import Reason, invalid
+from penstock.service.errors import invalid
 
 UINT32_MAX = 2**32 - 1
 INT64_MAX = 2**63 - 1
@@ -104,6 +105,7 @@ _TRACE = Text(55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-
 _TRUNCATION = Number(-1, Limit.CONTEXT)
 _SIDE = Known(frozenset({0, 1, 2}))
 _REQUEST_ID = Text(1, 64, required=True)
+_MODEL = ServedModel(1, 256)
 _CLIENT_ID = Text(1, 128, _PRINTABLE, "printable ASCII")
 
 FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
@@ -136,6 +138,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "truncation_side": _SIDE,
         "open": _FLAG,
         "idempotency_key": _CLIENT_ID,
+        "model": _MODEL,
     },
     "Constraint": {
         "json_schema": Text(1, MAX_GRAMMAR_BYTES),
@@ -206,6 +209,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     },
     "GenerationCommit": {"ref": _UINT32},
     "EmbedRequest": {
+        "model": _MODEL,
         "inputs": Items(2048, Nested(), required=True),
         "dimensions": Number(1, UINT32_MAX),
         "normalize": _FLAG,
@@ -218,6 +222,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     },
     "EmbedInput": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": NestedIds(Limit.UNCUT)},
     "ClassifyRequest": {
+        "model": _MODEL,
         "inputs": Items(2048, Nested(), required=True),
         "use_activation": _FLAG,
         "priority": Number(-1000, 1000),
@@ -228,6 +233,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "truncation_side": _SIDE,
     },
     "ScoreRequest": {
+        "model": _MODEL,
         "queries": Texts(2048, MAX_TEXT_BYTES, required=True),
         "documents": Texts(2048, MAX_TEXT_BYTES, required=True),
         "instruction": Text(0, 64 << 10),
@@ -239,8 +245,10 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "truncate_prompt_tokens": _TRUNCATION,
         "truncation_side": _SIDE,
     },
-    "GetModelRequest": {"tenant": _TENANT},
+    "GetModelRequest": {"model": _MODEL, "tenant": _TENANT},
+    "ListModelsRequest": {"page_size": Number(0, 1000), "page_token": Text(1, 64)},
     "TokenizeRequest": {
+        "model": _MODEL,
         "text": Text(0, MAX_TEXT_BYTES),
         "add_special_tokens": _FLAG,
         "truncate_prompt_tokens": _TRUNCATION,
@@ -248,12 +256,13 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "include_text_offsets": _FLAG,
     },
     "DetokenizeRequest": {
+        "model": _MODEL,
         "token_ids": Ids(MAX_DETOKENIZED_IDS),
         "include_special_tokens": _FLAG,
         "include_text_offsets": _FLAG,
     },
-    "DescribeTokensRequest": {"token_ids": Ids(MAX_DESCRIBED_IDS)},
-    "RenderChatRequest": {"chat": Nested(required=True)},
+    "DescribeTokensRequest": {"model": _MODEL, "token_ids": Ids(MAX_DESCRIBED_IDS)},
+    "RenderChatRequest": {"model": _MODEL, "chat": Nested(required=True)},
     "WatchStatsRequest": {"interval_ms": Number(100, 3_600_000)},
     "DrainRequest": {},
     "ResumeRequest": {},
@@ -308,18 +317,17 @@ class Validator:
         self.limits = limits
 
     def check(self, message: Message) -> None:
-        """Raises ServiceError with the path of the first field that is out of its bound: CONTEXT_LENGTH if the served
-        model sets that bound, else INVALID_FIELD."""
+        """Raises ServiceError with the path of the first field that is out of its bound: MODEL_NOT_FOUND for another
+        model's name, CONTEXT_LENGTH if the served model sets the bound, else INVALID_FIELD."""
         found = _walk(message, self.limits)
         if found is not None:
-            reason = Reason.CONTEXT_LENGTH if found.exceeds_context else Reason.INVALID_FIELD
-            raise invalid(found.at.removeprefix("."), found.text, reason)
+            raise invalid(found.at.removeprefix("."), found.text, found.reason)
 
     def check_num_ids(self, ids: Sequence[int], field: str, most: Limit) -> None:
         """Checks the length of a list of ids against the model's limit. Raises ServiceError."""
         found = too_many_ids(ids, most, self.limits)
         if found is not None:
-            raise invalid(field, found.text, Reason.CONTEXT_LENGTH)
+            raise invalid(field, found.text, found.reason)
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Checks the ids of a list of any length against the vocabulary. Takes 10 ms for a million. Raises

@@ -1,4 +1,4 @@
-"""ModelService: the served model and the service's limits."""
+"""ModelService: the served models and the service's limits. Today there is one model."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from penstock.scheduler.policy import Policy
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
+from penstock.service.errors import invalid
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import model_pb2_grpc as pb_grpc
 
@@ -44,7 +45,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
         self._validator = validator
         self._config = config
         self._max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
-        self._model = pb.GetModelResponse(
+        self._model = pb.Model(
             name=name,
             architecture=facts.architecture,
             max_model_len=facts.max_model_len,
@@ -70,7 +71,25 @@ class ModelService(pb_grpc.ModelServiceServicer):
         principal = current_principal.get()
         self._validator.check(request)
         tenant = principal.tenant_for(request.tenant)
-        config, facts = self._config(), self._facts
+        config = self._config()
+        return pb.GetModelResponse(
+            model=self._described(config),
+            tenant=principal.tenant,
+            may_act_for_others=principal.may_act_for_others,
+            requests_per_second=config.tenant(tenant).requests_per_second,
+        )
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ListModelsResponse:
+        """Returns the only page. Raises ServiceError."""
+        self._validator.check(request)
+        if request.page_token:
+            raise invalid("page_token", "this service has returned no such token; leave it empty")
+        return pb.ListModelsResponse(models=[self._described(self._config())])
+
+    def _described(self, config: SchedulerConfig) -> pb.Model:
+        facts = self._facts
         limits = pb.ServiceLimits(
             max_num_seqs=config.max_rows(facts),
             max_num_batched_tokens=config.token_budget(facts),
@@ -80,15 +99,9 @@ class ModelService(pb_grpc.ModelServiceServicer):
             num_kv_blocks=facts.num_blocks,
             max_draft_tokens=self._max_drafts,
         )
-        answer = pb.GetModelResponse(
-            limits=limits,
-            features=self._features(config),
-            tenant=principal.tenant,
-            may_act_for_others=principal.may_act_for_others,
-            requests_per_second=config.tenant(tenant).requests_per_second,
-        )
-        answer.MergeFrom(self._model)
-        return answer
+        model = pb.Model(limits=limits, features=self._features(config))
+        model.MergeFrom(self._model)
+        return model
 
     def _features(self, config: SchedulerConfig) -> list[str]:
         optional = {

@@ -314,6 +314,7 @@ async def test_a_bad_option_is_named_before_anything_is_sent(client, service, pr
 
 async def test_unary_calls(client):
     assert (await client.model()).name == "fake"
+    assert [model.name for model in await client.models()] == ["fake", "other"]
     assert await client.tokenize("ab") == [97, 98]
     assert await client.detokenize([97, 98]) == "ab"
     rendered = await client.render_chat([{"role": "user", "content": "hi"}])

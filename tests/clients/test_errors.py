@@ -10,6 +10,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, Ret
 from google.rpc.status_pb2 import Status
 from grpc.aio import AioRpcError, Metadata
 
+import penstock.v1 as pb
 from penstock.clients import RequestFailed, StreamBroken, Unreachable
 from penstock.clients.errors import failure_from_call, failure_from_status
 
@@ -77,6 +78,24 @@ def test_resource_exhausted_is_retryable_only_with_a_retry_delay(retry_after, re
     trailing = {"grpc_status_details_bin": status.SerializeToString()}
     error = call_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "too large", **trailing)
     assert failure_from_call(error, "t").retryable is retryable
+
+
+@pytest.mark.parametrize(
+    ("reason", "value", "retryable"),
+    [
+        ("READER_TOO_SLOW", pb.ERROR_REASON_READER_TOO_SLOW, False),
+        ("QUEUE_FULL", pb.ERROR_REASON_QUEUE_FULL, True),
+        ("SHUTDOWN", pb.ERROR_REASON_SHUTDOWN, True),
+        ("OF_A_NEWER_SERVICE", pb.ERROR_REASON_UNSPECIFIED, True),
+        ("", pb.ERROR_REASON_UNSPECIFIED, True),
+    ],
+)
+def test_the_reason_decides_whether_another_try_can_help(reason, value, retryable):
+    """A code has failures that can be retried and others that cannot."""
+    details = packed(ErrorInfo(reason=reason), RetryInfo(retry_delay=Duration(seconds=1)))
+    for code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):
+        failure = failure_from_status(Status(code=code.value[0], details=details))
+        assert (failure.error_reason, failure.retryable) == (value, retryable)
 
 
 def test_garbage_in_the_details_hides_nothing():

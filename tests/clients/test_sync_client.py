@@ -45,6 +45,7 @@ def test_unary_calls(threaded_service):
     with Client(threaded_service.target) as client:
         client.wait_ready(5)
         assert client.model().name == "fake"
+        assert len(client.models()) == 2
         assert client.detokenize(client.tokenize("ab")) == "ab"
         assert client.render_chat([{"role": "user", "content": "hi"}]).text == "<user>hi"
 

@@ -4,11 +4,17 @@ import ast
 import re
 from pathlib import Path
 
+import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import from_failure
 from penstock.service.errors import Reason
 
 ROOT = Path(__file__).parents[2]
+RETRIES = {
+    pb.RETRY_RULE_NEVER: "never",
+    pb.RETRY_RULE_AFTER_DELAY: "after a delay",
+    pb.RETRY_RULE_OTHER_REPLICA: "elsewhere",
+}
 PAGE = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
 
 
@@ -25,10 +31,10 @@ def test_every_reason_of_the_service_has_a_row_with_its_status() -> None:
     for reason in Reason:
         failure = RequestFailed(reason.code, reason.message)
         failure.reason = reason.name
-        expected[reason.name] = [reason.code.name, str(from_failure(failure).status)]
+        expected[reason.name] = [reason.code.name, str(from_failure(failure).status), RETRIES[reason.retry_rule]]
     listed = rows("Reasons of the service")
-    assert {name: row[:2] for name, row in listed.items()} == expected
-    assert all(meaning and remedy for _, _, meaning, remedy in listed.values())
+    assert {name: row[:3] for name, row in listed.items()} == expected
+    assert all(meaning and remedy for _, _, _, meaning, remedy in listed.values())
 
 
 def test_every_code_of_the_gateway_has_a_row_with_its_statuses() -> None:

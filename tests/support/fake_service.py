@@ -56,7 +56,8 @@ class FakeService(
         self.keeps = False
         self.kept: dict[str, int] = {}
         """Tokens of the contexts that may be continued."""
-        self.gone = grpc.StatusCode.NOT_FOUND
+        self.gone = "CONTEXT_NOT_FOUND"
+        """The reason of a continuation whose context is gone."""
         self.updates: list[pb.GenerationUpdate] = []
         self.on_start: Callable[[pb.GenerationStart], None] = lambda start: None
         self.target = ""
@@ -99,13 +100,14 @@ class FakeService(
         self.updates.append(update)
         if update.max_tokens > self.context_length:
             code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
-            info = _details(ErrorInfo(reason="INVALID_FIELD", domain="penstock"))
+            info = _details(ErrorInfo(reason="INVALID_FIELD", domain="penstock.dev"))
             status = Status(code=code, message="too many", details=info)
             refused = pb.FrameRefused(ref=update.ref, status=status, frame=pb.FRAME_KIND_UPDATE)
             outgoing.put_nowait(pb.GenerateResponse(frames_refused=[refused]))
 
     async def _miss(self, start: pb.GenerationStart, outgoing) -> None:
-        status = Status(code=self.gone.value[0], message="no context is kept")
+        details = _details(ErrorInfo(reason=self.gone, domain="penstock.dev"))
+        status = Status(code=grpc.StatusCode.NOT_FOUND.value[0], message="no context is kept", details=details)
         outgoing.put_nowait(pb.GenerateResponse(finished=[pb.Finished(ref=start.ref, status=status)]))
 
     async def _answer(self, start: pb.GenerationStart, outgoing) -> None:
@@ -143,7 +145,7 @@ class FakeService(
             await asyncio.Event().wait()
         if word == "fail":
             field = BadRequest.FieldViolation(field="sampling.top_p", description="must be above 0")
-            info = ErrorInfo(reason="OUT_OF_BOUNDS", domain="penstock")
+            info = ErrorInfo(reason="OUT_OF_BOUNDS", domain="penstock.dev")
             code = getattr(grpc.StatusCode, argument).value[0]
             finish(code, "as you wish", pb.FINISH_REASON_ERROR, _details(BadRequest(field_violations=[field]), info))
             return
@@ -187,7 +189,19 @@ class FakeService(
     async def GetModel(self, request, context):
         if self.key and dict(context.invocation_metadata()).get("authorization") != f"Bearer {self.key}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid API key")
-        return pb.GetModelResponse(
+        return pb.GetModelResponse(model=self._model)
+
+    async def ListModels(self, request, context):
+        """Two pages, unless all is asked for at once."""
+        if request.page_size == 1000:
+            return pb.ListModelsResponse(models=[self._model])
+        if not request.page_token:
+            return pb.ListModelsResponse(models=[self._model], next_page_token="2")
+        return pb.ListModelsResponse(models=[pb.Model(name="other")])
+
+    @property
+    def _model(self) -> pb.Model:
+        return pb.Model(
             name="fake",
             max_model_len=self.context_length,
             has_chat_template=True,

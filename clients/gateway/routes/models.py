@@ -1,13 +1,16 @@
-"""GET /v1/models: the served model, with the longest context as in vLLM."""
+"""GET /v1/models: the served models, with the longest context as in vLLM."""
 
 import time
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
+import penstock.v1 as pb
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.unsupported import model_not_found
-from penstock.v1 import GetModelResponse
+
+_MAX_MODELS = 1000
+"""The contract's limit on a page, more than a service has."""
 
 
 class ModelCard(BaseModel):
@@ -23,7 +26,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The list of models, which has one entry."""
+    """The list of models."""
 
     object: str = "list"
     data: list[ModelCard]
@@ -36,8 +39,10 @@ def make_router() -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models(caller: CallerDep) -> ModelList:
-        """Lists the served model."""
-        return ModelList(data=[_card(caller.model, created)])
+        """Lists the served models."""
+        request = pb.ListModelsRequest(page_size=_MAX_MODELS)
+        page = await caller.call(caller.stubs.model.ListModels, request)
+        return ModelList(data=[_card(model, created) for model in page.models])
 
     @router.get("/v1/models/{name:path}")  # names on the hub have a slash
     async def retrieve_model(name: str, caller: CallerDep) -> ModelCard:
@@ -49,5 +54,5 @@ def make_router() -> APIRouter:
     return router
 
 
-def _card(model: GetModelResponse, created: int) -> ModelCard:
+def _card(model: pb.Model, created: int) -> ModelCard:
     return ModelCard(id=model.name, created=created, root=model.name, max_model_len=model.max_model_len)

@@ -27,7 +27,7 @@ from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, Call
 from penstock.clients.gateway.schemas.responses import InputTokens, ResponsesRequest
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
-from penstock.v1 import GetModelResponse
+from penstock.v1 import Model
 
 _log = logging.getLogger(__name__)
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -158,7 +158,7 @@ class ResponseWriter:
         }
 
 
-def _settled(body: ResponsesRequest, model: GetModelResponse) -> Json:
+def _settled(body: ResponsesRequest, model: Model) -> Json:
     """Returns the fields of a response that the request determines; most are copies of the request's."""
     given = body.model_dump(exclude_none=True, by_alias=True, include=_RETURNED)
     return {
@@ -186,7 +186,7 @@ def _settled(body: ResponsesRequest, model: GetModelResponse) -> Json:
     }
 
 
-def _default(model: GetModelResponse, name: Literal["temperature", "top_p"]) -> float:
+def _default(model: Model, name: Literal["temperature", "top_p"]) -> float:
     """Returns the default of a sampling field: the model's, in the digits of its file, else 1."""
     defaults = model.sampling_defaults
     return float(f"{getattr(defaults, name):.6g}") if defaults.HasField(name) else 1.0

@@ -46,7 +46,7 @@ class Identity:
         self.name = name
         self.tenant = tenant
         self.metadata = call_metadata(key)
-        self.model = GetModelResponse()
+        self.response = GetModelResponse()
         self.place: SharedStream | None = None
         self.running: set[Running] = set()
         """The callers whose requests run under the key."""
@@ -58,7 +58,7 @@ class Identity:
         if self.place is not None and self.place.is_broken:
             self._recent.expire()
         try:
-            self.model = await self._recent.get()
+            self.response = await self._recent.get()
         except RequestFailed as failure:
             raise copy.copy(failure) from None  # each is raised in a different task
 

@@ -93,7 +93,7 @@ class UpstreamCaller:
         """The tenant that the header names; empty: the key's own."""
         self.counted_as = identity.tenant or place.of[0]
         """The tenant whose share of the gateway's resources the request uses."""
-        self.model = identity.model
+        self.model = identity.response.model
         """The served model, at most half a minute old when the request arrived."""
         self.settings = link.settings
         self.stubs = link.stubs
@@ -237,7 +237,7 @@ class ServiceLink:
         except grpc.aio.AioRpcError as error:
             raise failure_from_call(error, self.settings.service.target) from None
 
-    def memory_of(self, model: GetModelResponse) -> _Memory:
+    def memory_of(self, model: pb.Model) -> _Memory:
         of = (model.name, model.architecture, model.vocab_size)
         if self._memory.of != of:
             self._memory = _Memory(of)
@@ -258,15 +258,15 @@ class ServiceLink:
 
     async def _fetch_model(self, metadata: Metadata, tenant: str) -> GetModelResponse:
         traced = (*metadata, *trace_metadata())  # in the trace of the first request that needs it
-        model = await self.call(self.stubs.model.GetModel, GetModelRequest(tenant=tenant), traced)
-        rate = model.requests_per_second if model.HasField("requests_per_second") else None
-        self.refusals.set(tenant or model.tenant, rate)
-        return model
+        response = await self.call(self.stubs.model.GetModel, GetModelRequest(tenant=tenant), traced)
+        rate = response.requests_per_second if response.HasField("requests_per_second") else None
+        self.refusals.set(tenant or response.tenant, rate)
+        return response
 
     def _place_of(self, identity: Identity) -> SharedStream:
         """Returns the tenant's place, a new one if its own has gone to another tenant."""
         # An older service returns no tenant: then keys share nothing.
-        of = identity.model.tenant or identity.name.hex(), identity.model.may_act_for_others
+        of = identity.response.tenant or identity.name.hex(), identity.response.may_act_for_others
         place = self._places.get(of)
         if place is not None and self.settings.service.api_key is not None and not place.was_opened_with(identity):
             self._drop(place)  # the gateway's key has changed

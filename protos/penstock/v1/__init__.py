@@ -6,6 +6,7 @@ from penstock.v1.admin_pb2 import *
 from penstock.v1.classification_pb2 import *
 from penstock.v1.constraint_pb2 import *
 from penstock.v1.embedding_pb2 import *
+from penstock.v1.error_pb2 import *
 from penstock.v1.generation_pb2 import *
 from penstock.v1.kv_event_pb2 import *
 from penstock.v1.live_request_pb2 import *

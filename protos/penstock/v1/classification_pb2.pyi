@@ -27,6 +27,7 @@ class ClassifyRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     USE_ACTIVATION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -35,6 +36,8 @@ class ClassifyRequest(_message.Message):
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The name of the model; see GetModelRequest.model. Default: the only model."""
     use_activation: _builtins.bool
     """Whether the head's activation function is applied. Without it, values are logits. Default: true."""
     priority: _builtins.int
@@ -60,6 +63,7 @@ class ClassifyRequest(_message.Message):
     def __init__(
         self,
         *,
+        model: _builtins.str = ...,
         inputs: _abc.Iterable[_embedding_pb2.EmbedInput] | None = ...,
         use_activation: _builtins.bool | None = ...,
         priority: _builtins.int | None = ...,
@@ -71,7 +75,7 @@ class ClassifyRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_use_activation", b"_use_activation", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens", "use_activation", b"use_activation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_use_activation", b"_use_activation", "client_request_id", b"client_request_id", "inputs", b"inputs", "priority", b"priority", "tenant", b"tenant", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_activation", b"use_activation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_use_activation", b"_use_activation", "client_request_id", b"client_request_id", "inputs", b"inputs", "model", b"model", "priority", b"priority", "tenant", b"tenant", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_activation", b"use_activation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
@@ -106,7 +110,7 @@ class ClassifyResponse(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The names of the labels, as in GetModelResponse.labels."""
+        """The names of the labels, as in Model.labels."""
 
     @_builtins.property
     def usage(self) -> _output_pb2.Usage:
@@ -162,6 +166,7 @@ class ScoreRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
     QUERIES_FIELD_NUMBER: _builtins.int
     DOCUMENTS_FIELD_NUMBER: _builtins.int
     INSTRUCTION_FIELD_NUMBER: _builtins.int
@@ -172,6 +177,8 @@ class ScoreRequest(_message.Message):
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The name of the model; see GetModelRequest.model. Default: the only model."""
     instruction: _builtins.str
     """What the template gets as the message with the role `system`, such as an instruction to the model: at most 65,536
     bytes. Only with a chat template for pairs; one that does not show this role ignores it. Default: no such message.
@@ -208,6 +215,7 @@ class ScoreRequest(_message.Message):
     def __init__(
         self,
         *,
+        model: _builtins.str = ...,
         queries: _abc.Iterable[_builtins.str] | None = ...,
         documents: _abc.Iterable[_builtins.str] | None = ...,
         instruction: _builtins.str | None = ...,
@@ -221,7 +229,7 @@ class ScoreRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_instruction", b"_instruction", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_use_activation", b"_use_activation", "instruction", b"instruction", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens", "use_activation", b"use_activation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_instruction", b"_instruction", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_use_activation", b"_use_activation", "client_request_id", b"client_request_id", "documents", b"documents", "instruction", b"instruction", "priority", b"priority", "queries", b"queries", "tenant", b"tenant", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_activation", b"use_activation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_instruction", b"_instruction", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_use_activation", b"_use_activation", "client_request_id", b"client_request_id", "documents", b"documents", "instruction", b"instruction", "model", b"model", "priority", b"priority", "queries", b"queries", "tenant", b"tenant", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_activation", b"use_activation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__instruction: _TypeAlias = _typing.Literal["instruction"]  # noqa: Y015
     _WhichOneofArgType__instruction: _TypeAlias = _typing.Literal["_instruction", b"_instruction"]  # noqa: Y015

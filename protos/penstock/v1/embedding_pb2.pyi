@@ -26,6 +26,7 @@ class EmbedRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     NORMALIZE_FIELD_NUMBER: _builtins.int
@@ -35,6 +36,8 @@ class EmbedRequest(_message.Message):
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The name of the model; see GetModelRequest.model. Default: the only model."""
     dimensions: _builtins.int
     """The length of each vector: only its first `dimensions` values are returned, scaled to a length of 1 again if
     `normalize` is set. 1 to the model's `embedding_size`. For models trained for it. Default: all values.
@@ -66,6 +69,7 @@ class EmbedRequest(_message.Message):
     def __init__(
         self,
         *,
+        model: _builtins.str = ...,
         inputs: _abc.Iterable[Global___EmbedInput] | None = ...,
         dimensions: _builtins.int | None = ...,
         normalize: _builtins.bool | None = ...,
@@ -78,7 +82,7 @@ class EmbedRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "dimensions", b"dimensions", "normalize", b"normalize", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "client_request_id", b"client_request_id", "dimensions", b"dimensions", "inputs", b"inputs", "normalize", b"normalize", "priority", b"priority", "tenant", b"tenant", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "client_request_id", b"client_request_id", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "priority", b"priority", "tenant", b"tenant", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub(object):
-    """Describes the loaded model.
+    """Describes the served models.
     """
 
     def __init__(self, channel):
@@ -40,14 +40,26 @@ class ModelServiceStub(object):
                 request_serializer=penstock_dot_v1_dot_model__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_model__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/penstock.v1.ModelService/ListModels',
+                request_serializer=penstock_dot_v1_dot_model__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_model__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer(object):
-    """Describes the loaded model.
+    """Describes the served models.
     """
 
     def GetModel(self, request, context):
-        """Returns the loaded model, and the limits and features of the service.
+        """Returns a model with the limits and features of the service, and what applies to the caller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListModels(self, request, context):
+        """Lists the served models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +73,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_model__pb2.GetModelRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_model__pb2.GetModelResponse.SerializeToString,
             ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=penstock_dot_v1_dot_model__pb2.ListModelsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_model__pb2.ListModelsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'penstock.v1.ModelService', rpc_method_handlers)
@@ -70,7 +87,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """Describes the loaded model.
+    """Describes the served models.
     """
 
     @staticmethod
@@ -90,6 +107,33 @@ class ModelService(object):
             '/penstock.v1.ModelService/GetModel',
             penstock_dot_v1_dot_model__pb2.GetModelRequest.SerializeToString,
             penstock_dot_v1_dot_model__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ModelService/ListModels',
+            penstock_dot_v1_dot_model__pb2.ListModelsRequest.SerializeToString,
+            penstock_dot_v1_dot_model__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

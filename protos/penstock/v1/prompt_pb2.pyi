@@ -53,7 +53,7 @@ class TokenIds(_message.Message):
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids, in order: 1 to the model's context minus one (for a token of output), or, for a prompt that is truncated,
-        to 1,048,576 (or the context, if that is more). Each is below the vocabulary size, GetModelResponse.vocab_size.
+        to 1,048,576 (or the context, if that is more). Each is below the vocabulary size, Model.vocab_size.
         """
 
     def __init__(

@@ -23,7 +23,7 @@ class SamplingParams(_message.Message):
     """How tokens are chosen. Applied in this order: penalties, logit_bias and masks, temperature, top_k, top_p, min_p.
 
     A field that is set applies, whatever its value. For the others the model's generation_config.json has the defaults.
-    GetModelResponse.sampling_defaults reports them; the service's --generation-config none turns them off.
+    Model.sampling_defaults reports them; the service's --generation-config none turns them off.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

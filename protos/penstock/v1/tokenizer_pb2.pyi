@@ -25,11 +25,14 @@ class TokenizeRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     INCLUDE_TEXT_OFFSETS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The name of the model; see GetModelRequest.model. Default: the only model."""
     text: _builtins.str
     """The text: at most 4 MiB of UTF-8 and 786,432 tokens. Special tokens spelled in it are ordinary text."""
     add_special_tokens: _builtins.bool
@@ -47,6 +50,7 @@ class TokenizeRequest(_message.Message):
     def __init__(
         self,
         *,
+        model: _builtins.str = ...,
         text: _builtins.str = ...,
         add_special_tokens: _builtins.bool | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
@@ -55,7 +59,7 @@ class TokenizeRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "include_text_offsets", b"include_text_offsets", "text", b"text", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "include_text_offsets", b"include_text_offsets", "model", b"model", "text", b"text", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -106,9 +110,12 @@ class DetokenizeRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_TEXT_OFFSETS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The name of the model; see GetModelRequest.model. Default: the only model."""
     include_special_tokens: _builtins.bool
     """Whether the text includes special tokens. Default: false."""
     include_text_offsets: _builtins.bool
@@ -120,13 +127,14 @@ class DetokenizeRequest(_message.Message):
     def __init__(
         self,
         *,
+        model: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         include_special_tokens: _builtins.bool = ...,
         include_text_offsets: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_special_tokens", b"include_special_tokens", "include_text_offsets", b"include_text_offsets", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_special_tokens", b"include_special_tokens", "include_text_offsets", b"include_text_offsets", "model", b"model", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,7 +174,10 @@ class RenderChatRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The name of the model; see GetModelRequest.model. Default: the only model."""
     @_builtins.property
     def chat(self) -> _prompt_pb2.Chat:
         """The conversation. Required."""
@@ -174,11 +185,12 @@ class RenderChatRequest(_message.Message):
     def __init__(
         self,
         *,
+        model: _builtins.str = ...,
         chat: _prompt_pb2.Chat | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -218,7 +230,10 @@ class DescribeTokensRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The name of the model; see GetModelRequest.model. Default: the only model."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The token ids: 0 to 65,536, each below the vocabulary size."""
@@ -226,11 +241,12 @@ class DescribeTokensRequest(_message.Message):
     def __init__(
         self,
         *,
+        model: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -187,7 +187,7 @@ async def test_calls_of_all_kinds_reach_the_child(replica: ServeReplica) -> None
             texts[delta.ref] += delta.text
     assert set(texts.values()) == {whole.choices[0].text}
     model = await replica.GetModel(pb.GetModelRequest(), Context())
-    assert model.name == "demo"
+    assert model.model.name == "demo"
     tokens = await replica.Tokenize(pb.TokenizeRequest(text="kernel"), Context())
     text = await replica.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids), Context())
     assert text.text == "kernel"

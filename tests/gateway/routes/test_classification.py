@@ -30,7 +30,7 @@ class Classifier(classification_pb2_grpc.ClassificationServiceServicer, model_pb
         self.requests = []
 
     async def GetModel(self, request, context):
-        return pb.GetModelResponse(name="reranker", max_model_len=64)
+        return pb.GetModelResponse(model=pb.Model(name="reranker", max_model_len=64))
 
     async def Classify(self, request, context):
         self.requests.append(request)

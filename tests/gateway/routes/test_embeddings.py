@@ -36,7 +36,7 @@ class Embedder(embedding_pb2_grpc.EmbeddingServiceServicer, model_pb2_grpc.Model
         self.began = asyncio.Event()
 
     async def GetModel(self, request, context):
-        return pb.GetModelResponse(name="embedder", max_model_len=64)
+        return pb.GetModelResponse(model=pb.Model(name="embedder", max_model_len=64))
 
     async def Embed(self, request, context):
         self.requests.append(request)

@@ -51,7 +51,8 @@ def answer_number(engine):
 def check(model, prompt, answer, happened):
     """Every token is the likeliest after the history before it."""
     assert [len(tokens) for _, tokens in happened] == [len(tokens) for tokens in INJECTED.values()]
-    history, positions, at = list(prompt), [], 0
+    history, at = list(prompt), 0
+    positions: list[int] = []
     for num_before, tokens in [*happened, (len(answer.token_ids), [])]:
         positions += range(len(history), len(history) + num_before - at)
         history += [*answer.token_ids[at:num_before], *tokens]

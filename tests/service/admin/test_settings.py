@@ -164,7 +164,7 @@ class TestChanging:
 
     async def test_clients_see_the_new_limits(self, service):
         await update(service, max_num_seqs=7, max_queued_requests=8, policy=pb.SCHEDULING_POLICY_PRIORITY)
-        model = await service.model.GetModel(pb.GetModelRequest())
+        model = (await service.model.GetModel(pb.GetModelRequest())).model
         assert (model.limits.max_num_seqs, model.limits.max_queued_requests) == (7, 8)
         assert "priority" in model.features
         assert model.name == "bytes"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from graphlib import TopologicalSorter
 from typing import Any
 
 import grpc
@@ -63,17 +64,17 @@ class TestItself:
         for name in names:
             await call.write(request(file_containing_symbol=name))
             found = (await call.read()).file_descriptor_response.file_descriptor_proto
-            files = [descriptor_pb2.FileDescriptorProto.FromString(each) for each in found]
+            files = {file.name: file for file in map(descriptor_pb2.FileDescriptorProto.FromString, found)}
             pool = descriptor_pool.DescriptorPool()
-            for file in reversed(files):
-                pool.Add(file)
+            for file in TopologicalSorter({file.name: file.dependency for file in files.values()}).static_order():
+                pool.Add(files[file])
             assert pool.FindServiceByName(name).methods
         await call.done_writing()
 
     async def test_the_model(self, start_service):
         scheduler = SchedulerConfig(max_num_seqs=7, max_queued_requests=9)
         service = await start_service(scheduler=scheduler)
-        model = await service.model.GetModel(pb.GetModelRequest())
+        model = (await service.model.GetModel(pb.GetModelRequest())).model
         assert (model.name, model.architecture, model.backend, model.dtype) == ("bytes", "fake", "fake", "float32")
         assert (model.quantization, model.kv_cache_dtype) == ("none", "float32")
         assert (model.vocab_size, model.max_model_len, list(model.eos_token_ids)) == (258, 4096, [256])
@@ -85,7 +86,7 @@ class TestItself:
 
     async def test_the_rows_of_a_step_are_those_that_its_budget_has_tokens_for(self, start_service):
         service = await start_service(scheduler=SchedulerConfig(max_num_seqs=7, max_num_batched_tokens=5))
-        limits = (await service.model.GetModel(pb.GetModelRequest())).limits
+        limits = (await service.model.GetModel(pb.GetModelRequest())).model.limits
         assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (5, 5)
 
     async def test_the_tokenizer(self, start_service, details_of):

@@ -18,7 +18,7 @@ from penstock.service.config.limits import FIELD_BOUNDS, Validator
 from penstock.service.errors import ServiceError
 from penstock.v1 import admin_pb2, classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 
-LIMITS = ModelLimits(vocab_size=258, max_model_len=4096)
+LIMITS = ModelLimits(vocab_size=258, max_model_len=4096, model_name="m")
 REFUSED_WITHIN_S = 0.010
 MODULES = (admin_pb2, classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
 
@@ -151,6 +151,8 @@ def complete(message: Any) -> None:
     match message:
         case pb.Chat() if not message.messages:
             message.messages.add(role="user")
+        case pb.RenderChatRequest():
+            complete(message.chat)
         case pb.ChatMessage():
             message.role = message.role or "user"
         case pb.ToolCall():
@@ -249,8 +251,8 @@ async def send(service: Any, method: str, request: Any) -> None:
     elif method in ("Classify", "Embed", "Score"):
         stub = service.embedding if method == "Embed" else service.classification
         await getattr(stub, method)(request)
-    elif method == "GetModel":
-        await service.model.GetModel(request)
+    elif method in ("GetModel", "ListModels"):
+        await getattr(service.model, method)(request)
     elif hasattr(service.admin, method):
         call = getattr(service.admin, method)(request)
         await (call.read() if method.startswith("Watch") else call)
@@ -361,6 +363,8 @@ def test_the_bounds_themselves_are_allowed(name):
         match bound:
             case kinds.Number(low=low, high=high):
                 good = [LIMITS.resolve(high), low]
+            case kinds.ServedModel():
+                good = [LIMITS.model_name]
             case kinds.Text(low=low, high=high) if bound.pattern is None:
                 good = ["x" * low, "x" * high]
             case kinds.Known(numbers=numbers):

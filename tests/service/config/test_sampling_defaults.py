@@ -173,9 +173,9 @@ class TestRequests:
 
 async def test_the_model_reports_them(start_service):
     service = await start_service(sampling_defaults=DEFAULTS)
-    model = await service.model.GetModel(pb.GetModelRequest())
+    model = (await service.model.GetModel(pb.GetModelRequest())).model
     assert model.sampling_defaults == DEFAULTS.sampling
-    plain = await (await start_service()).model.GetModel(pb.GetModelRequest())
+    plain = (await (await start_service()).model.GetModel(pb.GetModelRequest())).model
     assert not plain.sampling_defaults.ListFields()
 
 

@@ -64,7 +64,14 @@ TEXTS = (
 )
 
 
-GOOD_TEXTS = {"tenant": "", "traceparent": "", "continue_from": "", "role": "user", "service": "penstock.live"}
+GOOD_TEXTS = {
+    "model": "",
+    "tenant": "",
+    "traceparent": "",
+    "continue_from": "",
+    "role": "user",
+    "service": "penstock.live",
+}
 
 
 class Method(NamedTuple):

@@ -204,9 +204,9 @@ async def test_draft_statistics_are_logged_periodically(start_service, caplog):
 
 
 async def test_the_model_is_described_with_it(controller, start_service):
-    model = await controller.model.GetModel(pb.GetModelRequest())
+    model = (await controller.model.GetModel(pb.GetModelRequest())).model
     assert (model.speculation, model.limits.max_draft_tokens) == ("ngram", 4)
-    plain = await (await start_service()).model.GetModel(pb.GetModelRequest())
+    plain = (await (await start_service()).model.GetModel(pb.GetModelRequest())).model
     assert (plain.speculation, plain.limits.max_draft_tokens) == ("", 0)
 
 

@@ -144,7 +144,7 @@ async def test_they_are_refused_in_what_is_embedded(start_service, tokenizer):
 
 async def test_the_service_reports_the_smaller_number(start_service, tokenizer):
     service = await start_service(tokenizer=tokenizer)
-    assert (await service.model.GetModel(pb.GetModelRequest())).vocab_size == NUM_ROWS
+    assert (await service.model.GetModel(pb.GetModelRequest())).model.vocab_size == NUM_ROWS
     tokens = await service.tokenizer.Tokenize(pb.TokenizeRequest(text="penstock"))
     assert tokens.token_ids == [WORD]
     with pytest.raises(grpc.aio.AioRpcError, match="must be below the vocabulary size, 258; it is 259"):

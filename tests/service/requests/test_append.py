@@ -40,10 +40,14 @@ def chat(*texts, role="user", **fields):
 class Stream:
     """One multiplexed stream, and what it brought."""
 
-    def __init__(self, service, reading):
+    def __init__(self, service, reading, details_of):
         self.service = service
+        self.details_of = details_of
         self.call = service.generation.Generate()
         self.reading = reading
+
+    def reason_of(self, status):
+        return self.details_of(status)["ErrorInfo"].reason
 
     async def send(self, *frames):
         for frame in frames:
@@ -82,9 +86,7 @@ class Stream:
 def open_stream(start_service, new_reading, details_of):
     async def open_stream(executor=None, scheduler=None, **config):
         service = await start_service(executor or FakeExecutor(vocab_size=258), scheduler, **config)
-        stream = Stream(service, new_reading())
-        stream.reason_of = lambda status: details_of(status)["ErrorInfo"].reason
-        return stream
+        return Stream(service, new_reading(), details_of)
 
     return open_stream
 

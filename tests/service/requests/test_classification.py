@@ -320,7 +320,7 @@ class TestModels:
             assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert details_of(error)["ErrorInfo"].reason == "NO_CLASSIFIER"
             assert "ForSequenceClassification" in error.details()
-        model = await service.model.GetModel(pb.GetModelRequest())
+        model = (await service.model.GetModel(pb.GetModelRequest())).model
         assert not model.labels
         assert {"generation", "embeddings"} <= {*model.features}
         assert not {"classification", "scoring"} & {*model.features}
@@ -331,7 +331,7 @@ class TestModels:
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert details_of(error)["ErrorInfo"].reason == "SEVERAL_LABELS"
         assert "has 3 labels" in error.details()
-        model = await service.model.GetModel(pb.GetModelRequest())
+        model = (await service.model.GetModel(pb.GetModelRequest())).model
         assert model.labels == ["bad", "fine", "good"]
         assert "classification" in model.features
         assert not {"chat", "generation", "scoring"} & {*model.features}
@@ -342,7 +342,7 @@ class TestModels:
         error = await failure(service.generation.Complete(pb.CompleteRequest(start=start)))
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert details_of(error)["ErrorInfo"].reason == "NO_GENERATION"
-        assert "scoring" in (await service.model.GetModel(pb.GetModelRequest())).features
+        assert "scoring" in (await service.model.GetModel(pb.GetModelRequest())).model.features
 
     async def test_a_head_of_tokens_leaves_generation_as_it_is(self, start_service):
         service = await start_service(head=RERANKER)

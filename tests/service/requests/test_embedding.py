@@ -149,7 +149,7 @@ class TestVectors:
 
     async def test_the_model_description_lists_embeddings(self, start_service):
         service = await start_service()
-        model = await service.model.GetModel(pb.GetModelRequest())
+        model = (await service.model.GetModel(pb.GetModelRequest())).model
         assert "embeddings" in model.features
         assert model.embedding_size == HIDDEN_SIZE
 

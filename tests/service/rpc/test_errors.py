@@ -3,6 +3,7 @@
 import grpc
 import pytest
 
+import penstock.v1 as pb
 from penstock.scheduler.request import EngineFinishReason, RefusalKind, Refused
 from penstock.service.errors import (
     MAX_STATUS_BYTES,
@@ -25,8 +26,19 @@ def test_every_reason_is_in_the_catalogue(reason, details_of):
     assert status_code(status) not in (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN)
     assert status.message
     details = details_of(status)
-    assert (details["ErrorInfo"].reason, details["ErrorInfo"].domain) == (reason.name, "penstock")
+    assert (details["ErrorInfo"].reason, details["ErrorInfo"].domain) == (reason.name, "penstock.dev")
     assert details["RequestInfo"].request_id == REQUEST_ID
+
+
+def test_the_contract_has_the_same_reasons_and_their_rules():
+    values = pb.ErrorReason.DESCRIPTOR.values
+    assert [value.name for value in values[1:]] == [f"ERROR_REASON_{reason.name}" for reason in Reason]
+    for reason in Reason:
+        is_retried = reason.retry_rule in (pb.RETRY_RULE_AFTER_DELAY, pb.RETRY_RULE_OTHER_REPLICA)
+        assert is_retried or reason.retry_rule == pb.RETRY_RULE_NEVER
+        assert (reason.retry_after_ms is not None) == is_retried, "the delay goes with the rule"
+        # gRPC's clients retry these codes alone
+        assert not is_retried or reason.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 
 
 @pytest.mark.parametrize("text", ["x" * 100_000, "ü" * 100_000, "\U0001f600" * 100_000, "\ud800" * 5000])
