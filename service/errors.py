@@ -84,6 +84,10 @@ class Reason(Enum):
         _Code.NOT_FOUND,
         "no context of that request is kept, or no longer; send the whole context instead",
     )
+    SETTINGS_CHANGED = (
+        _Code.ABORTED,
+        "the settings have changed since; get them again, and repeat the change with their etag if it is still wanted",
+    )
     REQUEST_UNKNOWN = (_Code.NOT_FOUND, "no request with this id is known")
     UNKNOWN_SERVICE = (_Code.NOT_FOUND, "no service with this name is served here")
     UNAUTHENTICATED = (
