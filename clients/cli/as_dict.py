@@ -1,4 +1,4 @@
-"""Converts a protobuf message to plain data for JSON: every field by its name, numbers as numbers, durations in seconds."""
+"""Converts protobuf messages to plain data for JSON, every field by its name; and durations to seconds and back."""
 
 from collections.abc import Sequence
 from typing import Any

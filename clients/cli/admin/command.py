@@ -14,7 +14,7 @@ from tqdm import tqdm
 import penstock.v1 as pb
 from penstock.clients.cli.admin.client import AdminClient, call_admin
 from penstock.clients.cli.as_dict import as_dict, duration_of
-from penstock.clients.cli.command_parser import CommandParser, nearest, number_where
+from penstock.clients.cli.command_parser import CommandParser, nearest
 from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, RequestFailed, shown
 
@@ -142,7 +142,7 @@ def settings_parser() -> argparse.ArgumentParser:
     changes.add_argument(
         "--target-itl",
         dest="target_itl",
-        type=number_where(lambda value: 0 <= value <= 1e9, "must be a number of milliseconds, from 0; it is {0!r}"),
+        type=float,
         metavar="MS",
         help="target time between a stream's tokens, met by computing prompts in chunks; 0: the service decides",
     )
@@ -181,7 +181,10 @@ def _update(arguments: argparse.Namespace) -> pb.UpdateSettingsRequest:
         if (number := getattr(arguments, name)) is not None:
             _set(settings, name, number, _FLAGS[name])
     if arguments.target_itl is not None:
-        settings.target_itl.CopyFrom(duration_of(arguments.target_itl / 1000))
+        try:
+            settings.target_itl.CopyFrom(duration_of(arguments.target_itl / 1000))
+        except (OverflowError, ValueError):
+            raise PenstockError(f"--target-itl: must be 0 to 60,000 ms; it is {arguments.target_itl:g}") from None
     settings.tenants.extend(_tenant(f"--tenant {name}", name, written) for name, written in arguments.tenant)
     if arguments.default_tenant is not None:
         settings.default_tenant.CopyFrom(_tenant("--default-tenant", "", arguments.default_tenant))

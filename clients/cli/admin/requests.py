@@ -70,9 +70,9 @@ def cancel(argv: list[str] | None = None) -> int:
         return asyncio.run(_cancel_ids(service, list(dict.fromkeys(arguments.ids))))
     if not arguments.yes and not _is_confirmed(service, wanted):
         return 1
-    request = (
-        pb.CancelRequestsRequest(all=pb.AllRequests()) if arguments.all else pb.CancelRequestsRequest(filter=wanted)
-    )
+    request = pb.CancelRequestsRequest(all=pb.AllRequests())
+    if not arguments.all:
+        request.filter.CopyFrom(wanted)
     _report(call_admin(service, "CancelRequests", request, _CANCEL_TIMEOUT_S).cancelled_requests)
     return 0
 
