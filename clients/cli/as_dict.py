@@ -17,7 +17,7 @@ def as_dict(message: Any) -> dict[str, Any]:
 
 def seconds_of(value: Duration) -> float:
     """Returns a Duration in seconds."""
-    return value.seconds + value.nanos / 1e9
+    return value.ToNanoseconds() / 1e9
 
 
 def duration_of(seconds: float) -> Duration:

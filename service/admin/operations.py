@@ -94,7 +94,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def UpdateSettings(self, request: pb.UpdateSettingsRequest, context: Context) -> pb.UpdateSettingsResponse:
         self._validator.check(request)
         settings = self._settings.update(request)
-        _log_change(f"settings: {text_format.MessageToString(request, as_one_line=True)}")
+        _log_change(f"changed {text_format.MessageToString(request, as_one_line=True)}")
         return pb.UpdateSettingsResponse(settings=settings)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:

@@ -14,7 +14,7 @@ def to_duration(seconds: float) -> Duration:
 
 def to_seconds(value: Duration) -> float:
     """Returns the seconds of a valid Duration."""
-    return value.seconds + value.nanos / 1e9
+    return value.ToNanoseconds() / 1e9
 
 
 def is_valid(value: Duration) -> bool:

@@ -112,10 +112,10 @@ class Span(Bound):
     def problem(self, value: Duration, limits: ModelLimits) -> Problem | None:
         if not is_valid(value):
             return Problem("must be a valid Duration: nanos below 10^9, and of the same sign as seconds")
-        seconds = to_seconds(value)
-        if self.low <= seconds <= self.high:
+        if round(self.low * 1e9) <= value.ToNanoseconds() <= round(self.high * 1e9):
             return None
-        return Problem(f"must be at least {self.low:,g} s and at most {self.high:,} s; it is {seconds:,.9g} s")
+        text = f"must be at least {self.low:,g} s and at most {self.high:,} s; it is {to_seconds(value):,.9g} s"
+        return Problem(text)
 
 
 @dataclass(frozen=True, slots=True)
