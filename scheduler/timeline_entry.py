@@ -110,7 +110,7 @@ class UpdateDetail:
 Detail = (
     AcceptedDetail | WaitDetail | DraftDetail | PreemptionDetail | HoldCause | UpdateDetail | EngineFinishReason | None
 )
-"""What an entry says besides its steps and tokens."""
+"""What an entry has besides its steps and tokens, by its kind."""
 
 
 @dataclass(slots=True, eq=False)

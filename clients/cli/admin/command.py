@@ -52,7 +52,7 @@ examples:
   penstock settings --tenant acme weight=2,max-live-requests=8 --forget-tenant zenith
   penstock settings --max-queued-requests 100 --json
   penstock settings --reset max-num-seqs                   back to the value of penstock serve
-  penstock settings --max-num-seqs 64 --etag 3f0c...       only if nobody else has changed the settings since
+  penstock settings --max-num-seqs 64 --etag 3f0c...       only if the settings have not changed since
 
 Settings of a tenant that are not given get their defaults: a weight of 1, no caps and no rates. Either all changes are
 made or none, and no request is lost. Changes last until the service stops; to keep one, pass it to penstock serve too.

@@ -1,4 +1,4 @@
-"""Words for what the entries of a request's timeline say: what it waited for, why it was held or preempted."""
+"""Describes the entries of a request's timeline: what it waited for, why it was held or preempted."""
 
 from collections.abc import Callable, Mapping
 
@@ -27,13 +27,13 @@ _PREEMPTIONS: Mapping[int, str] = {
 
 
 def wait_words(wait: pb.WaitDetail) -> str:
-    """Says what a choice waited for, after "waited for"."""
+    """Returns the words after "waited for"."""
     words = _WAITS.get(wait.cause)
     return "something that this version of penstock does not know" if words is None else words(wait)
 
 
 def hold_words(cause: int) -> str:
-    """Says why a request was held, after "was held"."""
+    """Returns the words after "was held:"."""
     return _HOLDS.get(cause, "for a reason that this version of penstock does not know")
 
 

@@ -174,9 +174,9 @@ def test_what_a_caller_changed():
 
 def test_causes_of_a_newer_service():
     timeline = [
-        entry(0, 5, "WAITED", wait=pb.WaitDetail(cause=99)),
+        entry(0, 5, "WAITED", wait=pb.WaitDetail(cause=99)),  # type: ignore[arg-type]
         entry(5, 5, "HELD", hold_cause=99),
-        entry(10, 0, "PREEMPTED", preemption=pb.PreemptionDetail(cause=99)),
+        entry(10, 0, "PREEMPTED", preemption=pb.PreemptionDetail(cause=99)),  # type: ignore[arg-type]
         entry(10, 0, "ENDED", end=99),
     ]
     text = plain(response(timeline, end=99))
@@ -196,8 +196,8 @@ def test_every_cause_is_in_the_documentation():
         numbers = pb.WaitDetail(cause=cause, requests_ahead=1, max_rows=1, free_blocks=1, needed_blocks=1)
         numbers.step_tokens = 1
         assert documented(wait_words(numbers)), cause
-    for cause in pb.HoldCause.values()[1:]:
-        assert documented(hold_words(cause)), cause
+    for hold_cause in pb.HoldCause.values()[1:]:
+        assert documented(hold_words(hold_cause)), hold_cause
     for name in pb.PreemptionCause.keys()[1:]:
         event = entry(0, 0, "PREEMPTED", preemption=preempted(name.removeprefix("PREEMPTION_CAUSE_"), "ID", 1))
         assert documented(event_words(event, ID).removeprefix("preempted: ")), name

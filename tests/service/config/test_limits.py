@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 import pytest
+from bounds.wire_types import bad_wire_values, good_wire_values
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
-from wire_type_values import bad_wire_values, good_wire_values
 
 import penstock.v1 as pb
 from penstock.service.config import field_rules as kinds, limits as bounds

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from datetime import timedelta
 
 import pytest
 import uvloop
 
 import penstock.v1 as pb
+from penstock.clients.cli.as_dict import duration_of
 from penstock.service.telemetry.event_loop_lag import MAX_SAMPLES, PERIOD_S, Lag, LoopLag
 
 
@@ -148,7 +148,7 @@ async def read(answers):
 
 async def test_watch_stats_reports_each_interval(start_service):
     service = await start_service(admin_listen="127.0.0.1:0")
-    answers = service.admin.WatchStats(pb.WatchStatsRequest(interval=timedelta(seconds=1)))
+    answers = service.admin.WatchStats(pb.WatchStatsRequest(interval=duration_of(1)))
     await read(answers)
     time.sleep(PERIOD_S + 0.1)  # noqa: ASYNC251
     held_up = await read(answers)
@@ -165,7 +165,7 @@ async def test_the_first_answer_has_the_interval_before_it(start_service):
     async with asyncio.timeout(120):
         while sampler.num_samples == before:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    answers = service.admin.WatchStats(pb.WatchStatsRequest(interval=timedelta(hours=1)))
+    answers = service.admin.WatchStats(pb.WatchStatsRequest(interval=duration_of(3600)))
     assert (await read(answers)).max.ToMicroseconds() >= 100_000
 
 
@@ -175,7 +175,7 @@ async def test_an_interval_is_reported_once(start_service):
     sampler.stop()
     sampler._samples.extend([0.5] * 4)
     sampler.num_samples += 4
-    answers = service.admin.WatchStats(pb.WatchStatsRequest(interval=timedelta(seconds=0.1)))
+    answers = service.admin.WatchStats(pb.WatchStatsRequest(interval=duration_of(0.1)))
     async with asyncio.timeout(120):
         assert (await answers.read()).loop_lag.max.ToMilliseconds() == 500
         assert not (await answers.read()).HasField("loop_lag")
