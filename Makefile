@@ -92,7 +92,7 @@ $(LINKS): $(ENVIRONMENT)
 	@rm -rf .dev && mkdir -p .dev/types
 	@$(link-rooms)
 	@$(BIN)/python -P -m grpc_tools.protoc -I protos --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
-	  --mypy_out=quiet:.dev/types google/rpc/code.proto google/rpc/status.proto google/rpc/error_details.proto
+	  --mypy_out=quiet:.dev/types google/api/{annotations,http}.proto google/rpc/{code,error_details,status}.proto
 	@touch $@
 
 link-rooms = mkdir -p .dev/penstock; ln -sfn ../../protos/penstock/v1 .dev/penstock/v1; \

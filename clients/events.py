@@ -68,10 +68,10 @@ class Usage:
 class Timings:
     """When each phase of a request ended, in microseconds since its arrival at the service."""
 
-    queued_us: int = 0
-    prefill_us: int = 0
-    first_token_us: int = 0
-    total_us: int = 0
+    queued_ms: float = 0.0
+    prefill_ms: float = 0.0
+    first_token_ms: float = 0.0
+    total_ms: float = 0.0
     preemptions: int = 0
     """How often the request lost its KV cache to others."""
     restarts: int = 0

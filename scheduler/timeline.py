@@ -1,16 +1,27 @@
 """Records each request's timeline: what it waited for, which steps it was in, and why. Decides nothing.
 
 Only changes are recorded. A decoding row costs nothing in a step, and a sequence that still waits for the same thing
-costs one comparison. No token and no request is kept, only counts, times and short texts.
+costs one comparison. No token and no request is kept, only counts, times and ids.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, auto
 from operator import attrgetter
 
-from penstock.scheduler.request import Change, Request
+from penstock.scheduler.request import Change, EngineFinishReason, Request
+from penstock.scheduler.timeline_entry import (
+    AcceptedDetail,
+    Detail,
+    DraftDetail,
+    EntryKind,
+    HoldCause,
+    PreemptionDetail,
+    TimelineEntry,
+    UpdateDetail,
+    WaitCause,
+    WaitDetail,
+)
 
 MAX_ENTRIES = 512
 """The maximum number of entries of a timeline. In a longer one the middle is left out."""
@@ -21,60 +32,14 @@ INTERLUDE_S = 0.1
 _BEGINNING = attrgetter("at")
 
 
-class EntryKind(Enum):
-    """The kind of an entry."""
-
-    ACCEPTED = auto()
-    WAITED = auto()
-    BEGAN = auto()
-    PREFILLED = auto()
-    DECODED = auto()
-    PREEMPTED = auto()
-    RESTARTED = auto()
-    HELD = auto()
-    UPDATED = auto()
-    ENDED = auto()
-
-
-class Cause(Enum):
-    """What a sequence waits for, or why it is held. The numbers passed to ``Timeline.waits`` fill the gaps."""
-
-    TURN = "its turn: {} ahead of it"
-    NEXT_PLAN = "the next step"
-    ROWS = "a row: all {} run"
-    BLOCKS = "blocks: {} are free, {} needed"
-    BUDGET = "its turn: the step's {} tokens go to others"
-    PREFIX = "its prefix, which another request computes"
-    LAST_ANSWER = "the result of its last step"
-    WORKER = "the new worker"
-    SUSPECT = "few requests run at a time, to find out which one crashed the worker"
-    UNREAD = "its stream is not read"
-
-
-@dataclass(slots=True, eq=False)
-class TimelineEntry:
-    """An event, or a state with a duration. Times are by the timeline's clock."""
-
-    kind: EntryKind
-    at: float
-    until: float | None
-    """None: it has not ended."""
-    choice: int = 0
-    first_step: int | None = None
-    last_step: int | None = None
-    num_tokens: int = 0
-    """Tokens of all steps from the first to the last. The chunks of one entry have equal lengths, one in each step."""
-    detail: str = ""
-
-
 @dataclass(slots=True, eq=False)
 class _Track:
     """The state of one sequence: what it waits for, or which stretch of steps it is in."""
 
-    cause: Cause | None = None
+    cause: WaitCause | HoldCause | None = None
     entry: TimelineEntry | None = None
     """The current entry."""
-    cause_before: Cause | None = None
+    cause_before: WaitCause | HoldCause | None = None
     wait_before: TimelineEntry | None = None
     """The wait until ``entry`` began, which may still continue."""
     num_output_tokens: int = 0
@@ -91,7 +56,7 @@ class _Track:
     def add_drafts(self, entry: TimelineEntry) -> None:
         """Adds the counts of drafts to an entry of decoding."""
         if self.num_drafted:
-            entry.detail = f"{self.num_accepted} of {self.num_drafted} drafts accepted"
+            entry.detail = DraftDetail(self.num_drafted, self.num_accepted)
 
 
 class Timeline:
@@ -109,8 +74,8 @@ class Timeline:
         """The time from its arrival to the first token, as its caller received it."""
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
-        self.ended_by = ""
-        """The name of a ``FinishReason``; empty while it lives."""
+        self.ended_by: EngineFinishReason | None = None
+        """None while it lives."""
         self._clock = clock
         self._tracks = [_Track() for _ in range(request.n)]
         self._hold: TimelineEntry | None = None
@@ -147,20 +112,22 @@ class Timeline:
         now."""
         if predicted_ttft_s is not None:
             self.predicted_ttft_s = self._clock() - self.arrival + predicted_ttft_s
-        self._add_event(EntryKind.ACCEPTED, detail=f"position {position} in the queue")
+        self._add_event(EntryKind.ACCEPTED, detail=AcceptedDetail(position))
         if position:
-            self.waits(0, Cause.TURN, position)
+            self.waits(0, WaitCause.TURN, position)
         else:
-            self.waits(0, Cause.NEXT_PLAN)
+            self.waits(0, WaitCause.NEXT_STEP)
 
-    def waits(self, choice: int, cause: Cause, *numbers: int) -> None:
+    def waits(self, choice: int, cause: WaitCause | HoldCause, *numbers: int) -> None:
         """Records that a plan did not include the waiting sequence. While the cause stays the same, nothing is
         recorded: the numbers shown are the first ones."""
         track = self._tracks[choice]
         if track.cause is cause or self._hold is not None:
             return
-        kind = EntryKind.HELD if cause is Cause.SUSPECT else EntryKind.WAITED
-        entry = self._open(kind, choice, detail=cause.value.format(*numbers))
+        if isinstance(cause, HoldCause):
+            entry = self._open(EntryKind.HELD, choice, detail=cause)
+        else:
+            entry = self._open(EntryKind.WAITED, choice, detail=WaitDetail(cause, numbers))
         if track.cause is None or track.entry is None:
             self._continue_with(track, entry)
         elif track.cause_before is cause and track.wait_before is not None and entry.at - track.entry.at < INTERLUDE_S:
@@ -180,7 +147,7 @@ class Timeline:
             for track in self._tracks:
                 if track.cause is not None:
                     self._continue_with(track, None)
-            self._hold = self._open(EntryKind.HELD, 0, detail=Cause.UNREAD.value)
+            self._hold = self._open(EntryKind.HELD, 0, detail=HoldCause.UNREAD)
 
     def released(self) -> None:
         if self._hold is not None:
@@ -235,26 +202,20 @@ class Timeline:
         track.num_output_tokens = num_output_tokens
         self._continue_with(track, None)
 
-    def preempted(self, choice: int, step: int, why: str) -> None:
+    def preempted(self, choice: int, step: int, why: PreemptionDetail) -> None:
         """Records that its row was preempted when this step was planned; it waits again."""
         self._add_event(EntryKind.PREEMPTED, choice, step, detail=why)
-        self.waits(choice, Cause.NEXT_PLAN)
+        self.waits(choice, WaitCause.NEXT_STEP)
 
     def restarted(self, step: int) -> None:
         """Records that the worker died before this step was planned, with everything computed for the request."""
-        self._add_event(EntryKind.RESTARTED, 0, step, detail="the worker died: all is computed again")
+        self._add_event(EntryKind.RESTARTED, 0, step)
 
     def updated(self, change: Change) -> None:
-        changes = []
-        if change.priority is not None:
-            changes.append(f"priority {change.priority}")
-        if change.deadline is not None:
-            changes.append(f"deadline in {change.deadline - self._clock():.1f} s")
-        if change.max_tokens is not None:
-            changes.append(f"at most {change.max_tokens} tokens")
-        self._add_event(EntryKind.UPDATED, detail=", ".join(changes))
+        timeout_s = None if change.deadline is None else change.deadline - self._clock()
+        self._add_event(EntryKind.UPDATED, detail=UpdateDetail(change.priority, timeout_s, change.max_tokens))
 
-    def ended(self, reason: str) -> None:
+    def ended(self, reason: EngineFinishReason) -> None:
         for track in self._tracks:
             self._continue_with(track, None)
         self._tracks = []  # frees those of a request with thousands of sequences
@@ -278,7 +239,7 @@ class Timeline:
         track.wait_before = None
 
     def _open(
-        self, kind: EntryKind, choice: int, step: int | None = None, num_tokens: int = 0, detail: str = ""
+        self, kind: EntryKind, choice: int, step: int | None = None, num_tokens: int = 0, detail: Detail = None
     ) -> TimelineEntry:
         return TimelineEntry(kind, self._clock(), None, choice, step, step, num_tokens, detail)
 
@@ -288,7 +249,7 @@ class Timeline:
             self._add(entry)
 
     def _add_event(
-        self, kind: EntryKind, choice: int = 0, step: int | None = None, num_tokens: int = 0, detail: str = ""
+        self, kind: EntryKind, choice: int = 0, step: int | None = None, num_tokens: int = 0, detail: Detail = None
     ) -> None:
         now = self._clock()
         self._add(TimelineEntry(kind, now, now, choice, step, step, num_tokens, detail))

@@ -68,6 +68,9 @@ class Reason(Enum):
     )
     CONTEXT_NOT_FOUND = "no context of that request is kept, or no longer; send the whole context instead"
     MODEL_NOT_FOUND = "this service serves no model of that name; leave model empty"
+    SETTINGS_CHANGED = (
+        "the settings have changed since; get them again, and repeat the change with their etag if it is still wanted"
+    )
     REQUEST_UNKNOWN = "no request with this id is known"
     UNKNOWN_SERVICE = "no service with this name is served here"
     UNAUTHENTICATED = "no valid API key or token; send the metadata 'authorization: Bearer <key>'"

@@ -1,14 +1,28 @@
-"""Converts a protobuf message to plain data for JSON: every field by its name, numbers as numbers."""
+"""Converts protobuf messages to plain data for JSON, every field by its name; and durations to seconds and back."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from google.protobuf import duration
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
 
 def as_dict(message: Any) -> dict[str, Any]:
-    """Converts a message. Absent fields are None; enums are lower-case names without their common prefix."""
+    """Converts a message. Absent fields are None; enums are lower-case names without their common prefix; durations are
+    seconds; times are RFC 3339."""
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def seconds_of(value: Duration) -> float:
+    """Returns a Duration in seconds."""
+    return value.ToNanoseconds() / 1e9
+
+
+def duration_of(seconds: float) -> Duration:
+    """Returns seconds as a Duration, to the microsecond. Raises ValueError beyond 10,000 years."""
+    return duration.from_microseconds(round(seconds * 1e6))
 
 
 def _field(message: Any, field: FieldDescriptor) -> Any:
@@ -21,6 +35,10 @@ def _field(message: Any, field: FieldDescriptor) -> Any:
 
 
 def _plain(value: Any, field: FieldDescriptor) -> Any:
+    if isinstance(value, Duration):
+        return seconds_of(value)
+    if isinstance(value, Timestamp):
+        return value.ToJsonString()
     if field.message_type is not None:
         return as_dict(value)
     if field.enum_type is not None:

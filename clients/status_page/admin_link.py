@@ -9,13 +9,14 @@ import grpc
 
 import penstock.v1 as pb
 from penstock.clients.channel import call_metadata, open_channel
+from penstock.clients.cli.as_dict import duration_of
 from penstock.clients.errors import RequestFailed, failure_from_call
 from penstock.clients.gateway.upstream.recent import Recent
 from penstock.clients.status_page.settings import StatusPageSettings
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 
 T = TypeVar("T")
-_LAG_INTERVAL_MS = 2000
+_LAG_INTERVAL_S = 2.0
 """The period of the reported lag of the service's event loop."""
 
 
@@ -56,7 +57,7 @@ class AdminLink:
                 raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "the service sent no statistics")
             return stats
 
-        return await self._call(first, pb.WatchStatsRequest(interval_ms=_LAG_INTERVAL_MS), key)
+        return await self._call(first, pb.WatchStatsRequest(interval=duration_of(_LAG_INTERVAL_S)), key)
 
     async def requests(self, key: str | None, page_size: int, page_token: str) -> pb.ListRequestsResponse:
         request = pb.ListRequestsRequest(page_size=page_size, page_token=page_token)

@@ -26,11 +26,11 @@ function element(tag, parent, text, className) {
 const whole = (number) => number.toLocaleString("en", { maximumFractionDigits: 0 });
 const fixed = (number, digits = 1) =>
   number.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-const ms = (us) => us < 1e6 ? `${fixed(us / 1000)} ms` : `${fixed(us / 1e6, 2)} s`;
+const ms = (seconds) => seconds < 1 ? `${fixed(1000 * seconds)} ms` : `${fixed(seconds, 2)} s`;
 
-function duration(milliseconds) {
-  const seconds = Math.floor(milliseconds / 1000), two = (number) => String(number).padStart(2, "0");
-  if (seconds < 60) return `${fixed(milliseconds / 1000)} s`;
+function duration(exact) {
+  const seconds = Math.floor(exact), two = (number) => String(number).padStart(2, "0");
+  if (seconds < 60) return `${fixed(exact)} s`;
   const days = Math.floor(seconds / 86_400), hours = Math.floor(seconds / 3600) % 24;
   return `${days ? `${days} d ` : ""}${hours}:${two(Math.floor(seconds / 60) % 60)}:${two(seconds % 60)}`;
 }
@@ -79,7 +79,7 @@ async function showProblem(error) {
     pages = [""];               // the service is another one, which does not know the page
   } else {
     const reason = error instanceof Refused ? error.message : "the server of this page does not answer";
-    const silence = `No status for ${duration(Date.now() - answeredAt)}`;
+    const silence = `No status for ${duration((Date.now() - answeredAt) / 1000)}`;
     byId("gone").textContent = `${silence}: ${reason}. The page keeps trying.`;
     byId("gone").hidden = false;
     document.body.classList.add("stale");
@@ -101,7 +101,7 @@ function show(answer) {
   document.title = `${state} · penstock`;
   byId("state").textContent = state;
   byId("state").classList.toggle("good", state === "SERVING");
-  byId("uptime").textContent = `up ${duration(stats.uptime_ms)}`;
+  byId("uptime").textContent = `up ${duration(stats.uptime)}`;
   showNow(stats);
   showWindows([stats.last_10s, stats.last_60s]);
   showTotals(stats);
@@ -136,27 +136,27 @@ function showNow(stats) {
     pairs.push(["host memory", `${whole(stats.host_blocks)} blocks; ${whole(stats.restored_tokens)} tokens came back`]);
   }
   pairs.push(
-    ["step", ms(stats.step_us)],
-    ["1st token", stats.predicted_ttft_ms === null ? "nothing is known yet" : `predicted after ${whole(stats.predicted_ttft_ms)} ms`],
-    ["loop late by", lag ? `${ms(lag.p50_us)} median, ${ms(lag.p99_us)} p99` : "nothing is known yet"],
+    ["step", stats.step_duration === null ? "nothing is known yet" : ms(stats.step_duration)],
+    ["1st token", stats.predicted_ttft === null ? "nothing is known yet" : `predicted after ${whole(1000 * stats.predicted_ttft)} ms`],
+    ["loop late by", lag ? `${ms(lag.p50)} median, ${ms(lag.p99)} p99` : "nothing is known yet"],
   );
   facts(byId("now"), pairs);
 }
 
 function showWindows(windows) {
   const perSecond = (name, digits) => (window) =>
-    window && window.duration_ms ? fixed(window[name] / (window.duration_ms / 1000), digits) : "–";
+    window && window.duration ? fixed(window[name] / window.duration, digits) : "–";
   const percentile = (latency, name) => (window) => window?.[latency]?.count ? ms(window[latency][name]) : "–";
   const lines = [
     ["output tokens/s", perSecond("output_tokens", 0)],
     ["computed prompt tokens/s", perSecond("prefill_tokens", 0)],
     ["requests ended/s", perSecond("finished_requests", 1)],
-    ["first token, p50", percentile("time_to_first_token", "p50_us")],
-    ["first token, p90", percentile("time_to_first_token", "p90_us")],
-    ["first token, p99", percentile("time_to_first_token", "p99_us")],
-    ["between tokens, p50", percentile("inter_token_latency", "p50_us")],
-    ["between tokens, p90", percentile("inter_token_latency", "p90_us")],
-    ["between tokens, p99", percentile("inter_token_latency", "p99_us")],
+    ["first token, p50", percentile("time_to_first_token", "p50")],
+    ["first token, p90", percentile("time_to_first_token", "p90")],
+    ["first token, p99", percentile("time_to_first_token", "p99")],
+    ["between tokens, p50", percentile("inter_token_latency", "p50")],
+    ["between tokens, p90", percentile("inter_token_latency", "p90")],
+    ["between tokens, p99", percentile("inter_token_latency", "p99")],
   ];
   byId("windows").replaceChildren(...lines.map(([name, value]) => {
     const row = element("tr");
@@ -183,7 +183,7 @@ function showTotals(stats) {
 }
 
 // Seconds between two answers by the service's clock; 0 for the first one, and after a restart.
-const secondsSince = (stats) => before && stats.uptime_ms > before.uptime_ms ? (stats.uptime_ms - before.uptime_ms) / 1000 : 0;
+const secondsSince = (stats) => before && stats.uptime > before.uptime ? stats.uptime - before.uptime : 0;
 
 function showTenants(stats) {
   const seconds = secondsSince(stats);
@@ -242,7 +242,7 @@ function showRequests(answer) {
     if (!rows.has(request.request_id)) rows.set(request.request_id, newRow(request));
     const { cells } = rows.get(request.request_id);
     cells.state.textContent = request.state;
-    cells.age.textContent = duration(request.age_ms);
+    cells.age.textContent = duration(request.age);
     cells.prompt.textContent = whole(request.prompt_tokens);
     const most = request.max_tokens * request.num_choices;       // 0 for a request to embed
     cells.output.textContent = most ? `${whole(request.output_tokens)} of ${whole(most)}` : "–";

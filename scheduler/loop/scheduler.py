@@ -31,7 +31,8 @@ from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import Change, Context, EngineFinishReason, Request, RequestAccepted
-from penstock.scheduler.timeline import Cause, EndedTimelines, Timeline
+from penstock.scheduler.timeline import EndedTimelines, Timeline
+from penstock.scheduler.timeline_entry import WaitCause
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ class Scheduler:
         request = live.request
         self.tenants.leave(live.tenant)
         self._intake.grammar_budget.count(request, -1)
-        live.timeline.ended(reason.name)
+        live.timeline.ended(reason)
         self._ended_timelines.add(live.timeline)
         context = live.context(reason, self.kv.block_size)
         if context is not None and request.retain_s > 0:
@@ -305,7 +306,7 @@ class Scheduler:
             live.timings.restarts += 1
             live.timeline.restarted(self.counters.steps)
         for sequence in list(self.waiting):
-            sequence.live.timeline.waits(sequence.index, Cause.WORKER)
+            sequence.live.timeline.waits(sequence.index, WaitCause.WORKER)
             self._output_processor.inject_due(sequence)
         for request_id in self._bisector.crashed(fatal) if fatal else []:
             logger.error("request %s crashed the worker twice while it ran alone; it is refused", request_id)

@@ -21,7 +21,7 @@ from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.planning.step_shares import StepShares
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.timeline import Cause
+from penstock.scheduler.timeline_entry import PreemptionCause, PreemptionDetail, WaitCause
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
 
@@ -50,7 +50,8 @@ class Planner:
         self.waiting.arrange(policy)
         self.running.arrange()
         while len(self.running) > self._context.max_rows:
-            self._preempt(max(self.running, key=lambda sequence: sequence.rank), "fewer rows may run")
+            last = max(self.running, key=lambda sequence: sequence.rank)
+            self._preempt(last, PreemptionDetail(PreemptionCause.FEWER_ROWS))
 
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None if there is nothing to compute. The caller must submit it: it counts as in
@@ -164,7 +165,7 @@ class Planner:
         """Preempts every row that is not on trial, so that it holds no blocks that the rows on trial may need."""
         may_run = self._context.bisector.may_run
         for sequence in [row for row in self.running if not may_run(row.live.request.request_id)]:
-            self._preempt(sequence, "other requests run alone, to find out which one crashed the worker")
+            self._preempt(sequence, PreemptionDetail(PreemptionCause.SUSPECT))
 
     def _step_shares(self, step: int) -> StepShares | None:
         """Returns the tenants' shares of a step; None if tenants have none."""
@@ -244,15 +245,15 @@ class Planner:
             victim = self._preemption.victim_for_decode(sequence, unplanned)
             if victim in unplanned:
                 unplanned.remove(victim)
-            needy = "it" if victim is sequence else sequence.live.request.request_id
-            self._preempt(victim, f"no block was free, and {needy} needed {num_blocks - len(sequence.block_ids)}")
+            request_id, num_lacking = sequence.live.request.request_id, num_blocks - len(sequence.block_ids)
+            self._preempt(victim, PreemptionDetail(PreemptionCause.BLOCKS, request_id, num_lacking))
             if victim is sequence:
                 return False
         sequence.capacity = num_blocks * self.kv.block_size
         plan.blocks.append(RowBlocks(sequence.row, new))
         return True
 
-    def _preempt(self, sequence: SequenceState, why: str) -> None:
+    def _preempt(self, sequence: SequenceState, why: PreemptionDetail) -> None:
         live = sequence.live
         self._leave(sequence)
         sequence.state = SequenceStatus.WAITING
@@ -326,7 +327,7 @@ class Planner:
         """Records why the first waiting sequence does not begin."""
         first = next(self.waiting.in_order(), None)
         if first is not None:
-            first.live.timeline.waits(first.index, Cause.BUDGET, self._context.budget)
+            first.live.timeline.waits(first.index, WaitCause.BUDGET, self._context.budget)
 
     def _behind(self) -> list[SequenceState]:
         """Returns the rows whose histories are not computed yet."""
@@ -380,6 +381,6 @@ class Planner:
             victim = self._preemption.victim_for_waiting(sequence, self.prefill_adder.num_missing_for(sequence))
             if victim is not None:
                 sequence.num_overtaken = MAX_OVERTAKEN  # what is freed is only for this sequence
-                self._preempt(victim, f"there was no room for {sequence.live.request.request_id}, which goes first")
+                self._preempt(victim, PreemptionDetail(PreemptionCause.ORDER, sequence.live.request.request_id))
                 return True
         return False

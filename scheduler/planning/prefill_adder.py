@@ -12,7 +12,7 @@ from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState
 from penstock.scheduler.planning.tenants import TenantUse
-from penstock.scheduler.timeline import Cause
+from penstock.scheduler.timeline_entry import HoldCause, WaitCause
 
 MAX_ADDED_TOKENS = 1 << 18
 """The maximum number of tokens in the histories of rows that begin in one plan, unless there is only one row. Limits
@@ -69,7 +69,7 @@ class PrefillAdder:
             if this_round.is_over:
                 return
             if not self._has_row() or not self._context.rows.num_free:
-                sequence.live.timeline.waits(sequence.index, Cause.ROWS, self._context.max_rows)
+                sequence.live.timeline.waits(sequence.index, WaitCause.ROWS, self._context.max_rows)
                 return
             if not self._is_blocked(sequence):
                 yield sequence
@@ -80,14 +80,14 @@ class PrefillAdder:
             return False
         timeline, num_tokens = sequence.live.timeline, len(sequence.token_ids)
         if sequence.in_flight or (plan.added and this_round.num_added_tokens + num_tokens > MAX_ADDED_TOKENS):
-            timeline.waits(sequence.index, Cause.LAST_ANSWER if sequence.in_flight else Cause.NEXT_PLAN)
+            timeline.waits(sequence.index, WaitCause.LAST_RESULT if sequence.in_flight else WaitCause.NEXT_STEP)
             this_round.is_over = True
             return False
         # If nothing was freed since the last try, looking up a long prefix again is useless.
         if not self._lacks_blocks(sequence):
             found = self._prefix(sequence)
             if found is None:
-                timeline.waits(sequence.index, Cause.PREFIX)
+                timeline.waits(sequence.index, WaitCause.PREFIX)
                 return False
             prefix, restored = found
             block_ids = self._allocate(sequence, prefix, restored)
@@ -98,7 +98,7 @@ class PrefillAdder:
                     other.num_overtaken += 1
                 return True
             sequence.num_free_at_last_try = self._kv.pool.num_free
-        timeline.waits(sequence.index, Cause.BLOCKS, self._kv.pool.num_free, self.num_blocks_for(sequence))
+        timeline.waits(sequence.index, WaitCause.BLOCKS, self._kv.pool.num_free, self.num_blocks_for(sequence))
         if self._waiting.num_lanes > 1 and self._context.is_above_share(sequence.live.tenant):
             this_round.tenants_over.add(sequence.live.tenant)  # other tenants do not wait for it
             return False
@@ -138,10 +138,10 @@ class PrefillAdder:
         if live.held:
             return True
         if not self._context.bisector.may_run(live.request.request_id):
-            live.timeline.waits(sequence.index, Cause.SUSPECT)
+            live.timeline.waits(sequence.index, HoldCause.SUSPECT)
             return True
         if sequence.awaited_hash is not None and self._kv.leader(sequence.awaited_hash) is not None:
-            live.timeline.waits(sequence.index, Cause.PREFIX)
+            live.timeline.waits(sequence.index, WaitCause.PREFIX)
             return True
         if live.started_at is None and live.request.deadline is not None:
             if sequence.index and live in self._late:

@@ -14,9 +14,11 @@ import penstock.v1 as pb
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.loop.live_requests import LiveRequest, LiveRequestFilter, RequestStatus
 from penstock.scheduler.request import EngineFinishReason
+from penstock.service.config.durations import to_duration, to_seconds
 from penstock.service.errors import ServiceError, invalid
 
 DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
 MAX_CANCELS = 8
 """The maximum number of requests that are cancelled before the event loop runs: each takes up to a tenth of a
 millisecond, most of it for the final message."""
@@ -39,7 +41,7 @@ class LiveRequests:
         wanted = request.filter
         after = self._page_tokens.read(request.page_token, wanted) if request.page_token else -1
         scan = self._engine.scan(_filter(wanted), after)
-        page_size = request.page_size or DEFAULT_PAGE_SIZE
+        page_size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         response = pb.ListRequestsResponse()
         num_found = 0
         while not scan.is_done:
@@ -60,10 +62,14 @@ class LiveRequests:
         match request.WhichOneof("target"):
             case "ids":
                 await self._cancel_ids(list(dict.fromkeys(request.ids.request_ids)), response)
+            case "filter" if not request.filter.ByteSize():
+                raise invalid("filter", "would match every request; set one of its fields, or set all in its place")
             case "filter":
                 await self._cancel_matching(_filter(request.filter), response)
+            case "all":
+                await self._cancel_matching(_filter(pb.RequestFilter()), response)
             case _:
-                raise invalid("target", "is required; set ids or filter")
+                raise invalid("target", "is required; set ids, filter or all")
 
     async def _cancel_ids(self, request_ids: list[str], response: pb.CancelRequestsResponse) -> None:
         for start in range(0, len(request_ids), MAX_CANCELS):
@@ -125,7 +131,7 @@ def _filter(wanted: pb.RequestFilter) -> LiveRequestFilter:
     return LiveRequestFilter(
         tenant=wanted.tenant or None,
         statuses=frozenset(_STATUSES[state] for state in wanted.states),
-        arrived_by=time.monotonic() - wanted.min_age_ms / 1000 if wanted.min_age_ms else None,
+        arrived_by=time.monotonic() - to_seconds(wanted.min_age) if wanted.HasField("min_age") else None,
     )
 
 
@@ -135,7 +141,7 @@ def _fill(message: pb.LiveRequest, live: LiveRequest, now: float) -> None:
     message.client_request_id = request.client_request_id
     message.tenant = request.tenant
     message.state = _STATES[live.status]
-    message.age_ms = max(0, round((now - request.arrival) * 1000))
+    message.age.CopyFrom(to_duration(now - request.arrival))
     message.prompt_tokens = request.num_prompt_tokens
     message.output_tokens = live.num_output_tokens
     message.max_tokens = live.max_tokens

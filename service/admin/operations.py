@@ -12,11 +12,12 @@ import grpc
 from google.protobuf import text_format
 
 import penstock.v1 as pb
+from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
 from penstock.service.admin.explain import explain
 from penstock.service.admin.kv_events import KvEvents
 from penstock.service.admin.live_requests import LiveRequests
-from penstock.service.admin.settings import get_settings, update_settings
+from penstock.service.admin.settings import RunningSettings
 from penstock.service.admin.stats import StatsFeed
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
@@ -43,12 +44,15 @@ class AdminService(pb_grpc.AdminServiceServicer):
         loop_lag: LoopLag,
         recent_stats: RecentStats,
         is_going_down: Callable[[], bool],
+        configured: Callable[[], SchedulerConfig],
     ) -> None:
-        """``is_going_down`` returns whether the process is ending and can never accept new requests again."""
+        """``is_going_down`` returns whether the process is ending and can never accept new requests again.
+        ``configured`` returns the configuration by the command line and its files."""
         self._engine = engine
         self._validator = validator
         self._is_going_down = is_going_down
         self._live_requests = LiveRequests(engine)
+        self._settings = RunningSettings(engine, configured)
         self._stats = StatsFeed(engine, loop_lag, recent_stats)
         self._kv_events = KvEvents(engine.kv_events)
 
@@ -85,12 +89,12 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return pb.FlushCacheResponse(flushed_blocks=num_blocks)
 
     async def GetSettings(self, request: pb.GetSettingsRequest, context: Context) -> pb.GetSettingsResponse:
-        return pb.GetSettingsResponse(settings=get_settings(self._engine))
+        return pb.GetSettingsResponse(settings=self._settings.get())
 
     async def UpdateSettings(self, request: pb.UpdateSettingsRequest, context: Context) -> pb.UpdateSettingsResponse:
         self._validator.check(request)
-        settings = update_settings(self._engine, request)
-        _log_change(f"settings: {text_format.MessageToString(request, as_one_line=True)}")
+        settings = self._settings.update(request)
+        _log_change(f"changed {text_format.MessageToString(request, as_one_line=True)}")
         return pb.UpdateSettingsResponse(settings=settings)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:

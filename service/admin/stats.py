@@ -8,19 +8,17 @@ from typing import Any
 import grpc
 
 import penstock.v1 as pb
-from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
+from penstock.service.config.durations import to_duration, to_seconds
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.streaming.messages import milliseconds
+from penstock.service.streaming.messages import SERVICE_STATES
 from penstock.service.telemetry.event_loop_lag import PERIOD_S, Lag, LoopLag
 from penstock.service.telemetry.histogram import LogHistogram
 from penstock.service.telemetry.recent_stats import RecentStats, RecentWindow
 from penstock.service.transport.call_end import write
 
-DEFAULT_INTERVAL_MS = 1000
+DEFAULT_INTERVAL_S = 1.0
 MAX_TENANTS = 64
-
-_STATES = {state: pb.EngineState.Value(f"ENGINE_STATE_{state.name}") for state in EngineState}
 
 
 class StatsFeed:
@@ -36,8 +34,8 @@ class StatsFeed:
     async def WatchStats(self, request: pb.WatchStatsRequest, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
         """Sends statistics at once and after every interval, until the caller leaves or the service ends. The request
         has been validated."""
-        interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
-        num_reported = self._loop_lag.num_samples - round(interval_ms / 1000 / PERIOD_S)
+        interval_s = to_seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
+        num_reported = self._loop_lag.num_samples - round(interval_s / PERIOD_S)
         await context.send_initial_metadata(())
         while True:
             num_samples = self._loop_lag.num_samples
@@ -45,7 +43,7 @@ class StatsFeed:
             num_reported = num_samples
             await write(context, self._read(lag))
             try:
-                async with asyncio.timeout(interval_ms / 1000):
+                async with asyncio.timeout(interval_s):
                     await self._closed.wait()
             except TimeoutError:
                 continue
@@ -57,8 +55,8 @@ class StatsFeed:
     def _read(self, lag: Lag | None) -> pb.WatchStatsResponse:
         stats = self._engine.stats()
         return pb.WatchStatsResponse(
-            state=_STATES[stats.state],
-            uptime_ms=round((time.monotonic() - self._began) * 1000),
+            state=SERVICE_STATES[stats.state],
+            uptime=to_duration(time.monotonic() - self._began),
             live_requests=stats.requests,
             running_rows=stats.running,
             waiting_choices=stats.waiting,
@@ -79,8 +77,8 @@ class StatsFeed:
             finished_requests=stats.finished,
             refused_requests=stats.refused,
             worker_restarts=stats.restarts,
-            step_us=round(stats.step_s * 1e6),
-            predicted_ttft_ms=None if stats.predicted_ttft_s is None else milliseconds(stats.predicted_ttft_s),
+            step_duration=to_duration(stats.step_s) if stats.step_s else None,
+            predicted_ttft=None if stats.predicted_ttft_s is None else to_duration(stats.predicted_ttft_s),
             loop_lag=None if lag is None else _loop_lag(lag),
             tenants=[
                 pb.TenantStats(tenant=use.name, live_requests=use.num_live, served_tokens=use.served)
@@ -92,13 +90,12 @@ class StatsFeed:
 
 
 def _loop_lag(lag: Lag) -> pb.LoopLag:
-    p50_us, p99_us, max_us = (round(seconds * 1e6) for seconds in (lag.p50_s, lag.p99_s, lag.max_s))
-    return pb.LoopLag(p50_us=p50_us, p99_us=p99_us, max_us=max_us)
+    return pb.LoopLag(p50=to_duration(lag.p50_s), p99=to_duration(lag.p99_s), max=to_duration(lag.max_s))
 
 
 def _window(recent: RecentWindow) -> pb.StatsWindow:
     return pb.StatsWindow(
-        duration_ms=milliseconds(recent.seconds),
+        duration=to_duration(recent.seconds),
         finished_requests=recent.finished_requests,
         prefill_tokens=recent.prefill_tokens,
         output_tokens=recent.output_tokens,
@@ -108,5 +105,7 @@ def _window(recent: RecentWindow) -> pb.StatsWindow:
 
 
 def _percentiles(latencies: LogHistogram) -> pb.LatencyPercentiles:
-    p50_us, p90_us, p99_us = (round(latencies.percentile(percent) * 1e6) for percent in (50, 90, 99))
-    return pb.LatencyPercentiles(count=latencies.count, p50_us=p50_us, p90_us=p90_us, p99_us=p99_us)
+    if not latencies.count:
+        return pb.LatencyPercentiles()
+    p50, p90, p99 = (to_duration(latencies.percentile(percent)) for percent in (50, 90, 99))
+    return pb.LatencyPercentiles(count=latencies.count, p50=p50, p90=p90, p99=p99)

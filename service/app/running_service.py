@@ -157,7 +157,9 @@ class RunningService:
 
     def add_admin(self, addresses: Sequence[Address], loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Adds admin listeners, which ``listen`` then opens too."""
-        service = AdminService(self._engine, self._validator, loop_lag, self._recent_stats, is_going_down)
+        service = AdminService(
+            self._engine, self._validator, loop_lag, self._recent_stats, is_going_down, self._config.configured
+        )
         self._admin_listeners = [
             AdminListener(address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections)
             for address in addresses

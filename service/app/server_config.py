@@ -1,7 +1,7 @@
 """The configuration of a server: what ``penstock serve`` makes of its flags, and tests write themselves."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.clients.host.reloaded_files import CHECK_INTERVAL_S, Watched, WatchedFiles
 from penstock.models.checkpoint.classification_head import ClassificationHead
@@ -72,3 +72,10 @@ class ServerConfig:
     """Whether the process that checks grammars starts with the service, instead of with the first grammar."""
     stats_interval_s: float = INTERVAL_S
     """The interval between log lines with the engine's statistics."""
+
+    def configured(self) -> SchedulerConfig:
+        """Returns the engine's configuration by the command line, with the tenants of the file as it is now."""
+        if self.tenants is None:
+            return self.scheduler
+        file = self.tenants.value
+        return replace(self.scheduler, default_tenant=file.default, tenants=file.named)

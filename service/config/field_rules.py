@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
+
+from penstock.service.config.durations import MAX_SECONDS, is_valid, to_seconds
 from penstock.service.config.text_size import utf8_bytes
 from penstock.service.errors import Reason
 
@@ -100,6 +104,38 @@ class Number(Bound):
         text = f"must be at least {_shown(self.low)} and at most {high:,}; it is {_shown(value)}"
         is_of_model = isinstance(self.high, Limit) and value > high
         return Problem(text, reason=Reason.CONTEXT_LENGTH if is_of_model else Reason.INVALID_FIELD)
+
+
+@dataclass(frozen=True, slots=True)
+class Span(Bound):
+    """A Duration of ``low`` to ``high`` seconds."""
+
+    low: float
+    high: float = MAX_SECONDS
+
+    def problem(self, value: Duration, limits: ModelLimits) -> Problem | None:
+        if not is_valid(value):
+            return Problem("must be a valid Duration: nanos below 10^9, and of the same sign as seconds")
+        if round(self.low * 1e9) <= value.ToNanoseconds() <= round(self.high * 1e9):
+            return None
+        text = f"must be at least {self.low:,g} s and at most {self.high:,} s; it is {to_seconds(value):,.9g} s"
+        return Problem(text)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPaths(Bound):
+    """At most ``high`` paths of a FieldMask, each one of ``names`` or ``*``."""
+
+    high: int
+    names: tuple[str, ...]
+
+    def problem(self, value: FieldMask, limits: ModelLimits) -> Problem | None:
+        if len(value.paths) > self.high:
+            return Problem(f"at most {self.high:,} paths; it has {len(value.paths):,}", ".paths")
+        for index, path in enumerate(value.paths):
+            if path != "*" and path not in self.names:
+                return Problem(f"must be one of {', '.join(self.names)}, or *; it is {path[:64]!a}", f".paths[{index}]")
+        return None
 
 
 @dataclass(frozen=True, slots=True)

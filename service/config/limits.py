@@ -19,12 +19,14 @@ from penstock.service.config.field_rules import (
     Items,
     Known,
     Limit,
+    MaskPaths,
     ModelLimits,
     NestedIds,
     Number,
     Problem,
     Refs,
     ServedModel,
+    Span,
     Text,
     Texts,
     foreign_id,
@@ -96,6 +98,17 @@ class Messages(Bound):
 _PRINTABLE = re.compile(r"[\x20-\x7e]*")
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
+SETTINGS = (
+    "policy",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "target_itl",
+    "default_tenant",
+    "tenants",
+)
+"""The paths of an update mask: the fields of Settings, except its etag."""
 _HUNDREDTH = 0.009999999776482582
 """0.01 as a 32-bit float, which the wire has."""
 _UINT32 = Number(0, UINT32_MAX)
@@ -263,21 +276,26 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     },
     "DescribeTokensRequest": {"model": _MODEL, "token_ids": Ids(MAX_DESCRIBED_IDS)},
     "RenderChatRequest": {"model": _MODEL, "chat": Nested(required=True)},
-    "WatchStatsRequest": {"interval_ms": Number(100, 3_600_000)},
+    "WatchStatsRequest": {"interval": Span(0.1, 3600)},
     "DrainRequest": {},
     "ResumeRequest": {},
     "FlushCacheRequest": {},
     "GetSettingsRequest": {},
     "UpdateSettingsRequest": {
+        "settings": Nested(),
+        "update_mask": MaskPaths(16, SETTINGS),
+        "forget_tenants": Items(1024, _TENANT),
+    },
+    "Settings": {
         "policy": Known(frozenset({0, 1, 2, 3, 4})),
         "max_num_seqs": Number(1, UINT32_MAX),
         "max_num_batched_tokens": Number(1, UINT32_MAX),
         "max_queued_requests": Number(1, 1 << 20),
         "max_queued_tokens": Number(1, 1 << 32),
-        "target_itl_ms": Number(0, 60_000),
+        "target_itl": Span(0, 60),
         "default_tenant": Nested(),
         "tenants": Items(1024, Nested()),
-        "forget_tenants": Items(1024, _TENANT),
+        "etag": Text(1, 64),
     },
     "TenantSettings": {
         "tenant": _TENANT,
@@ -291,15 +309,16 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "ExplainRequest": {"request_id": _REQUEST_ID},
     "ListRequestsRequest": {
         "filter": Nested(),
-        "page_size": Number(0, MAX_LISTED_REQUESTS),
+        "page_size": _UINT32,
         "page_token": Text(1, 64),
     },
-    "CancelRequestsRequest": {"ids": Nested(), "filter": Nested()},
+    "CancelRequestsRequest": {"ids": Nested(), "filter": Nested(), "all": Nested()},
+    "AllRequests": {},
     "RequestIds": {"request_ids": Items(MAX_LISTED_REQUESTS, _REQUEST_ID, required=True)},
     "RequestFilter": {
         "tenant": _TENANT,
         "states": Items(4, Known(frozenset({1, 2, 3, 4}))),
-        "min_age_ms": Number(0, INT64_MAX),
+        "min_age": Span(0),
     },
     "WatchKvEventsRequest": {"after_sequence": Number(0, INT64_MAX), "stream_id": Text(1, 64)},
 }

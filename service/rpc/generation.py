@@ -6,14 +6,13 @@ ends, for any reason, all live requests of its stream end too.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from io import StringIO
 from typing import Any
 
 import grpc
 
 import penstock.v1 as pb
-from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
@@ -23,20 +22,17 @@ from penstock.service.requests.lifecycle import RequestContext, RequestLifecycle
 from penstock.service.rpc.generate_stream import GenerateStream
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
-from penstock.service.streaming.messages import fill_delta, fill_logprobs, single_message, stream_message
+from penstock.service.streaming.messages import (
+    SERVICE_STATES,
+    fill_delta,
+    fill_logprobs,
+    single_message,
+    stream_message,
+)
 from penstock.service.streaming.outbox import HEARTBEAT_S, Outbox
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.transport.request_id import new_request_id
 from penstock.v1 import generation_pb2_grpc as pb_grpc
-
-_STATES: Mapping[EngineState, "pb.ServiceState.ValueType"] = {
-    EngineState.STARTING: pb.SERVICE_STATE_RECOVERING,
-    EngineState.SERVING: pb.SERVICE_STATE_SERVING,
-    EngineState.RECOVERING: pb.SERVICE_STATE_RECOVERING,
-    EngineState.DRAINING: pb.SERVICE_STATE_DRAINING,
-    EngineState.FAILED: pb.SERVICE_STATE_DRAINING,
-    EngineState.STOPPED: pb.SERVICE_STATE_DRAINING,
-}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -169,7 +165,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         return Outbox(write, encode, self._pacer, self._buffer_budget, self._state, on_stall, self._heartbeat_s)
 
     def _state(self) -> "pb.ServiceState.ValueType":
-        return _STATES[self._request_context.engine.state]
+        return SERVICE_STATES[self._request_context.engine.state]
 
 
 class _WholeAnswer:

@@ -6,8 +6,15 @@ from dataclasses import asdict
 from google.rpc import status_pb2
 
 import penstock.v1 as pb
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.request import EngineFinishReason, RequestFinished, SequenceDelta, SpeculationCounts
+from penstock.scheduler.request import (
+    EngineFinishReason,
+    RequestFinished,
+    RequestTimings,
+    SequenceDelta,
+    SpeculationCounts,
+)
 from penstock.service.config.limits import UINT32_MAX
 from penstock.service.streaming.pending_message import OutputForm, PendingMessage
 
@@ -18,6 +25,10 @@ _REASONS: Mapping[EngineFinishReason, "pb.FinishReason.ValueType"] = {
     EngineFinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
     EngineFinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
 }
+
+
+SERVICE_STATES = {state: pb.ServiceState.Value(f"SERVICE_STATE_{state.name}") for state in EngineState}
+"""The states of the engine as those of the service."""
 
 
 def stream_message(batch: PendingMessage) -> pb.GenerateResponse:
@@ -60,12 +71,23 @@ def finished_message(
         ref=ref,
         status=status,
         usage=pb.Usage(**asdict(finished.usage)),
-        timings=pb.Timings(**asdict(finished.timings)),
+        timings=_timings(finished.timings),
         may_continue=may_continue,
         reason=_REASONS[finished.reason],
         seed=seed,
         request_id=request_id,
         speculation=None if finished.speculation is None else _speculation(finished.speculation),
+    )
+
+
+def _timings(timings: RequestTimings) -> pb.Timings:
+    return pb.Timings(
+        queued_ms=timings.queued_us / 1000,
+        prefill_ms=timings.prefill_us / 1000,
+        first_token_ms=timings.first_token_us / 1000,
+        total_ms=timings.total_us / 1000,
+        preemptions=timings.preemptions,
+        restarts=timings.restarts,
     )
 
 

@@ -6,14 +6,22 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from penstock.scheduler.timeline import EntryKind, Timeline, TimelineEntry
+from penstock.scheduler.timeline import Timeline
+from penstock.scheduler.timeline_entry import (
+    AcceptedDetail,
+    DraftDetail,
+    EntryKind,
+    HoldCause,
+    PreemptionDetail,
+    TimelineEntry,
+    UpdateDetail,
+    WaitDetail,
+)
 
-Attributes = Mapping[str, str | int | Sequence[str]]
+Attributes = Mapping[str, str | int | float | Sequence[str]]
 
 MAX_PHASES = 128
 """The maximum number of phases of a request: one with thousands of choices would have tens of thousands."""
-_MAX_REASONS = 8
-"""The maximum number of reasons of one wait in the queue."""
 
 
 class PhaseName(Enum):
@@ -38,12 +46,13 @@ class Phase:
     last_step: int | None = None
     num_tokens: int = 0
     num_cached_tokens: int = 0
-    details: list[str] = field(default_factory=list)
-    """What it waits for, or what else there is to know."""
+    drafts: DraftDetail | None = None
+    causes: list[str] = field(default_factory=list)
+    """What it waits for, or why it is held."""
 
     @property
     def attributes(self) -> Attributes:
-        attributes: dict[str, str | int | Sequence[str]] = {}
+        attributes: dict[str, str | int | float | Sequence[str]] = {}
         if self.name is PhaseName.QUEUE or self.name in _COMPUTING:
             attributes["penstock.choice"] = self.choice
         if self.first_step is not None and self.last_step is not None:
@@ -52,8 +61,11 @@ class Phase:
             attributes["penstock.tokens"] = self.num_tokens
         if self.name is PhaseName.PREFILL:
             attributes["penstock.cached_tokens"] = self.num_cached_tokens
-        if self.details:
-            attributes["penstock.details"] = self.details
+        if self.drafts is not None:
+            attributes["penstock.drafted_tokens"] = self.drafts.num_drafted
+            attributes["penstock.accepted_tokens"] = self.drafts.num_accepted
+        if self.causes:
+            attributes["penstock.causes"] = self.causes
         return attributes
 
 
@@ -88,9 +100,18 @@ def moments_of(timeline: Timeline) -> list[Moment]:
 
 
 def _of_moment(entry: TimelineEntry) -> Attributes:
-    attributes: dict[str, str | int] = {"penstock.details": entry.detail}
-    if entry.kind is EntryKind.PREEMPTED:
-        attributes["penstock.choice"] = entry.choice
+    attributes: dict[str, str | int | float] = {}
+    match entry.detail:
+        case AcceptedDetail(position):
+            attributes["penstock.queue_position"] = position
+        case PreemptionDetail(cause, for_request_id):
+            attributes["penstock.choice"] = entry.choice
+            attributes["penstock.cause"] = cause.name.lower()
+            if for_request_id:
+                attributes["penstock.for_request_id"] = for_request_id
+        case UpdateDetail(priority, timeout_s, max_tokens):
+            changes = {"priority": priority, "timeout_s": timeout_s, "max_tokens": max_tokens}
+            attributes |= {f"penstock.{name}": value for name, value in changes.items() if value is not None}
     if entry.first_step is not None:
         attributes["penstock.step"] = entry.first_step
     return attributes
@@ -131,7 +152,7 @@ class _PhaseReader:
             self._enter_queue(choice, at)
         elif kind is EntryKind.WAITED:
             self._enter_queue(choice, self._lost.pop(choice, at))
-            self._add_reason(choice, entry.detail)
+            self._add_cause(choice, entry)
         elif kind is EntryKind.BEGAN:
             if choice in self._lost:
                 self._enter_queue(choice, self._lost.pop(choice))
@@ -141,7 +162,7 @@ class _PhaseReader:
             self._add_chunks(entry, until)
         elif kind is EntryKind.DECODED:
             decode = Phase(PhaseName.DECODE, at, until, choice, entry.first_step, entry.last_step, entry.num_tokens)
-            decode.details += [entry.detail] if entry.detail else []
+            decode.drafts = entry.detail if isinstance(entry.detail, DraftDetail) else None
             self._phases.append(decode)
         elif kind is EntryKind.PREEMPTED:
             self._prefills.pop(choice, None)
@@ -150,16 +171,18 @@ class _PhaseReader:
             self._lost = dict.fromkeys(self._prefills, at)
             self._prefills.clear()
         elif kind is EntryKind.HELD:
-            self._phases.append(Phase(PhaseName.HELD, at, until, choice, details=[entry.detail]))
+            assert isinstance(entry.detail, HoldCause)
+            self._phases.append(Phase(PhaseName.HELD, at, until, choice, causes=[entry.detail.name.lower()]))
 
     def _enter_queue(self, choice: int, at: float) -> None:
         if choice not in self._queued:
             self._queued[choice] = Phase(PhaseName.QUEUE, at, at, choice)
 
-    def _add_reason(self, choice: int, reason: str) -> None:
-        reasons = self._queued[choice].details
-        if reason not in reasons and len(reasons) < _MAX_REASONS:
-            reasons.append(reason)
+    def _add_cause(self, choice: int, entry: TimelineEntry) -> None:
+        assert isinstance(entry.detail, WaitDetail)
+        cause, causes = entry.detail.cause.name.lower(), self._queued[choice].causes
+        if cause not in causes:
+            causes.append(cause)
 
     def _leave_queue(self, choice: int, at: float) -> None:
         waited = self._queued.pop(choice, None)

@@ -11,6 +11,7 @@ import pytest
 from cpu_bench.runners import penstock_service
 
 import penstock.v1 as pb
+from penstock.clients.cli.as_dict import duration_of
 from penstock.clients.errors import PenstockError
 from penstock.v1 import admin_pb2_grpc
 
@@ -23,7 +24,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
         self.interval_ms = 0
 
     async def WatchStats(self, request: pb.WatchStatsRequest, context: Any) -> AsyncIterator[pb.WatchStatsResponse]:
-        self.interval_ms = request.interval_ms
+        self.interval_ms = request.interval.ToMilliseconds()
         async for stats in answers(*self._p99_us):
             yield stats
         await asyncio.Event().wait()
@@ -32,7 +33,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
 async def answers(*p99_us: int) -> AsyncIterator[pb.WatchStatsResponse]:
     """One with each lag."""
     for lag_us in p99_us:
-        yield pb.WatchStatsResponse(loop_lag=pb.LoopLag(p50_us=1, p99_us=lag_us, max_us=100_000))
+        yield pb.WatchStatsResponse(loop_lag=pb.LoopLag(p99=duration_of(lag_us / 1e6), max=duration_of(0.1)))
 
 
 @asynccontextmanager

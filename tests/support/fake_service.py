@@ -320,7 +320,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
         return pb.CancelRequestsResponse(cancelled_requests=len(gone), unknown_request_ids=unknown)
 
     def WatchStats(self, request, context):
-        self.intervals.append(request.interval_ms)
+        self.intervals.append(request.interval.ToMilliseconds())
         yield from self.stats
         if self.hangs:
             self._leaving.wait()

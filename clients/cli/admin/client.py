@@ -9,6 +9,7 @@ import grpc
 
 import penstock.v1 as pb
 from penstock.clients.channel import call_metadata, open_channel
+from penstock.clients.cli.as_dict import duration_of
 from penstock.clients.cli.options import ADMIN_VARIABLE, ConnectionOptions, advised
 from penstock.clients.errors import PenstockError, Unreachable, failure_from_call
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
@@ -40,7 +41,7 @@ class AdminClient:
     async def watch_stats(self, interval_s: float) -> AsyncGenerator[pb.WatchStatsResponse, None]:
         """Yields statistics until the service ends."""
         with self._explained():
-            request = pb.WatchStatsRequest(interval_ms=round(interval_s * 1000))
+            request = pb.WatchStatsRequest(interval=duration_of(interval_s))
             call = self._stub.WatchStats(request, metadata=self._metadata)
             try:
                 async for stats in call:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import penstock.v1 as pb
 from penstock.clients.cli.admin.client import AdminClient, call_admin
-from penstock.clients.cli.as_dict import as_dict
+from penstock.clients.cli.as_dict import as_dict, duration_of
 from penstock.clients.cli.command_parser import CommandParser, nearest
 from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, RequestFailed, shown
@@ -28,9 +28,11 @@ _LIMITS: Mapping[str, str] = {
 }
 _CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
 _FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("policy", "default_tenant", *_LIMITS)} | {
-    "target_itl_ms": "--target-itl", "tenants": "--tenant", "forget_tenants": "--forget-tenant",
+    "target_itl": "--target-itl", "tenants": "--tenant", "forget_tenants": "--forget-tenant",
 }  # fmt: skip
 """The flag for each field of an update."""
+_RESETTABLE = {name.replace("_", "-"): name for name in ("policy", *_LIMITS, "target_itl", "default_tenant", "tenants")}
+"""The settings that ``--reset`` takes."""
 _FIELD_IN_TEXT = re.compile(rf"(?<![\w-])({'|'.join(name for name in _FLAGS if '_' in name)})\b")
 _FIELD_PATH = re.compile(r"(\w*)(?:\[(\d+)\])?\.?(.*)", re.DOTALL)
 
@@ -49,6 +51,8 @@ examples:
   penstock settings --policy fair --target-itl 20
   penstock settings --tenant acme weight=2,max-live-requests=8 --forget-tenant zenith
   penstock settings --max-queued-requests 100 --json
+  penstock settings --reset max-num-seqs                   back to the value of penstock serve
+  penstock settings --max-num-seqs 64 --etag 3f0c...       only if the settings have not changed since
 
 Settings of a tenant that are not given get their defaults: a weight of 1, no caps and no rates. Either all changes are
 made or none, and no request is lost. Changes last until the service stops; to keep one, pass it to penstock serve too.
@@ -125,7 +129,7 @@ async def _wait(client: AdminClient, live: int) -> None:
                 progress.update(live - stats.live_requests - progress.n)
                 if not stats.live_requests:
                     return
-                if stats.state == pb.ENGINE_STATE_SERVING:
+                if stats.state == pb.SERVICE_STATE_SERVING:
                     raise PenstockError("the service accepts requests again: it was resumed")
     raise PenstockError("the service stopped before the last request ended")
 
@@ -137,7 +141,7 @@ def settings_parser() -> argparse.ArgumentParser:
     changes.add_argument("--policy", choices=list(_POLICIES), help="which requests run first")
     changes.add_argument(
         "--target-itl",
-        dest="target_itl_ms",
+        dest="target_itl",
         type=float,
         metavar="MS",
         help="target time between a stream's tokens, met by computing prompts in chunks; 0: the service decides",
@@ -156,19 +160,44 @@ def settings_parser() -> argparse.ArgumentParser:
     changes.add_argument(
         "--forget-tenant", action="append", default=[], metavar="NAME", help="reset this tenant to the default settings"
     )
+    changes.add_argument(
+        "--reset",
+        action="append",
+        default=[],
+        choices=list(_RESETTABLE),
+        help="reset this setting to the value that penstock serve was started with; may be repeated",
+    )
+    changes.add_argument(
+        "--etag", default="", metavar="ETAG", help="change nothing unless the settings still have this etag"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
     return parser
 
 
 def _update(arguments: argparse.Namespace) -> pb.UpdateSettingsRequest:
     policy = _POLICIES.get(arguments.policy, pb.SCHEDULING_POLICY_UNSPECIFIED)
-    request = pb.UpdateSettingsRequest(policy=policy, forget_tenants=arguments.forget_tenant)
-    for name in ("target_itl_ms", *_LIMITS):
+    settings = pb.Settings(policy=policy)
+    for name in _LIMITS:
         if (number := getattr(arguments, name)) is not None:
-            _set(request, name, number, _FLAGS[name])
-    request.tenants.extend(_tenant(f"--tenant {name}", name, written) for name, written in arguments.tenant)
+            _set(settings, name, number, _FLAGS[name])
+    if arguments.target_itl is not None:
+        try:
+            settings.target_itl.CopyFrom(duration_of(arguments.target_itl / 1000))
+        except (OverflowError, ValueError):
+            raise PenstockError(f"--target-itl: must be 0 to 60,000 ms; it is {arguments.target_itl:g}") from None
+    settings.tenants.extend(_tenant(f"--tenant {name}", name, written) for name, written in arguments.tenant)
     if arguments.default_tenant is not None:
-        request.default_tenant.CopyFrom(_tenant("--default-tenant", "", arguments.default_tenant))
+        settings.default_tenant.CopyFrom(_tenant("--default-tenant", "", arguments.default_tenant))
+    changed, reset = [field.name for field, _ in settings.ListFields()], [_RESETTABLE[key] for key in arguments.reset]
+    if both := sorted(set(changed) & set(reset)):
+        raise PenstockError(f"{_FLAGS[both[0]]} and --reset are both given for it; give one of them")
+    request = pb.UpdateSettingsRequest(forget_tenants=arguments.forget_tenant)
+    if changed or reset or arguments.forget_tenant:
+        settings.etag = arguments.etag
+        request.settings.CopyFrom(settings)
+        request.update_mask.paths.extend(dict.fromkeys(changed + reset))
+    elif arguments.etag:
+        raise PenstockError("--etag: there is nothing to change; give a change too")
     return request
 
 
@@ -206,8 +235,9 @@ def _in_flags(failure: RequestFailed, arguments: argparse.Namespace) -> Penstock
     """Returns the failure of an update with the contract's field names replaced by those of flags."""
     if not failure.violations:
         return failure
-    field, description = failure.violations[0]
-    problem = _FIELD_IN_TEXT.sub(lambda name: _FLAGS[name[0]], description.removeprefix(f"{field}: "))
+    path, description = failure.violations[0]
+    field = path.removeprefix("settings.")
+    problem = _FIELD_IN_TEXT.sub(lambda name: _FLAGS[name[0]], description.removeprefix(f"{path}: "))
     name, index, inner = _FIELD_PATH.fullmatch(field).groups()  # type: ignore[union-attr]  # it matches any text
     flag = _FLAGS.get(name, name)
     if index:
@@ -220,20 +250,20 @@ def _in_flags(failure: RequestFailed, arguments: argparse.Namespace) -> Penstock
 def _plain(settings: pb.Settings) -> dict[str, Any]:
     """Converts settings for JSON: tenants by name, and None for what has no limit."""
     plain = as_dict(settings)
-    plain["target_itl_ms"] = plain["target_itl_ms"] or None
+    plain["target_itl"] = plain["target_itl"] or None
     del plain["default_tenant"]["tenant"]
     plain["tenants"] = {tenant.pop("tenant"): tenant for tenant in plain["tenants"]}
     return plain
 
 
 def _as_table(plain: dict[str, Any]) -> str:
-    target_itl_ms = plain["target_itl_ms"]
+    target_itl = plain["target_itl"]
     rows = [
         ("policy", plain["policy"]),
         *((_key(name), f"{plain[name]:,}") for name in _LIMITS),
-        ("target-itl", f"{target_itl_ms:g} ms" if target_itl_ms else "auto"),
+        ("target-itl", f"{1000 * target_itl:g} ms" if target_itl else "auto"),
     ]
-    lines = [f"{name:22}  {value}" for name, value in rows]
+    lines = [f"{name:22}  {value}" for name, value in [*rows, ("etag", plain["etag"])]]
     tenants = {"(all others)": plain["default_tenant"], **plain["tenants"]}
     width = max(len(name) for name in ("tenant", *tenants))
     lines += ["", "  ".join([f"{'tenant':{width}}", "weight", *map(_key, _CAPS)])]

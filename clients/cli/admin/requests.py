@@ -8,7 +8,7 @@ import sys
 import penstock.v1 as pb
 from penstock.clients.cli.admin.client import AdminClient, call_admin
 from penstock.clients.cli.admin.request_list import HEADER, STATES, request_line
-from penstock.clients.cli.as_dict import as_dict
+from penstock.clients.cli.as_dict import as_dict, duration_of
 from penstock.clients.cli.command_parser import CommandParser, number_where
 from penstock.clients.cli.options import ConnectionOptions, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, shown
@@ -70,7 +70,9 @@ def cancel(argv: list[str] | None = None) -> int:
         return asyncio.run(_cancel_ids(service, list(dict.fromkeys(arguments.ids))))
     if not arguments.yes and not _is_confirmed(service, wanted):
         return 1
-    request = pb.CancelRequestsRequest(filter=wanted)
+    request = pb.CancelRequestsRequest(all=pb.AllRequests())
+    if not arguments.all:
+        request.filter.CopyFrom(wanted)
     _report(call_admin(service, "CancelRequests", request, _CANCEL_TIMEOUT_S).cancelled_requests)
     return 0
 
@@ -102,7 +104,7 @@ def _filter(arguments: argparse.Namespace) -> pb.RequestFilter:
     return pb.RequestFilter(
         tenant=arguments.tenant,
         states=[STATES[name] for name in dict.fromkeys(arguments.state)],
-        min_age_ms=round(arguments.min_age * 1000),
+        min_age=duration_of(arguments.min_age) if arguments.min_age else None,
     )
 
 

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from google.protobuf.duration_pb2 import Duration
+
 import penstock.v1 as pb
+from penstock.clients.cli.as_dict import seconds_of
 
 _BAR_WIDTH = 30
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -31,7 +34,7 @@ class Rates:
     @classmethod
     def between(cls, before: pb.WatchStatsResponse, now: pb.WatchStatsResponse) -> "Rates":
         """Computes rates by the service's clock, so that a slow network does not distort them."""
-        seconds = max(now.uptime_ms - before.uptime_ms, 1) / 1000
+        seconds = max(seconds_of(now.uptime) - seconds_of(before.uptime), 0.001)
         names = [name for name in cls.__dataclass_fields__ if name != "seconds"]
         return cls(seconds, **{name: (getattr(now, name) - getattr(before, name)) / seconds for name in names})
 
@@ -53,13 +56,13 @@ class Rates:
 
 def state_name(stats: pb.WatchStatsResponse) -> str:
     """Returns the state's name, such as SERVING or RECOVERING."""
-    return pb.EngineState.Name(stats.state).removeprefix("ENGINE_STATE_")
+    return pb.ServiceState.Name(stats.state).removeprefix("SERVICE_STATE_")
 
 
 def line(stats: pb.WatchStatsResponse, rates: Rates) -> str:
     """Formats one line, for a pipe or a log."""
-    predicted = f"{stats.predicted_ttft_ms} ms" if stats.HasField("predicted_ttft_ms") else "unknown"
-    lag = f"{_ms(stats.loop_lag.p99_us)} at p99" if stats.HasField("loop_lag") else "unknown"
+    predicted = f"{_whole_ms(stats.predicted_ttft)} ms" if stats.HasField("predicted_ttft") else "unknown"
+    lag = f"{_ms(stats.loop_lag.p99)} at p99" if stats.HasField("loop_lag") else "unknown"
     drafted = ""
     if stats.drafted_tokens:
         drafted = f", drafted {rates.drafted_tokens:.0f} (accepted {100 * rates.accepted_share:.0f} %)"
@@ -67,7 +70,7 @@ def line(stats: pb.WatchStatsResponse, rates: Rates) -> str:
         f"{state_name(stats)}: requests {stats.live_requests}, rows {stats.running_rows}, "
         f"waiting {stats.waiting_choices}, stalled {stats.stalled_requests}, KV {100 * stats.kv_usage:.1f} %; "
         f"tokens/s: output {rates.output_tokens:.0f}, prompt {rates.prefill_tokens + rates.cached_tokens:.0f} "
-        f"(cached {100 * rates.cached_share:.0f} %){drafted}; step {stats.step_us / 1000:.1f} ms; loop lag: {lag}; "
+        f"(cached {100 * rates.cached_share:.0f} %){drafted}; step {_ms(stats.step_duration)}; loop lag: {lag}; "
         f"first token predicted: {predicted}; preempted {stats.preemptions}, refused {stats.refused_requests}, "
         f"workers replaced {stats.worker_restarts}{_recent_words(stats)}"
     )
@@ -75,7 +78,7 @@ def line(stats: pb.WatchStatsResponse, rates: Rates) -> str:
 
 def title(target: str, stats: pb.WatchStatsResponse) -> str:
     """Formats the first line of a screen."""
-    return f"penstock top   {target}   {state_name(stats)}   up {_uptime(stats.uptime_ms // 1000)}"
+    return f"penstock top   {target}   {state_name(stats)}   up {_uptime(stats.uptime.seconds)}"
 
 
 def dashboard(
@@ -98,10 +101,10 @@ def dashboard(
         yield _row(
             "", f"{stats.host_blocks:,} blocks in host memory; {stats.restored_tokens:,} tokens came back from it"
         )
-    predicted = f"a short request's is predicted after {stats.predicted_ttft_ms:,} ms"
-    yield _row("1st token", predicted if stats.HasField("predicted_ttft_ms") else "nothing is known yet")
+    predicted = f"a short request's is predicted after {_whole_ms(stats.predicted_ttft)} ms"
+    yield _row("1st token", predicted if stats.HasField("predicted_ttft") else "nothing is known yet")
     lag = stats.loop_lag
-    late = f"late by {_ms(lag.p50_us)} at the median, {_ms(lag.p99_us)} at p99, {_ms(lag.max_us)} at most"
+    late = f"late by {_ms(lag.p50)} at the median, {_ms(lag.p99)} at p99, {_ms(lag.max)} at most"
     yield _row("loop", late if stats.HasField("loop_lag") else "nothing is known yet")
     if rates is None:
         yield from ("", _row("speed", "known with the next answer"))
@@ -128,7 +131,7 @@ def _speeds(stats: pb.WatchStatsResponse, rates: Rates, history: Sequence[float]
         gained = f"{rates.accepted_length:.2f} tokens per step with drafts"
         accepted = f"{100 * rates.accepted_share:.0f} % accepted, {gained}"
         yield _row("drafts", f"{rates.drafted_tokens:10,.0f} tokens/s, {accepted}")
-    yield _row("steps", f"{rates.steps:10,.1f} per second, {stats.step_us / 1000:,.1f} ms at the median")
+    yield _row("steps", f"{rates.steps:10,.1f} per second, {_ms(stats.step_duration)} at the median")
     yield _row("requests", f"{rates.finished_requests:10,.1f} ended per second, {rates.refused_requests:,.1f} refused")
 
 
@@ -139,7 +142,7 @@ def _recent(stats: pb.WatchStatsResponse) -> Iterator[tuple[str, list[float], li
         if stats.HasField(field):
             window = getattr(stats, field)
             totals = (window.output_tokens, window.prefill_tokens, window.finished_requests)
-            rates = [1000 * total / max(1, window.duration_ms) for total in totals]
+            rates = [total / max(0.001, seconds_of(window.duration)) for total in totals]
             yield name, rates, _latencies(window.time_to_first_token), _latencies(window.inter_token_latency)
 
 
@@ -167,7 +170,7 @@ def _latencies(percentiles: pb.LatencyPercentiles) -> list[str]:
     """Formats the percentiles in milliseconds, with three digits, because they are not exact."""
     if not percentiles.count:
         return ["-"] * 3
-    found = (us / 1000 for us in (percentiles.p50_us, percentiles.p90_us, percentiles.p99_us))
+    found = (1000 * seconds_of(each) for each in (percentiles.p50, percentiles.p90, percentiles.p99))
     return [f"{ms:,.0f}" if ms >= 99.95 else f"{ms:.1f}" if ms >= 9.995 else f"{ms:.2f}" for ms in found]
 
 
@@ -187,8 +190,12 @@ def _tenants(before: pb.WatchStatsResponse | None, stats: pb.WatchStatsResponse,
         yield f"{tenant.tenant:{width}}  {tenant.live_requests:>6,}  {speed:>10}  {tenant.served_tokens:>14,}"
 
 
-def _ms(us: int) -> str:
-    return f"{us / 1000:,.1f} ms"
+def _ms(value: Duration) -> str:
+    return f"{1000 * seconds_of(value):,.1f} ms"
+
+
+def _whole_ms(value: Duration) -> str:
+    return f"{1000 * seconds_of(value):,.0f}"
 
 
 def _row(title: str, text: str) -> str:

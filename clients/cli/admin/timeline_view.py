@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC
 
 import penstock.v1 as pb
+from penstock.clients.cli.admin.timeline_words import end_name, event_words, hold_words, wait_words
+from penstock.clients.cli.as_dict import seconds_of
 
 _WIDTH = 32
 """The width of the bars, which span the time from the request's arrival to its end."""
@@ -17,24 +19,22 @@ class _Style:
     """The display of entries of one kind."""
 
     colour: str
-    event: str = ""
-    """The words before an entry's detail."""
     bar: str = "◆"
     plain_bar: str = "+"
     """The bar for terminals without these characters."""
 
 
 _STYLES = {
-    pb.TIMELINE_KIND_ACCEPTED: _Style(_DIM, "accepted: "),
+    pb.TIMELINE_KIND_ACCEPTED: _Style(_DIM),
     pb.TIMELINE_KIND_WAITED: _Style(_YELLOW, bar="░", plain_bar="."),
     pb.TIMELINE_KIND_BEGAN: _Style(_DIM),
     pb.TIMELINE_KIND_PREFILLED: _Style(_BLUE, bar="▓", plain_bar="#"),
     pb.TIMELINE_KIND_DECODED: _Style(_GREEN, bar="█", plain_bar="="),
-    pb.TIMELINE_KIND_PREEMPTED: _Style(_MAGENTA, "preempted: "),
-    pb.TIMELINE_KIND_RESTARTED: _Style(_RED, "restarted: "),
+    pb.TIMELINE_KIND_PREEMPTED: _Style(_MAGENTA),
+    pb.TIMELINE_KIND_RESTARTED: _Style(_RED),
     pb.TIMELINE_KIND_HELD: _Style(_MAGENTA, bar="▒", plain_bar="~"),
-    pb.TIMELINE_KIND_UPDATED: _Style(_CYAN, "changed by its caller: "),
-    pb.TIMELINE_KIND_ENDED: _Style(_DIM, "ended: "),
+    pb.TIMELINE_KIND_UPDATED: _Style(_CYAN),
+    pb.TIMELINE_KIND_ENDED: _Style(_DIM),
 }
 _SHARES = (
     (pb.TIMELINE_KIND_WAITED, "waiting"),
@@ -51,7 +51,7 @@ class TimelineView:
         self._response = response
         self._colours = colours
         self._unicode = unicode
-        self._total_us = max(map(_end_us, response.timeline), default=0)
+        self._total_s = max(map(_end_s, response.timeline), default=0.0)
 
     def lines(self) -> Iterator[str]:
         yield from self._header()
@@ -67,16 +67,16 @@ class TimelineView:
 
     def _header(self) -> Iterator[str]:
         response = self._response
-        total = _span(self._total_us)
-        if response.ended:
-            style = _GREEN if response.ended in ("STOP", "LENGTH") else _RED
-            state = self._paint(f"ended: {response.ended}, after {total}", style)
+        total = _span(self._total_s)
+        if response.end:
+            style = _GREEN if response.end in (pb.REQUEST_END_STOP, pb.REQUEST_END_LENGTH) else _RED
+            state = self._paint(f"ended: {end_name(response.end)}, after {total}", style)
         else:
             state = self._paint(f"live for {total}", _CYAN)
         yield f"request      {response.request_id}  {state}"
         own_id = f"  (the caller's id: {response.client_request_id})" if response.client_request_id else ""
         yield f"tenant       {response.tenant}{own_id}"
-        arrived = datetime.fromtimestamp(response.arrived_unix_us / 1e6, UTC)
+        arrived = response.arrive_time.ToDatetime(UTC)
         yield f"arrived      {arrived:%Y-%m-%d %H:%M:%S}.{arrived.microsecond // 1000:03d} UTC"
         if response.max_tokens:
             choices = f" for each of {response.num_choices} choices" if response.num_choices > 1 else ""
@@ -84,42 +84,47 @@ class TimelineView:
             yield f"first token  {self._first_token()}"
         else:  # embeddings, classes and scores have no output
             yield f"inputs       {response.num_choices:,}, with {response.prompt_tokens:,} tokens in total; no output"
-        if self._total_us and not response.omitted_entries:
+        if self._total_s and not response.omitted_entries:
             yield f"time         {self._shares()}"
 
     def _first_token(self) -> str:
         response = self._response
-        if response.HasField("first_token_us"):
-            real = f"after {_span(response.first_token_us)}"
+        if response.HasField("time_to_first_token"):
+            real = f"after {_span(seconds_of(response.time_to_first_token))}"
         else:
-            real = "none" if response.ended else "none yet"
-        if not response.HasField("predicted_ttft_ms"):
+            real = "none" if response.end else "none yet"
+        if not response.HasField("predicted_ttft"):
             return f"{real}; none was predicted"
-        return f"{real}; predicted after {_span(response.predicted_ttft_ms * 1000)}"
+        return f"{real}; predicted after {_span(seconds_of(response.predicted_ttft))}"
 
     def _shares(self) -> str:
         """Returns the shares of the first choice's time."""
         spent = {
-            kind: sum(entry.duration_us for entry in self._response.timeline if entry.kind == kind and not entry.choice)
+            kind: sum(
+                seconds_of(entry.duration)
+                for entry in self._response.timeline
+                if entry.kind == kind and not entry.choice
+            )
             for kind, _ in _SHARES
         }
-        shares = [f"{100 * spent[kind] / self._total_us:.0f} % {words}" for kind, words in _SHARES if spent[kind]]
+        shares = [f"{100 * spent[kind] / self._total_s:.0f} % {words}" for kind, words in _SHARES if spent[kind]]
         of_first = " (of choice 0)" if self._response.num_choices > 1 else ""
         return ", ".join(shares or ["nothing was computed"]) + of_first
 
     def _entry(self, entry: pb.TimelineEntry) -> str:
         style = _STYLES.get(entry.kind, _Style(_DIM, bar="?", plain_bar="?"))
-        lasted = f"{entry.duration_us / 1e6:9.3f}" if entry.duration_us else " " * 9
+        start_s, duration_s = seconds_of(entry.start_offset), seconds_of(entry.duration)
+        lasted = f"{duration_s:9.3f}" if duration_s else " " * 9
         choice = f"  #{entry.choice:<5}" if self._response.num_choices > 1 else ""
-        goes_on = bool(not self._response.ended and entry.duration_us and _end_us(entry) == self._total_us)
+        goes_on = bool(not self._response.end and duration_s and _end_s(entry) == self._total_s)
         colour = "" if style.colour in (_GREEN, _BLUE) else style.colour
-        text = self._paint(_words(entry, style.event, goes_on), colour)
-        return f"{entry.at_us / 1e6:9.3f} {lasted}  {self._bar(entry, style)}{choice}  {text}"
+        text = self._paint(_words(entry, self._response.request_id, goes_on), colour)
+        return f"{start_s:9.3f} {lasted}  {self._bar(entry, style)}{choice}  {text}"
 
     def _bar(self, entry: pb.TimelineEntry, style: _Style) -> str:
-        scale = _WIDTH / max(1, self._total_us)
-        start = min(_WIDTH - 1, int(entry.at_us * scale))
-        stop = max(start + 1, min(_WIDTH, round(_end_us(entry) * scale)))
+        scale = _WIDTH / max(1e-6, self._total_s)
+        start = min(_WIDTH - 1, int(seconds_of(entry.start_offset) * scale))
+        stop = max(start + 1, min(_WIDTH, round(_end_s(entry) * scale)))
         mark = style.bar if self._unicode else style.plain_bar
         return " " * start + self._paint(mark * (stop - start), style.colour) + " " * (_WIDTH - stop)
 
@@ -127,28 +132,27 @@ class TimelineView:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._colours and colour and text else text
 
 
-def _end_us(entry: pb.TimelineEntry) -> int:
-    return entry.at_us + entry.duration_us
+def _end_s(entry: pb.TimelineEntry) -> float:
+    # Whole microseconds are added, so that entries that end now have equal ends.
+    return (entry.start_offset.ToMicroseconds() + entry.duration.ToMicroseconds()) / 1e6
 
 
-def _words(entry: pb.TimelineEntry, event: str, goes_on: bool) -> str:
-    """Describes an entry. Texts from the service are shown unchanged."""
-    detail = "".join(character if character.isprintable() else "?" for character in entry.detail)
+def _words(entry: pb.TimelineEntry, request_id: str, goes_on: bool) -> str:
+    """Describes an entry of the timeline of the request ``request_id``."""
     match entry.kind:
         case pb.TIMELINE_KIND_WAITED:
-            text = f"{'waits' if goes_on else 'waited'} for {detail}"
+            text = f"{'waits' if goes_on else 'waited'} for {wait_words(entry.wait)}"
         case pb.TIMELINE_KIND_BEGAN:
             text = f"began: {_tokens(entry.num_tokens) if entry.num_tokens else 'nothing'} from the cache"
         case pb.TIMELINE_KIND_PREFILLED:
             text = f"computed {_tokens(entry.num_tokens)}{_chunks(entry)}"
         case pb.TIMELINE_KIND_DECODED:
             so_far = " so far" if goes_on else ""
-            drafts = f", {entry.detail}" if entry.detail else ""
-            text = f"generated {_tokens(entry.num_tokens)}{so_far}{_speed(entry)}{drafts}"
+            text = f"generated {_tokens(entry.num_tokens)}{so_far}{_speed(entry)}{_drafts(entry)}"
         case pb.TIMELINE_KIND_HELD:
-            text = f"{'is' if goes_on else 'was'} held: {detail}"
+            text = f"{'is' if goes_on else 'was'} held: {hold_words(entry.hold_cause)}"
         case _:
-            text = f"{event}{detail}"
+            text = event_words(entry, request_id)
     return text + _steps(entry)
 
 
@@ -164,7 +168,14 @@ def _chunks(entry: pb.TimelineEntry) -> str:
 def _speed(entry: pb.TimelineEntry) -> str:
     # The duration starts with the first token.
     following = entry.num_tokens - 1
-    return f", {following / entry.duration_us * 1e6:,.0f} per second" if entry.duration_us and following > 0 else ""
+    duration_s = seconds_of(entry.duration)
+    return f", {following / duration_s:,.0f} per second" if duration_s and following > 0 else ""
+
+
+def _drafts(entry: pb.TimelineEntry) -> str:
+    if not entry.HasField("drafts"):
+        return ""
+    return f", {entry.drafts.accepted_tokens:,} of {entry.drafts.drafted_tokens:,} drafts accepted"
 
 
 def _steps(entry: pb.TimelineEntry) -> str:
@@ -175,8 +186,7 @@ def _steps(entry: pb.TimelineEntry) -> str:
     return f" (steps {entry.first_step} to {entry.last_step})"
 
 
-def _span(microseconds: int) -> str:
-    seconds = microseconds / 1e6
+def _span(seconds: float) -> str:
     if seconds < 0.1:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 100:

@@ -22,7 +22,7 @@ examples:
   penstock top --admin gpu1:50052 --interval 5
   penstock top --once                   one line, for a script; speeds are over one interval
   penstock top --json | jq .kv_usage    one object per line, with totals since the start of the service
-  penstock top --once --json | jq .last_10s.time_to_first_token.p99_us
+  penstock top --once --json | jq .last_10s.time_to_first_token.p99   # in seconds
 """
 
 

@@ -64,7 +64,7 @@ class TopScreen:
     def update(self, stats: pb.WatchStatsResponse) -> None:
         """Takes new statistics."""
         before, self._stats = self._stats, stats
-        self._before = before if before.uptime_ms else None
+        self._before = before if before.HasField("uptime") else None
         if self._before is not None:
             self._history.append(Rates.between(self._before, stats).output_tokens)
 
@@ -101,7 +101,7 @@ class TopScreen:
         else:
             screen = dashboard(self.target, self._before, self._stats, self._history, self.unicode)
         lines = [text[: columns - 1] for text in screen]
-        lines[0] = self._paint(lines[0], _GOOD if self._stats.state == pb.ENGINE_STATE_SERVING else _BAD)
+        lines[0] = self._paint(lines[0], _GOOD if self._stats.state == pb.SERVICE_STATE_SERVING else _BAD)
         if self.shows_requests:
             return [self._paint(text, _SELECTED) if text.startswith("> ") else text for text in lines[: rows - 1]]
         hints = ["", self.message or "r requests   q quit"] if self.has_keys else []

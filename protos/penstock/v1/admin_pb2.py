@@ -22,13 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from penstock.v1 import kv_event_pb2 as penstock_dot_v1_dot_kv__event__pb2
 from penstock.v1 import live_request_pb2 as penstock_dot_v1_dot_live__request__pb2
 from penstock.v1 import settings_pb2 as penstock_dot_v1_dot_settings__pb2
 from penstock.v1 import stats_pb2 as penstock_dot_v1_dot_stats__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x1apenstock/v1/kv_event.proto\x1a\x1epenstock/v1/live_request.proto\x1a\x1apenstock/v1/settings.proto\x1a\x17penstock/v1/stats.proto\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x13\n\x11\x46lushCacheRequest\",\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\r2\xae\x06\n\x0c\x41\x64minService\x12O\n\nWatchStats\x12\x1e.penstock.v1.WatchStatsRequest\x1a\x1f.penstock.v1.WatchStatsResponse0\x01\x12>\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainResponse\x12\x41\n\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponse\x12M\n\nFlushCache\x12\x1e.penstock.v1.FlushCacheRequest\x1a\x1f.penstock.v1.FlushCacheResponse\x12P\n\x0bGetSettings\x12\x1f.penstock.v1.GetSettingsRequest\x1a .penstock.v1.GetSettingsResponse\x12Y\n\x0eUpdateSettings\x12\".penstock.v1.UpdateSettingsRequest\x1a#.penstock.v1.UpdateSettingsResponse\x12\x44\n\x07\x45xplain\x12\x1b.penstock.v1.ExplainRequest\x1a\x1c.penstock.v1.ExplainResponse\x12S\n\x0cListRequests\x12 .penstock.v1.ListRequestsRequest\x1a!.penstock.v1.ListRequestsResponse\x12Y\n\x0e\x43\x61ncelRequests\x12\".penstock.v1.CancelRequestsRequest\x1a#.penstock.v1.CancelRequestsResponse\x12X\n\rWatchKvEvents\x12!.penstock.v1.WatchKvEventsRequest\x1a\".penstock.v1.WatchKvEventsResponse0\x01\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1apenstock/v1/kv_event.proto\x1a\x1epenstock/v1/live_request.proto\x1a\x1apenstock/v1/settings.proto\x1a\x17penstock/v1/stats.proto\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x13\n\x11\x46lushCacheRequest\",\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\r2\xa3\t\n\x0c\x41\x64minService\x12T\n\nWatchStats\x12\x1e.penstock.v1.WatchStatsRequest\x1a\x1f.penstock.v1.WatchStatsResponse\"\x03\x90\x02\x01\x30\x01\x12\x66\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainResponse\"&\x90\x02\x02\x82\xd3\xe4\x93\x02\x1d\"\x18/penstock/v1/admin:drain:\x01*\x12j\n\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponse\"\'\x90\x02\x02\x82\xd3\xe4\x93\x02\x1e\"\x19/penstock/v1/admin:resume:\x01*\x12z\n\nFlushCache\x12\x1e.penstock.v1.FlushCacheRequest\x1a\x1f.penstock.v1.FlushCacheResponse\"+\x90\x02\x02\x82\xd3\xe4\x93\x02\"\"\x1d/penstock/v1/admin:flushCache:\x01*\x12x\n\x0bGetSettings\x12\x1f.penstock.v1.GetSettingsRequest\x1a .penstock.v1.GetSettingsResponse\"&\x90\x02\x01\x82\xd3\xe4\x93\x02\x1d\x12\x1b/penstock/v1/admin/settings\x12\x84\x01\n\x0eUpdateSettings\x12\".penstock.v1.UpdateSettingsRequest\x1a#.penstock.v1.UpdateSettingsResponse\")\x90\x02\x02\x82\xd3\xe4\x93\x02 2\x1b/penstock/v1/admin/settings:\x01*\x12\x81\x01\n\x07\x45xplain\x12\x1b.penstock.v1.ExplainRequest\x1a\x1c.penstock.v1.ExplainResponse\";\x90\x02\x01\x82\xd3\xe4\x93\x02\x32\x12\x30/penstock/v1/admin/requests/{request_id}:explain\x12{\n\x0cListRequests\x12 .penstock.v1.ListRequestsRequest\x1a!.penstock.v1.ListRequestsResponse\"&\x90\x02\x01\x82\xd3\xe4\x93\x02\x1d\x12\x1b/penstock/v1/admin/requests\x12\x8b\x01\n\x0e\x43\x61ncelRequests\x12\".penstock.v1.CancelRequestsRequest\x1a#.penstock.v1.CancelRequestsResponse\"0\x90\x02\x00\x82\xd3\xe4\x93\x02\'\"\"/penstock/v1/admin/requests:cancel:\x01*\x12]\n\rWatchKvEvents\x12!.penstock.v1.WatchKvEventsRequest\x1a\".penstock.v1.WatchKvEventsResponse\"\x03\x90\x02\x01\x30\x01\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,18 +37,38 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.admin_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
-  _globals['_DRAINREQUEST']._serialized_start=153
-  _globals['_DRAINREQUEST']._serialized_end=167
-  _globals['_DRAINRESPONSE']._serialized_start=169
-  _globals['_DRAINRESPONSE']._serialized_end=207
-  _globals['_RESUMEREQUEST']._serialized_start=209
-  _globals['_RESUMEREQUEST']._serialized_end=224
-  _globals['_RESUMERESPONSE']._serialized_start=226
-  _globals['_RESUMERESPONSE']._serialized_end=242
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=244
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=263
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=265
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=309
-  _globals['_ADMINSERVICE']._serialized_start=312
-  _globals['_ADMINSERVICE']._serialized_end=1126
+  _globals['_ADMINSERVICE'].methods_by_name['WatchStats']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['WatchStats']._serialized_options = b'\220\002\001'
+  _globals['_ADMINSERVICE'].methods_by_name['Drain']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['Drain']._serialized_options = b'\220\002\002\202\323\344\223\002\035\"\030/penstock/v1/admin:drain:\001*'
+  _globals['_ADMINSERVICE'].methods_by_name['Resume']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['Resume']._serialized_options = b'\220\002\002\202\323\344\223\002\036\"\031/penstock/v1/admin:resume:\001*'
+  _globals['_ADMINSERVICE'].methods_by_name['FlushCache']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['FlushCache']._serialized_options = b'\220\002\002\202\323\344\223\002\"\"\035/penstock/v1/admin:flushCache:\001*'
+  _globals['_ADMINSERVICE'].methods_by_name['GetSettings']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['GetSettings']._serialized_options = b'\220\002\001\202\323\344\223\002\035\022\033/penstock/v1/admin/settings'
+  _globals['_ADMINSERVICE'].methods_by_name['UpdateSettings']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['UpdateSettings']._serialized_options = b'\220\002\002\202\323\344\223\002 2\033/penstock/v1/admin/settings:\001*'
+  _globals['_ADMINSERVICE'].methods_by_name['Explain']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['Explain']._serialized_options = b'\220\002\001\202\323\344\223\0022\0220/penstock/v1/admin/requests/{request_id}:explain'
+  _globals['_ADMINSERVICE'].methods_by_name['ListRequests']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['ListRequests']._serialized_options = b'\220\002\001\202\323\344\223\002\035\022\033/penstock/v1/admin/requests'
+  _globals['_ADMINSERVICE'].methods_by_name['CancelRequests']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['CancelRequests']._serialized_options = b'\220\002\000\202\323\344\223\002\'\"\"/penstock/v1/admin/requests:cancel:\001*'
+  _globals['_ADMINSERVICE'].methods_by_name['WatchKvEvents']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['WatchKvEvents']._serialized_options = b'\220\002\001'
+  _globals['_DRAINREQUEST']._serialized_start=183
+  _globals['_DRAINREQUEST']._serialized_end=197
+  _globals['_DRAINRESPONSE']._serialized_start=199
+  _globals['_DRAINRESPONSE']._serialized_end=237
+  _globals['_RESUMEREQUEST']._serialized_start=239
+  _globals['_RESUMEREQUEST']._serialized_end=254
+  _globals['_RESUMERESPONSE']._serialized_start=256
+  _globals['_RESUMERESPONSE']._serialized_end=272
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=274
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=293
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=295
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=339
+  _globals['_ADMINSERVICE']._serialized_start=342
+  _globals['_ADMINSERVICE']._serialized_end=1529
 # @@protoc_insertion_point(module_scope)

@@ -138,8 +138,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateSettings(self, request, context):
-        """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT. No request is lost.
-        The change applies from the next step on and ends with the process.
+        """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT, or `etag` with
+        ABORTED. No request is lost. The change applies from the next step on and ends with the process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,7 +147,7 @@ class AdminServiceServicer(object):
 
     def Explain(self, request, context):
         """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
-        NOT_FOUND otherwise.
+        NOT_FOUND for any other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,8 +162,9 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequests(self, request, context):
-        """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
-        and its caller keeps the output that was streamed so far.
+        """Cancels live requests: those with the given ids, all that match a filter, or all. Each ends with the reason
+        CANCELLED, and its caller keeps the output that was streamed so far. Repeat a call by ids at will; one by a filter
+        also cancels requests that arrived since.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,20 +57,21 @@ class AdminServiceStub:
     GetSettings: _grpc.UnaryUnaryMultiCallable[_settings_pb2.GetSettingsRequest, _settings_pb2.GetSettingsResponse]
     """Returns the settings that can be changed while the service runs."""
     UpdateSettings: _grpc.UnaryUnaryMultiCallable[_settings_pb2.UpdateSettingsRequest, _settings_pb2.UpdateSettingsResponse]
-    """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT. No request is lost.
-    The change applies from the next step on and ends with the process.
+    """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT, or `etag` with
+    ABORTED. No request is lost. The change applies from the next step on and ends with the process.
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_live_request_pb2.ExplainRequest, _live_request_pb2.ExplainResponse]
     """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
-    NOT_FOUND otherwise.
+    NOT_FOUND for any other.
     """
     ListRequests: _grpc.UnaryUnaryMultiCallable[_live_request_pb2.ListRequestsRequest, _live_request_pb2.ListRequestsResponse]
     """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
     in exactly one page.
     """
     CancelRequests: _grpc.UnaryUnaryMultiCallable[_live_request_pb2.CancelRequestsRequest, _live_request_pb2.CancelRequestsResponse]
-    """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
-    and its caller keeps the output that was streamed so far.
+    """Cancels live requests: those with the given ids, all that match a filter, or all. Each ends with the reason
+    CANCELLED, and its caller keeps the output that was streamed so far. Repeat a call by ids at will; one by a filter
+    also cancels requests that arrived since.
     """
     WatchKvEvents: _grpc.UnaryStreamMultiCallable[_kv_event_pb2.WatchKvEventsRequest, _kv_event_pb2.WatchKvEventsResponse]
     """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
@@ -103,20 +104,21 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetSettings: _aio.UnaryUnaryMultiCallable[_settings_pb2.GetSettingsRequest, _settings_pb2.GetSettingsResponse]  # type: ignore[assignment]
     """Returns the settings that can be changed while the service runs."""
     UpdateSettings: _aio.UnaryUnaryMultiCallable[_settings_pb2.UpdateSettingsRequest, _settings_pb2.UpdateSettingsResponse]  # type: ignore[assignment]
-    """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT. No request is lost.
-    The change applies from the next step on and ends with the process.
+    """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT, or `etag` with
+    ABORTED. No request is lost. The change applies from the next step on and ends with the process.
     """
     Explain: _aio.UnaryUnaryMultiCallable[_live_request_pb2.ExplainRequest, _live_request_pb2.ExplainResponse]  # type: ignore[assignment]
     """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
-    NOT_FOUND otherwise.
+    NOT_FOUND for any other.
     """
     ListRequests: _aio.UnaryUnaryMultiCallable[_live_request_pb2.ListRequestsRequest, _live_request_pb2.ListRequestsResponse]  # type: ignore[assignment]
     """Lists the live requests in pages, in the order in which they entered the queue. A request that lives throughout is
     in exactly one page.
     """
     CancelRequests: _aio.UnaryUnaryMultiCallable[_live_request_pb2.CancelRequestsRequest, _live_request_pb2.CancelRequestsResponse]  # type: ignore[assignment]
-    """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
-    and its caller keeps the output that was streamed so far.
+    """Cancels live requests: those with the given ids, all that match a filter, or all. Each ends with the reason
+    CANCELLED, and its caller keeps the output that was streamed so far. Repeat a call by ids at will; one by a filter
+    also cancels requests that arrived since.
     """
     WatchKvEvents: _aio.UnaryStreamMultiCallable[_kv_event_pb2.WatchKvEventsRequest, _kv_event_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
     """Streams the KV blocks in the prefix cache, and then every change, for routers that send a request to where its
@@ -182,8 +184,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _settings_pb2.UpdateSettingsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_settings_pb2.UpdateSettingsResponse, _abc.Awaitable[_settings_pb2.UpdateSettingsResponse]]:
-        """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT. No request is lost.
-        The change applies from the next step on and ends with the process.
+        """Changes settings: all that are given, or none if one of them is refused with INVALID_ARGUMENT, or `etag` with
+        ABORTED. No request is lost. The change applies from the next step on and ends with the process.
         """
 
     @_abc_1.abstractmethod
@@ -193,7 +195,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_live_request_pb2.ExplainResponse, _abc.Awaitable[_live_request_pb2.ExplainResponse]]:
         """Returns the history of a request that is live, or one of the last that ended (`--explain-requests`, default 1,000).
-        NOT_FOUND otherwise.
+        NOT_FOUND for any other.
         """
 
     @_abc_1.abstractmethod
@@ -212,8 +214,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _live_request_pb2.CancelRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_live_request_pb2.CancelRequestsResponse, _abc.Awaitable[_live_request_pb2.CancelRequestsResponse]]:
-        """Cancels live requests: those with the given ids, or all that match a filter. Each ends with the reason CANCELLED,
-        and its caller keeps the output that was streamed so far.
+        """Cancels live requests: those with the given ids, all that match a filter, or all. Each ends with the reason
+        CANCELLED, and its caller keeps the output that was streamed so far. Repeat a call by ids at will; one by a filter
+        also cancels requests that arrived since.
         """
 
     @_abc_1.abstractmethod

@@ -22,12 +22,13 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from penstock.v1 import embedding_pb2 as penstock_dot_v1_dot_embedding__pb2
 from penstock.v1 import output_pb2 as penstock_dot_v1_dot_output__pb2
 from penstock.v1 import prompt_pb2 as penstock_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n penstock/v1/classification.proto\x12\x0bpenstock.v1\x1a\x1bpenstock/v1/embedding.proto\x1a\x18penstock/v1/output.proto\x1a\x18penstock/v1/prompt.proto\"\xd3\x02\n\x0f\x43lassifyRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06inputs\x18\x02 \x03(\x0b\x32\x17.penstock.v1.EmbedInput\x12\x1b\n\x0euse_activation\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08priority\x18\x04 \x01(\x11H\x01\x88\x01\x01\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x07 \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\x08 \x01(\x11H\x02\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\t \x01(\x0e\x32\x1b.penstock.v1.TruncationSideB\x11\n\x0f_use_activationB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokens\"\x8f\x01\n\x10\x43lassifyResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x34\n\x0f\x63lassifications\x18\x02 \x03(\x0b\x32\x1b.penstock.v1.Classification\x12\x0e\n\x06labels\x18\x03 \x03(\t\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.penstock.v1.Usage\" \n\x0e\x43lassification\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\xf5\x02\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07queries\x18\x02 \x03(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\x18\n\x0binstruction\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1b\n\x0euse_activation\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x06 \x01(\x11H\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\t \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\n \x01(\x11H\x03\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\x0b \x01(\x0e\x32\x1b.penstock.v1.TruncationSideB\x0e\n\x0c_instructionB\x11\n\x0f_use_activationB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokens\"V\n\rScoreResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06scores\x18\x02 \x03(\x02\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.penstock.v1.Usage2\xa0\x01\n\x15\x43lassificationService\x12G\n\x08\x43lassify\x12\x1c.penstock.v1.ClassifyRequest\x1a\x1d.penstock.v1.ClassifyResponse\x12>\n\x05Score\x12\x19.penstock.v1.ScoreRequest\x1a\x1a.penstock.v1.ScoreResponseBP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n penstock/v1/classification.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1bpenstock/v1/embedding.proto\x1a\x18penstock/v1/output.proto\x1a\x18penstock/v1/prompt.proto\"\xd3\x02\n\x0f\x43lassifyRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06inputs\x18\x02 \x03(\x0b\x32\x17.penstock.v1.EmbedInput\x12\x1b\n\x0euse_activation\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08priority\x18\x04 \x01(\x11H\x01\x88\x01\x01\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x07 \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\x08 \x01(\x11H\x02\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\t \x01(\x0e\x32\x1b.penstock.v1.TruncationSideB\x11\n\x0f_use_activationB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokens\"\x8f\x01\n\x10\x43lassifyResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x34\n\x0f\x63lassifications\x18\x02 \x03(\x0b\x32\x1b.penstock.v1.Classification\x12\x0e\n\x06labels\x18\x03 \x03(\t\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.penstock.v1.Usage\" \n\x0e\x43lassification\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\x84\x03\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07queries\x18\x02 \x03(\tB\x03\x80\x01\x01\x12\x16\n\tdocuments\x18\x03 \x03(\tB\x03\x80\x01\x01\x12\x1d\n\x0binstruction\x18\x04 \x01(\tB\x03\x80\x01\x01H\x00\x88\x01\x01\x12\x1b\n\x0euse_activation\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x06 \x01(\x11H\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\t \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\n \x01(\x11H\x03\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\x0b \x01(\x0e\x32\x1b.penstock.v1.TruncationSideB\x0e\n\x0c_instructionB\x11\n\x0f_use_activationB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokens\"V\n\rScoreResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06scores\x18\x02 \x03(\x02\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.penstock.v1.Usage2\x85\x02\n\x15\x43lassificationService\x12{\n\x08\x43lassify\x12\x1c.penstock.v1.ClassifyRequest\x1a\x1d.penstock.v1.ClassifyResponse\"2\x90\x02\x02\x82\xd3\xe4\x93\x02)\"$/penstock/v1/classification:classify:\x01*\x12o\n\x05Score\x12\x19.penstock.v1.ScoreRequest\x1a\x1a.penstock.v1.ScoreResponse\"/\x90\x02\x02\x82\xd3\xe4\x93\x02&\"!/penstock/v1/classification:score:\x01*BP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,16 +36,26 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.classification_
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
-  _globals['_CLASSIFYREQUEST']._serialized_start=131
-  _globals['_CLASSIFYREQUEST']._serialized_end=470
-  _globals['_CLASSIFYRESPONSE']._serialized_start=473
-  _globals['_CLASSIFYRESPONSE']._serialized_end=616
-  _globals['_CLASSIFICATION']._serialized_start=618
-  _globals['_CLASSIFICATION']._serialized_end=650
-  _globals['_SCOREREQUEST']._serialized_start=653
-  _globals['_SCOREREQUEST']._serialized_end=1026
-  _globals['_SCORERESPONSE']._serialized_start=1028
-  _globals['_SCORERESPONSE']._serialized_end=1114
-  _globals['_CLASSIFICATIONSERVICE']._serialized_start=1117
-  _globals['_CLASSIFICATIONSERVICE']._serialized_end=1277
+  _globals['_SCOREREQUEST'].fields_by_name['queries']._loaded_options = None
+  _globals['_SCOREREQUEST'].fields_by_name['queries']._serialized_options = b'\200\001\001'
+  _globals['_SCOREREQUEST'].fields_by_name['documents']._loaded_options = None
+  _globals['_SCOREREQUEST'].fields_by_name['documents']._serialized_options = b'\200\001\001'
+  _globals['_SCOREREQUEST'].fields_by_name['instruction']._loaded_options = None
+  _globals['_SCOREREQUEST'].fields_by_name['instruction']._serialized_options = b'\200\001\001'
+  _globals['_CLASSIFICATIONSERVICE'].methods_by_name['Classify']._loaded_options = None
+  _globals['_CLASSIFICATIONSERVICE'].methods_by_name['Classify']._serialized_options = b'\220\002\002\202\323\344\223\002)\"$/penstock/v1/classification:classify:\001*'
+  _globals['_CLASSIFICATIONSERVICE'].methods_by_name['Score']._loaded_options = None
+  _globals['_CLASSIFICATIONSERVICE'].methods_by_name['Score']._serialized_options = b'\220\002\002\202\323\344\223\002&\"!/penstock/v1/classification:score:\001*'
+  _globals['_CLASSIFYREQUEST']._serialized_start=161
+  _globals['_CLASSIFYREQUEST']._serialized_end=500
+  _globals['_CLASSIFYRESPONSE']._serialized_start=503
+  _globals['_CLASSIFYRESPONSE']._serialized_end=646
+  _globals['_CLASSIFICATION']._serialized_start=648
+  _globals['_CLASSIFICATION']._serialized_end=680
+  _globals['_SCOREREQUEST']._serialized_start=683
+  _globals['_SCOREREQUEST']._serialized_end=1071
+  _globals['_SCORERESPONSE']._serialized_start=1073
+  _globals['_SCORERESPONSE']._serialized_end=1159
+  _globals['_CLASSIFICATIONSERVICE']._serialized_start=1162
+  _globals['_CLASSIFICATIONSERVICE']._serialized_end=1423
 # @@protoc_insertion_point(module_scope)

@@ -123,71 +123,75 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The request names a model that this service does not serve. Leave `model` empty, or use the name that the message
     gives and that ListModels returns.
     """
-    ERROR_REASON_REQUEST_UNKNOWN: _ErrorReason.ValueType  # 24
+    ERROR_REASON_SETTINGS_CHANGED: _ErrorReason.ValueType  # 24
+    """The settings have changed since the caller got them with the `etag` of its update. Nothing changes. Get the settings
+    again, and decide whether the update is still wanted.
+    """
+    ERROR_REASON_REQUEST_UNKNOWN: _ErrorReason.ValueType  # 25
     """No request with this id is known to AdminService.Explain. Check the id. To keep more ended requests:
     `--explain-requests`.
     """
-    ERROR_REASON_UNKNOWN_SERVICE: _ErrorReason.ValueType  # 25
+    ERROR_REASON_UNKNOWN_SERVICE: _ErrorReason.ValueType  # 26
     """A health check names a service that is not served here. Use "", "penstock.live" or the full name of a service."""
-    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 26
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 27
     """The call has no valid API key or token. Send the metadata `authorization: Bearer <key>`."""
-    ERROR_REASON_METHOD_DENIED: _ErrorReason.ValueType  # 27
+    ERROR_REASON_METHOD_DENIED: _ErrorReason.ValueType  # 28
     """Callers may not use this method. Call another method."""
-    ERROR_REASON_TENANT_DENIED: _ErrorReason.ValueType  # 28
+    ERROR_REASON_TENANT_DENIED: _ErrorReason.ValueType  # 29
     """The caller names another tenant and may not act for others. Leave `tenant` empty, or give the key `act-for-others`."""
-    ERROR_REASON_ADMIN_DENIED: _ErrorReason.ValueType  # 29
+    ERROR_REASON_ADMIN_DENIED: _ErrorReason.ValueType  # 30
     """The caller may not administer the service. Add the word `admin` to the key's line, or the right `penstock:admin` to
     the token.
     """
-    ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 30
+    ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 31
     """Too many requests, prompt tokens or inputs to embed or classify are waiting. Retry after the delay, usually 1 s."""
-    ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 31
+    ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 32
     """The service predicts that the request would miss its deadline. Retry after the delay, or allow more time."""
-    ERROR_REASON_TENANT_BUSY: _ErrorReason.ValueType  # 32
+    ERROR_REASON_TENANT_BUSY: _ErrorReason.ValueType  # 33
     """The tenant has as many live requests as its `max_live_requests` allows. Retry when one has ended."""
-    ERROR_REASON_TENANT_RATE: _ErrorReason.ValueType  # 33
+    ERROR_REASON_TENANT_RATE: _ErrorReason.ValueType  # 34
     """The tenant sends requests, or calls the tokenizer, faster than its `requests_per_second`. Retry after the delay."""
-    ERROR_REASON_TENANT_TOKENS: _ErrorReason.ValueType  # 34
+    ERROR_REASON_TENANT_TOKENS: _ErrorReason.ValueType  # 35
     """The tenant has used up its `tokens_per_minute` for now. Retry after the delay."""
-    ERROR_REASON_TENANT_CAP: _ErrorReason.ValueType  # 35
+    ERROR_REASON_TENANT_CAP: _ErrorReason.ValueType  # 36
     """The prompt or `max_tokens` exceeds the limits of the tenant, `max_prompt_tokens` or `max_tokens`. Request less."""
-    ERROR_REASON_PREPARATION_FULL: _ErrorReason.ValueType  # 36
+    ERROR_REASON_PREPARATION_FULL: _ErrorReason.ValueType  # 37
     """Too many prompts wait to be tokenized, or too many constraints to be compiled; or the machine is too busy to do
     either in time. Retry after the delay, usually 250 ms.
     """
-    ERROR_REASON_MESSAGES_IN_FLIGHT: _ErrorReason.ValueType  # 37
+    ERROR_REASON_MESSAGES_IN_FLIGHT: _ErrorReason.ValueType  # 38
     """Too many messages or calls were in flight, and this one took the longest or came last. Retry after the delay,
     usually 1 s, or send fewer at once.
     """
-    ERROR_REASON_READER_TOO_SLOW: _ErrorReason.ValueType  # 38
+    ERROR_REASON_READER_TOO_SLOW: _ErrorReason.ValueType  # 39
     """The client does not read the stream as fast as it fills. Read it, or spread the requests over more streams."""
-    ERROR_REASON_NO_GRAMMARS: _ErrorReason.ValueType  # 39
+    ERROR_REASON_NO_GRAMMARS: _ErrorReason.ValueType  # 40
     """Output cannot be constrained to a grammar with this model's tokenizer. Omit `constraint`."""
-    ERROR_REASON_GRAMMAR: _ErrorReason.ValueType  # 40
+    ERROR_REASON_GRAMMAR: _ErrorReason.ValueType  # 41
     """The constraint reached a limit on the states or items of a step. Make the constraint simpler."""
-    ERROR_REASON_DEAD_END: _ErrorReason.ValueType  # 41
+    ERROR_REASON_DEAD_END: _ErrorReason.ValueType  # 42
     """The constraint allows a beginning of an output that cannot be completed. Correct the constraint."""
-    ERROR_REASON_SLOW_CONSTRAINT: _ErrorReason.ValueType  # 42
+    ERROR_REASON_SLOW_CONSTRAINT: _ErrorReason.ValueType  # 43
     """The constraint takes too much processor time. Make it smaller or less ambiguous."""
-    ERROR_REASON_DEADLINE: _ErrorReason.ValueType  # 43
+    ERROR_REASON_DEADLINE: _ErrorReason.ValueType  # 44
     """The deadline passed, or a message did not arrive within 60 s. Allow more time."""
-    ERROR_REASON_CANCELLED: _ErrorReason.ValueType  # 44
+    ERROR_REASON_CANCELLED: _ErrorReason.ValueType  # 45
     """The client cancelled the request or disconnected, or an administrator cancelled it: see the message."""
-    ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 45
+    ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 46
     """The service accepts no new requests. Use another replica."""
-    ERROR_REASON_SHUTDOWN: _ErrorReason.ValueType  # 46
+    ERROR_REASON_SHUTDOWN: _ErrorReason.ValueType  # 47
     """The service shut down before the request finished. Send the request to another replica."""
-    ERROR_REASON_GOING_DOWN: _ErrorReason.ValueType  # 47
+    ERROR_REASON_GOING_DOWN: _ErrorReason.ValueType  # 48
     """AdminService.Resume was called, but the service is shutting down. Start another service."""
-    ERROR_REASON_WORKER_DOWN: _ErrorReason.ValueType  # 48
+    ERROR_REASON_WORKER_DOWN: _ErrorReason.ValueType  # 49
     """The worker is starting. Use another replica, or retry after the delay."""
-    ERROR_REASON_WORKER_DIED: _ErrorReason.ValueType  # 49
+    ERROR_REASON_WORKER_DIED: _ErrorReason.ValueType  # 50
     """The worker died and no new one could be started. Use another replica."""
-    ERROR_REASON_KILLED_WORKER: _ErrorReason.ValueType  # 50
+    ERROR_REASON_KILLED_WORKER: _ErrorReason.ValueType  # 51
     """The request crashed the worker twice while it ran alone. Do not send it again. Report it to the service's operator
     with the request id.
     """
-    ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 51
+    ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 52
     """An internal error. Report it to the service's operator with the request id."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -263,71 +267,75 @@ ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 23
 """The request names a model that this service does not serve. Leave `model` empty, or use the name that the message
 gives and that ListModels returns.
 """
-ERROR_REASON_REQUEST_UNKNOWN: ErrorReason.ValueType  # 24
+ERROR_REASON_SETTINGS_CHANGED: ErrorReason.ValueType  # 24
+"""The settings have changed since the caller got them with the `etag` of its update. Nothing changes. Get the settings
+again, and decide whether the update is still wanted.
+"""
+ERROR_REASON_REQUEST_UNKNOWN: ErrorReason.ValueType  # 25
 """No request with this id is known to AdminService.Explain. Check the id. To keep more ended requests:
 `--explain-requests`.
 """
-ERROR_REASON_UNKNOWN_SERVICE: ErrorReason.ValueType  # 25
+ERROR_REASON_UNKNOWN_SERVICE: ErrorReason.ValueType  # 26
 """A health check names a service that is not served here. Use "", "penstock.live" or the full name of a service."""
-ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 26
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 27
 """The call has no valid API key or token. Send the metadata `authorization: Bearer <key>`."""
-ERROR_REASON_METHOD_DENIED: ErrorReason.ValueType  # 27
+ERROR_REASON_METHOD_DENIED: ErrorReason.ValueType  # 28
 """Callers may not use this method. Call another method."""
-ERROR_REASON_TENANT_DENIED: ErrorReason.ValueType  # 28
+ERROR_REASON_TENANT_DENIED: ErrorReason.ValueType  # 29
 """The caller names another tenant and may not act for others. Leave `tenant` empty, or give the key `act-for-others`."""
-ERROR_REASON_ADMIN_DENIED: ErrorReason.ValueType  # 29
+ERROR_REASON_ADMIN_DENIED: ErrorReason.ValueType  # 30
 """The caller may not administer the service. Add the word `admin` to the key's line, or the right `penstock:admin` to
 the token.
 """
-ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 30
+ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 31
 """Too many requests, prompt tokens or inputs to embed or classify are waiting. Retry after the delay, usually 1 s."""
-ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 31
+ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 32
 """The service predicts that the request would miss its deadline. Retry after the delay, or allow more time."""
-ERROR_REASON_TENANT_BUSY: ErrorReason.ValueType  # 32
+ERROR_REASON_TENANT_BUSY: ErrorReason.ValueType  # 33
 """The tenant has as many live requests as its `max_live_requests` allows. Retry when one has ended."""
-ERROR_REASON_TENANT_RATE: ErrorReason.ValueType  # 33
+ERROR_REASON_TENANT_RATE: ErrorReason.ValueType  # 34
 """The tenant sends requests, or calls the tokenizer, faster than its `requests_per_second`. Retry after the delay."""
-ERROR_REASON_TENANT_TOKENS: ErrorReason.ValueType  # 34
+ERROR_REASON_TENANT_TOKENS: ErrorReason.ValueType  # 35
 """The tenant has used up its `tokens_per_minute` for now. Retry after the delay."""
-ERROR_REASON_TENANT_CAP: ErrorReason.ValueType  # 35
+ERROR_REASON_TENANT_CAP: ErrorReason.ValueType  # 36
 """The prompt or `max_tokens` exceeds the limits of the tenant, `max_prompt_tokens` or `max_tokens`. Request less."""
-ERROR_REASON_PREPARATION_FULL: ErrorReason.ValueType  # 36
+ERROR_REASON_PREPARATION_FULL: ErrorReason.ValueType  # 37
 """Too many prompts wait to be tokenized, or too many constraints to be compiled; or the machine is too busy to do
 either in time. Retry after the delay, usually 250 ms.
 """
-ERROR_REASON_MESSAGES_IN_FLIGHT: ErrorReason.ValueType  # 37
+ERROR_REASON_MESSAGES_IN_FLIGHT: ErrorReason.ValueType  # 38
 """Too many messages or calls were in flight, and this one took the longest or came last. Retry after the delay,
 usually 1 s, or send fewer at once.
 """
-ERROR_REASON_READER_TOO_SLOW: ErrorReason.ValueType  # 38
+ERROR_REASON_READER_TOO_SLOW: ErrorReason.ValueType  # 39
 """The client does not read the stream as fast as it fills. Read it, or spread the requests over more streams."""
-ERROR_REASON_NO_GRAMMARS: ErrorReason.ValueType  # 39
+ERROR_REASON_NO_GRAMMARS: ErrorReason.ValueType  # 40
 """Output cannot be constrained to a grammar with this model's tokenizer. Omit `constraint`."""
-ERROR_REASON_GRAMMAR: ErrorReason.ValueType  # 40
+ERROR_REASON_GRAMMAR: ErrorReason.ValueType  # 41
 """The constraint reached a limit on the states or items of a step. Make the constraint simpler."""
-ERROR_REASON_DEAD_END: ErrorReason.ValueType  # 41
+ERROR_REASON_DEAD_END: ErrorReason.ValueType  # 42
 """The constraint allows a beginning of an output that cannot be completed. Correct the constraint."""
-ERROR_REASON_SLOW_CONSTRAINT: ErrorReason.ValueType  # 42
+ERROR_REASON_SLOW_CONSTRAINT: ErrorReason.ValueType  # 43
 """The constraint takes too much processor time. Make it smaller or less ambiguous."""
-ERROR_REASON_DEADLINE: ErrorReason.ValueType  # 43
+ERROR_REASON_DEADLINE: ErrorReason.ValueType  # 44
 """The deadline passed, or a message did not arrive within 60 s. Allow more time."""
-ERROR_REASON_CANCELLED: ErrorReason.ValueType  # 44
+ERROR_REASON_CANCELLED: ErrorReason.ValueType  # 45
 """The client cancelled the request or disconnected, or an administrator cancelled it: see the message."""
-ERROR_REASON_DRAINING: ErrorReason.ValueType  # 45
+ERROR_REASON_DRAINING: ErrorReason.ValueType  # 46
 """The service accepts no new requests. Use another replica."""
-ERROR_REASON_SHUTDOWN: ErrorReason.ValueType  # 46
+ERROR_REASON_SHUTDOWN: ErrorReason.ValueType  # 47
 """The service shut down before the request finished. Send the request to another replica."""
-ERROR_REASON_GOING_DOWN: ErrorReason.ValueType  # 47
+ERROR_REASON_GOING_DOWN: ErrorReason.ValueType  # 48
 """AdminService.Resume was called, but the service is shutting down. Start another service."""
-ERROR_REASON_WORKER_DOWN: ErrorReason.ValueType  # 48
+ERROR_REASON_WORKER_DOWN: ErrorReason.ValueType  # 49
 """The worker is starting. Use another replica, or retry after the delay."""
-ERROR_REASON_WORKER_DIED: ErrorReason.ValueType  # 49
+ERROR_REASON_WORKER_DIED: ErrorReason.ValueType  # 50
 """The worker died and no new one could be started. Use another replica."""
-ERROR_REASON_KILLED_WORKER: ErrorReason.ValueType  # 50
+ERROR_REASON_KILLED_WORKER: ErrorReason.ValueType  # 51
 """The request crashed the worker twice while it ran alone. Do not send it again. Report it to the service's operator
 with the request id.
 """
-ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 51
+ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 52
 """An internal error. Report it to the service's operator with the request id."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

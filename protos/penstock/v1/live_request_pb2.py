@@ -22,9 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epenstock/v1/live_request.proto\x12\x0bpenstock.v1\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xe5\x02\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x17\n\x0f\x61rrived_unix_us\x18\x03 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12\r\n\x05\x65nded\x18\x07 \x01(\t\x12\x1e\n\x11predicted_ttft_ms\x18\x08 \x01(\rH\x00\x88\x01\x01\x12,\n\x08timeline\x18\t \x03(\x0b\x32\x1a.penstock.v1.TimelineEntry\x12\x17\n\x0fomitted_entries\x18\n \x01(\r\x12\x1b\n\x0e\x66irst_token_us\x18\x0b \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x0c \x01(\tB\x14\n\x12_predicted_ttft_msB\x11\n\x0f_first_token_us\"\xde\x01\n\rTimelineEntry\x12\r\n\x05\x61t_us\x18\x01 \x01(\x03\x12\x13\n\x0b\x64uration_us\x18\x02 \x01(\x03\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\'\n\x04kind\x18\x04 \x01(\x0e\x32\x19.penstock.v1.TimelineKind\x12\x17\n\nfirst_step\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\tlast_step\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\tB\r\n\x0b_first_stepB\x0c\n\n_last_step\"^\n\rRequestFilter\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12)\n\x06states\x18\x02 \x03(\x0e\x32\x19.penstock.v1.RequestState\x12\x12\n\nmin_age_ms\x18\x03 \x01(\x03\"h\n\x13ListRequestsRequest\x12*\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1a.penstock.v1.RequestFilter\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"[\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.penstock.v1.LiveRequest\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x84\x02\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.penstock.v1.RequestState\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\routput_tokens\x18\x07 \x01(\x03\x12\x12\n\nmax_tokens\x18\x08 \x01(\r\x12\x13\n\x0bnum_choices\x18\t \x01(\r\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r\"w\n\x15\x43\x61ncelRequestsRequest\x12&\n\x03ids\x18\x01 \x01(\x0b\x32\x17.penstock.v1.RequestIdsH\x00\x12,\n\x06\x66ilter\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.RequestFilterH\x00\x42\x08\n\x06target\"!\n\nRequestIds\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"Q\n\x16\x43\x61ncelRequestsResponse\x12\x1a\n\x12\x63\x61ncelled_requests\x18\x01 \x01(\r\x12\x1b\n\x13unknown_request_ids\x18\x02 \x03(\t*\xba\x02\n\x0cTimelineKind\x12\x1d\n\x19TIMELINE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16TIMELINE_KIND_ACCEPTED\x10\x01\x12\x18\n\x14TIMELINE_KIND_WAITED\x10\x02\x12\x17\n\x13TIMELINE_KIND_BEGAN\x10\x03\x12\x1b\n\x17TIMELINE_KIND_PREFILLED\x10\x04\x12\x19\n\x15TIMELINE_KIND_DECODED\x10\x05\x12\x1b\n\x17TIMELINE_KIND_PREEMPTED\x10\x06\x12\x1b\n\x17TIMELINE_KIND_RESTARTED\x10\x07\x12\x16\n\x12TIMELINE_KIND_HELD\x10\x08\x12\x19\n\x15TIMELINE_KIND_UPDATED\x10\t\x12\x17\n\x13TIMELINE_KIND_ENDED\x10\n*\x9a\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_STATE_WAITING\x10\x01\x12\x1c\n\x18REQUEST_STATE_PREFILLING\x10\x02\x12\x1a\n\x16REQUEST_STATE_DECODING\x10\x03\x12\x16\n\x12REQUEST_STATE_HELD\x10\x04\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epenstock/v1/live_request.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x99\x03\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12/\n\x0b\x61rrive_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12$\n\x03\x65nd\x18\x07 \x01(\x0e\x32\x17.penstock.v1.RequestEnd\x12\x31\n\x0epredicted_ttft\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x08timeline\x18\t \x03(\x0b\x32\x1a.penstock.v1.TimelineEntry\x12\x17\n\x0fomitted_entries\x18\n \x01(\r\x12\x36\n\x13time_to_first_token\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x63lient_request_id\x18\x0c \x01(\t\"\xb9\x04\n\rTimelineEntry\x12/\n\x0cstart_offset\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x64uration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\'\n\x04kind\x18\x04 \x01(\x0e\x32\x19.penstock.v1.TimelineKind\x12\x17\n\nfirst_step\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x16\n\tlast_step\x18\x06 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x18\n\x0equeue_position\x18\x08 \x01(\rH\x00\x12\'\n\x04wait\x18\t \x01(\x0b\x32\x17.penstock.v1.WaitDetailH\x00\x12*\n\x06\x64rafts\x18\n \x01(\x0b\x32\x18.penstock.v1.DraftDetailH\x00\x12\x33\n\npreemption\x18\x0b \x01(\x0b\x32\x1d.penstock.v1.PreemptionDetailH\x00\x12,\n\nhold_cause\x18\x0c \x01(\x0e\x32\x16.penstock.v1.HoldCauseH\x00\x12+\n\x06update\x18\r \x01(\x0b\x32\x19.penstock.v1.UpdateDetailH\x00\x12&\n\x03\x65nd\x18\x0e \x01(\x0e\x32\x17.penstock.v1.RequestEndH\x00\x42\x08\n\x06\x64\x65tailB\r\n\x0b_first_stepB\x0c\n\n_last_step\"\x89\x02\n\nWaitDetail\x12%\n\x05\x63\x61use\x18\x01 \x01(\x0e\x32\x16.penstock.v1.WaitCause\x12\x1b\n\x0erequests_ahead\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08max_rows\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0b\x66ree_blocks\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x1a\n\rneeded_blocks\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\x18\n\x0bstep_tokens\x18\x06 \x01(\rH\x04\x88\x01\x01\x42\x11\n\x0f_requests_aheadB\x0b\n\t_max_rowsB\x0e\n\x0c_free_blocksB\x10\n\x0e_needed_blocksB\x0e\n\x0c_step_tokens\">\n\x0b\x44raftDetail\x12\x16\n\x0e\x64rafted_tokens\x18\x01 \x01(\x03\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x02 \x01(\x03\"\x85\x01\n\x10PreemptionDetail\x12+\n\x05\x63\x61use\x18\x01 \x01(\x0e\x32\x1c.penstock.v1.PreemptionCause\x12\x16\n\x0e\x66or_request_id\x18\x02 \x01(\t\x12\x1a\n\rneeded_blocks\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_needed_blocks\"\x86\x01\n\x0cUpdateDetail\x12\x15\n\x08priority\x18\x01 \x01(\x11H\x00\x88\x01\x01\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\nmax_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_priorityB\r\n\x0b_max_tokens\"v\n\rRequestFilter\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12)\n\x06states\x18\x02 \x03(\x0e\x32\x19.penstock.v1.RequestState\x12*\n\x07min_age\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"h\n\x13ListRequestsRequest\x12*\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1a.penstock.v1.RequestFilter\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"[\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.penstock.v1.LiveRequest\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x9c\x02\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.penstock.v1.RequestState\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\routput_tokens\x18\x07 \x01(\x03\x12\x12\n\nmax_tokens\x18\x08 \x01(\r\x12\x13\n\x0bnum_choices\x18\t \x01(\r\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r\"\xa0\x01\n\x15\x43\x61ncelRequestsRequest\x12&\n\x03ids\x18\x01 \x01(\x0b\x32\x17.penstock.v1.RequestIdsH\x00\x12,\n\x06\x66ilter\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.RequestFilterH\x00\x12\'\n\x03\x61ll\x18\x03 \x01(\x0b\x32\x18.penstock.v1.AllRequestsH\x00\x42\x08\n\x06target\"\r\n\x0b\x41llRequests\"!\n\nRequestIds\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"Q\n\x16\x43\x61ncelRequestsResponse\x12\x1a\n\x12\x63\x61ncelled_requests\x18\x01 \x01(\r\x12\x1b\n\x13unknown_request_ids\x18\x02 \x03(\t*\xe3\x01\n\tWaitCause\x12\x1a\n\x16WAIT_CAUSE_UNSPECIFIED\x10\x00\x12\x13\n\x0fWAIT_CAUSE_TURN\x10\x01\x12\x18\n\x14WAIT_CAUSE_NEXT_STEP\x10\x02\x12\x13\n\x0fWAIT_CAUSE_ROWS\x10\x03\x12\x15\n\x11WAIT_CAUSE_BLOCKS\x10\x04\x12\x15\n\x11WAIT_CAUSE_BUDGET\x10\x05\x12\x15\n\x11WAIT_CAUSE_PREFIX\x10\x06\x12\x1a\n\x16WAIT_CAUSE_LAST_RESULT\x10\x07\x12\x15\n\x11WAIT_CAUSE_WORKER\x10\x08*\xab\x01\n\x0fPreemptionCause\x12 \n\x1cPREEMPTION_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17PREEMPTION_CAUSE_BLOCKS\x10\x01\x12\x1a\n\x16PREEMPTION_CAUSE_ORDER\x10\x02\x12\x1f\n\x1bPREEMPTION_CAUSE_FEWER_ROWS\x10\x03\x12\x1c\n\x18PREEMPTION_CAUSE_SUSPECT\x10\x04*V\n\tHoldCause\x12\x1a\n\x16HOLD_CAUSE_UNSPECIFIED\x10\x00\x12\x15\n\x11HOLD_CAUSE_UNREAD\x10\x01\x12\x16\n\x12HOLD_CAUSE_SUSPECT\x10\x02*\xd0\x02\n\nRequestEnd\x12\x1b\n\x17REQUEST_END_UNSPECIFIED\x10\x00\x12\x14\n\x10REQUEST_END_STOP\x10\x01\x12\x16\n\x12REQUEST_END_LENGTH\x10\x02\x12\x19\n\x15REQUEST_END_CANCELLED\x10\x03\x12\x18\n\x14REQUEST_END_DEADLINE\x10\x04\x12\x1b\n\x17REQUEST_END_WORKER_DIED\x10\x05\x12\x18\n\x14REQUEST_END_SHUTDOWN\x10\x06\x12\x1d\n\x19REQUEST_END_KILLED_WORKER\x10\x07\x12\x17\n\x13REQUEST_END_GRAMMAR\x10\x08\x12\x18\n\x14REQUEST_END_DEAD_END\x10\t\x12\x1f\n\x1bREQUEST_END_SLOW_CONSTRAINT\x10\n\x12\x18\n\x14REQUEST_END_INTERNAL\x10\x0b*\xba\x02\n\x0cTimelineKind\x12\x1d\n\x19TIMELINE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16TIMELINE_KIND_ACCEPTED\x10\x01\x12\x18\n\x14TIMELINE_KIND_WAITED\x10\x02\x12\x17\n\x13TIMELINE_KIND_BEGAN\x10\x03\x12\x1b\n\x17TIMELINE_KIND_PREFILLED\x10\x04\x12\x19\n\x15TIMELINE_KIND_DECODED\x10\x05\x12\x1b\n\x17TIMELINE_KIND_PREEMPTED\x10\x06\x12\x1b\n\x17TIMELINE_KIND_RESTARTED\x10\x07\x12\x16\n\x12TIMELINE_KIND_HELD\x10\x08\x12\x19\n\x15TIMELINE_KIND_UPDATED\x10\t\x12\x17\n\x13TIMELINE_KIND_ENDED\x10\n*\x9a\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_STATE_WAITING\x10\x01\x12\x1c\n\x18REQUEST_STATE_PREFILLING\x10\x02\x12\x1a\n\x16REQUEST_STATE_DECODING\x10\x03\x12\x16\n\x12REQUEST_STATE_HELD\x10\x04\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,28 +34,46 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.live_request_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
-  _globals['_TIMELINEKIND']._serialized_start=1468
-  _globals['_TIMELINEKIND']._serialized_end=1782
-  _globals['_REQUESTSTATE']._serialized_start=1785
-  _globals['_REQUESTSTATE']._serialized_end=1939
-  _globals['_EXPLAINREQUEST']._serialized_start=47
-  _globals['_EXPLAINREQUEST']._serialized_end=83
-  _globals['_EXPLAINRESPONSE']._serialized_start=86
-  _globals['_EXPLAINRESPONSE']._serialized_end=443
-  _globals['_TIMELINEENTRY']._serialized_start=446
-  _globals['_TIMELINEENTRY']._serialized_end=668
-  _globals['_REQUESTFILTER']._serialized_start=670
-  _globals['_REQUESTFILTER']._serialized_end=764
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=766
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=870
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=872
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=963
-  _globals['_LIVEREQUEST']._serialized_start=966
-  _globals['_LIVEREQUEST']._serialized_end=1226
-  _globals['_CANCELREQUESTSREQUEST']._serialized_start=1228
-  _globals['_CANCELREQUESTSREQUEST']._serialized_end=1347
-  _globals['_REQUESTIDS']._serialized_start=1349
-  _globals['_REQUESTIDS']._serialized_end=1382
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=1384
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=1465
+  _globals['_WAITCAUSE']._serialized_start=2642
+  _globals['_WAITCAUSE']._serialized_end=2869
+  _globals['_PREEMPTIONCAUSE']._serialized_start=2872
+  _globals['_PREEMPTIONCAUSE']._serialized_end=3043
+  _globals['_HOLDCAUSE']._serialized_start=3045
+  _globals['_HOLDCAUSE']._serialized_end=3131
+  _globals['_REQUESTEND']._serialized_start=3134
+  _globals['_REQUESTEND']._serialized_end=3470
+  _globals['_TIMELINEKIND']._serialized_start=3473
+  _globals['_TIMELINEKIND']._serialized_end=3787
+  _globals['_REQUESTSTATE']._serialized_start=3790
+  _globals['_REQUESTSTATE']._serialized_end=3944
+  _globals['_EXPLAINREQUEST']._serialized_start=112
+  _globals['_EXPLAINREQUEST']._serialized_end=148
+  _globals['_EXPLAINRESPONSE']._serialized_start=151
+  _globals['_EXPLAINRESPONSE']._serialized_end=560
+  _globals['_TIMELINEENTRY']._serialized_start=563
+  _globals['_TIMELINEENTRY']._serialized_end=1132
+  _globals['_WAITDETAIL']._serialized_start=1135
+  _globals['_WAITDETAIL']._serialized_end=1400
+  _globals['_DRAFTDETAIL']._serialized_start=1402
+  _globals['_DRAFTDETAIL']._serialized_end=1464
+  _globals['_PREEMPTIONDETAIL']._serialized_start=1467
+  _globals['_PREEMPTIONDETAIL']._serialized_end=1600
+  _globals['_UPDATEDETAIL']._serialized_start=1603
+  _globals['_UPDATEDETAIL']._serialized_end=1737
+  _globals['_REQUESTFILTER']._serialized_start=1739
+  _globals['_REQUESTFILTER']._serialized_end=1857
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1859
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1963
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1965
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=2056
+  _globals['_LIVEREQUEST']._serialized_start=2059
+  _globals['_LIVEREQUEST']._serialized_end=2343
+  _globals['_CANCELREQUESTSREQUEST']._serialized_start=2346
+  _globals['_CANCELREQUESTSREQUEST']._serialized_end=2506
+  _globals['_ALLREQUESTS']._serialized_start=2508
+  _globals['_ALLREQUESTS']._serialized_end=2521
+  _globals['_REQUESTIDS']._serialized_start=2523
+  _globals['_REQUESTIDS']._serialized_end=2556
+  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=2558
+  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=2639
 # @@protoc_insertion_point(module_scope)

@@ -5,7 +5,9 @@ Live requests: their list, their history and their end."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -19,6 +21,174 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WaitCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WaitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WAIT_CAUSE_UNSPECIFIED: _WaitCause.ValueType  # 0
+    """Not set."""
+    WAIT_CAUSE_TURN: _WaitCause.ValueType  # 1
+    """Its turn in the queue."""
+    WAIT_CAUSE_NEXT_STEP: _WaitCause.ValueType  # 2
+    """The next step, which may begin it."""
+    WAIT_CAUSE_ROWS: _WaitCause.ValueType  # 3
+    """A row: as many run as may."""
+    WAIT_CAUSE_BLOCKS: _WaitCause.ValueType  # 4
+    """Free blocks of the KV cache."""
+    WAIT_CAUSE_BUDGET: _WaitCause.ValueType  # 5
+    """A step with tokens left: those of the steps go to other requests."""
+    WAIT_CAUSE_PREFIX: _WaitCause.ValueType  # 6
+    """Its prefix, which another request computes."""
+    WAIT_CAUSE_LAST_RESULT: _WaitCause.ValueType  # 7
+    """The result of its last step."""
+    WAIT_CAUSE_WORKER: _WaitCause.ValueType  # 8
+    """The new worker."""
+
+class WaitCause(_WaitCause, metaclass=_WaitCauseEnumTypeWrapper):
+    """What a choice waits for."""
+
+WAIT_CAUSE_UNSPECIFIED: WaitCause.ValueType  # 0
+"""Not set."""
+WAIT_CAUSE_TURN: WaitCause.ValueType  # 1
+"""Its turn in the queue."""
+WAIT_CAUSE_NEXT_STEP: WaitCause.ValueType  # 2
+"""The next step, which may begin it."""
+WAIT_CAUSE_ROWS: WaitCause.ValueType  # 3
+"""A row: as many run as may."""
+WAIT_CAUSE_BLOCKS: WaitCause.ValueType  # 4
+"""Free blocks of the KV cache."""
+WAIT_CAUSE_BUDGET: WaitCause.ValueType  # 5
+"""A step with tokens left: those of the steps go to other requests."""
+WAIT_CAUSE_PREFIX: WaitCause.ValueType  # 6
+"""Its prefix, which another request computes."""
+WAIT_CAUSE_LAST_RESULT: WaitCause.ValueType  # 7
+"""The result of its last step."""
+WAIT_CAUSE_WORKER: WaitCause.ValueType  # 8
+"""The new worker."""
+Global___WaitCause: _TypeAlias = WaitCause  # noqa: Y015
+
+class _PreemptionCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PreemptionCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PreemptionCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PREEMPTION_CAUSE_UNSPECIFIED: _PreemptionCause.ValueType  # 0
+    """Not set."""
+    PREEMPTION_CAUSE_BLOCKS: _PreemptionCause.ValueType  # 1
+    """No block was free, and a running row needed some."""
+    PREEMPTION_CAUSE_ORDER: _PreemptionCause.ValueType  # 2
+    """There was no room for a waiting request that goes first under the policy."""
+    PREEMPTION_CAUSE_FEWER_ROWS: _PreemptionCause.ValueType  # 3
+    """UpdateSettings has lowered the number of rows."""
+    PREEMPTION_CAUSE_SUSPECT: _PreemptionCause.ValueType  # 4
+    """A few requests run alone, to find out which one crashed the worker."""
+
+class PreemptionCause(_PreemptionCause, metaclass=_PreemptionCauseEnumTypeWrapper):
+    """Why a choice loses its row."""
+
+PREEMPTION_CAUSE_UNSPECIFIED: PreemptionCause.ValueType  # 0
+"""Not set."""
+PREEMPTION_CAUSE_BLOCKS: PreemptionCause.ValueType  # 1
+"""No block was free, and a running row needed some."""
+PREEMPTION_CAUSE_ORDER: PreemptionCause.ValueType  # 2
+"""There was no room for a waiting request that goes first under the policy."""
+PREEMPTION_CAUSE_FEWER_ROWS: PreemptionCause.ValueType  # 3
+"""UpdateSettings has lowered the number of rows."""
+PREEMPTION_CAUSE_SUSPECT: PreemptionCause.ValueType  # 4
+"""A few requests run alone, to find out which one crashed the worker."""
+Global___PreemptionCause: _TypeAlias = PreemptionCause  # noqa: Y015
+
+class _HoldCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HoldCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HoldCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HOLD_CAUSE_UNSPECIFIED: _HoldCause.ValueType  # 0
+    """Not set."""
+    HOLD_CAUSE_UNREAD: _HoldCause.ValueType  # 1
+    """Its stream is not read."""
+    HOLD_CAUSE_SUSPECT: _HoldCause.ValueType  # 2
+    """Few requests run at a time, to find out which one crashed the worker."""
+
+class HoldCause(_HoldCause, metaclass=_HoldCauseEnumTypeWrapper):
+    """Why a request is held back."""
+
+HOLD_CAUSE_UNSPECIFIED: HoldCause.ValueType  # 0
+"""Not set."""
+HOLD_CAUSE_UNREAD: HoldCause.ValueType  # 1
+"""Its stream is not read."""
+HOLD_CAUSE_SUSPECT: HoldCause.ValueType  # 2
+"""Few requests run at a time, to find out which one crashed the worker."""
+Global___HoldCause: _TypeAlias = HoldCause  # noqa: Y015
+
+class _RequestEnd:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestEnd.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_END_UNSPECIFIED: _RequestEnd.ValueType  # 0
+    """It is live."""
+    REQUEST_END_STOP: _RequestEnd.ValueType  # 1
+    """A stop string, a stop token, the model's end of sequence, or the end of its constraint. Also for the results of a
+    request without output.
+    """
+    REQUEST_END_LENGTH: _RequestEnd.ValueType  # 2
+    """Its maximum number of tokens, or the end of the model's context."""
+    REQUEST_END_CANCELLED: _RequestEnd.ValueType  # 3
+    """Its caller or an administrator cancelled it, or its stream ended."""
+    REQUEST_END_DEADLINE: _RequestEnd.ValueType  # 4
+    """Its deadline passed."""
+    REQUEST_END_WORKER_DIED: _RequestEnd.ValueType  # 5
+    """The worker died, and could not be replaced in time."""
+    REQUEST_END_SHUTDOWN: _RequestEnd.ValueType  # 6
+    """The service shut down."""
+    REQUEST_END_KILLED_WORKER: _RequestEnd.ValueType  # 7
+    """It crashed the worker twice while it ran alone."""
+    REQUEST_END_GRAMMAR: _RequestEnd.ValueType  # 8
+    """Its constraint became too costly to follow."""
+    REQUEST_END_DEAD_END: _RequestEnd.ValueType  # 9
+    """Its constraint reached a beginning that cannot be completed."""
+    REQUEST_END_SLOW_CONSTRAINT: _RequestEnd.ValueType  # 10
+    """Its constraint took too long to follow."""
+    REQUEST_END_INTERNAL: _RequestEnd.ValueType  # 11
+    """An internal error."""
+
+class RequestEnd(_RequestEnd, metaclass=_RequestEndEnumTypeWrapper):
+    """How a request ended."""
+
+REQUEST_END_UNSPECIFIED: RequestEnd.ValueType  # 0
+"""It is live."""
+REQUEST_END_STOP: RequestEnd.ValueType  # 1
+"""A stop string, a stop token, the model's end of sequence, or the end of its constraint. Also for the results of a
+request without output.
+"""
+REQUEST_END_LENGTH: RequestEnd.ValueType  # 2
+"""Its maximum number of tokens, or the end of the model's context."""
+REQUEST_END_CANCELLED: RequestEnd.ValueType  # 3
+"""Its caller or an administrator cancelled it, or its stream ended."""
+REQUEST_END_DEADLINE: RequestEnd.ValueType  # 4
+"""Its deadline passed."""
+REQUEST_END_WORKER_DIED: RequestEnd.ValueType  # 5
+"""The worker died, and could not be replaced in time."""
+REQUEST_END_SHUTDOWN: RequestEnd.ValueType  # 6
+"""The service shut down."""
+REQUEST_END_KILLED_WORKER: RequestEnd.ValueType  # 7
+"""It crashed the worker twice while it ran alone."""
+REQUEST_END_GRAMMAR: RequestEnd.ValueType  # 8
+"""Its constraint became too costly to follow."""
+REQUEST_END_DEAD_END: RequestEnd.ValueType  # 9
+"""Its constraint reached a beginning that cannot be completed."""
+REQUEST_END_SLOW_CONSTRAINT: RequestEnd.ValueType  # 10
+"""Its constraint took too long to follow."""
+REQUEST_END_INTERNAL: RequestEnd.ValueType  # 11
+"""An internal error."""
+Global___RequestEnd: _TypeAlias = RequestEnd  # noqa: Y015
+
 class _TimelineKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -28,25 +198,25 @@ class _TimelineKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Timeline
     TIMELINE_KIND_UNSPECIFIED: _TimelineKind.ValueType  # 0
     """Not set."""
     TIMELINE_KIND_ACCEPTED: _TimelineKind.ValueType  # 1
-    """The request entered the queue. `detail` has its position."""
+    """The request entered the queue, at `queue_position`."""
     TIMELINE_KIND_WAITED: _TimelineKind.ValueType  # 2
-    """The choice waited. `detail` has the cause."""
+    """The choice waited; see `wait`."""
     TIMELINE_KIND_BEGAN: _TimelineKind.ValueType  # 3
     """The choice got a row, with `num_tokens` from the prefix cache."""
     TIMELINE_KIND_PREFILLED: _TimelineKind.ValueType  # 4
     """`num_tokens` of the prompt and of earlier output were computed."""
     TIMELINE_KIND_DECODED: _TimelineKind.ValueType  # 5
-    """`num_tokens` of output were generated, step by step. `detail` has the number of accepted drafts, if there were any."""
+    """`num_tokens` of output were generated, step by step; see `drafts`."""
     TIMELINE_KIND_PREEMPTED: _TimelineKind.ValueType  # 6
-    """The choice lost its row and its blocks to another."""
+    """The choice lost its row and its blocks; see `preemption`."""
     TIMELINE_KIND_RESTARTED: _TimelineKind.ValueType  # 7
     """The request lost its rows and blocks because the worker died."""
     TIMELINE_KIND_HELD: _TimelineKind.ValueType  # 8
-    """The request was held back. `detail` has the cause: its stream was not read, or it may have killed a worker."""
+    """The request was held back; see `hold_cause`."""
     TIMELINE_KIND_UPDATED: _TimelineKind.ValueType  # 9
-    """The caller changed the request. `detail` has the changes."""
+    """The caller changed the request; see `update`."""
     TIMELINE_KIND_ENDED: _TimelineKind.ValueType  # 10
-    """The request ended. `detail` has the reason."""
+    """The request ended; see `end`."""
 
 class TimelineKind(_TimelineKind, metaclass=_TimelineKindEnumTypeWrapper):
     """The kind of a timeline entry."""
@@ -54,25 +224,25 @@ class TimelineKind(_TimelineKind, metaclass=_TimelineKindEnumTypeWrapper):
 TIMELINE_KIND_UNSPECIFIED: TimelineKind.ValueType  # 0
 """Not set."""
 TIMELINE_KIND_ACCEPTED: TimelineKind.ValueType  # 1
-"""The request entered the queue. `detail` has its position."""
+"""The request entered the queue, at `queue_position`."""
 TIMELINE_KIND_WAITED: TimelineKind.ValueType  # 2
-"""The choice waited. `detail` has the cause."""
+"""The choice waited; see `wait`."""
 TIMELINE_KIND_BEGAN: TimelineKind.ValueType  # 3
 """The choice got a row, with `num_tokens` from the prefix cache."""
 TIMELINE_KIND_PREFILLED: TimelineKind.ValueType  # 4
 """`num_tokens` of the prompt and of earlier output were computed."""
 TIMELINE_KIND_DECODED: TimelineKind.ValueType  # 5
-"""`num_tokens` of output were generated, step by step. `detail` has the number of accepted drafts, if there were any."""
+"""`num_tokens` of output were generated, step by step; see `drafts`."""
 TIMELINE_KIND_PREEMPTED: TimelineKind.ValueType  # 6
-"""The choice lost its row and its blocks to another."""
+"""The choice lost its row and its blocks; see `preemption`."""
 TIMELINE_KIND_RESTARTED: TimelineKind.ValueType  # 7
 """The request lost its rows and blocks because the worker died."""
 TIMELINE_KIND_HELD: TimelineKind.ValueType  # 8
-"""The request was held back. `detail` has the cause: its stream was not read, or it may have killed a worker."""
+"""The request was held back; see `hold_cause`."""
 TIMELINE_KIND_UPDATED: TimelineKind.ValueType  # 9
-"""The caller changed the request. `detail` has the changes."""
+"""The caller changed the request; see `update`."""
 TIMELINE_KIND_ENDED: TimelineKind.ValueType  # 10
-"""The request ended. `detail` has the reason."""
+"""The request ended; see `end`."""
 Global___TimelineKind: _TypeAlias = TimelineKind  # noqa: Y015
 
 class _RequestState:
@@ -137,74 +307,69 @@ class ExplainResponse(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
-    ARRIVED_UNIX_US_FIELD_NUMBER: _builtins.int
+    ARRIVE_TIME_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
-    ENDED_FIELD_NUMBER: _builtins.int
-    PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
     OMITTED_ENTRIES_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_US_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The server's id of the request."""
     tenant: _builtins.str
     """The tenant of the request."""
-    arrived_unix_us: _builtins.int
-    """The time of arrival, in microseconds since 1970 (UTC)."""
     prompt_tokens: _builtins.int
     """The number of prompt tokens."""
     max_tokens: _builtins.int
     """The maximum number of output tokens of each choice."""
     num_choices: _builtins.int
     """The number of choices."""
-    ended: _builtins.str
-    """How the request ended: "STOP", "LENGTH", "CANCELLED", "DEADLINE", "WORKER_DIED", "SHUTDOWN", "KILLED_WORKER",
-    "GRAMMAR", "DEAD_END", "SLOW_CONSTRAINT" or "INTERNAL". Empty while it is live.
-    """
-    predicted_ttft_ms: _builtins.int
-    """The time from arrival to the first token as predicted at arrival, in milliseconds. Absent if there was no
-    prediction.
-    """
+    end: Global___RequestEnd.ValueType
+    """How the request ended. REQUEST_END_UNSPECIFIED while it is live."""
     omitted_entries: _builtins.int
     """The number of entries that are left out."""
-    first_token_us: _builtins.int
-    """The time from arrival to the first token, in microseconds. Absent before the first token."""
     client_request_id: _builtins.str
     """The caller's own id of the request."""
     @_builtins.property
+    def arrive_time(self) -> _timestamp_pb2.Timestamp:
+        """When the request arrived, to the microsecond."""
+
+    @_builtins.property
+    def predicted_ttft(self) -> _duration_pb2.Duration:
+        """The time from arrival to the first token as predicted at arrival. Absent if there was no prediction."""
+
+    @_builtins.property
     def timeline(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimelineEntry]:
         """The entries in order of time. Steps that are alike share one entry. Beyond 512 entries the middle is left out."""
+
+    @_builtins.property
+    def time_to_first_token(self) -> _duration_pb2.Duration:
+        """The time from arrival to the first token. Absent before the first token."""
 
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
-        arrived_unix_us: _builtins.int = ...,
+        arrive_time: _timestamp_pb2.Timestamp | None = ...,
         prompt_tokens: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
         num_choices: _builtins.int = ...,
-        ended: _builtins.str = ...,
-        predicted_ttft_ms: _builtins.int | None = ...,
+        end: Global___RequestEnd.ValueType = ...,
+        predicted_ttft: _duration_pb2.Duration | None = ...,
         timeline: _abc.Iterable[Global___TimelineEntry] | None = ...,
         omitted_entries: _builtins.int = ...,
-        first_token_us: _builtins.int | None = ...,
+        time_to_first_token: _duration_pb2.Duration | None = ...,
         client_request_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us", "_predicted_ttft_ms", b"_predicted_ttft_ms", "first_token_us", b"first_token_us", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arrive_time", b"arrive_time", "predicted_ttft", b"predicted_ttft", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us", "_predicted_ttft_ms", b"_predicted_ttft_ms", "arrived_unix_us", b"arrived_unix_us", "client_request_id", b"client_request_id", "ended", b"ended", "first_token_us", b"first_token_us", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "omitted_entries", b"omitted_entries", "predicted_ttft_ms", b"predicted_ttft_ms", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrive_time", b"arrive_time", "client_request_id", b"client_request_id", "end", b"end", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "omitted_entries", b"omitted_entries", "predicted_ttft", b"predicted_ttft", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant", "time_to_first_token", b"time_to_first_token", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__first_token_us: _TypeAlias = _typing.Literal["first_token_us"]  # noqa: Y015
-    _WhichOneofArgType__first_token_us: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us"]  # noqa: Y015
-    _WhichOneofReturnType__predicted_ttft_ms: _TypeAlias = _typing.Literal["predicted_ttft_ms"]  # noqa: Y015
-    _WhichOneofArgType__predicted_ttft_ms: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_us) -> _WhichOneofReturnType__first_token_us | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_ttft_ms) -> _WhichOneofReturnType__predicted_ttft_ms | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
 
@@ -214,18 +379,20 @@ class TimelineEntry(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    AT_US_FIELD_NUMBER: _builtins.int
-    DURATION_US_FIELD_NUMBER: _builtins.int
+    START_OFFSET_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    DETAIL_FIELD_NUMBER: _builtins.int
-    at_us: _builtins.int
-    """The time when it began, in microseconds from the arrival of the request."""
-    duration_us: _builtins.int
-    """Its duration in microseconds, up to now if it has not ended. 0 for an event."""
+    QUEUE_POSITION_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    PREEMPTION_FIELD_NUMBER: _builtins.int
+    HOLD_CAUSE_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """The choice: 0 to n-1."""
     kind: Global___TimelineKind.ValueType
@@ -236,34 +403,232 @@ class TimelineEntry(_message.Message):
     """The number of its last step. Absent if it belongs to no step."""
     num_tokens: _builtins.int
     """The number of tokens: of the chunks, of the output, or of the cached prefix."""
-    detail: _builtins.str
-    """Details in words: what the choice waited for, why it was preempted, how many of its drafts were accepted."""
+    queue_position: _builtins.int
+    """The number of requests ahead of it in the queue, for TIMELINE_KIND_ACCEPTED."""
+    hold_cause: Global___HoldCause.ValueType
+    """Why the request was held back, for TIMELINE_KIND_HELD."""
+    end: Global___RequestEnd.ValueType
+    """How the request ended, for TIMELINE_KIND_ENDED."""
+    @_builtins.property
+    def start_offset(self) -> _duration_pb2.Duration:
+        """When it began, from the arrival of the request."""
+
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """Its duration, up to now if it has not ended. 0 for an event."""
+
+    @_builtins.property
+    def wait(self) -> Global___WaitDetail:
+        """What the choice waited for, for TIMELINE_KIND_WAITED."""
+
+    @_builtins.property
+    def drafts(self) -> Global___DraftDetail:
+        """The drafts of these steps, for TIMELINE_KIND_DECODED. Absent if there were none."""
+
+    @_builtins.property
+    def preemption(self) -> Global___PreemptionDetail:
+        """Why the choice lost its row, for TIMELINE_KIND_PREEMPTED."""
+
+    @_builtins.property
+    def update(self) -> Global___UpdateDetail:
+        """What the caller changed, for TIMELINE_KIND_UPDATED."""
+
     def __init__(
         self,
         *,
-        at_us: _builtins.int = ...,
-        duration_us: _builtins.int = ...,
+        start_offset: _duration_pb2.Duration | None = ...,
+        duration: _duration_pb2.Duration | None = ...,
         choice: _builtins.int = ...,
         kind: Global___TimelineKind.ValueType = ...,
         first_step: _builtins.int | None = ...,
         last_step: _builtins.int | None = ...,
         num_tokens: _builtins.int = ...,
-        detail: _builtins.str = ...,
+        queue_position: _builtins.int = ...,
+        wait: Global___WaitDetail | None = ...,
+        drafts: Global___DraftDetail | None = ...,
+        preemption: Global___PreemptionDetail | None = ...,
+        hold_cause: Global___HoldCause.ValueType = ...,
+        update: Global___UpdateDetail | None = ...,
+        end: Global___RequestEnd.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_step", b"_first_step", "_last_step", b"_last_step", "first_step", b"first_step", "last_step", b"last_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_step", b"_first_step", "_last_step", b"_last_step", "detail", b"detail", "drafts", b"drafts", "duration", b"duration", "end", b"end", "first_step", b"first_step", "hold_cause", b"hold_cause", "last_step", b"last_step", "preemption", b"preemption", "queue_position", b"queue_position", "start_offset", b"start_offset", "update", b"update", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_step", b"_first_step", "_last_step", b"_last_step", "at_us", b"at_us", "choice", b"choice", "detail", b"detail", "duration_us", b"duration_us", "first_step", b"first_step", "kind", b"kind", "last_step", b"last_step", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_step", b"_first_step", "_last_step", b"_last_step", "choice", b"choice", "detail", b"detail", "drafts", b"drafts", "duration", b"duration", "end", b"end", "first_step", b"first_step", "hold_cause", b"hold_cause", "kind", b"kind", "last_step", b"last_step", "num_tokens", b"num_tokens", "preemption", b"preemption", "queue_position", b"queue_position", "start_offset", b"start_offset", "update", b"update", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_step: _TypeAlias = _typing.Literal["first_step"]  # noqa: Y015
     _WhichOneofArgType__first_step: _TypeAlias = _typing.Literal["_first_step", b"_first_step"]  # noqa: Y015
     _WhichOneofReturnType__last_step: _TypeAlias = _typing.Literal["last_step"]  # noqa: Y015
     _WhichOneofArgType__last_step: _TypeAlias = _typing.Literal["_last_step", b"_last_step"]  # noqa: Y015
+    _WhichOneofReturnType_detail: _TypeAlias = _typing.Literal["queue_position", "wait", "drafts", "preemption", "hold_cause", "update", "end"]  # noqa: Y015
+    _WhichOneofArgType_detail: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_step) -> _WhichOneofReturnType__first_step | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_step) -> _WhichOneofReturnType__last_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_detail) -> _WhichOneofReturnType_detail | None: ...
 
 Global___TimelineEntry: _TypeAlias = TimelineEntry  # noqa: Y015
+
+@_typing.final
+class WaitDetail(_message.Message):
+    """What a choice waited for. The numbers are those of the beginning of the wait."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    REQUESTS_AHEAD_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_FIELD_NUMBER: _builtins.int
+    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NEEDED_BLOCKS_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    cause: Global___WaitCause.ValueType
+    """The cause."""
+    requests_ahead: _builtins.int
+    """The number of requests ahead of it, for WAIT_CAUSE_TURN."""
+    max_rows: _builtins.int
+    """The number of rows that may run at once, for WAIT_CAUSE_ROWS."""
+    free_blocks: _builtins.int
+    """The number of free blocks, for WAIT_CAUSE_BLOCKS."""
+    needed_blocks: _builtins.int
+    """The number of free blocks that the choice needs to begin, for WAIT_CAUSE_BLOCKS."""
+    step_tokens: _builtins.int
+    """The maximum number of tokens in a step, for WAIT_CAUSE_BUDGET."""
+    def __init__(
+        self,
+        *,
+        cause: Global___WaitCause.ValueType = ...,
+        requests_ahead: _builtins.int | None = ...,
+        max_rows: _builtins.int | None = ...,
+        free_blocks: _builtins.int | None = ...,
+        needed_blocks: _builtins.int | None = ...,
+        step_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_blocks", b"_free_blocks", "_max_rows", b"_max_rows", "_needed_blocks", b"_needed_blocks", "_requests_ahead", b"_requests_ahead", "_step_tokens", b"_step_tokens", "free_blocks", b"free_blocks", "max_rows", b"max_rows", "needed_blocks", b"needed_blocks", "requests_ahead", b"requests_ahead", "step_tokens", b"step_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_blocks", b"_free_blocks", "_max_rows", b"_max_rows", "_needed_blocks", b"_needed_blocks", "_requests_ahead", b"_requests_ahead", "_step_tokens", b"_step_tokens", "cause", b"cause", "free_blocks", b"free_blocks", "max_rows", b"max_rows", "needed_blocks", b"needed_blocks", "requests_ahead", b"requests_ahead", "step_tokens", b"step_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__free_blocks: _TypeAlias = _typing.Literal["free_blocks"]  # noqa: Y015
+    _WhichOneofArgType__free_blocks: _TypeAlias = _typing.Literal["_free_blocks", b"_free_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__max_rows: _TypeAlias = _typing.Literal["max_rows"]  # noqa: Y015
+    _WhichOneofArgType__max_rows: _TypeAlias = _typing.Literal["_max_rows", b"_max_rows"]  # noqa: Y015
+    _WhichOneofReturnType__needed_blocks: _TypeAlias = _typing.Literal["needed_blocks"]  # noqa: Y015
+    _WhichOneofArgType__needed_blocks: _TypeAlias = _typing.Literal["_needed_blocks", b"_needed_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__requests_ahead: _TypeAlias = _typing.Literal["requests_ahead"]  # noqa: Y015
+    _WhichOneofArgType__requests_ahead: _TypeAlias = _typing.Literal["_requests_ahead", b"_requests_ahead"]  # noqa: Y015
+    _WhichOneofReturnType__step_tokens: _TypeAlias = _typing.Literal["step_tokens"]  # noqa: Y015
+    _WhichOneofArgType__step_tokens: _TypeAlias = _typing.Literal["_step_tokens", b"_step_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_blocks) -> _WhichOneofReturnType__free_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_rows) -> _WhichOneofReturnType__max_rows | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__needed_blocks) -> _WhichOneofReturnType__needed_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__requests_ahead) -> _WhichOneofReturnType__requests_ahead | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_tokens) -> _WhichOneofReturnType__step_tokens | None: ...
+
+Global___WaitDetail: _TypeAlias = WaitDetail  # noqa: Y015
+
+@_typing.final
+class DraftDetail(_message.Message):
+    """Drafted tokens of a stretch of decoding."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    drafted_tokens: _builtins.int
+    """The number of drafted tokens."""
+    accepted_tokens: _builtins.int
+    """The number of drafted tokens that were accepted."""
+    def __init__(
+        self,
+        *,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftDetail: _TypeAlias = DraftDetail  # noqa: Y015
+
+@_typing.final
+class PreemptionDetail(_message.Message):
+    """Why a choice lost its row and its blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    FOR_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NEEDED_BLOCKS_FIELD_NUMBER: _builtins.int
+    cause: Global___PreemptionCause.ValueType
+    """The cause."""
+    for_request_id: _builtins.str
+    """The request that they went to, for PREEMPTION_CAUSE_BLOCKS and PREEMPTION_CAUSE_ORDER. May be the request itself,
+    which then waits until it has more blocks.
+    """
+    needed_blocks: _builtins.int
+    """The number of blocks that request lacked, for PREEMPTION_CAUSE_BLOCKS."""
+    def __init__(
+        self,
+        *,
+        cause: Global___PreemptionCause.ValueType = ...,
+        for_request_id: _builtins.str = ...,
+        needed_blocks: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_needed_blocks", b"_needed_blocks", "needed_blocks", b"needed_blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_needed_blocks", b"_needed_blocks", "cause", b"cause", "for_request_id", b"for_request_id", "needed_blocks", b"needed_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__needed_blocks: _TypeAlias = _typing.Literal["needed_blocks"]  # noqa: Y015
+    _WhichOneofArgType__needed_blocks: _TypeAlias = _typing.Literal["_needed_blocks", b"_needed_blocks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__needed_blocks) -> _WhichOneofReturnType__needed_blocks | None: ...
+
+Global___PreemptionDetail: _TypeAlias = PreemptionDetail  # noqa: Y015
+
+@_typing.final
+class UpdateDetail(_message.Message):
+    """What a GenerationUpdate changed. Fields that it left unchanged are absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    priority: _builtins.int
+    """The new priority."""
+    max_tokens: _builtins.int
+    """The new maximum number of output tokens of each choice."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """The time from the update to the new deadline. 0 if it had passed."""
+
+    def __init__(
+        self,
+        *,
+        priority: _builtins.int | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        max_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_priority", b"_priority", "max_tokens", b"max_tokens", "priority", b"priority", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_priority", b"_priority", "max_tokens", b"max_tokens", "priority", b"priority", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+
+Global___UpdateDetail: _TypeAlias = UpdateDetail  # noqa: Y015
 
 @_typing.final
 class RequestFilter(_message.Message):
@@ -273,25 +638,27 @@ class RequestFilter(_message.Message):
 
     TENANT_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
-    MIN_AGE_MS_FIELD_NUMBER: _builtins.int
+    MIN_AGE_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """The tenant of the request. Empty: every tenant."""
-    min_age_ms: _builtins.int
-    """The minimum time since the request arrived, in milliseconds."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___RequestState.ValueType]:
         """The states of the request. Empty: every state."""
+
+    @_builtins.property
+    def min_age(self) -> _duration_pb2.Duration:
+        """The minimum time since the request arrived: 0 s or more. Default: 0 s."""
 
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         states: _abc.Iterable[Global___RequestState.ValueType] | None = ...,
-        min_age_ms: _builtins.int = ...,
+        min_age: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["min_age", b"min_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_age_ms", b"min_age_ms", "states", b"states", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_age", b"min_age", "states", b"states", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -307,7 +674,7 @@ class ListRequestsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """The maximum number of requests in the page, up to 1,000. Default: 100."""
+    """The maximum number of requests in the page. More than 1,000 means 1,000. Default: 100."""
     page_token: _builtins.str
     """`next_page_token` of the previous page, with the same filter. Empty for the first page. It is valid until the
     service stops.
@@ -369,7 +736,7 @@ class LiveRequest(_message.Message):
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    AGE_MS_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
@@ -384,8 +751,6 @@ class LiveRequest(_message.Message):
     """The tenant of the request."""
     state: Global___RequestState.ValueType
     """The state of the request."""
-    age_ms: _builtins.int
-    """The time since the request arrived, in milliseconds."""
     prompt_tokens: _builtins.int
     """The number of tokens of the prompt, or of all inputs of a request without output."""
     output_tokens: _builtins.int
@@ -398,6 +763,10 @@ class LiveRequest(_message.Message):
     """The priority of the request."""
     preemptions: _builtins.int
     """How often choices of the request were preempted."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """The time since the request arrived."""
+
     def __init__(
         self,
         *,
@@ -405,7 +774,7 @@ class LiveRequest(_message.Message):
         client_request_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
         state: Global___RequestState.ValueType = ...,
-        age_ms: _builtins.int = ...,
+        age: _duration_pb2.Duration | None = ...,
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
@@ -413,9 +782,9 @@ class LiveRequest(_message.Message):
         priority: _builtins.int = ...,
         preemptions: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client_request_id", b"client_request_id", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "client_request_id", b"client_request_id", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -429,29 +798,52 @@ class CancelRequestsRequest(_message.Message):
 
     IDS_FIELD_NUMBER: _builtins.int
     FILTER_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> Global___RequestIds:
         """The requests with these ids."""
 
     @_builtins.property
     def filter(self) -> Global___RequestFilter:
-        """All requests that match. An empty filter matches every request."""
+        """All requests that match. An empty filter is INVALID_ARGUMENT: it may be a mistake."""
+
+    @_builtins.property
+    def all(self) -> Global___AllRequests:
+        """Every request."""
 
     def __init__(
         self,
         *,
         ids: Global___RequestIds | None = ...,
         filter: Global___RequestFilter | None = ...,
+        all: Global___AllRequests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "ids", b"ids", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "filter", b"filter", "ids", b"ids", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "ids", b"ids", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "filter", b"filter", "ids", b"ids", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["ids", "filter"]  # noqa: Y015
+    _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["ids", "filter", "all"]  # noqa: Y015
     _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_target) -> _WhichOneofReturnType_target | None: ...
 
 Global___CancelRequestsRequest: _TypeAlias = CancelRequestsRequest  # noqa: Y015
+
+@_typing.final
+class AllRequests(_message.Message):
+    """Every live request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AllRequests: _TypeAlias = AllRequests  # noqa: Y015
 
 @_typing.final
 class RequestIds(_message.Message):

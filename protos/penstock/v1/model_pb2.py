@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from penstock.v1 import sampling_pb2 as penstock_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/model.proto\x12\x0bpenstock.v1\x1a\x1apenstock/v1/sampling.proto\"0\n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x9b\x01\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.penstock.v1.Model\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1a\n\x12may_act_for_others\x18\x03 \x01(\x08\x12 \n\x13requests_per_second\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x16\n\x14_requests_per_second\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x9a\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x36\n\x11sampling_defaults\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12*\n\x06limits\x18\x08 \x01(\x0b\x32\x1a.penstock.v1.ServiceLimits\x12\x10\n\x08\x66\x65\x61tures\x18\t \x03(\t\x12\x16\n\x0e\x65mbedding_size\x18\n \x01(\r\x12\x0e\n\x06labels\x18\x0b \x03(\t\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x14\n\x0cquantization\x18\r \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x0e \x01(\t\x12\x13\n\x0bspeculation\x18\x0f \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x10 \x01(\t\x12\x0f\n\x07version\x18\x11 \x01(\t\"\xc5\x01\n\rServiceLimits\x12\x14\n\x0cmax_num_seqs\x18\x01 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x03 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x04 \x01(\x03\x12\x15\n\rkv_block_size\x18\x05 \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x06 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x07 \x01(\r2\xa6\x01\n\x0cModelService\x12G\n\x08GetModel\x12\x1c.penstock.v1.GetModelRequest\x1a\x1d.penstock.v1.GetModelResponse\x12M\n\nListModels\x12\x1e.penstock.v1.ListModelsRequest\x1a\x1f.penstock.v1.ListModelsResponseBP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/model.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1apenstock/v1/sampling.proto\"0\n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x9b\x01\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.penstock.v1.Model\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1a\n\x12may_act_for_others\x18\x03 \x01(\x08\x12 \n\x13requests_per_second\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x16\n\x14_requests_per_second\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x9a\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x36\n\x11sampling_defaults\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12*\n\x06limits\x18\x08 \x01(\x0b\x32\x1a.penstock.v1.ServiceLimits\x12\x10\n\x08\x66\x65\x61tures\x18\t \x03(\t\x12\x16\n\x0e\x65mbedding_size\x18\n \x01(\r\x12\x0e\n\x06labels\x18\x0b \x03(\t\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x14\n\x0cquantization\x18\r \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x0e \x01(\t\x12\x13\n\x0bspeculation\x18\x0f \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x10 \x01(\t\x12\x0f\n\x07version\x18\x11 \x01(\t\"\xc5\x01\n\rServiceLimits\x12\x14\n\x0cmax_num_seqs\x18\x01 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x03 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x04 \x01(\x03\x12\x15\n\rkv_block_size\x18\x05 \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x06 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x07 \x01(\r2\xe5\x01\n\x0cModelService\x12\x66\n\x08GetModel\x12\x1c.penstock.v1.GetModelRequest\x1a\x1d.penstock.v1.GetModelResponse\"\x1d\x90\x02\x01\x82\xd3\xe4\x93\x02\x14\x12\x12/penstock/v1/model\x12m\n\nListModels\x12\x1e.penstock.v1.ListModelsRequest\x1a\x1f.penstock.v1.ListModelsResponse\"\x1e\x90\x02\x01\x82\xd3\xe4\x93\x02\x15\x12\x13/penstock/v1/modelsBP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,18 +34,22 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.model_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
-  _globals['_GETMODELREQUEST']._serialized_start=68
-  _globals['_GETMODELREQUEST']._serialized_end=116
-  _globals['_GETMODELRESPONSE']._serialized_start=119
-  _globals['_GETMODELRESPONSE']._serialized_end=274
-  _globals['_LISTMODELSREQUEST']._serialized_start=276
-  _globals['_LISTMODELSREQUEST']._serialized_end=334
-  _globals['_LISTMODELSRESPONSE']._serialized_start=336
-  _globals['_LISTMODELSRESPONSE']._serialized_end=417
-  _globals['_MODEL']._serialized_start=420
-  _globals['_MODEL']._serialized_end=830
-  _globals['_SERVICELIMITS']._serialized_start=833
-  _globals['_SERVICELIMITS']._serialized_end=1030
-  _globals['_MODELSERVICE']._serialized_start=1033
-  _globals['_MODELSERVICE']._serialized_end=1199
+  _globals['_MODELSERVICE'].methods_by_name['GetModel']._loaded_options = None
+  _globals['_MODELSERVICE'].methods_by_name['GetModel']._serialized_options = b'\220\002\001\202\323\344\223\002\024\022\022/penstock/v1/model'
+  _globals['_MODELSERVICE'].methods_by_name['ListModels']._loaded_options = None
+  _globals['_MODELSERVICE'].methods_by_name['ListModels']._serialized_options = b'\220\002\001\202\323\344\223\002\025\022\023/penstock/v1/models'
+  _globals['_GETMODELREQUEST']._serialized_start=98
+  _globals['_GETMODELREQUEST']._serialized_end=146
+  _globals['_GETMODELRESPONSE']._serialized_start=149
+  _globals['_GETMODELRESPONSE']._serialized_end=304
+  _globals['_LISTMODELSREQUEST']._serialized_start=306
+  _globals['_LISTMODELSREQUEST']._serialized_end=364
+  _globals['_LISTMODELSRESPONSE']._serialized_start=366
+  _globals['_LISTMODELSRESPONSE']._serialized_end=447
+  _globals['_MODEL']._serialized_start=450
+  _globals['_MODEL']._serialized_end=860
+  _globals['_SERVICELIMITS']._serialized_start=863
+  _globals['_SERVICELIMITS']._serialized_end=1060
+  _globals['_MODELSERVICE']._serialized_start=1063
+  _globals['_MODELSERVICE']._serialized_end=1292
 # @@protoc_insertion_point(module_scope)

@@ -481,23 +481,23 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Where the time of a request went, in microseconds."""
+    """Where the time of a request went, in milliseconds and fractions of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    QUEUED_US_FIELD_NUMBER: _builtins.int
-    PREFILL_US_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_US_FIELD_NUMBER: _builtins.int
-    TOTAL_US_FIELD_NUMBER: _builtins.int
+    QUEUED_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    TOTAL_MS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
-    queued_us: _builtins.int
+    queued_ms: _builtins.float
     """From arrival to the first step."""
-    prefill_us: _builtins.int
+    prefill_ms: _builtins.float
     """From the first step to the first token."""
-    first_token_us: _builtins.int
+    first_token_ms: _builtins.float
     """From arrival to the first token. 0 if there was none."""
-    total_us: _builtins.int
+    total_ms: _builtins.float
     """From arrival to the end."""
     preemptions: _builtins.int
     """The number of preemptions: how often the request lost its KV cache to others and was computed again."""
@@ -506,16 +506,16 @@ class Timings(_message.Message):
     def __init__(
         self,
         *,
-        queued_us: _builtins.int = ...,
-        prefill_us: _builtins.int = ...,
-        first_token_us: _builtins.int = ...,
-        total_us: _builtins.int = ...,
+        queued_ms: _builtins.float = ...,
+        prefill_ms: _builtins.float = ...,
+        first_token_ms: _builtins.float = ...,
+        total_ms: _builtins.float = ...,
         preemptions: _builtins.int = ...,
         restarts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_us", b"first_token_us", "preemptions", b"preemptions", "prefill_us", b"prefill_us", "queued_us", b"queued_us", "restarts", b"restarts", "total_us", b"total_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_ms", b"first_token_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "queued_ms", b"queued_ms", "restarts", b"restarts", "total_ms", b"total_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,9 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/settings.proto\x12\x0bpenstock.v1\"\xa1\x02\n\x08Settings\x12-\n\x06policy\x18\x01 \x01(\x0e\x32\x1d.penstock.v1.SchedulingPolicy\x12\x14\n\x0cmax_num_seqs\x18\x02 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x03 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x04 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x05 \x01(\x03\x12\x15\n\rtarget_itl_ms\x18\x06 \x01(\x01\x12\x33\n\x0e\x64\x65\x66\x61ult_tenant\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.TenantSettings\x12,\n\x07tenants\x18\x08 \x03(\x0b\x32\x1b.penstock.v1.TenantSettings\"\xc4\x02\n\x0eTenantSettings\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1e\n\x11max_prompt_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x1e\n\x11max_live_requests\x18\x05 \x01(\rH\x03\x88\x01\x01\x12 \n\x13requests_per_second\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11tokens_per_minute\x18\x07 \x01(\x03H\x05\x88\x01\x01\x42\t\n\x07_weightB\x14\n\x12_max_prompt_tokensB\r\n\x0b_max_tokensB\x14\n\x12_max_live_requestsB\x16\n\x14_requests_per_secondB\x14\n\x12_tokens_per_minute\"\x14\n\x12GetSettingsRequest\">\n\x13GetSettingsResponse\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Settings\"\xcb\x03\n\x15UpdateSettingsRequest\x12-\n\x06policy\x18\x01 \x01(\x0e\x32\x1d.penstock.v1.SchedulingPolicy\x12\x19\n\x0cmax_num_seqs\x18\x02 \x01(\rH\x00\x88\x01\x01\x12#\n\x16max_num_batched_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12 \n\x13max_queued_requests\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x1e\n\x11max_queued_tokens\x18\x05 \x01(\x03H\x03\x88\x01\x01\x12\x1a\n\rtarget_itl_ms\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x33\n\x0e\x64\x65\x66\x61ult_tenant\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.TenantSettings\x12,\n\x07tenants\x18\x08 \x03(\x0b\x32\x1b.penstock.v1.TenantSettings\x12\x16\n\x0e\x66orget_tenants\x18\t \x03(\tB\x0f\n\r_max_num_seqsB\x19\n\x17_max_num_batched_tokensB\x16\n\x14_max_queued_requestsB\x14\n\x12_max_queued_tokensB\x10\n\x0e_target_itl_ms\"A\n\x16UpdateSettingsResponse\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Settings*\xad\x01\n\x10SchedulingPolicy\x12!\n\x1dSCHEDULING_POLICY_UNSPECIFIED\x10\x00\x12\x1a\n\x16SCHEDULING_POLICY_FCFS\x10\x01\x12\x1e\n\x1aSCHEDULING_POLICY_PRIORITY\x10\x02\x12\x1e\n\x1aSCHEDULING_POLICY_DEADLINE\x10\x03\x12\x1a\n\x16SCHEDULING_POLICY_FAIR\x10\x04\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/settings.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\"\xb5\x03\n\x08Settings\x12-\n\x06policy\x18\x01 \x01(\x0e\x32\x1d.penstock.v1.SchedulingPolicy\x12\x19\n\x0cmax_num_seqs\x18\x02 \x01(\rH\x00\x88\x01\x01\x12#\n\x16max_num_batched_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12 \n\x13max_queued_requests\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x1e\n\x11max_queued_tokens\x18\x05 \x01(\x03H\x03\x88\x01\x01\x12-\n\ntarget_itl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x0e\x64\x65\x66\x61ult_tenant\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.TenantSettings\x12,\n\x07tenants\x18\x08 \x03(\x0b\x32\x1b.penstock.v1.TenantSettings\x12\x0c\n\x04\x65tag\x18\t \x01(\tB\x0f\n\r_max_num_seqsB\x19\n\x17_max_num_batched_tokensB\x16\n\x14_max_queued_requestsB\x14\n\x12_max_queued_tokens\"\xc4\x02\n\x0eTenantSettings\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1e\n\x11max_prompt_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x1e\n\x11max_live_requests\x18\x05 \x01(\rH\x03\x88\x01\x01\x12 \n\x13requests_per_second\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11tokens_per_minute\x18\x07 \x01(\x03H\x05\x88\x01\x01\x42\t\n\x07_weightB\x14\n\x12_max_prompt_tokensB\r\n\x0b_max_tokensB\x14\n\x12_max_live_requestsB\x16\n\x14_requests_per_secondB\x14\n\x12_tokens_per_minute\"\x14\n\x12GetSettingsRequest\">\n\x13GetSettingsResponse\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Settings\"\x89\x01\n\x15UpdateSettingsRequest\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Settings\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x16\n\x0e\x66orget_tenants\x18\x03 \x03(\t\"A\n\x16UpdateSettingsResponse\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Settings*\xad\x01\n\x10SchedulingPolicy\x12!\n\x1dSCHEDULING_POLICY_UNSPECIFIED\x10\x00\x12\x1a\n\x16SCHEDULING_POLICY_FCFS\x10\x01\x12\x1e\n\x1aSCHEDULING_POLICY_PRIORITY\x10\x02\x12\x1e\n\x1aSCHEDULING_POLICY_DEADLINE\x10\x03\x12\x1a\n\x16SCHEDULING_POLICY_FAIR\x10\x04\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,18 +34,18 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.settings_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
-  _globals['_SCHEDULINGPOLICY']._serialized_start=1278
-  _globals['_SCHEDULINGPOLICY']._serialized_end=1451
-  _globals['_SETTINGS']._serialized_start=44
-  _globals['_SETTINGS']._serialized_end=333
-  _globals['_TENANTSETTINGS']._serialized_start=336
-  _globals['_TENANTSETTINGS']._serialized_end=660
-  _globals['_GETSETTINGSREQUEST']._serialized_start=662
-  _globals['_GETSETTINGSREQUEST']._serialized_end=682
-  _globals['_GETSETTINGSRESPONSE']._serialized_start=684
-  _globals['_GETSETTINGSRESPONSE']._serialized_end=746
-  _globals['_UPDATESETTINGSREQUEST']._serialized_start=749
-  _globals['_UPDATESETTINGSREQUEST']._serialized_end=1208
-  _globals['_UPDATESETTINGSRESPONSE']._serialized_start=1210
-  _globals['_UPDATESETTINGSRESPONSE']._serialized_end=1275
+  _globals['_SCHEDULINGPOLICY']._serialized_start=1170
+  _globals['_SCHEDULINGPOLICY']._serialized_end=1343
+  _globals['_SETTINGS']._serialized_start=110
+  _globals['_SETTINGS']._serialized_end=547
+  _globals['_TENANTSETTINGS']._serialized_start=550
+  _globals['_TENANTSETTINGS']._serialized_end=874
+  _globals['_GETSETTINGSREQUEST']._serialized_start=876
+  _globals['_GETSETTINGSREQUEST']._serialized_end=896
+  _globals['_GETSETTINGSRESPONSE']._serialized_start=898
+  _globals['_GETSETTINGSRESPONSE']._serialized_end=960
+  _globals['_UPDATESETTINGSREQUEST']._serialized_start=963
+  _globals['_UPDATESETTINGSREQUEST']._serialized_end=1100
+  _globals['_UPDATESETTINGSRESPONSE']._serialized_start=1102
+  _globals['_UPDATESETTINGSRESPONSE']._serialized_end=1167
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,8 @@ The settings that can be changed while the service runs."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -57,7 +59,7 @@ Global___SchedulingPolicy: _TypeAlias = SchedulingPolicy  # noqa: Y015
 
 @_typing.final
 class Settings(_message.Message):
-    """The settings that can be changed while the service runs."""
+    """The settings that can be changed while the service runs. GetSettings returns all of them set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -66,9 +68,10 @@ class Settings(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
-    TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
+    TARGET_ITL_FIELD_NUMBER: _builtins.int
     DEFAULT_TENANT_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
     policy: Global___SchedulingPolicy.ValueType
     """The scheduling policy."""
     max_num_seqs: _builtins.int
@@ -79,10 +82,16 @@ class Settings(_message.Message):
     """The maximum number of requests in the queue: 1 to 1,048,576."""
     max_queued_tokens: _builtins.int
     """The maximum number of prompt tokens in the queue: 1 to 4,294,967,296."""
-    target_itl_ms: _builtins.float
-    """The target time between the tokens of a stream, in milliseconds: above 0 to 60,000. Chunks of prompts are sized to
-    keep it. 0 means 120 ms, or twice the duration of a step without chunks if that is more.
+    etag: _builtins.str
+    """A name for all these values together: any change of them gives another. At most 64 bytes. See
+    UpdateSettingsRequest.settings.
     """
+    @_builtins.property
+    def target_itl(self) -> _duration_pb2.Duration:
+        """The target time between the tokens of a stream: 0 to 60 s, to the nanosecond. Chunks of prompts are sized to keep
+        it. 0 means 120 ms, or twice the duration of a step without chunks if that is more.
+        """
+
     @_builtins.property
     def default_tenant(self) -> Global___TenantSettings:
         """The settings of every tenant that is not in `tenants`. Its name is empty."""
@@ -95,19 +104,35 @@ class Settings(_message.Message):
         self,
         *,
         policy: Global___SchedulingPolicy.ValueType = ...,
-        max_num_seqs: _builtins.int = ...,
-        max_num_batched_tokens: _builtins.int = ...,
-        max_queued_requests: _builtins.int = ...,
-        max_queued_tokens: _builtins.int = ...,
-        target_itl_ms: _builtins.float = ...,
+        max_num_seqs: _builtins.int | None = ...,
+        max_num_batched_tokens: _builtins.int | None = ...,
+        max_queued_requests: _builtins.int | None = ...,
+        max_queued_tokens: _builtins.int | None = ...,
+        target_itl: _duration_pb2.Duration | None = ...,
         default_tenant: Global___TenantSettings | None = ...,
         tenants: _abc.Iterable[Global___TenantSettings] | None = ...,
+        etag: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["default_tenant", b"default_tenant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_num_batched_tokens", b"_max_num_batched_tokens", "_max_num_seqs", b"_max_num_seqs", "_max_queued_requests", b"_max_queued_requests", "_max_queued_tokens", b"_max_queued_tokens", "default_tenant", b"default_tenant", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "target_itl", b"target_itl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_tenant", b"default_tenant", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "policy", b"policy", "target_itl_ms", b"target_itl_ms", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_num_batched_tokens", b"_max_num_batched_tokens", "_max_num_seqs", b"_max_num_seqs", "_max_queued_requests", b"_max_queued_requests", "_max_queued_tokens", b"_max_queued_tokens", "default_tenant", b"default_tenant", "etag", b"etag", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "policy", b"policy", "target_itl", b"target_itl", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_num_batched_tokens: _TypeAlias = _typing.Literal["max_num_batched_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_num_batched_tokens: _TypeAlias = _typing.Literal["_max_num_batched_tokens", b"_max_num_batched_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_num_seqs: _TypeAlias = _typing.Literal["max_num_seqs"]  # noqa: Y015
+    _WhichOneofArgType__max_num_seqs: _TypeAlias = _typing.Literal["_max_num_seqs", b"_max_num_seqs"]  # noqa: Y015
+    _WhichOneofReturnType__max_queued_requests: _TypeAlias = _typing.Literal["max_queued_requests"]  # noqa: Y015
+    _WhichOneofArgType__max_queued_requests: _TypeAlias = _typing.Literal["_max_queued_requests", b"_max_queued_requests"]  # noqa: Y015
+    _WhichOneofReturnType__max_queued_tokens: _TypeAlias = _typing.Literal["max_queued_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_queued_tokens: _TypeAlias = _typing.Literal["_max_queued_tokens", b"_max_queued_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_batched_tokens) -> _WhichOneofReturnType__max_num_batched_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_seqs) -> _WhichOneofReturnType__max_num_seqs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queued_requests) -> _WhichOneofReturnType__max_queued_requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queued_tokens) -> _WhichOneofReturnType__max_queued_tokens | None: ...
 
 Global___Settings: _TypeAlias = Settings  # noqa: Y015
 
@@ -233,80 +258,50 @@ Global___GetSettingsResponse: _TypeAlias = GetSettingsResponse  # noqa: Y015
 
 @_typing.final
 class UpdateSettingsRequest(_message.Message):
-    """A change of settings. A field that is absent leaves its setting as it is."""
+    """A change of settings."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_FIELD_NUMBER: _builtins.int
-    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
-    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
-    MAX_QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
-    MAX_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
-    TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
-    DEFAULT_TENANT_FIELD_NUMBER: _builtins.int
-    TENANTS_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    UPDATE_MASK_FIELD_NUMBER: _builtins.int
     FORGET_TENANTS_FIELD_NUMBER: _builtins.int
-    policy: Global___SchedulingPolicy.ValueType
-    """The scheduling policy. SCHEDULING_POLICY_UNSPECIFIED: unchanged."""
-    max_num_seqs: _builtins.int
-    """See Settings.max_num_seqs."""
-    max_num_batched_tokens: _builtins.int
-    """See Settings.max_num_batched_tokens."""
-    max_queued_requests: _builtins.int
-    """See Settings.max_queued_requests."""
-    max_queued_tokens: _builtins.int
-    """See Settings.max_queued_tokens."""
-    target_itl_ms: _builtins.float
-    """See Settings.target_itl_ms."""
     @_builtins.property
-    def default_tenant(self) -> Global___TenantSettings:
-        """Replaces all settings of the default tenant. Its name is empty."""
+    def settings(self) -> Global___Settings:
+        """The new values. Required, unless `forget_tenants` is set.
+
+        `default_tenant` replaces all settings of the default tenant. Each of `tenants` replaces all settings of the tenant
+        with its name, or adds the tenant; other tenants keep theirs.
+
+        `etag`, if it is set, is that of the settings that the caller has seen. If it is no longer current, nothing changes,
+        and the call ends with ABORTED: get the settings, and decide again. Without it, the change applies to any settings.
+        """
 
     @_builtins.property
-    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantSettings]:
-        """Each replaces all settings of the named tenant, or adds the tenant. At most 1,024."""
+    def update_mask(self) -> _field_mask_pb2.FieldMask:
+        """The fields of `settings` to change, such as "max_num_seqs"; fields of a tenant cannot be named. Fields that it does
+        not name are ignored. A named field that is not set in `settings` gets the value from the command line again;
+        `tenants` gets the tenants of the tenants file. "*" names all. An unknown path is INVALID_ARGUMENT. At most 16
+        paths. Default: every field that is set.
+        """
 
     @_builtins.property
     def forget_tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The names of tenants that get the default settings again. At most 1,024, none of them in `tenants`."""
+        """The names of tenants that get the default settings again, whatever `update_mask` names. At most 1,024, none of them
+        in `settings.tenants`.
+        """
 
     def __init__(
         self,
         *,
-        policy: Global___SchedulingPolicy.ValueType = ...,
-        max_num_seqs: _builtins.int | None = ...,
-        max_num_batched_tokens: _builtins.int | None = ...,
-        max_queued_requests: _builtins.int | None = ...,
-        max_queued_tokens: _builtins.int | None = ...,
-        target_itl_ms: _builtins.float | None = ...,
-        default_tenant: Global___TenantSettings | None = ...,
-        tenants: _abc.Iterable[Global___TenantSettings] | None = ...,
+        settings: Global___Settings | None = ...,
+        update_mask: _field_mask_pb2.FieldMask | None = ...,
         forget_tenants: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_num_batched_tokens", b"_max_num_batched_tokens", "_max_num_seqs", b"_max_num_seqs", "_max_queued_requests", b"_max_queued_requests", "_max_queued_tokens", b"_max_queued_tokens", "_target_itl_ms", b"_target_itl_ms", "default_tenant", b"default_tenant", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "target_itl_ms", b"target_itl_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings", "update_mask", b"update_mask"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_num_batched_tokens", b"_max_num_batched_tokens", "_max_num_seqs", b"_max_num_seqs", "_max_queued_requests", b"_max_queued_requests", "_max_queued_tokens", b"_max_queued_tokens", "_target_itl_ms", b"_target_itl_ms", "default_tenant", b"default_tenant", "forget_tenants", b"forget_tenants", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "policy", b"policy", "target_itl_ms", b"target_itl_ms", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forget_tenants", b"forget_tenants", "settings", b"settings", "update_mask", b"update_mask"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_num_batched_tokens: _TypeAlias = _typing.Literal["max_num_batched_tokens"]  # noqa: Y015
-    _WhichOneofArgType__max_num_batched_tokens: _TypeAlias = _typing.Literal["_max_num_batched_tokens", b"_max_num_batched_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__max_num_seqs: _TypeAlias = _typing.Literal["max_num_seqs"]  # noqa: Y015
-    _WhichOneofArgType__max_num_seqs: _TypeAlias = _typing.Literal["_max_num_seqs", b"_max_num_seqs"]  # noqa: Y015
-    _WhichOneofReturnType__max_queued_requests: _TypeAlias = _typing.Literal["max_queued_requests"]  # noqa: Y015
-    _WhichOneofArgType__max_queued_requests: _TypeAlias = _typing.Literal["_max_queued_requests", b"_max_queued_requests"]  # noqa: Y015
-    _WhichOneofReturnType__max_queued_tokens: _TypeAlias = _typing.Literal["max_queued_tokens"]  # noqa: Y015
-    _WhichOneofArgType__max_queued_tokens: _TypeAlias = _typing.Literal["_max_queued_tokens", b"_max_queued_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__target_itl_ms: _TypeAlias = _typing.Literal["target_itl_ms"]  # noqa: Y015
-    _WhichOneofArgType__target_itl_ms: _TypeAlias = _typing.Literal["_target_itl_ms", b"_target_itl_ms"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_batched_tokens) -> _WhichOneofReturnType__max_num_batched_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_seqs) -> _WhichOneofReturnType__max_num_seqs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queued_requests) -> _WhichOneofReturnType__max_queued_requests | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queued_tokens) -> _WhichOneofReturnType__max_queued_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__target_itl_ms) -> _WhichOneofReturnType__target_itl_ms | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateSettingsRequest: _TypeAlias = UpdateSettingsRequest  # noqa: Y015
 
@@ -319,7 +314,7 @@ class UpdateSettingsResponse(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def settings(self) -> Global___Settings:
-        """All settings."""
+        """All settings, with the new `etag`."""
 
     def __init__(
         self,

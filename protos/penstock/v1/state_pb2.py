@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/state.proto\x12\x0bpenstock.v1*\x82\x01\n\x0cServiceState\x12\x1d\n\x19SERVICE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVICE_STATE_SERVING\x10\x01\x12\x1c\n\x18SERVICE_STATE_RECOVERING\x10\x02\x12\x1a\n\x16SERVICE_STATE_DRAINING\x10\x03\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/state.proto\x12\x0bpenstock.v1*\xd3\x01\n\x0cServiceState\x12\x1d\n\x19SERVICE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVICE_STATE_STARTING\x10\x01\x12\x19\n\x15SERVICE_STATE_SERVING\x10\x02\x12\x1c\n\x18SERVICE_STATE_RECOVERING\x10\x03\x12\x1a\n\x16SERVICE_STATE_DRAINING\x10\x04\x12\x18\n\x14SERVICE_STATE_FAILED\x10\x05\x12\x19\n\x15SERVICE_STATE_STOPPED\x10\x06\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
   _globals['_SERVICESTATE']._serialized_start=41
-  _globals['_SERVICESTATE']._serialized_end=171
+  _globals['_SERVICESTATE']._serialized_end=252
 # @@protoc_insertion_point(module_scope)

@@ -24,22 +24,34 @@ class _ServiceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceS
     DESCRIPTOR: _descriptor.EnumDescriptor
     SERVICE_STATE_UNSPECIFIED: _ServiceState.ValueType  # 0
     """Not set."""
-    SERVICE_STATE_SERVING: _ServiceState.ValueType  # 1
+    SERVICE_STATE_STARTING: _ServiceState.ValueType  # 1
+    """The worker loads the model for the first time. New requests are refused."""
+    SERVICE_STATE_SERVING: _ServiceState.ValueType  # 2
     """The service accepts requests."""
-    SERVICE_STATE_RECOVERING: _ServiceState.ValueType  # 2
-    """The worker is being started or replaced. New requests are refused."""
-    SERVICE_STATE_DRAINING: _ServiceState.ValueType  # 3
+    SERVICE_STATE_RECOVERING: _ServiceState.ValueType  # 3
+    """The worker died and is being replaced. Accepted requests continue afterwards; new ones are refused."""
+    SERVICE_STATE_DRAINING: _ServiceState.ValueType  # 4
     """The service finishes accepted requests and refuses new ones."""
+    SERVICE_STATE_FAILED: _ServiceState.ValueType  # 5
+    """The worker could not be replaced, or the service had an internal error. All requests have ended."""
+    SERVICE_STATE_STOPPED: _ServiceState.ValueType  # 6
+    """The service has stopped permanently."""
 
 class ServiceState(_ServiceState, metaclass=_ServiceStateEnumTypeWrapper):
     """The state of the service."""
 
 SERVICE_STATE_UNSPECIFIED: ServiceState.ValueType  # 0
 """Not set."""
-SERVICE_STATE_SERVING: ServiceState.ValueType  # 1
+SERVICE_STATE_STARTING: ServiceState.ValueType  # 1
+"""The worker loads the model for the first time. New requests are refused."""
+SERVICE_STATE_SERVING: ServiceState.ValueType  # 2
 """The service accepts requests."""
-SERVICE_STATE_RECOVERING: ServiceState.ValueType  # 2
-"""The worker is being started or replaced. New requests are refused."""
-SERVICE_STATE_DRAINING: ServiceState.ValueType  # 3
+SERVICE_STATE_RECOVERING: ServiceState.ValueType  # 3
+"""The worker died and is being replaced. Accepted requests continue afterwards; new ones are refused."""
+SERVICE_STATE_DRAINING: ServiceState.ValueType  # 4
 """The service finishes accepted requests and refuses new ones."""
+SERVICE_STATE_FAILED: ServiceState.ValueType  # 5
+"""The worker could not be replaced, or the service had an internal error. All requests have ended."""
+SERVICE_STATE_STOPPED: ServiceState.ValueType  # 6
+"""The service has stopped permanently."""
 Global___ServiceState: _TypeAlias = ServiceState  # noqa: Y015

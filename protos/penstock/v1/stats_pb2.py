@@ -22,9 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from penstock.v1 import state_pb2 as penstock_dot_v1_dot_state__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/stats.proto\x12\x0bpenstock.v1\"=\n\x11WatchStatsRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"\x8b\x06\n\x12WatchStatsResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.penstock.v1.EngineState\x12\x11\n\tuptime_ms\x18\x02 \x01(\x03\x12\x15\n\rlive_requests\x18\x03 \x01(\r\x12\x14\n\x0crunning_rows\x18\x04 \x01(\r\x12\x17\n\x0fwaiting_choices\x18\x05 \x01(\r\x12\x18\n\x10stalled_requests\x18\x06 \x01(\r\x12\x10\n\x08kv_usage\x18\x07 \x01(\x01\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x17\n\x0fretained_blocks\x18\t \x01(\r\x12\r\n\x05steps\x18\n \x01(\x03\x12\x16\n\x0eprefill_tokens\x18\x0b \x01(\x03\x12\x15\n\rcached_tokens\x18\x0c \x01(\x03\x12\x15\n\routput_tokens\x18\r \x01(\x03\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x03\x12\x19\n\x11\x66inished_requests\x18\x0f \x01(\x03\x12\x18\n\x10refused_requests\x18\x10 \x01(\x03\x12\x17\n\x0fworker_restarts\x18\x11 \x01(\x03\x12\x0f\n\x07step_us\x18\x12 \x01(\x03\x12\x1e\n\x11predicted_ttft_ms\x18\x13 \x01(\rH\x00\x88\x01\x01\x12)\n\x07tenants\x18\x14 \x03(\x0b\x32\x18.penstock.v1.TenantStats\x12&\n\x08loop_lag\x18\x15 \x01(\x0b\x32\x14.penstock.v1.LoopLag\x12\x13\n\x0bhost_blocks\x18\x16 \x01(\r\x12\x17\n\x0frestored_tokens\x18\x17 \x01(\x03\x12\x0e\n\x06\x64rafts\x18\x18 \x01(\x03\x12\x16\n\x0e\x64rafted_tokens\x18\x19 \x01(\x03\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x1a \x01(\x03\x12*\n\x08last_10s\x18\x1b \x01(\x0b\x32\x18.penstock.v1.StatsWindow\x12*\n\x08last_60s\x18\x1c \x01(\x0b\x32\x18.penstock.v1.StatsWindowB\x14\n\x12_predicted_ttft_ms\"\xe8\x01\n\x0bStatsWindow\x12\x13\n\x0b\x64uration_ms\x18\x01 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x02 \x01(\x03\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x03\x12\x15\n\routput_tokens\x18\x04 \x01(\x03\x12<\n\x13time_to_first_token\x18\x05 \x01(\x0b\x32\x1f.penstock.v1.LatencyPercentiles\x12<\n\x13inter_token_latency\x18\x06 \x01(\x0b\x32\x1f.penstock.v1.LatencyPercentiles\"S\n\x12LatencyPercentiles\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x0e\n\x06p50_us\x18\x02 \x01(\x03\x12\x0e\n\x06p90_us\x18\x03 \x01(\x03\x12\x0e\n\x06p99_us\x18\x04 \x01(\x03\"9\n\x07LoopLag\x12\x0e\n\x06p50_us\x18\x01 \x01(\x03\x12\x0e\n\x06p99_us\x18\x02 \x01(\x03\x12\x0e\n\x06max_us\x18\x03 \x01(\x03\"K\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rlive_requests\x18\x02 \x01(\r\x12\x15\n\rserved_tokens\x18\x03 \x01(\x03*\xcb\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x02\x12\x1b\n\x17\x45NGINE_STATE_RECOVERING\x10\x03\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x04\x12\x17\n\x13\x45NGINE_STATE_FAILED\x10\x05\x12\x18\n\x14\x45NGINE_STATE_STOPPED\x10\x06\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/stats.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17penstock/v1/state.proto\"@\n\x11WatchStatsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc2\x06\n\x12WatchStatsResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.ServiceState\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlive_requests\x18\x03 \x01(\r\x12\x14\n\x0crunning_rows\x18\x04 \x01(\r\x12\x17\n\x0fwaiting_choices\x18\x05 \x01(\r\x12\x18\n\x10stalled_requests\x18\x06 \x01(\r\x12\x10\n\x08kv_usage\x18\x07 \x01(\x01\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x17\n\x0fretained_blocks\x18\t \x01(\r\x12\r\n\x05steps\x18\n \x01(\x03\x12\x16\n\x0eprefill_tokens\x18\x0b \x01(\x03\x12\x15\n\rcached_tokens\x18\x0c \x01(\x03\x12\x15\n\routput_tokens\x18\r \x01(\x03\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x03\x12\x19\n\x11\x66inished_requests\x18\x0f \x01(\x03\x12\x18\n\x10refused_requests\x18\x10 \x01(\x03\x12\x17\n\x0fworker_restarts\x18\x11 \x01(\x03\x12\x30\n\rstep_duration\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0epredicted_ttft\x18\x13 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x07tenants\x18\x14 \x03(\x0b\x32\x18.penstock.v1.TenantStats\x12&\n\x08loop_lag\x18\x15 \x01(\x0b\x32\x14.penstock.v1.LoopLag\x12\x13\n\x0bhost_blocks\x18\x16 \x01(\r\x12\x17\n\x0frestored_tokens\x18\x17 \x01(\x03\x12\x0e\n\x06\x64rafts\x18\x18 \x01(\x03\x12\x16\n\x0e\x64rafted_tokens\x18\x19 \x01(\x03\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x1a \x01(\x03\x12*\n\x08last_10s\x18\x1b \x01(\x0b\x32\x18.penstock.v1.StatsWindow\x12*\n\x08last_60s\x18\x1c \x01(\x0b\x32\x18.penstock.v1.StatsWindow\"\x80\x02\n\x0bStatsWindow\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x66inished_requests\x18\x02 \x01(\x03\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x03\x12\x15\n\routput_tokens\x18\x04 \x01(\x03\x12<\n\x13time_to_first_token\x18\x05 \x01(\x0b\x32\x1f.penstock.v1.LatencyPercentiles\x12<\n\x13inter_token_latency\x18\x06 \x01(\x0b\x32\x1f.penstock.v1.LatencyPercentiles\"\x9b\x01\n\x12LatencyPercentiles\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12&\n\x03p50\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03p90\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03p99\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x81\x01\n\x07LoopLag\x12&\n\x03p50\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03p99\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03max\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rlive_requests\x18\x02 \x01(\r\x12\x15\n\rserved_tokens\x18\x03 \x01(\x03\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,18 +34,16 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.stats_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
-  _globals['_ENGINESTATE']._serialized_start=1342
-  _globals['_ENGINESTATE']._serialized_end=1545
-  _globals['_WATCHSTATSREQUEST']._serialized_start=40
-  _globals['_WATCHSTATSREQUEST']._serialized_end=101
-  _globals['_WATCHSTATSRESPONSE']._serialized_start=104
-  _globals['_WATCHSTATSRESPONSE']._serialized_end=883
-  _globals['_STATSWINDOW']._serialized_start=886
-  _globals['_STATSWINDOW']._serialized_end=1118
-  _globals['_LATENCYPERCENTILES']._serialized_start=1120
-  _globals['_LATENCYPERCENTILES']._serialized_end=1203
-  _globals['_LOOPLAG']._serialized_start=1205
-  _globals['_LOOPLAG']._serialized_end=1262
-  _globals['_TENANTSTATS']._serialized_start=1264
-  _globals['_TENANTSTATS']._serialized_end=1339
+  _globals['_WATCHSTATSREQUEST']._serialized_start=97
+  _globals['_WATCHSTATSREQUEST']._serialized_end=161
+  _globals['_WATCHSTATSRESPONSE']._serialized_start=164
+  _globals['_WATCHSTATSRESPONSE']._serialized_end=998
+  _globals['_STATSWINDOW']._serialized_start=1001
+  _globals['_STATSWINDOW']._serialized_end=1257
+  _globals['_LATENCYPERCENTILES']._serialized_start=1260
+  _globals['_LATENCYPERCENTILES']._serialized_end=1415
+  _globals['_LOOPLAG']._serialized_start=1418
+  _globals['_LOOPLAG']._serialized_end=1547
+  _globals['_TENANTSTATS']._serialized_start=1549
+  _globals['_TENANTSTATS']._serialized_end=1624
 # @@protoc_insertion_point(module_scope)

@@ -5,9 +5,10 @@ Statistics of a running service."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from penstock.v1 import state_pb2 as _state_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,67 +20,27 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _EngineState:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineState.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    ENGINE_STATE_UNSPECIFIED: _EngineState.ValueType  # 0
-    """Not set."""
-    ENGINE_STATE_STARTING: _EngineState.ValueType  # 1
-    """The worker loads the model for the first time."""
-    ENGINE_STATE_SERVING: _EngineState.ValueType  # 2
-    """The engine accepts requests."""
-    ENGINE_STATE_RECOVERING: _EngineState.ValueType  # 3
-    """The worker died and is being replaced. Accepted requests continue afterwards; new ones are refused."""
-    ENGINE_STATE_DRAINING: _EngineState.ValueType  # 4
-    """The engine finishes accepted requests and refuses new ones."""
-    ENGINE_STATE_FAILED: _EngineState.ValueType  # 5
-    """The worker could not be replaced, or the engine had an internal error. All requests have ended."""
-    ENGINE_STATE_STOPPED: _EngineState.ValueType  # 6
-    """The engine has stopped permanently."""
-
-class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
-    """The state of the engine."""
-
-ENGINE_STATE_UNSPECIFIED: EngineState.ValueType  # 0
-"""Not set."""
-ENGINE_STATE_STARTING: EngineState.ValueType  # 1
-"""The worker loads the model for the first time."""
-ENGINE_STATE_SERVING: EngineState.ValueType  # 2
-"""The engine accepts requests."""
-ENGINE_STATE_RECOVERING: EngineState.ValueType  # 3
-"""The worker died and is being replaced. Accepted requests continue afterwards; new ones are refused."""
-ENGINE_STATE_DRAINING: EngineState.ValueType  # 4
-"""The engine finishes accepted requests and refuses new ones."""
-ENGINE_STATE_FAILED: EngineState.ValueType  # 5
-"""The worker could not be replaced, or the engine had an internal error. All requests have ended."""
-ENGINE_STATE_STOPPED: EngineState.ValueType  # 6
-"""The engine has stopped permanently."""
-Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
-
 @_typing.final
 class WatchStatsRequest(_message.Message):
     """A request for live statistics."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    INTERVAL_MS_FIELD_NUMBER: _builtins.int
-    interval_ms: _builtins.int
-    """The time between two messages, in milliseconds: 100 to 3,600,000. Default: 1,000."""
+    INTERVAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def interval(self) -> _duration_pb2.Duration:
+        """The time between two messages: 0.1 to 3,600 s. Default: 1 s."""
+
     def __init__(
         self,
         *,
-        interval_ms: _builtins.int | None = ...,
+        interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "interval_ms", b"interval_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "interval_ms", b"interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__interval_ms: _TypeAlias = _typing.Literal["interval_ms"]  # noqa: Y015
-    _WhichOneofArgType__interval_ms: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__interval_ms) -> _WhichOneofReturnType__interval_ms | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchStatsRequest: _TypeAlias = WatchStatsRequest  # noqa: Y015
 
@@ -90,7 +51,7 @@ class WatchStatsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
-    UPTIME_MS_FIELD_NUMBER: _builtins.int
+    UPTIME_FIELD_NUMBER: _builtins.int
     LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     RUNNING_ROWS_FIELD_NUMBER: _builtins.int
     WAITING_CHOICES_FIELD_NUMBER: _builtins.int
@@ -106,8 +67,8 @@ class WatchStatsResponse(_message.Message):
     FINISHED_REQUESTS_FIELD_NUMBER: _builtins.int
     REFUSED_REQUESTS_FIELD_NUMBER: _builtins.int
     WORKER_RESTARTS_FIELD_NUMBER: _builtins.int
-    STEP_US_FIELD_NUMBER: _builtins.int
-    PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
+    STEP_DURATION_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     LOOP_LAG_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -117,10 +78,8 @@ class WatchStatsResponse(_message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_10S_FIELD_NUMBER: _builtins.int
     LAST_60S_FIELD_NUMBER: _builtins.int
-    state: Global___EngineState.ValueType
-    """The state of the engine."""
-    uptime_ms: _builtins.int
-    """The time since the service started, in milliseconds."""
+    state: _state_pb2.ServiceState.ValueType
+    """The state of the service."""
     live_requests: _builtins.int
     """The number of requests that have not finished."""
     running_rows: _builtins.int
@@ -151,12 +110,6 @@ class WatchStatsResponse(_message.Message):
     """The total number of requests refused at admission."""
     worker_restarts: _builtins.int
     """The total number of replaced workers."""
-    step_us: _builtins.int
-    """The median duration of the last 128 steps, in microseconds."""
-    predicted_ttft_ms: _builtins.int
-    """The predicted time to the first token of a short request that arrives now, in milliseconds. Absent until the
-    service has measured its steps.
-    """
     host_blocks: _builtins.int
     """The number of evicted blocks in host memory, including those that are on the device again. 0 without
     `--host-kv-cache-bytes`.
@@ -171,6 +124,20 @@ class WatchStatsResponse(_message.Message):
     """The total number of drafted tokens."""
     accepted_tokens: _builtins.int
     """The total number of drafted tokens that were accepted."""
+    @_builtins.property
+    def uptime(self) -> _duration_pb2.Duration:
+        """The time since the service started."""
+
+    @_builtins.property
+    def step_duration(self) -> _duration_pb2.Duration:
+        """The median duration of the last 128 steps. Absent before the first step."""
+
+    @_builtins.property
+    def predicted_ttft(self) -> _duration_pb2.Duration:
+        """The predicted time to the first token of a short request that arrives now. Absent until the service has measured
+        its steps.
+        """
+
     @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
         """The busiest tenants with live requests, at most 64."""
@@ -190,8 +157,8 @@ class WatchStatsResponse(_message.Message):
     def __init__(
         self,
         *,
-        state: Global___EngineState.ValueType = ...,
-        uptime_ms: _builtins.int = ...,
+        state: _state_pb2.ServiceState.ValueType = ...,
+        uptime: _duration_pb2.Duration | None = ...,
         live_requests: _builtins.int = ...,
         running_rows: _builtins.int = ...,
         waiting_choices: _builtins.int = ...,
@@ -207,8 +174,8 @@ class WatchStatsResponse(_message.Message):
         finished_requests: _builtins.int = ...,
         refused_requests: _builtins.int = ...,
         worker_restarts: _builtins.int = ...,
-        step_us: _builtins.int = ...,
-        predicted_ttft_ms: _builtins.int | None = ...,
+        step_duration: _duration_pb2.Duration | None = ...,
+        predicted_ttft: _duration_pb2.Duration | None = ...,
         tenants: _abc.Iterable[Global___TenantStats] | None = ...,
         loop_lag: Global___LoopLag | None = ...,
         host_blocks: _builtins.int = ...,
@@ -219,13 +186,11 @@ class WatchStatsResponse(_message.Message):
         last_10s: Global___StatsWindow | None = ...,
         last_60s: Global___StatsWindow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "last_10s", b"last_10s", "last_60s", b"last_60s", "loop_lag", b"loop_lag", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_10s", b"last_10s", "last_60s", b"last_60s", "loop_lag", b"loop_lag", "predicted_ttft", b"predicted_ttft", "step_duration", b"step_duration", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "accepted_tokens", b"accepted_tokens", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "finished_requests", b"finished_requests", "host_blocks", b"host_blocks", "kv_usage", b"kv_usage", "last_10s", b"last_10s", "last_60s", b"last_60s", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "restored_tokens", b"restored_tokens", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_us", b"step_us", "steps", b"steps", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "finished_requests", b"finished_requests", "host_blocks", b"host_blocks", "kv_usage", b"kv_usage", "last_10s", b"last_10s", "last_60s", b"last_60s", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft", b"predicted_ttft", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "restored_tokens", b"restored_tokens", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_duration", b"step_duration", "steps", b"steps", "tenants", b"tenants", "uptime", b"uptime", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__predicted_ttft_ms: _TypeAlias = _typing.Literal["predicted_ttft_ms"]  # noqa: Y015
-    _WhichOneofArgType__predicted_ttft_ms: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_ttft_ms) -> _WhichOneofReturnType__predicted_ttft_ms | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchStatsResponse: _TypeAlias = WatchStatsResponse  # noqa: Y015
 
@@ -235,22 +200,24 @@ class StatsWindow(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DURATION_MS_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
     FINISHED_REQUESTS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     INTER_TOKEN_LATENCY_FIELD_NUMBER: _builtins.int
-    duration_ms: _builtins.int
-    """The length of the period in milliseconds. It is up to a second shorter than its name, because the oldest second is
-    dropped as a whole, and shorter still while the service has not run as long.
-    """
     finished_requests: _builtins.int
     """The number of requests that ended, for any reason."""
     prefill_tokens: _builtins.int
     """The number of prompt positions that were computed."""
     output_tokens: _builtins.int
     """The number of chosen tokens."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """The length of the period. It is up to a second shorter than its name, because the oldest second is dropped as a
+        whole, and shorter still while the service has not run as long.
+        """
+
     @_builtins.property
     def time_to_first_token(self) -> Global___LatencyPercentiles:
         """From the arrival of a request to its first token, for first tokens in this period."""
@@ -264,16 +231,16 @@ class StatsWindow(_message.Message):
     def __init__(
         self,
         *,
-        duration_ms: _builtins.int = ...,
+        duration: _duration_pb2.Duration | None = ...,
         finished_requests: _builtins.int = ...,
         prefill_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         time_to_first_token: Global___LatencyPercentiles | None = ...,
         inter_token_latency: Global___LatencyPercentiles | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["inter_token_latency", b"inter_token_latency", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "inter_token_latency", b"inter_token_latency", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "finished_requests", b"finished_requests", "inter_token_latency", b"inter_token_latency", "output_tokens", b"output_tokens", "prefill_tokens", b"prefill_tokens", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "finished_requests", b"finished_requests", "inter_token_latency", b"inter_token_latency", "output_tokens", b"output_tokens", "prefill_tokens", b"prefill_tokens", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -286,28 +253,34 @@ class LatencyPercentiles(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COUNT_FIELD_NUMBER: _builtins.int
-    P50_US_FIELD_NUMBER: _builtins.int
-    P90_US_FIELD_NUMBER: _builtins.int
-    P99_US_FIELD_NUMBER: _builtins.int
+    P50_FIELD_NUMBER: _builtins.int
+    P90_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
     count: _builtins.int
-    """The number of samples. The percentiles are 0 if there are none."""
-    p50_us: _builtins.int
-    """The median, in microseconds."""
-    p90_us: _builtins.int
-    """The 90th percentile, in microseconds."""
-    p99_us: _builtins.int
-    """The 99th percentile, in microseconds."""
+    """The number of samples. The percentiles are absent if there are none."""
+    @_builtins.property
+    def p50(self) -> _duration_pb2.Duration:
+        """The median."""
+
+    @_builtins.property
+    def p90(self) -> _duration_pb2.Duration:
+        """The 90th percentile."""
+
+    @_builtins.property
+    def p99(self) -> _duration_pb2.Duration:
+        """The 99th percentile."""
+
     def __init__(
         self,
         *,
         count: _builtins.int = ...,
-        p50_us: _builtins.int = ...,
-        p90_us: _builtins.int = ...,
-        p99_us: _builtins.int = ...,
+        p50: _duration_pb2.Duration | None = ...,
+        p90: _duration_pb2.Duration | None = ...,
+        p99: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["p50", b"p50", "p90", b"p90", "p99", b"p99"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "p50_us", b"p50_us", "p90_us", b"p90_us", "p99_us", b"p99_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "p50", b"p50", "p90", b"p90", "p99", b"p99"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -322,25 +295,31 @@ class LoopLag(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    P50_US_FIELD_NUMBER: _builtins.int
-    P99_US_FIELD_NUMBER: _builtins.int
-    MAX_US_FIELD_NUMBER: _builtins.int
-    p50_us: _builtins.int
-    """The median, in microseconds."""
-    p99_us: _builtins.int
-    """The 99th percentile, in microseconds. The same as the maximum for an interval below 2 s."""
-    max_us: _builtins.int
-    """The maximum, in microseconds."""
+    P50_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    MAX_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def p50(self) -> _duration_pb2.Duration:
+        """The median."""
+
+    @_builtins.property
+    def p99(self) -> _duration_pb2.Duration:
+        """The 99th percentile. The same as the maximum for an interval below 2 s."""
+
+    @_builtins.property
+    def max(self) -> _duration_pb2.Duration:
+        """The maximum."""
+
     def __init__(
         self,
         *,
-        p50_us: _builtins.int = ...,
-        p99_us: _builtins.int = ...,
-        max_us: _builtins.int = ...,
+        p50: _duration_pb2.Duration | None = ...,
+        p99: _duration_pb2.Duration | None = ...,
+        max: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max", b"max", "p50", b"p50", "p99", b"p99"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_us", b"max_us", "p50_us", b"p50_us", "p99_us", b"p99_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max", b"max", "p50", b"p50", "p99", b"p99"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

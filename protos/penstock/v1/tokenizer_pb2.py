@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from penstock.v1 import prompt_pb2 as penstock_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/tokenizer.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/prompt.proto\"\xfa\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x04 \x01(\x11H\x01\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\x05 \x01(\x0e\x32\x1b.penstock.v1.TruncationSide\x12\x1c\n\x14include_text_offsets\x18\x06 \x01(\x08\x42\x15\n\x13_add_special_tokensB\x19\n\x17_truncate_prompt_tokens\";\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x14\n\x0ctext_offsets\x18\x02 \x03(\r\"s\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1e\n\x16include_special_tokens\x18\x03 \x01(\x08\x12\x1c\n\x14include_text_offsets\x18\x04 \x01(\x08\"8\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x14\n\x0ctext_offsets\x18\x02 \x03(\r\"C\n\x11RenderChatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1f\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.penstock.v1.Chat\"5\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"9\n\x15\x44\x65scribeTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"G\n\x16\x44\x65scribeTokensResponse\x12-\n\x06tokens\x18\x01 \x03(\x0b\x32\x1d.penstock.v1.TokenDescription\"4\n\x10TokenDescription\x12\x0c\n\x04text\x18\x01 \x01(\x0c\x12\x12\n\nis_special\x18\x02 \x01(\x08\x32\xd4\x02\n\x10TokenizerService\x12G\n\x08Tokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1d.penstock.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.penstock.v1.DetokenizeRequest\x1a\x1f.penstock.v1.DetokenizeResponse\x12M\n\nRenderChat\x12\x1e.penstock.v1.RenderChatRequest\x1a\x1f.penstock.v1.RenderChatResponse\x12Y\n\x0e\x44\x65scribeTokens\x12\".penstock.v1.DescribeTokensRequest\x1a#.penstock.v1.DescribeTokensResponseBP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/tokenizer.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x18penstock/v1/prompt.proto\"\xff\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\x04text\x18\x02 \x01(\tB\x03\x80\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x04 \x01(\x11H\x01\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\x05 \x01(\x0e\x32\x1b.penstock.v1.TruncationSide\x12\x1c\n\x14include_text_offsets\x18\x06 \x01(\x08\x42\x15\n\x13_add_special_tokensB\x19\n\x17_truncate_prompt_tokens\"@\n\x10TokenizeResponse\x12\x16\n\ttoken_ids\x18\x01 \x03(\rB\x03\x80\x01\x01\x12\x14\n\x0ctext_offsets\x18\x02 \x03(\r\"x\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\ttoken_ids\x18\x02 \x03(\rB\x03\x80\x01\x01\x12\x1e\n\x16include_special_tokens\x18\x03 \x01(\x08\x12\x1c\n\x14include_text_offsets\x18\x04 \x01(\x08\"=\n\x12\x44\x65tokenizeResponse\x12\x11\n\x04text\x18\x01 \x01(\tB\x03\x80\x01\x01\x12\x14\n\x0ctext_offsets\x18\x02 \x03(\r\"C\n\x11RenderChatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1f\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.penstock.v1.Chat\"?\n\x12RenderChatResponse\x12\x11\n\x04text\x18\x01 \x01(\tB\x03\x80\x01\x01\x12\x16\n\ttoken_ids\x18\x02 \x03(\rB\x03\x80\x01\x01\">\n\x15\x44\x65scribeTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\ttoken_ids\x18\x02 \x03(\rB\x03\x80\x01\x01\"G\n\x16\x44\x65scribeTokensResponse\x12-\n\x06tokens\x18\x01 \x03(\x0b\x32\x1d.penstock.v1.TokenDescription\"9\n\x10TokenDescription\x12\x11\n\x04text\x18\x01 \x01(\x0c\x42\x03\x80\x01\x01\x12\x12\n\nis_special\x18\x02 \x01(\x08\x32\x9b\x04\n\x10TokenizerService\x12v\n\x08Tokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1d.penstock.v1.TokenizeResponse\"-\x90\x02\x01\x82\xd3\xe4\x93\x02$\"\x1f/penstock/v1/tokenizer:tokenize:\x01*\x12~\n\nDetokenize\x12\x1e.penstock.v1.DetokenizeRequest\x1a\x1f.penstock.v1.DetokenizeResponse\"/\x90\x02\x01\x82\xd3\xe4\x93\x02&\"!/penstock/v1/tokenizer:detokenize:\x01*\x12~\n\nRenderChat\x12\x1e.penstock.v1.RenderChatRequest\x1a\x1f.penstock.v1.RenderChatResponse\"/\x90\x02\x01\x82\xd3\xe4\x93\x02&\"!/penstock/v1/tokenizer:renderChat:\x01*\x12\x8e\x01\n\x0e\x44\x65scribeTokens\x12\".penstock.v1.DescribeTokensRequest\x1a#.penstock.v1.DescribeTokensResponse\"3\x90\x02\x01\x82\xd3\xe4\x93\x02*\"%/penstock/v1/tokenizer:describeTokens:\x01*BP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +34,48 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.tokenizer_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
-  _globals['_TOKENIZEREQUEST']._serialized_start=71
-  _globals['_TOKENIZEREQUEST']._serialized_end=321
-  _globals['_TOKENIZERESPONSE']._serialized_start=323
-  _globals['_TOKENIZERESPONSE']._serialized_end=382
-  _globals['_DETOKENIZEREQUEST']._serialized_start=384
-  _globals['_DETOKENIZEREQUEST']._serialized_end=499
-  _globals['_DETOKENIZERESPONSE']._serialized_start=501
-  _globals['_DETOKENIZERESPONSE']._serialized_end=557
-  _globals['_RENDERCHATREQUEST']._serialized_start=559
-  _globals['_RENDERCHATREQUEST']._serialized_end=626
-  _globals['_RENDERCHATRESPONSE']._serialized_start=628
-  _globals['_RENDERCHATRESPONSE']._serialized_end=681
-  _globals['_DESCRIBETOKENSREQUEST']._serialized_start=683
-  _globals['_DESCRIBETOKENSREQUEST']._serialized_end=740
-  _globals['_DESCRIBETOKENSRESPONSE']._serialized_start=742
-  _globals['_DESCRIBETOKENSRESPONSE']._serialized_end=813
-  _globals['_TOKENDESCRIPTION']._serialized_start=815
-  _globals['_TOKENDESCRIPTION']._serialized_end=867
-  _globals['_TOKENIZERSERVICE']._serialized_start=870
-  _globals['_TOKENIZERSERVICE']._serialized_end=1210
+  _globals['_TOKENIZEREQUEST'].fields_by_name['text']._loaded_options = None
+  _globals['_TOKENIZEREQUEST'].fields_by_name['text']._serialized_options = b'\200\001\001'
+  _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\200\001\001'
+  _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\200\001\001'
+  _globals['_DETOKENIZERESPONSE'].fields_by_name['text']._loaded_options = None
+  _globals['_DETOKENIZERESPONSE'].fields_by_name['text']._serialized_options = b'\200\001\001'
+  _globals['_RENDERCHATRESPONSE'].fields_by_name['text']._loaded_options = None
+  _globals['_RENDERCHATRESPONSE'].fields_by_name['text']._serialized_options = b'\200\001\001'
+  _globals['_RENDERCHATRESPONSE'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_RENDERCHATRESPONSE'].fields_by_name['token_ids']._serialized_options = b'\200\001\001'
+  _globals['_DESCRIBETOKENSREQUEST'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_DESCRIBETOKENSREQUEST'].fields_by_name['token_ids']._serialized_options = b'\200\001\001'
+  _globals['_TOKENDESCRIPTION'].fields_by_name['text']._loaded_options = None
+  _globals['_TOKENDESCRIPTION'].fields_by_name['text']._serialized_options = b'\200\001\001'
+  _globals['_TOKENIZERSERVICE'].methods_by_name['Tokenize']._loaded_options = None
+  _globals['_TOKENIZERSERVICE'].methods_by_name['Tokenize']._serialized_options = b'\220\002\001\202\323\344\223\002$\"\037/penstock/v1/tokenizer:tokenize:\001*'
+  _globals['_TOKENIZERSERVICE'].methods_by_name['Detokenize']._loaded_options = None
+  _globals['_TOKENIZERSERVICE'].methods_by_name['Detokenize']._serialized_options = b'\220\002\001\202\323\344\223\002&\"!/penstock/v1/tokenizer:detokenize:\001*'
+  _globals['_TOKENIZERSERVICE'].methods_by_name['RenderChat']._loaded_options = None
+  _globals['_TOKENIZERSERVICE'].methods_by_name['RenderChat']._serialized_options = b'\220\002\001\202\323\344\223\002&\"!/penstock/v1/tokenizer:renderChat:\001*'
+  _globals['_TOKENIZERSERVICE'].methods_by_name['DescribeTokens']._loaded_options = None
+  _globals['_TOKENIZERSERVICE'].methods_by_name['DescribeTokens']._serialized_options = b'\220\002\001\202\323\344\223\002*\"%/penstock/v1/tokenizer:describeTokens:\001*'
+  _globals['_TOKENIZEREQUEST']._serialized_start=101
+  _globals['_TOKENIZEREQUEST']._serialized_end=356
+  _globals['_TOKENIZERESPONSE']._serialized_start=358
+  _globals['_TOKENIZERESPONSE']._serialized_end=422
+  _globals['_DETOKENIZEREQUEST']._serialized_start=424
+  _globals['_DETOKENIZEREQUEST']._serialized_end=544
+  _globals['_DETOKENIZERESPONSE']._serialized_start=546
+  _globals['_DETOKENIZERESPONSE']._serialized_end=607
+  _globals['_RENDERCHATREQUEST']._serialized_start=609
+  _globals['_RENDERCHATREQUEST']._serialized_end=676
+  _globals['_RENDERCHATRESPONSE']._serialized_start=678
+  _globals['_RENDERCHATRESPONSE']._serialized_end=741
+  _globals['_DESCRIBETOKENSREQUEST']._serialized_start=743
+  _globals['_DESCRIBETOKENSREQUEST']._serialized_end=805
+  _globals['_DESCRIBETOKENSRESPONSE']._serialized_start=807
+  _globals['_DESCRIBETOKENSRESPONSE']._serialized_end=878
+  _globals['_TOKENDESCRIPTION']._serialized_start=880
+  _globals['_TOKENDESCRIPTION']._serialized_end=937
+  _globals['_TOKENIZERSERVICE']._serialized_start=940
+  _globals['_TOKENIZERSERVICE']._serialized_end=1479
 # @@protoc_insertion_point(module_scope)

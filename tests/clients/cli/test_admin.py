@@ -123,6 +123,7 @@ class TestSettings:
 
     def test_changes_are_made_and_printed(self, operator, capsys):
         before = settings(capsys)
+        etag = before.pop("etag")
         tenants = (
             "--tenant",
             "acme",
@@ -132,31 +133,53 @@ class TestSettings:
             "max_tokens=7",
         )
         changed = settings(
-            capsys, "--policy", "deadline", "--target-itl", "20.5", "--max-queued-requests", "99", *tenants
+            capsys,
+            "--etag",
+            etag,
+            "--policy",
+            "deadline",
+            "--target-itl",
+            "20.5",
+            "--max-queued-requests",
+            "99",
+            *tenants,
         )
         uncapped = dict.fromkeys(
             ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
         )
-        assert (
-            changed
-            == settings(capsys)
-            == before
-            | {
-                "policy": "deadline",
-                "target_itl_ms": 20.5,
-                "max_queued_requests": 99,
-                "tenants": {
-                    "acme": uncapped | {"weight": 2.5, "max_live_requests": 1000, "requests_per_second": 0.5},
-                    "b": uncapped | {"weight": 1, "max_tokens": 7},
-                },
-            }
-        )
+        assert changed == settings(capsys)
+        assert changed.pop("etag") != etag
+        assert changed == before | {
+            "policy": "deadline",
+            "target_itl": 0.0205,
+            "max_queued_requests": 99,
+            "tenants": {
+                "acme": uncapped | {"weight": 2.5, "max_live_requests": 1000, "requests_per_second": 0.5},
+                "b": uncapped | {"weight": 1, "max_tokens": 7},
+            },
+        }
         table = run(capsys, "settings", "--default-tenant", "max-prompt-tokens=4000", "--forget-tenant", "b")
         assert re.search(r"^acme +2\.5 +none +none +1,000 +0\.5 +none$", table, re.MULTILINE)
         assert re.search(r"^\(all others\) +1 +4,000( +none){4}$", table, re.MULTILINE)
         assert not re.search(r"^b ", table, re.MULTILINE)
         back = ("--policy", "fair", "--target-itl", "0", "--max-queued-requests", str(before["max_queued_requests"]))
-        assert settings(capsys, *back, "--default-tenant", "weight=1", "--forget-tenant", "acme") == before
+        after = settings(capsys, *back, "--default-tenant", "weight=1", "--forget-tenant", "acme")
+        assert after == before | {"etag": etag}
+
+    def test_an_etag_of_earlier_settings_changes_nothing(self, operator, capsys):
+        etag = re.findall(r"^etag +(\w+)$", run(capsys, "settings"), re.MULTILINE)[0]
+        run(capsys, "settings", "--max-queued-requests", "50", "--etag", etag)
+        said = failure(capsys, "settings", "--max-queued-requests", "60", "--etag", etag)
+        assert "the settings have changed since; get them again" in said
+        assert settings(capsys)["max_queued_requests"] == 50
+        assert settings(capsys, "--reset", "max-queued-requests")["etag"] == etag
+
+    def test_settings_go_back_to_those_of_the_command_line(self, operator, capsys):
+        before = settings(capsys)
+        run(capsys, "settings", "--max-num-seqs", "4", "--target-itl", "20", "--tenant", "acme", "weight=2")
+        reset = ("--reset", "max-num-seqs", "--reset", "target-itl", "--reset", "tenants")
+        assert settings(capsys, *reset, "--max-queued-requests", "50")["max_queued_requests"] == 50
+        assert settings(capsys, "--reset", "max-queued-requests") == before
 
     @pytest.mark.parametrize(
         ("arguments", "problem"),
@@ -168,7 +191,10 @@ class TestSettings:
                 ["--max-num-batched-tokens", "1"],
                 "--max-num-seqs, 16, so that each row gets a token; it is 1; raise it, or lower --max-num-seqs too\n",
             ),
-            (["--target-itl", "nan"], "--target-itl: must be at least 0"),
+            (["--target-itl", "nan"], "--target-itl: must be 0 to 60,000 ms; it is nan"),
+            (["--target-itl", "-1"], "--target-itl: must be at least 0 s and at most 60 s; it is -0.001 s"),
+            (["--etag", "x"], "--etag: there is nothing to change; give a change too"),
+            (["--reset", "policy", "--policy", "fair"], "--policy and --reset are both given for it; give one of them"),
             (["--tenant", "ok", "", "--tenant", "a/b", "weight=1"], "--tenant a/b: must be letters"),
             (["--tenant", "", "weight=1"], "--tenant '': is required; put the settings of all tenants that are not "),
             (["--tenant", "", "weight=1"], " named into --default-tenant\n"),

@@ -8,6 +8,7 @@ import pytest
 import penstock.v1 as pb
 from penstock.clients.cli import main as cli
 from penstock.clients.cli.admin import requests as commands
+from penstock.clients.cli.as_dict import duration_of
 
 
 def live(number, tenant="acme", **fields):
@@ -15,7 +16,7 @@ def live(number, tenant="acme", **fields):
         "request_id": f"R{number:025}",
         "tenant": tenant,
         "state": pb.REQUEST_STATE_WAITING,
-        "age_ms": 1500 * number,
+        "age": duration_of(1.5 * number),
         "prompt_tokens": 100 + number,
         "max_tokens": 64,
         "num_choices": 1,
@@ -54,7 +55,7 @@ class TestRequests:
 
     def test_json_has_an_object_in_each_line(self, two, capsys):
         first, second = map(json.loads, said(capsys, "requests", "--json").out.splitlines())
-        assert (first["request_id"], first["state"], first["age_ms"]) == (live(1).request_id, "waiting", 1500)
+        assert (first["request_id"], first["state"], first["age"]) == (live(1).request_id, "waiting", 1.5)
         assert (second["state"], second["client_request_id"], second["num_choices"]) == ("decoding", "mine", 2)
 
     def test_filters_are_the_services(self, two, capsys):
@@ -62,7 +63,7 @@ class TestRequests:
         assert len(said(capsys, "requests", *flags).out.splitlines()) == 2
         [call] = two.list_calls
         states = [pb.REQUEST_STATE_HELD, pb.REQUEST_STATE_WAITING]
-        assert call.filter == pb.RequestFilter(tenant="zenith", states=states, min_age_ms=250)
+        assert call.filter == pb.RequestFilter(tenant="zenith", states=states, min_age=duration_of(0.25))
 
     def test_every_page_is_read(self, admin, capsys):
         admin.live = [live(number) for number in range(2001)]
@@ -110,8 +111,10 @@ class TestCancel:
     def test_a_script_says_yes(self, two, capsys):
         assert said(capsys, "cancel", "--tenant", "zenith", "--yes").out == "1 request cancelled\n"
         assert said(capsys, "cancel", "--all", "--yes").out == "1 request cancelled\n"
-        filters = [pb.RequestFilter(tenant="zenith"), pb.RequestFilter()]
-        assert two.cancel_calls == [pb.CancelRequestsRequest(filter=each) for each in filters]
+        assert two.cancel_calls == [
+            pb.CancelRequestsRequest(filter=pb.RequestFilter(tenant="zenith")),
+            pb.CancelRequestsRequest(all=pb.AllRequests()),
+        ]
 
     def test_a_script_that_does_not_is_told(self, two, capsys, monkeypatch):
         monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))

@@ -9,10 +9,17 @@ from penstock.clients.cli import main as cli
 from penstock.clients.cli.admin.stats_view import Rates, dashboard, line
 from penstock.clients.cli.admin.top_screen import Key
 from penstock.clients.cli.admin.top_terminal import keys_in
+from penstock.clients.cli.as_dict import duration_of
+
+
+def percentiles(count: int, p50: float, p90: float, p99: float) -> pb.LatencyPercentiles:
+    """Of latencies in seconds."""
+    return pb.LatencyPercentiles(count=count, p50=duration_of(p50), p90=duration_of(p90), p99=duration_of(p99))
+
 
 BEFORE = pb.WatchStatsResponse(
-    state=pb.ENGINE_STATE_SERVING,
-    uptime_ms=10_000,
+    state=pb.SERVICE_STATE_SERVING,
+    uptime=duration_of(10),
     steps=100,
     output_tokens=1000,
     prefill_tokens=500,
@@ -21,8 +28,8 @@ BEFORE = pb.WatchStatsResponse(
     tenants=[pb.TenantStats(tenant="acme", live_requests=2, served_tokens=1000)],
 )
 NOW = pb.WatchStatsResponse(
-    state=pb.ENGINE_STATE_RECOVERING,
-    uptime_ms=12_000,
+    state=pb.SERVICE_STATE_RECOVERING,
+    uptime=duration_of(12),
     live_requests=190,
     running_rows=180,
     waiting_choices=12,
@@ -38,9 +45,9 @@ NOW = pb.WatchStatsResponse(
     finished_requests=30,
     refused_requests=4,
     worker_restarts=1,
-    step_us=23_900,
-    predicted_ttft_ms=120,
-    loop_lag=pb.LoopLag(p50_us=240, p99_us=3100, max_us=1_250_900),
+    step_duration=duration_of(0.0239),
+    predicted_ttft=duration_of(0.12),
+    loop_lag=pb.LoopLag(p50=duration_of(240e-6), p99=duration_of(3100e-6), max=duration_of(1.2509)),
     host_blocks=4100,
     restored_tokens=65_536,
     tenants=[
@@ -48,14 +55,14 @@ NOW = pb.WatchStatsResponse(
         pb.TenantStats(tenant="new-one", live_requests=40, served_tokens=99),
     ],
     last_10s=pb.StatsWindow(
-        duration_ms=9500,
+        duration=duration_of(9.5),
         finished_requests=19,
         prefill_tokens=1900,
         output_tokens=9500,
-        time_to_first_token=pb.LatencyPercentiles(count=19, p50_us=120_000, p90_us=99_949, p99_us=1_250_000),
-        inter_token_latency=pb.LatencyPercentiles(count=9000, p50_us=9994, p90_us=12_340, p99_us=850),
+        time_to_first_token=percentiles(19, 0.12, 0.099949, 1.25),
+        inter_token_latency=percentiles(9000, 0.009994, 0.01234, 0.00085),
     ),
-    last_60s=pb.StatsWindow(duration_ms=12_000),
+    last_60s=pb.StatsWindow(duration=duration_of(12)),
 )
 
 LINE = (
@@ -163,13 +170,13 @@ def test_once_as_json(admin, capsys):
     admin.stats, admin.hangs = [NOW], True
     assert cli.main(["top", "--once", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["state"], told["kv_usage"], told["predicted_ttft_ms"]) == ("recovering", 0.5, 120)
-    assert told["loop_lag"] == {"p50_us": 240, "p99_us": 3100, "max_us": 1_250_900}
+    assert (told["state"], told["kv_usage"], told["predicted_ttft"]) == ("recovering", 0.5, 0.12)
+    assert told["loop_lag"] == {"p50": 0.00024, "p99": 0.0031, "max": 1.2509}
     assert told["last_10s"]["time_to_first_token"] == {
         "count": 19,
-        "p50_us": 120_000,
-        "p90_us": 99_949,
-        "p99_us": 1_250_000,
+        "p50": 0.12,
+        "p90": 0.099949,
+        "p99": 1.25,
     }
     assert told["tenants"][1] == {"tenant": "new-one", "live_requests": 40, "served_tokens": 99}
 
@@ -186,7 +193,7 @@ def test_on_a_terminal_until_ctrl_c(admin, tool, open_terminal):
 
 def live(number, tenant="acme"):
     state = pb.REQUEST_STATE_DECODING
-    return pb.LiveRequest(request_id=f"R{number:025}", tenant=tenant, state=state, age_ms=1500, num_choices=1)
+    return pb.LiveRequest(request_id=f"R{number:025}", tenant=tenant, state=state, age=duration_of(1.5), num_choices=1)
 
 
 def test_a_request_is_selected_and_cancelled_on_a_terminal(admin, tool, open_terminal):

@@ -4,8 +4,9 @@ import pytest
 
 import penstock.v1 as pb
 from penstock.clients.cli.admin.top_screen import Key, ScreenAction, TopScreen
+from penstock.clients.cli.as_dict import duration_of
 
-STATS = pb.WatchStatsResponse(state=pb.ENGINE_STATE_SERVING, uptime_ms=5000, live_requests=3)
+STATS = pb.WatchStatsResponse(state=pb.SERVICE_STATE_SERVING, uptime=duration_of(5), live_requests=3)
 
 
 def live(name, **fields):
@@ -60,7 +61,7 @@ def test_the_list(screen):
                 client_request_id="order-7",
                 tenant="acme",
                 state=pb.REQUEST_STATE_DECODING,
-                age_ms=12_340,
+                age=duration_of(12.34),
                 prompt_tokens=1024,
                 output_tokens=120,
                 max_tokens=512,

@@ -5,7 +5,14 @@ import pytest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import Change, EngineFinishReason
-from penstock.scheduler.timeline import EntryKind
+from penstock.scheduler.timeline_entry import (
+    EntryKind,
+    HoldCause,
+    PreemptionCause,
+    PreemptionDetail,
+    WaitCause,
+    WaitDetail,
+)
 
 
 def config(**changes):
@@ -58,7 +65,7 @@ def test_too_few_blocks(new_world, new_request):
     steps(world, 1)
     world.add(new_request("larger", prompt(28, first=3), max_tokens=4))
     finish(world)
-    assert waits(world, "larger") == ["blocks: 6 are free, 7 needed"]
+    assert waits(world, "larger") == [WaitDetail(WaitCause.BLOCKS, (6, 7))]
 
 
 def test_every_row_runs(new_world, new_request):
@@ -68,9 +75,9 @@ def test_every_row_runs(new_world, new_request):
     world.add(new_request("first", prompt(5, first=1)))
     world.add(new_request("second", prompt(5, first=2)))
     steps(world, 1)
-    assert waits(world, "first") == ["a row: all 1 run"]
+    assert waits(world, "first") == [WaitDetail(WaitCause.ROWS, (1,))]
     (first_cause,) = told(world, "second", EntryKind.WAITED)
-    assert first_cause.detail == "its turn: 1 ahead of it"
+    assert first_cause.detail == WaitDetail(WaitCause.TURN, (1,))
     finish(world)
 
 
@@ -79,7 +86,7 @@ def test_the_step_is_spent_on_others(new_world, new_request):
     world.add(new_request("long", prompt(32)))
     world.add(new_request("next", prompt(4, first=3)))
     finish(world)
-    assert waits(world, "next") == ["its turn: the step's 16 tokens go to others"]
+    assert waits(world, "next") == [WaitDetail(WaitCause.BUDGET, (16,))]
 
 
 def test_another_computes_its_prefix(new_world, new_request):
@@ -87,7 +94,7 @@ def test_another_computes_its_prefix(new_world, new_request):
     world.add(new_request("one", prompt(20)))
     world.add(new_request("two", prompt(20)))
     finish(world)
-    assert waits(world, "two") == ["its prefix, which another request computes"]
+    assert waits(world, "two") == [WaitDetail(WaitCause.PREFIX)]
 
 
 def test_its_own_last_answer(new_world, new_request):
@@ -97,14 +104,14 @@ def test_its_own_last_answer(new_world, new_request):
     world.schedule()  # from now on a step ahead of the answers
     finish(world)
     preempted = told(world, "second", EntryKind.PREEMPTED)
-    assert [entry.detail for entry in preempted] == ["no block was free, and first needed 1"]
+    assert [entry.detail for entry in preempted] == [PreemptionDetail(PreemptionCause.BLOCKS, "first", 1)]
     after = [entry for entry in told(world, "second") if entry.at >= preempted[0].at][1:]
     assert [entry.kind for entry in after] == [
         *(EntryKind.WAITED, EntryKind.WAITED),
         *(EntryKind.BEGAN, EntryKind.PREFILLED, EntryKind.DECODED, EntryKind.ENDED),
     ]
-    assert after[0].detail == "the result of its last step"
-    assert after[1].detail == "blocks: 1 are free, 3 needed"
+    assert after[0].detail == WaitDetail(WaitCause.LAST_RESULT)
+    assert after[1].detail == WaitDetail(WaitCause.BLOCKS, (1, 3))
 
 
 def test_one_that_goes_first_takes_its_row(new_world, new_request):
@@ -114,8 +121,8 @@ def test_one_that_goes_first_takes_its_row(new_world, new_request):
     world.add(new_request("urgent", prompt(5, first=2), priority=-1))
     finish(world)
     preempted = told(world, "slow", EntryKind.PREEMPTED)
-    assert [entry.detail for entry in preempted] == ["there was no room for urgent, which goes first"]
-    assert waits(world, "slow")[-1] == "a row: all 1 run"
+    assert [entry.detail for entry in preempted] == [PreemptionDetail(PreemptionCause.ORDER, "urgent")]
+    assert waits(world, "slow")[-1] == WaitDetail(WaitCause.ROWS, (1,))
 
 
 def test_the_new_worker_then_a_trial(new_world, new_request):
@@ -128,18 +135,18 @@ def test_the_new_worker_then_a_trial(new_world, new_request):
     world.schedule()
     die(world)
     for name in ("a", "b", "later"):
-        assert waits(world, name)[-1] == "the new worker"
+        assert waits(world, name)[-1] == WaitDetail(WaitCause.WORKER)
     world.schedule()
     die(world)
     steps(world, 1)
     held = [name for name in world.received if told(world, name, EntryKind.HELD)]
     assert 0 < len(held) < 3
     for name in held:
-        assert waits(world, name)[-1] == "few requests run at a time, to find out which one crashed the worker"
+        assert waits(world, name)[-1] is HoldCause.SUSPECT
     finish(world)
     for name in ("a", "b", "later"):
         assert told(world, name, EntryKind.RESTARTED)
-        assert told(world, name)[-1].detail == "LENGTH"
+        assert told(world, name)[-1].detail is EngineFinishReason.LENGTH
 
 
 def test_an_unread_stream_is_explained_as_waiting(new_world, new_request):
@@ -148,7 +155,7 @@ def test_an_unread_stream_is_explained_as_waiting(new_world, new_request):
     steps(world, 2)
     world.scheduler.hold("runs", True)
     steps(world, 4)
-    assert waits(world, "runs") == ["its stream is not read"]
+    assert waits(world, "runs") == [HoldCause.UNREAD]
     world.scheduler.hold("runs", False)
     finish(world)
     decoded = told(world, "runs", EntryKind.DECODED)
@@ -183,7 +190,7 @@ def test_one_that_never_began(new_world, new_request):
     world.scheduler.abort("waits", EngineFinishReason.DEADLINE)
     assert {entry.kind for entry in told(world, "waits")} == {EntryKind.ACCEPTED, EntryKind.WAITED, EntryKind.ENDED}
     timeline = world.scheduler.explain("waits")
-    assert (timeline.ended_by, timeline.first_token_at) == ("DEADLINE", None)
+    assert (timeline.ended_by, timeline.first_token_at) == (EngineFinishReason.DEADLINE, None)
     finish(world)
 
 
@@ -194,4 +201,4 @@ def test_one_that_was_abandoned(new_world, new_request):
     world.scheduler.abandon(EngineFinishReason.WORKER_DIED, "no worker can be had")
     (decoded,) = told(world, "runs", EntryKind.DECODED)
     assert (decoded.first_step, decoded.last_step, decoded.num_tokens) == (0, 3, 4)
-    assert told(world, "runs")[-1].detail == "WORKER_DIED"
+    assert told(world, "runs")[-1].detail is EngineFinishReason.WORKER_DIED

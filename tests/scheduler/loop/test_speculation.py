@@ -6,7 +6,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import RowFailure, SamplingParams, WorkerFacts
 from penstock.scheduler.request import Change, EngineFinishReason, SpeculationCounts
 from penstock.scheduler.testing.simulation import Simulation
-from penstock.scheduler.timeline import EntryKind
+from penstock.scheduler.timeline_entry import EntryKind
 from penstock.scheduler.timing.queued_work import sequence_work
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 
@@ -152,9 +152,8 @@ def test_draft_acceptance_is_reported(new_world, new_request):
     assert world.scheduler.counters.speculation == told
     entries = [entry for entry in world.scheduler.explain("one").entries() if entry.kind is EntryKind.DECODED]
     assert len(entries) == 2
-    accepted = [int(entry.detail.split()[0]) for entry in entries]
-    assert sum(accepted) == told.accepted
-    assert entries[0].detail.endswith("drafts accepted")
+    assert sum(entry.detail.num_accepted for entry in entries) == told.accepted
+    assert sum(entry.detail.num_drafted for entry in entries) == told.drafted
 
 
 def test_a_limit_that_is_lowered_in_flight_and_raised_again(new_world, new_request):

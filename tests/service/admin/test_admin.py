@@ -270,13 +270,14 @@ async def test_what_was_changed_is_logged_with_who_did_it(start_service, keys, c
     with caplog.at_level("INFO", "penstock.service.admin.operations"):
         for name in ("Drain", "Resume", "Resume", "FlushCache", "GetSettings"):
             await raw_call(service.admin_channel, name, key)
-        request = pb.UpdateSettingsRequest(max_num_seqs=7, tenants=[pb.TenantSettings(tenant="b")])
+        settings = pb.Settings(max_num_seqs=7, tenants=[pb.TenantSettings(tenant="b")])
+        request = pb.UpdateSettingsRequest(settings=settings)
         await service.admin.UpdateSettings(request, metadata=key)
     assert caplog.messages == [
         "by tenant acme: new requests are refused",
         "by tenant acme: new requests are accepted again",
         "by tenant acme: 0 cached blocks are dropped",
-        'by tenant acme: settings: max_num_seqs: 7 tenants { tenant: "b" }',
+        'by tenant acme: changed settings { max_num_seqs: 7 tenants { tenant: "b" } }',
     ]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections import Counter
 
 import grpc
@@ -10,8 +11,9 @@ from waiting import until
 
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.request import EngineFinishReason
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.scheduler.timeline import EntryKind
+from penstock.scheduler.timeline_entry import EntryKind, HoldCause, PreemptionCause, WaitCause
 
 BLOCK = 16
 
@@ -68,6 +70,10 @@ def of_kind(told, kind):
     return [entry for entry in told.timeline if entry.kind == getattr(pb, f"TIMELINE_KIND_{kind}")]
 
 
+def end_us(entry):
+    return entry.start_offset.ToMicroseconds() + entry.duration.ToMicroseconds()
+
+
 def chunks_of(told):
     """Each chunk as (step, tokens)."""
     found = []
@@ -122,12 +128,14 @@ async def test_an_ordinary_request(explain, new_reading):
     assert chunks_of(told) == [(0, 64), (1, 64), (2, 22)]
     (decoded,) = of_kind(told, "DECODED")
     assert (decoded.first_step, decoded.last_step, decoded.num_tokens) == (2, 6, 5)
-    assert (told.tenant, told.client_request_id, told.ended) == ("default", "mine", "LENGTH")
+    assert (told.tenant, told.client_request_id, told.end) == ("default", "mine", pb.REQUEST_END_LENGTH)
     assert (told.prompt_tokens, told.max_tokens, told.num_choices) == (150, 5, 1)
     timings = reading.outcomes[1].finished[0].timings
-    assert told.first_token_us == timings.first_token_us
+    assert told.time_to_first_token.ToMicroseconds() == round(timings.first_token_ms * 1000)
+    assert abs(told.arrive_time.ToSeconds() - time.time()) < 3600
     (ended,) = of_kind(told, "ENDED")
-    assert ended.at_us >= timings.first_token_us
+    assert ended.start_offset.ToMicroseconds() >= timings.first_token_ms * 1000
+    assert ended.end == told.end
     assert not told.omitted_entries
 
 
@@ -165,8 +173,8 @@ async def test_steps_and_chunks_are_those_of_the_plans(explain, new_reading):
         assert len(of_kind(told, "RESTARTED")) == timings.restarts
         seen.update(kinds(told))
         accepted = outcomes[ref].accepted[0]
-        assert told.HasField("predicted_ttft_ms") == accepted.HasField("predicted_ttft_ms")
-        assert abs(told.predicted_ttft_ms - accepted.predicted_ttft_ms) <= 1  # two readings of a clock
+        assert told.HasField("predicted_ttft") == accepted.HasField("predicted_ttft_ms")
+        assert abs(told.predicted_ttft.ToMilliseconds() - accepted.predicted_ttft_ms) <= 1  # two readings of a clock
     assert seen["PREEMPTED"], "blocks were not short"
     assert seen["RESTARTED"] >= 2
 
@@ -188,9 +196,11 @@ async def test_waiting_for_blocks(explain, new_reading):
     frames = [start(ref=ref, text=str(ref) * 90, max_tokens=40) for ref in (1, 2)]
     outcomes = await run_together(service, frames, new_reading)
     both = [await ask(outcomes[ref].accepted[0].request_id) for ref in (1, 2)]
-    waits = [entry for told in both for entry in of_kind(told, "WAITED") if "blocks" in entry.detail]
-    assert [entry.detail for entry in waits] == ["blocks: 4 are free, 6 needed"]
-    assert waits[0].duration_us > 10_000
+    waits = [entry for told in both for entry in of_kind(told, "WAITED") if entry.wait.cause == pb.WAIT_CAUSE_BLOCKS]
+    assert [entry.wait for entry in waits] == [
+        pb.WaitDetail(cause=pb.WAIT_CAUSE_BLOCKS, free_blocks=4, needed_blocks=6)
+    ]
+    assert waits[0].duration.ToMicroseconds() > 10_000
 
 
 async def test_preempted_by_another(explain, new_reading):
@@ -201,7 +211,9 @@ async def test_preempted_by_another(explain, new_reading):
     both = [await ask(outcomes[ref].accepted[0].request_id) for ref in (1, 2)]
     (told,) = (each for each in both if of_kind(each, "PREEMPTED"))
     (first,) = (each.request_id for each in both if each.request_id != told.request_id)
-    assert [entry.detail for entry in of_kind(told, "PREEMPTED")] == [f"no block was free, and {first} needed 1"]
+    assert [entry.preemption for entry in of_kind(told, "PREEMPTED")] == [
+        pb.PreemptionDetail(cause=pb.PREEMPTION_CAUSE_BLOCKS, for_request_id=first, needed_blocks=1)
+    ]
     order = [kind for kind in kinds(told) if kind != "WAITED"]
     assert order[order.index("DECODED") :] == ["DECODED", "PREEMPTED", "BEGAN", "PREFILLED", "DECODED", "ENDED"]
 
@@ -233,7 +245,7 @@ async def test_held_and_released(explain, new_reading):
     service.engine.hold(request_id, True)
     told = await ask(request_id)
     (held,) = of_kind(told, "HELD")
-    assert held.detail == "its stream is not read"
+    assert held.hold_cause == pb.HOLD_CAUSE_UNREAD
     service.engine.hold(request_id, False)
     await reading.read(call)
     told = await ask(request_id)
@@ -241,8 +253,8 @@ async def test_held_and_released(explain, new_reading):
     before, held, after = (
         entry for entry in told.timeline if entry.kind in (pb.TIMELINE_KIND_DECODED, pb.TIMELINE_KIND_HELD)
     )
-    assert before.at_us + before.duration_us <= held.at_us
-    assert held.at_us + held.duration_us <= after.at_us + 1000
+    assert end_us(before) <= held.start_offset.ToMicroseconds()
+    assert end_us(held) <= after.start_offset.ToMicroseconds() + 1000
     assert before.num_tokens + after.num_tokens == 60
     _, decodes, _ = executor.steps_of("x" * 20)
     assert set(decodes) <= {
@@ -260,7 +272,7 @@ async def test_changed_and_cancelled_by_its_caller(explain, new_reading):
     await reading.read_until(call, lambda reading: reading.outcomes[1].deltas > 2)
     request_id = reading.outcomes[1].accepted[0].request_id
     living = await ask(request_id)
-    assert not living.ended
+    assert living.end == pb.REQUEST_END_UNSPECIFIED
     (decoded,) = of_kind(living, "DECODED")
     assert decoded.num_tokens >= 3
     assert decoded.last_step - decoded.first_step >= 2
@@ -271,8 +283,8 @@ async def test_changed_and_cancelled_by_its_caller(explain, new_reading):
     await reading.read(call)
     told = await ask(request_id)
     assert kinds(told)[-1] == "ENDED"
-    assert told.ended == of_kind(told, "ENDED")[0].detail == "CANCELLED"
-    assert of_kind(told, "UPDATED")[0].detail == "priority 2, at most 2000 tokens"
+    assert told.end == of_kind(told, "ENDED")[0].end == pb.REQUEST_END_CANCELLED
+    assert of_kind(told, "UPDATED")[0].update == pb.UpdateDetail(priority=2, max_tokens=2000)
     usage = reading.outcomes[1].finished[0].usage
     assert of_kind(told, "DECODED")[0].num_tokens == usage.output_tokens
 
@@ -293,7 +305,7 @@ async def test_what_is_not_known_any_more(explain, new_reading):
     frames = [start(ref=ref, max_tokens=ref) for ref in (1, 2, 3)]
     outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
     for ref in (2, 3):
-        assert (await ask(outcomes[ref].accepted[0].request_id)).ended == "LENGTH"
+        assert (await ask(outcomes[ref].accepted[0].request_id)).end == pb.REQUEST_END_LENGTH
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await ask(outcomes[1].accepted[0].request_id)
     assert failure.value.code() is grpc.StatusCode.NOT_FOUND
@@ -310,14 +322,24 @@ async def test_an_id_that_can_be_none(explain, request_id):
     assert "request_id" in str(failure.value.details())
 
 
-def test_every_kind_is_on_the_wire():
-    names = {name.removeprefix("TIMELINE_KIND_") for name in pb.TimelineKind.keys()}  # noqa: SIM118 - an enum
-    assert names == {kind.name for kind in EntryKind} | {"UNSPECIFIED"}
+@pytest.mark.parametrize(
+    ("ours", "on_the_wire", "prefix"),
+    [
+        (EntryKind, pb.TimelineKind, "TIMELINE_KIND_"),
+        (WaitCause, pb.WaitCause, "WAIT_CAUSE_"),
+        (HoldCause, pb.HoldCause, "HOLD_CAUSE_"),
+        (PreemptionCause, pb.PreemptionCause, "PREEMPTION_CAUSE_"),
+        (EngineFinishReason, pb.RequestEnd, "REQUEST_END_"),
+    ],
+)
+def test_every_kind_and_cause_is_on_the_wire(ours, on_the_wire, prefix):
+    names = {name.removeprefix(prefix) for name in on_the_wire.keys()}  # noqa: SIM118 - an enum
+    assert names == {each.name for each in ours} | {"UNSPECIFIED"}
 
 
-async def test_a_prediction_beyond_its_field_is_the_most_that_it_holds(explain):
+async def test_a_prediction_of_months_has_room(explain):
     service, ask = await explain()
     request = pb.CompleteRequest(start=pb.GenerationStart(text="x", sampling=pb.SamplingParams(max_tokens=1)))
     answer = await service.generation.Complete(request)
     service.engine.explain(answer.request_id).predicted_ttft_s = 1e7
-    assert (await ask(answer.request_id)).predicted_ttft_ms == 2**32 - 1
+    assert (await ask(answer.request_id)).predicted_ttft.ToSeconds() == 10_000_000

@@ -5,6 +5,7 @@ import asyncio
 import base64
 import random
 import time
+from datetime import timedelta
 
 import grpc
 import pytest
@@ -112,7 +113,7 @@ class TestListing:
         assert live.output_tokens > 3
         assert live.preemptions == 0
         explained = await service.admin.Explain(pb.ExplainRequest(request_id=live.request_id), metadata=OPS)
-        assert abs(time.time() - live.age_ms / 1000 - explained.arrived_unix_us / 1e6) < 60
+        assert abs(time.time() - live.age.ToSeconds() - explained.arrive_time.ToSeconds()) < 60
 
     async def test_inputs_to_embed_are_listed_too(self, start_service):
         executor = FakeExecutor(vocab_size=258, seconds_per_step=3600)
@@ -127,7 +128,14 @@ class TestListing:
     async def test_pages_have_every_request_once_in_order(self, service, send):
         await send(25)
         expected = [f"a-{ref}" for ref in range(25)]
-        for page_size, sizes in ((10, [10, 10, 5]), (24, [24, 1]), (25, [25]), (1000, [25]), (0, [25])):
+        for page_size, sizes in (
+            (10, [10, 10, 5]),
+            (24, [24, 1]),
+            (25, [25]),
+            (1000, [25]),
+            (2**32 - 1, [25]),
+            (0, [25]),
+        ):
             answers = await pages(service, page_size=page_size)
             assert [len(answer.requests) for answer in answers] == sizes
             assert own_ids(answers) == expected
@@ -168,9 +176,14 @@ class TestListing:
         assert await ids(states=[decoding]) == ["a-0"]
         assert await ids(states=[waiting], tenant="a") == ["a-1", "a-2", "a-3"]
         assert len(await ids(states=[decoding, waiting])) == 7
-        assert await ids(min_age_ms=3_600_000) == []
-        assert await ids(min_age_ms=2**63 - 1) == []
-        assert len(await ids(min_age_ms=1)) == 7
+        assert await ids(min_age=timedelta(hours=1)) == []
+        assert await ids(min_age=timedelta(days=3_652_500)) == []
+        assert len(await ids(min_age=timedelta(milliseconds=1))) == 7
+
+    async def test_more_than_a_page_may_have_is_the_most_that_it_may(self, service, send, monkeypatch):
+        monkeypatch.setattr("penstock.service.admin.live_requests.MAX_PAGE_SIZE", 3)
+        await send(4)
+        assert [len(each.requests) for each in await pages(service, page_size=1001)] == [3, 1]
 
     async def test_the_event_loop_runs_while_many_are_listed(self, service, send, monkeypatch):
         """A large page is read in parts."""
@@ -259,15 +272,26 @@ class TestCancelling:
         assert (await cancel(service, filter=waiting)).cancelled_requests == 4
         assert own_ids([await page(service)]) == ["a-0", "b-0", "b-1", "b-2", "b-3"]
         assert (await cancel(service, filter=wanted(tenant="b"))).cancelled_requests == 4
-        assert (await cancel(service, filter=wanted(min_age_ms=3_600_000))).cancelled_requests == 0
-        assert (await cancel(service, filter=wanted())).cancelled_requests == 1
+        assert (await cancel(service, filter=wanted(min_age=timedelta(hours=1)))).cancelled_requests == 0
+        assert (await cancel(service, all=pb.AllRequests())).cancelled_requests == 1
         assert service.engine.stats().requests == 0
+
+    async def test_an_empty_filter_cancels_nothing(self, service, send, details_of):
+        """It may be a filter whose fields the caller's program lost."""
+        await send(2)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await cancel(service, filter=pb.RequestFilter())
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        [violation] = details_of(error.value)["BadRequest"].field_violations
+        assert violation.field == "filter"
+        assert "set all in its place" in violation.description
+        assert service.engine.stats().requests == 2
 
     @STEPS
     async def test_waiting_and_running_ones_free_all(self, service, send):
         await send(40)
         await until(lambda: service.engine.stats().output_tokens > 3)
-        assert (await cancel(service, filter=wanted())).cancelled_requests == 40
+        assert (await cancel(service, all=pb.AllRequests())).cancelled_requests == 40
         await until(lambda: service.blocks_in_use == 0)
         stats = service.engine.stats()
         assert (stats.requests, stats.running, stats.waiting, stats.finished) == (0, 0, 0, 40)
@@ -276,7 +300,7 @@ class TestCancelling:
         start = pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=3000, ignore_eos=True))
         call = service.generation.Complete(pb.CompleteRequest(start=start))
         await until(lambda: service.engine.stats().running)
-        assert (await cancel(service, filter=wanted())).cancelled_requests == 1
+        assert (await cancel(service, all=pb.AllRequests())).cancelled_requests == 1
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call
         assert (error.value.code(), error.value.details()) == (grpc.StatusCode.CANCELLED, MESSAGE)
@@ -292,7 +316,7 @@ class TestCancelling:
             return read(self, max_requests)
 
         monkeypatch.setattr(LiveRequestScan, "read", reading)
-        assert (await cancel(service, filter=wanted())).cancelled_requests == 20
+        assert (await cancel(service, all=pb.AllRequests())).cancelled_requests == 20
         assert late is not None
         await until(lambda: service.engine.stats().requests == 3)
         late.cancel()
@@ -302,7 +326,7 @@ class TestCancelling:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await cancel(service)
         [violation] = details_of(error.value)["BadRequest"].field_violations
-        assert (violation.field, violation.description) == ("target", "target: is required; set ids or filter")
+        assert (violation.field, violation.description) == ("target", "target: is required; set ids, filter or all")
 
     async def test_cancellations_are_logged_with_who_did_it_and_how_many(self, service, send, caplog):
         with caplog.at_level("INFO", LOGGER):
@@ -329,11 +353,11 @@ class TestCancelling:
 
         monkeypatch.setattr(service.engine, "abort", abort_and_leave)
         with caplog.at_level("INFO", LOGGER):
-            request = pb.CancelRequestsRequest(filter=wanted())
+            request = pb.CancelRequestsRequest(all=pb.AllRequests())
             call = service.admin.CancelRequests(request, metadata=OPS)
             await until(lambda: "by tenant" in caplog.text)
             call.cancel()
         monkeypatch.undo()
         assert service.engine.stats().requests == 20 - MAX_CANCELS
         [text] = [text for text in caplog.messages if text.startswith("by tenant")]
-        assert text == f"by tenant ops: requests cancelled: {MAX_CANCELS} of filter {{ }}"
+        assert text == f"by tenant ops: requests cancelled: {MAX_CANCELS} of all {{ }}"

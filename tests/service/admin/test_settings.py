@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import re
 import socket
+from datetime import timedelta
 from typing import Any
 
 import grpc
@@ -34,8 +35,23 @@ async def settings_of(service):
     return (await service.admin.GetSettings(pb.GetSettingsRequest())).settings
 
 
-async def update(service, **changes):
-    return (await service.admin.UpdateSettings(pb.UpdateSettingsRequest(**changes))).settings
+async def update(service, forget_tenants=(), mask=None, **changes):
+    """Changes settings, and returns all. ``mask``: the paths of the update mask."""
+    request = pb.UpdateSettingsRequest(settings=pb.Settings(**changes), forget_tenants=forget_tenants)
+    if mask is not None:
+        request.update_mask.paths.extend(mask)
+    return (await service.admin.UpdateSettings(request)).settings
+
+
+def without_etag(settings):
+    """All settings but the name of them together."""
+    assert re.fullmatch("[0-9a-f]{32}", settings.etag)
+    settings.ClearField("etag")
+    return settings
+
+
+def itl(milliseconds):
+    return timedelta(milliseconds=milliseconds)
 
 
 async def refusal(service, details_of, **changes):
@@ -44,7 +60,7 @@ async def refusal(service, details_of, **changes):
         await update(service, **changes)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     [violation] = details_of(error.value)["BadRequest"].field_violations
-    return violation.field, violation.description
+    return violation.field.removeprefix("settings."), violation.description.removeprefix("settings.")
 
 
 def tenant(name="", **settings):
@@ -113,13 +129,13 @@ class TestTelling:
             tenants={"b": TenantLimits(2.5, max_live_requests=3), "a": TenantLimits(max_prompt_tokens=7)},
         )
         service = await start_service(scheduler=config, admin_listen=ANY_PORT)
-        assert await settings_of(service) == pb.Settings(
+        assert without_etag(await settings_of(service)) == pb.Settings(
             policy=pb.SCHEDULING_POLICY_FCFS,
             max_num_seqs=32,
             max_num_batched_tokens=512,
             max_queued_requests=9,
             max_queued_tokens=99,
-            target_itl_ms=20.5,
+            target_itl=itl(20.5),
             default_tenant=tenant(weight=1, max_tokens=5),
             tenants=[tenant("a", weight=1, max_prompt_tokens=7), tenant("b", weight=2.5, max_live_requests=3)],
         )
@@ -145,9 +161,9 @@ class TestChanging:
             ({"max_num_batched_tokens": 32}, {"max_num_batched_tokens": 32}),
             ({"max_queued_requests": 1 << 20}, {"max_queued_requests": 1 << 20}),
             ({"max_queued_tokens": 1 << 32}, {"max_queued_tokens": 1 << 32}),
-            ({"target_itl_ms": 12.5}, {"target_itl_ms": 12.5}),
-            ({"target_itl_ms": 60_000}, {"target_itl_ms": 60_000}),
-            ({"target_itl_ms": 0}, {"target_itl_ms": 0}),
+            ({"target_itl": itl(12.5)}, {"target_itl": itl(12.5)}),
+            ({"target_itl": itl(60_000)}, {"target_itl": itl(60_000)}),
+            ({"target_itl": itl(0)}, {"target_itl": itl(0)}),
             ({"default_tenant": tenant(max_tokens=3)}, {"default_tenant": tenant(weight=1, max_tokens=3)}),
             ({"tenants": [tenant("acme", max_tokens=3)]}, {"tenants": [tenant("acme", weight=1, max_tokens=3)]}),
             ({"tenants": [tenant("b")]}, {"tenants": [tenant("acme", weight=2), tenant("b", weight=1)]}),
@@ -160,7 +176,11 @@ class TestChanging:
         for name in expected:
             settings.ClearField(name)
         settings.MergeFrom(pb.Settings(**expected))
-        assert await update(service, **changes) == settings == await settings_of(service)
+        etag = settings.etag
+        changed = await update(service, **changes)
+        assert changed == await settings_of(service)
+        assert (changed.etag != etag) == any(changes.values())
+        assert without_etag(changed) == without_etag(settings)
 
     async def test_clients_see_the_new_limits(self, service):
         await update(service, max_num_seqs=7, max_queued_requests=8, policy=pb.SCHEDULING_POLICY_PRIORITY)
@@ -195,7 +215,10 @@ class TestChanging:
             ),
             ({"max_num_seqs": 0}, "max_num_seqs", "must be at least 1"),
             ({"policy": 9}, "policy", "must be one of the enum's values"),
-            ({"target_itl_ms": 60_001}, "target_itl_ms", "must be at least 0 and at most 60,000"),
+            ({"target_itl": itl(60_001)}, "target_itl", "must be at least 0 s and at most 60 s; it is 60.001 s"),
+            ({"mask": ["policy", "etag"]}, "update_mask.paths[1]", "must be one of policy, .*, or \\*; it is 'etag'$"),
+            ({"mask": ["max_num_seqs"] * 17}, "update_mask.paths", "at most 16 paths"),
+            ({"mask": ["*"], "max_num_seqs": 257}, "max_num_seqs", "the worker was started with 256"),
             ({"default_tenant": tenant("acme")}, "default_tenant.tenant", "must be empty"),
             ({"default_tenant": tenant(weight=0)}, "default_tenant.weight", "must be at least 0.001"),
             ({"tenants": [tenant("a"), tenant(weight=2)]}, "tenants[1].tenant", "is required"),
@@ -210,7 +233,7 @@ class TestChanging:
     )
     async def test_all_or_nothing(self, service, details_of, changes, field, remedy):
         before = await settings_of(service)
-        others = {"max_queued_requests": 5, "max_queued_tokens": 6}
+        others = {} if "mask" in changes else {"max_queued_requests": 5, "max_queued_tokens": 6}
         named, text = await refusal(service, details_of, **others, **changes)
         assert named == field
         assert re.search(remedy, text), text
@@ -249,7 +272,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "tokens": [{"max_num_seqs": 16, "max_num_batched_tokens": tokens} for tokens in (16, 2048, 40)],
     "queued requests": [{"max_queued_requests": most} for most in (1, 1000)],
     "queued tokens": [{"max_queued_tokens": most} for most in (1, 1000)],
-    "target": [{"target_itl_ms": target} for target in (0.1, 0, 1000)],
+    "target": [{"target_itl": itl(target)} for target in (0.1, 0, 1000)],
     "default tenant": [
         {"default_tenant": cap} for cap in (tenant(max_live_requests=1), tenant(max_tokens=1), tenant())
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from datetime import timedelta
 
 import grpc
 import pytest
@@ -36,10 +37,11 @@ def start(ref=1, text="x" * 64, **sampling):
 async def test_the_first_answer_comes_at_once(start_watched):
     service = await start_watched()
     async with asyncio.timeout(120):
-        stats = await watch(service, interval_ms=3_600_000).read()
-    assert stats.state == pb.ENGINE_STATE_SERVING
+        stats = await watch(service, interval=timedelta(hours=1)).read()
+    assert stats.state == pb.SERVICE_STATE_SERVING
     assert (stats.live_requests, stats.running_rows, stats.waiting_choices, stats.steps) == (0, 0, 0, 0)
-    assert not stats.HasField("predicted_ttft_ms")
+    assert not stats.HasField("predicted_ttft")
+    assert not stats.HasField("step_duration")
     assert not stats.tenants
 
 
@@ -47,7 +49,7 @@ async def test_what_runs_is_reported(start_watched, new_reading):
     service = await start_watched(scheduler=SchedulerConfig(max_num_seqs=2))
     call = service.generation.Generate(iter([start(ref=ref, max_tokens=100, ignore_eos=True) for ref in (1, 2, 3)]))
     await new_reading().read_until(call, lambda reading: reading.outcomes[1].deltas > 5)
-    answers = watch(service, interval_ms=100)
+    answers = watch(service, interval=timedelta(seconds=0.1))
     stats = await answers.read()
     assert (stats.live_requests, stats.running_rows, stats.waiting_choices) == (3, 2, 1)
     assert 0 < stats.kv_usage < 1
@@ -55,7 +57,7 @@ async def test_what_runs_is_reported(start_watched, new_reading):
     assert (tenant.tenant, tenant.live_requests) == ("default", 3)
     assert tenant.served_tokens >= 64
     following = await answers.read()
-    assert following.uptime_ms >= stats.uptime_ms + 95
+    assert following.uptime.ToMilliseconds() >= stats.uptime.ToMilliseconds() + 95
     assert following.steps > stats.steps
     assert following.output_tokens > stats.output_tokens
 
@@ -70,7 +72,7 @@ async def test_totals_are_those_of_what_ended(start_watched):
     assert (stats.prefill_tokens, stats.cached_tokens) == (64 + 16, 48)
     assert (stats.refused_requests, stats.preemptions, stats.worker_restarts) == (0, 0, 0)
     assert stats.cached_blocks > 0
-    assert stats.step_us > 0
+    assert stats.step_duration.ToMicroseconds() > 0
 
 
 async def test_the_last_seconds_have_what_ended_in_them(start_watched):
@@ -84,14 +86,16 @@ async def test_the_last_seconds_have_what_ended_in_them(start_watched):
         )
     stats = await watch(service).read()
     window = stats.last_60s
-    assert 0 < window.duration_ms <= stats.uptime_ms + 1000
+    assert 0 < window.duration.ToMilliseconds() <= stats.uptime.ToMilliseconds() + 1000
     assert (window.finished_requests, window.output_tokens, window.prefill_tokens) == (2, 6, 64 + 16)
     first, between = window.time_to_first_token, window.inter_token_latency
     assert (first.count, between.count) == (2, 4)
     # A step takes 2 ms, and percentiles are within 5 %.
     for latency in (first, between):
-        assert 1900 < latency.p50_us <= latency.p90_us <= latency.p99_us
-    assert stats.last_10s.duration_ms <= 60_000
+        found = [each.ToMicroseconds() for each in (latency.p50, latency.p90, latency.p99)]
+        assert found == sorted(found)
+        assert found[0] > 1900
+    assert stats.last_10s.duration.ToSeconds() <= 60
     assert stats.last_10s.finished_requests <= 2
 
 
@@ -119,22 +123,22 @@ async def test_the_use_of_host_memory_is_reported(start_service):
 
 async def test_the_engines_state_is_reported(start_watched):
     service = await start_watched()
-    answers = watch(service, interval_ms=100)
+    answers = watch(service, interval=timedelta(seconds=0.1))
     await answers.read()
     service.engine.drain()
-    assert (await answers.read()).state == pb.ENGINE_STATE_DRAINING
+    assert (await answers.read()).state == pb.SERVICE_STATE_DRAINING
 
 
-async def test_a_prediction_beyond_its_field_is_the_most_that_it_holds(start_watched, monkeypatch):
+async def test_a_prediction_of_months_has_room(start_watched, monkeypatch):
     service = await start_watched()
     stats = dataclasses.replace(service.engine.stats(), predicted_ttft_s=1e7)
     monkeypatch.setattr(service.engine, "stats", lambda: stats)
-    assert (await watch(service).read()).predicted_ttft_ms == 2**32 - 1
+    assert (await watch(service).read()).predicted_ttft.ToSeconds() == 10_000_000
 
 
 async def test_it_ends_with_the_service(start_watched):
     service = await start_watched()
-    answers = watch(service, interval_ms=3_600_000)
+    answers = watch(service, interval=timedelta(hours=1))
     await answers.read()
     stopping = asyncio.create_task(service.server.stop())
     with pytest.raises(grpc.aio.AioRpcError) as failure:
@@ -144,15 +148,18 @@ async def test_it_ends_with_the_service(start_watched):
     await stopping
 
 
-@pytest.mark.parametrize("interval_ms", [0, 99, 3_600_001])
-async def test_an_interval_out_of_bounds(start_watched, interval_ms):
+@pytest.mark.parametrize("milliseconds", [-1, 0, 99, 3_600_001])
+async def test_an_interval_out_of_bounds(start_watched, milliseconds):
     service = await start_watched()
     with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await watch(service, interval_ms=interval_ms).read()
+        await watch(service, interval=timedelta(milliseconds=milliseconds)).read()
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "interval_ms" in str(failure.value.details())
+    assert "interval: must be at least 0.1 s and at most 3,600 s" in str(failure.value.details())
 
 
 def test_every_state_is_on_the_wire():
-    names = {name.removeprefix("ENGINE_STATE_") for name in pb.EngineState.keys()}  # noqa: SIM118 - an enum
+    """The same in heartbeats and in statistics."""
+    names = {name.removeprefix("SERVICE_STATE_") for name in pb.ServiceState.keys()}  # noqa: SIM118 - an enum
+    fields = [pb.Heartbeat.DESCRIPTOR.fields_by_name["state"], pb.WatchStatsResponse.DESCRIPTOR.fields_by_name["state"]]
+    assert [field.enum_type for field in fields] == [pb.ServiceState.DESCRIPTOR] * 2
     assert names == {state.name for state in EngineState} | {"UNSPECIFIED"}

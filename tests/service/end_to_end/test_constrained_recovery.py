@@ -31,7 +31,7 @@ CONSTRAINT = pb.Constraint(json_schema=json.dumps(RECORDS))
 steps take."""
 KILL_AT = (120, 240)
 """Characters of the output."""
-SERVING = pb.ENGINE_STATE_SERVING
+SERVING = pb.SERVICE_STATE_SERVING
 
 
 class Output(NamedTuple):

@@ -191,7 +191,8 @@ async def test_all_reports_of_drafts_agree(controller, caplog):
 
     explained = await controller.admin.Explain(pb.ExplainRequest(request_id=answer.request_id))
     [decoded] = [entry for entry in explained.timeline if entry.kind == pb.TIMELINE_KIND_DECODED]
-    assert decoded.detail == f"{told.accepted_tokens} of {told.drafted_tokens} drafts accepted"
+    drafts = pb.DraftDetail(drafted_tokens=told.drafted_tokens, accepted_tokens=told.accepted_tokens)
+    assert decoded.drafts == drafts
 
 
 async def test_draft_statistics_are_logged_periodically(start_service, caplog):

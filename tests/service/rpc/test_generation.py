@@ -33,7 +33,7 @@ class TestGenerate:
         assert finished.reason == pb.FINISH_REASON_LENGTH
         assert (finished.usage.prompt_tokens, finished.usage.output_tokens) == (5, 5)
         assert finished.HasField("seed")
-        assert finished.timings.total_us >= finished.timings.first_token_us > 0
+        assert finished.timings.total_ms >= finished.timings.first_token_ms > 0
 
     async def test_256_requests_are_one_message_a_step(self, start_service, new_reading):
         """Shown by 4."""

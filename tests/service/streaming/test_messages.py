@@ -22,7 +22,9 @@ def test_a_finished_message_carries_all_known_facts():
         ref=7,
         status=status_pb2.Status(),
         usage=pb.Usage(prompt_tokens=1, cached_tokens=2, output_tokens=3),
-        timings=pb.Timings(queued_us=10, prefill_us=20, first_token_us=30, total_us=40, preemptions=5, restarts=6),
+        timings=pb.Timings(
+            queued_ms=0.01, prefill_ms=0.02, first_token_ms=0.03, total_ms=0.04, preemptions=5, restarts=6
+        ),
         may_continue=True,
         reason=pb.FINISH_REASON_STOP,
         seed=2**63 - 1,

@@ -3,8 +3,9 @@
 import pytest
 
 from penstock.scheduler.plan import SamplingParams
-from penstock.scheduler.request import Change, Request
-from penstock.scheduler.timeline import Cause, Timeline
+from penstock.scheduler.request import Change, EngineFinishReason, Request
+from penstock.scheduler.timeline import Timeline
+from penstock.scheduler.timeline_entry import PreemptionCause, PreemptionDetail, WaitCause
 from penstock.service.telemetry.phases import MAX_PHASES, Phase, PhaseName, moments_of, phases_of
 
 
@@ -46,13 +47,13 @@ def test_an_ordinary_request_has_four_phases_without_gaps(clock):
     timeline = timeline_of(clock)
     timeline.accepted(2, None)
     run(timeline)
-    timeline.ended("LENGTH")
+    timeline.ended(EngineFinishReason.LENGTH)
     prepare, queue, prefill, decode = phases_of(timeline, clock())
     assert (prepare.name, prepare.begin) == (PhaseName.PREPARE, 0.5)
     assert prepare.end == queue.begin
     assert queue.end == prefill.begin
     assert prefill.end == decode.begin
-    assert queue.attributes == {"penstock.choice": 0, "penstock.details": ["its turn: 2 ahead of it"]}
+    assert queue.attributes == {"penstock.choice": 0, "penstock.causes": ["turn"]}
     assert prefill.attributes == {
         "penstock.choice": 0,
         "penstock.first_step": 0,
@@ -72,14 +73,15 @@ def test_a_preempted_request_waits_and_computes_again(clock):
     timeline = timeline_of(clock)
     timeline.accepted(0, None)
     run(timeline)
-    timeline.preempted(0, 12, "no block was free")
+    timeline.preempted(0, 12, PreemptionDetail(PreemptionCause.BLOCKS, "OTHER", 1))
     run(timeline, step=20, num_tokens=50)
-    timeline.ended("LENGTH")
+    timeline.ended(EngineFinishReason.LENGTH)
     assert names(timeline, clock) == ["prepare", *["queue", "prefill", "decode"] * 2]
     preempted = moments_of(timeline)[1]
     assert preempted.name == "penstock.preempted"
     assert preempted.attributes == {
-        "penstock.details": "no block was free",
+        "penstock.cause": "blocks",
+        "penstock.for_request_id": "OTHER",
         "penstock.choice": 0,
         "penstock.step": 12,
     }
@@ -90,16 +92,16 @@ def test_a_request_waits_from_the_workers_death_and_only_sequences_with_rows_do(
     timeline.accepted(0, None)
     for choice in (0, 1):
         run(timeline, choice)
-    timeline.preempted(1, 12, "no block was free")
+    timeline.preempted(1, 12, PreemptionDetail(PreemptionCause.BLOCKS, "OTHER", 1))
     timeline.restarted(13)
     died = clock.now
-    timeline.waits(0, Cause.WORKER)
+    timeline.waits(0, WaitCause.WORKER)
     run(timeline, 0, 20, 50)
-    timeline.ended("CANCELLED")
+    timeline.ended(EngineFinishReason.CANCELLED)
     queues = [phase for phase in phases_of(timeline, clock()) if phase.name is PhaseName.QUEUE]
     again = [phase for phase in queues if phase.choice == 0][1]
     assert again.begin == died
-    assert again.details == ["the new worker"]
+    assert again.causes == ["worker"]
     [preempted] = [phase for phase in queues if phase.choice == 1]
     assert preempted.begin < died
     assert [moment.name for moment in moments_of(timeline)] == [
@@ -112,7 +114,7 @@ def test_a_request_waits_from_the_workers_death_and_only_sequences_with_rows_do(
 def test_a_request_that_ends_in_the_queue_waited_until_its_end(clock):
     timeline = timeline_of(clock)
     timeline.accepted(1, None)
-    timeline.ended("CANCELLED")
+    timeline.ended(EngineFinishReason.CANCELLED)
     end = clock()
     queue = phases_of(timeline, end)[-1]
     assert (queue.name, queue.end) == (PhaseName.QUEUE, end)
@@ -127,7 +129,7 @@ def test_a_death_in_the_first_step_leaves_no_decoding(clock):
     timeline.will_decode(0, 0)
     timeline.left(0, 0, 0)
     timeline.restarted(1)
-    timeline.ended("CANCELLED")
+    timeline.ended(EngineFinishReason.CANCELLED)
     assert names(timeline, clock) == ["prepare", "queue", "prefill"]
 
 
@@ -139,10 +141,10 @@ def test_a_request_that_is_not_read_is_held_and_its_changes_are_moments(clock):
     timeline.released()
     timeline.updated(Change(priority=3))
     timeline.first_token_at = 5.5
-    timeline.ended("LENGTH")
+    timeline.ended(EngineFinishReason.LENGTH)
     held = phases_of(timeline, clock())[-1]
     assert held.name is PhaseName.HELD
-    assert held.attributes == {"penstock.details": ["its stream is not read"]}
+    assert held.attributes == {"penstock.causes": ["unread"]}
     assert [moment.name for moment in moments_of(timeline)] == [
         "penstock.accepted",
         "penstock.first_token",
@@ -155,7 +157,7 @@ def test_the_phases_of_a_huge_request_are_bounded(clock):
     timeline.accepted(0, None)
     for choice in range(1000):
         run(timeline, choice)
-    timeline.ended("LENGTH")
+    timeline.ended(EngineFinishReason.LENGTH)
     phases = phases_of(timeline, clock())
     assert len(phases) == MAX_PHASES
     assert phases == sorted(phases, key=lambda phase: phase.begin)

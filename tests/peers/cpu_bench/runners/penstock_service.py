@@ -107,7 +107,7 @@ async def loop_lag(admin: str) -> AsyncIterator[dict[str, float]]:
 
 async def _keep_worst(answers: AsyncIterator[pb.WatchStatsResponse], figures: dict[str, float]) -> None:
     async for stats in answers:
-        figures[LAG] = max(stats.loop_lag.p99_us / 1000, figures.get(LAG, 0.0))
+        figures[LAG] = max(stats.loop_lag.p99.ToMicroseconds() / 1000, figures.get(LAG, 0.0))
 
 
 if __name__ == "__main__":
