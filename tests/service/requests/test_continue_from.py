@@ -36,9 +36,7 @@ def start(text=None, max_tokens=20, continue_from="", chat=None, ids=None, stop=
     sampling = pb.SamplingParams(max_tokens=max_tokens, stop=stop, n=n)
     prompt = {"text": text, "chat": chat, "token_ids": None if ids is None else pb.TokenIds(ids=ids)}
     given = {name: value for name, value in prompt.items() if value is not None}
-    return pb.GenerationStart(
-        ref=ref, sampling=sampling, output=BOTH, continue_from=continue_from, **given, **fields
-    )
+    return pb.GenerationStart(ref=ref, sampling=sampling, output=BOTH, continue_from=continue_from, **given, **fields)
 
 
 def said(*turns):
